@@ -1,7 +1,9 @@
-"""CPU-seconds of jobs as ratios to a fixed numpy loop, against the budget in benchmarks/budget.toml (`make bench`).
+"""CPU-seconds of jobs as ratios to a fixed numpy loop, against the budget in benchmarks/budget.toml
+(`make bench`).
 
-Jobs take turns, and each turn has the loop before and after the job, so that a machine or an hour can be compared with
-another one. Exits with a line for each job whose median ratio is more than a quarter above its budget.
+Jobs take turns, and each turn has the loop before and after the job, so that a machine or an hour
+can be compared with another one. Exits with a line for each job whose median ratio is more than a
+quarter above its budget.
 
     python benchmarks/budget.py [--repeats 3] [--cells 4096]
 """
@@ -43,7 +45,9 @@ from cellmill.models.build import ModelSpec, build
 
 BUDGET, MARGIN, CELLS = Path(__file__).with_name("budget.toml"), 1.25, 4096
 TOKENS = ContinuousTokens(max_tokens=1024)
-SPEC = ModelSpec(ProfileConfig(hidden=128, layers=1), CellDecodingConfig(view="drop_thin"), TOKENS, 757)
+SPEC = ModelSpec(
+    ProfileConfig(hidden=128, layers=1), CellDecodingConfig(view="drop_thin"), TOKENS, 757
+)
 
 
 def yardstick() -> None:
@@ -91,8 +95,13 @@ def step(steps: int) -> Work:
     rng = np.random.default_rng(0)
     lengths = rng.integers(150, 350, 32)
     genes = np.concatenate([rng.permutation(SPEC.n_genes)[:n] for n in lengths]).astype(np.int32)
-    counts, starts = rng.geometric(0.4, len(genes)).astype(np.uint16), np.append(0, lengths.cumsum())
-    batch = to_tensors(tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), TOKENS.max_tokens))
+    counts, starts = (
+        rng.geometric(0.4, len(genes)).astype(np.uint16),
+        np.append(0, lengths.cumsum()),
+    )
+    batch = to_tensors(
+        tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), TOKENS.max_tokens)
+    )
     work = packed_step(SPEC, torch.device("cpu"), "fp32")
     return lambda: [work(batch, number) for number in range(steps)]
 
@@ -100,7 +109,9 @@ def step(steps: int) -> Work:
 def fits(problems: int) -> Work:
     """Fits and predictions of the evaluation's classifiers."""
     made = [problem(*shape, seed) for shape in SHAPES[:-1] for seed in range(problems)]
-    return lambda: [own.fit(x, y).predict(new) for x, y, new in made for own in classifiers(5).values()]
+    return lambda: [
+        own.fit(x, y).predict(new) for x, y, new in made for own in classifiers(5).values()
+    ]
 
 
 def of_loop(work: Work) -> float:
@@ -120,7 +131,9 @@ def over_budget(medians: Mapping[str, float], budget: Mapping[str, float]) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="turns (default: %(default)s)")
-    parser.add_argument("--cells", type=int, default=CELLS, help="others are not compared (default: %(default)s)")
+    parser.add_argument(
+        "--cells", type=int, default=CELLS, help="others are not compared (default: %(default)s)"
+    )
     given = parser.parse_args()
     part, budget = given.cells / CELLS, tomllib.loads(BUDGET.read_text())["ratios"]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -134,13 +147,20 @@ def main() -> None:
             "steps of profile": step(max(3, int(100 * part))),
             "fits of the evaluation": fits(max(1, int(12 * part))),
         }
-        turns = [{job: of_loop(work) for job, work in jobs.items()} for _ in range(given.repeats + 1)]
-    ratios = {job: [turn[job] for turn in turns[1:]] for job in jobs}  # the first turn is not counted
+        turns = [
+            {job: of_loop(work) for job, work in jobs.items()} for _ in range(given.repeats + 1)
+        ]
+    # the first turn is not counted
+    ratios = {job: [turn[job] for turn in turns[1:]] for job in jobs}
     medians = {job: statistics.median(found) for job, found in ratios.items()}
-    print(f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n")
+    print(
+        f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n"
+    )
     print("| job | of the numpy loop | range | budget |\n|---|---:|---:|---:|")
     for job, found in ratios.items():
-        print(f"| {job} | {medians[job]:.2f} | {min(found):.2f} to {max(found):.2f} | {budget[job]:.2f} |")
+        print(
+            f"| {job} | {medians[job]:.2f} | {min(found):.2f} to {max(found):.2f} | {budget[job]:.2f} |"
+        )
     if given.cells == CELLS and (lines := over_budget(medians, budget)):
         sys.exit("\n".join(lines))
 

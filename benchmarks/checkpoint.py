@@ -1,13 +1,17 @@
-"""Checkpoints of a large model: what a step waits for them, bytes per second until one is valid, and resuming.
+"""Checkpoints of a large model: what a step waits for them, bytes per second until one is valid,
+and resuming.
 
-`stall`: plain steps first; then a save between two steps, timed by itself, and the steps during which it is written
-behind. The part that nothing hides is the copy of weights and optimizer state, timed once more alone. One process.
+`stall`: plain steps first; then a save between two steps, timed by itself, and the steps during
+which it is written behind. The part that nothing hides is the copy of weights and optimizer state,
+timed once more alone. One process.
 
-`write`: 1, 2 and 4 processes, FULL_SHARD, without steps. A checkpoint is valid when its folder has its final name; by
-then it is copied, written, synced and hashed. Beside it each process writes as many bytes into one file, and syncs it.
-Resume is the check of all hashes and the load, with files that are no longer in the page cache.
+`write`: 1, 2 and 4 processes, FULL_SHARD, without steps. A checkpoint is valid when its folder has
+its final name; by then it is copied, written, synced and hashed. Beside it each process writes as
+many bytes into one file, and syncs it. Resume is the check of all hashes and the load, with files
+that are no longer in the page cache.
 
-`index`: one process, the index of a checkpoint that 128 ranks have saved and DCP's own, read for one rank's part.
+`index`: one process, the index of a checkpoint that 128 ranks have saved and DCP's own, read for
+one rank's part.
 
     python benchmarks/checkpoint.py stall [--steps 3] [--saves 3] [--cells 4] [--threads 1] [--device cpu]
     python benchmarks/checkpoint.py write [--saves 3] [--layers 12] [--folder .]
@@ -65,7 +69,9 @@ TENSORS, RANKS = 900, 128  # of part index
 
 
 def spec(layers: int, hidden: int) -> ModelSpec:
-    """The model: 103 million parameters with 12 layers of width 768, 18 million of them before and after the layers."""
+    """The model: 103 million parameters with 12 layers of width 768, 18 million of them before and
+    after the layers.
+    """
     encoder = EncoderConfig(hidden=hidden, layers=layers, heads=12)
     return ModelSpec(encoder, MaskedGeneConfig(), ContinuousTokens(), GENES)
 
@@ -73,13 +79,21 @@ def spec(layers: int, hidden: int) -> ModelSpec:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("part", choices=("stall", "write", "index"))
-    parser.add_argument("--steps", type=int, default=3, help="plain steps, and steps after each save")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="plain steps, and steps after each save"
+    )
     parser.add_argument("--saves", type=int, default=3, help="at least two")
-    parser.add_argument("--cells", type=int, default=4, help=f"cells of a step, of {LENGTH} genes each")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of part stall")
+    parser.add_argument(
+        "--cells", type=int, default=4, help=f"cells of a step, of {LENGTH} genes each"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of part stall"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU")
     parser.add_argument("--layers", type=int, default=12, help="of the model")
-    parser.add_argument("--hidden", type=int, default=768, help="width of the model, a multiple of 96")
+    parser.add_argument(
+        "--hidden", type=int, default=768, help="width of the model, a multiple of 96"
+    )
     parser.add_argument("--folder", type=Path, default=Path(), help="on the file system to measure")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
@@ -95,7 +109,9 @@ def stall(arguments: argparse.Namespace) -> None:
     model = build(spec(arguments.layers, arguments.hidden)).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.fills[name](parameter, torch.Generator(device))
+            parameter.normal_(0, 0.02) if parameter.ndim > 1 else model.fills[name](
+                parameter, torch.Generator(device)
+            )
     optimizer = build_optimizer(model, TRAIN)
     step = stepper(model, optimizer, arguments.cells, device)
     seconds(step, device)  # the first allocates
@@ -105,7 +121,9 @@ def stall(arguments: argparse.Namespace) -> None:
         checkpoints = Checkpoints(TrainFolder(Path(folder)), keep=1)
         for number in range(arguments.saves):
             state = {"progress": {"step": number + 1, "best_step": None}}
-            stalls.append(seconds(lambda: checkpoints.save(model, optimizer, number + 1, state), device))  # noqa: B023
+            stalls.append(
+                seconds(lambda: checkpoints.save(model, optimizer, number + 1, state), device)
+            )  # noqa: B023
             began = time.perf_counter()
             after.append([seconds(step, device) for _ in range(arguments.steps)])
             checkpoints.wait()
@@ -132,16 +150,22 @@ def stall(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def stepper(model: Model, optimizer: torch.optim.Optimizer, cells: int, device: torch.device) -> Callable[[], None]:
+def stepper(
+    model: Model, optimizer: torch.optim.Optimizer, cells: int, device: torch.device
+) -> Callable[[], None]:
     """A whole step over the same cells each time."""
     parallel = Parallel(strategy="ddp", precision="bf16-mixed")
     mesh = build_mesh(parallel, 1, device.type)
     parallel_model = ParallelModel(model, parallel, mesh)
     random = np.random.default_rng(0)
-    genes = np.concatenate([random.choice(GENES, LENGTH, replace=False) + 2 for _ in range(cells)]).astype(np.int32)
+    genes = np.concatenate(
+        [random.choice(GENES, LENGTH, replace=False) + 2 for _ in range(cells)]
+    ).astype(np.int32)
     values = random.gamma(2.0, 0.5, len(genes)).astype(np.float32)
     ends = (np.arange(cells + 1) * LENGTH).astype(np.int32)
-    prepared = model.prepare(to_tensors(Batch(genes, values, ends, np.arange(cells))), seed=0, step=0)
+    prepared = model.prepare(
+        to_tensors(Batch(genes, values, ends, np.arange(cells))), seed=0, step=0
+    )
     prepared = on_device(prepared, device)
 
     def step() -> None:
@@ -163,7 +187,9 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def print_machine(device: torch.device) -> None:
-    print(f"machine: {machine(device)}, load {os.getloadavg()[0]:.1f}; commit {commit()}, torch {torch.__version__}")
+    print(
+        f"machine: {machine(device)}, load {os.getloadavg()[0]:.1f}; commit {commit()}, torch {torch.__version__}"
+    )
 
 
 def write(arguments: argparse.Namespace) -> None:
@@ -189,7 +215,9 @@ def rank_of_writers(rank: int, world: int, folder: str, arguments: argparse.Name
     """One process; rank 0 writes the medians of all saves to found.json."""
     torch.set_num_threads(arguments.threads)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     parallel = Parallel(sharding_strategy="FULL_SHARD")
     model = build(spec(arguments.layers, arguments.hidden))
     parallelize(model, parallel, build_mesh(parallel, world, "cpu"))
@@ -227,11 +255,14 @@ def rank_of_writers(rank: int, world: int, folder: str, arguments: argparse.Name
         medians = {name: statistics.median(one[name] for one in took[1:]) for name in took[0]}
         Path(folder, "found.json").write_text(json.dumps({"bytes": size, **medians}))
     dist.destroy_process_group()
-    os._exit(0)  # a thread of autograd that wants the GIL during Python's shutdown aborts the process
+    # a thread of autograd that wants the GIL during Python's shutdown aborts the process
+    os._exit(0)
 
 
 def plain_write(path: Path, n_bytes: int) -> float:
-    """Seconds until all processes have written and synced so many bytes each, into a file of its own."""
+    """Seconds until all processes have written and synced so many bytes each, into a file of its
+    own.
+    """
     content = memoryview(np.random.default_rng(0).bytes(n_bytes))
     dist.barrier()
     began = time.perf_counter()
@@ -247,13 +278,19 @@ def plain_write(path: Path, n_bytes: int) -> float:
 
 
 def index(arguments: argparse.Namespace) -> None:
-    """Print the CPU seconds in which one rank of 128 reads where its part of 900 tensors lies; medians."""
+    """Print the CPU seconds in which one rank of 128 reads where its part of 900 tensors lies;
+    medians.
+    """
     metadata, own = Metadata({}, storage_data={}), torch.empty(8, 1024, device="meta")
     names = [f"optimizer.state.blocks.{n // 9}.part{n % 9}.weight.exp_avg" for n in range(TENSORS)]
     for number, name in enumerate(names):
-        parts = [ChunkStorageMetadata(torch.Size([8 * rank, 0]), own.shape) for rank in range(RANKS)]
+        parts = [
+            ChunkStorageMetadata(torch.Size([8 * rank, 0]), own.shape) for rank in range(RANKS)
+        ]
         size = torch.Size([8 * RANKS, 1024])
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(own.dtype), size, parts)
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(own.dtype), size, parts
+        )
         for rank, part in enumerate(parts):
             place = _StorageInfo(f"__{rank}_0.distcp", number * own.nbytes, own.nbytes)
             metadata.storage_data[MetadataIndex(name, part.offsets, rank)] = place
@@ -275,7 +312,10 @@ def index(arguments: argparse.Namespace) -> None:
                     read = pickle.loads(file.read_bytes())  # noqa: S301
                 took.append(time.process_time() - began)
                 assert len(read.state_dict_metadata) == TENSORS
-            print(f"| `{file.name}` | {file.stat().st_size / 1e6:.1f} | {statistics.median(took):.2f} |", flush=True)
+            print(
+                f"| `{file.name}` | {file.stat().st_size / 1e6:.1f} | {statistics.median(took):.2f} |",
+                flush=True,
+            )
 
 
 def drop_from_cache(files: list[Path]) -> None:

@@ -1,10 +1,12 @@
-"""How long Snakemake thinks about 1, 10, 100 and 400 runs, and what a launcher costs while it waits.
+"""How long Snakemake thinks about 1, 10, 100 and 400 runs, and what a launcher costs while it
+waits.
 
     python benchmarks/dag.py [--runs 1 10 100 400] [--launchers 20]
 
-The first table is `snakemake -n` on a configuration of so many runs of one corpus: parsing, the graph, and scheduling
-every job of it, dry. The second starts launchers of a training that a scripted SLURM says is running: memory of each,
-CPU time it takes, and how often squeue was asked by all of them together.
+The first table is `snakemake -n` on a configuration of so many runs of one corpus: parsing, the
+graph, and scheduling every job of it, dry. The second starts launchers of a training that a
+scripted SLURM says is running: memory of each, CPU time it takes, and how often squeue was asked by
+all of them together.
 """
 
 import argparse
@@ -41,7 +43,9 @@ def project(folder: Path, runs: int) -> None:
     (folder / "config").mkdir(parents=True)
     tree = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
     corpus = next(iter(tree["corpora"]))
-    tree["runs"] = {f"run{n:03}": {"corpus": corpus, "train": {"lr": 1e-4 * (n + 1)}} for n in range(runs)}
+    tree["runs"] = {
+        f"run{n:03}": {"corpus": corpus, "train": {"lr": 1e-4 * (n + 1)}} for n in range(runs)
+    }
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree))
     shutil.copy(ROOT / "config" / "datasets.tsv", folder / "config")
 
@@ -49,7 +53,16 @@ def project(folder: Path, runs: int) -> None:
 def dry_run(folder: Path, runs: int, repeats: int) -> str:
     """A row of the table: medians of wall and CPU seconds, and the peak of memory."""
     project(folder, runs)
-    command = [sys.executable, "-m", "snakemake", "-n", "--quiet", "rules", "--snakefile", str(ROOT / "Snakefile")]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "-n",
+        "--quiet",
+        "rules",
+        "--snakefile",
+        str(ROOT / "Snakefile"),
+    ]
     walls, cpus = [], []
     for _ in range(repeats):
         began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -84,7 +97,18 @@ def corpus(folder: Path) -> None:
     raw, cells = str(folder / "raw.h5ad"), str(folder / "cells.h5ad")
     for words in (
         ["simulate", "--out", raw, "--cells", "120", "--genes", "100"],
-        ["preprocess", *shared, "--input", raw, "--dataset", "sim", "--out", cells, "--report", f"{folder}/sim.json"],
+        [
+            "preprocess",
+            *shared,
+            "--input",
+            raw,
+            "--dataset",
+            "sim",
+            "--out",
+            cells,
+            "--report",
+            f"{folder}/sim.json",
+        ],
         ["vocabulary", *shared, "--cells", cells, "--out", f"{folder}/vocabulary.tsv"],
         [
             *("shard", *shared, "--cells", cells, "--vocabulary", f"{folder}/vocabulary.tsv"),
@@ -119,7 +143,12 @@ def waiting(folder: Path, launchers: int, seconds: float) -> str:
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(OPTIONS)),
-                *("--manifest", f"{folder}/shards/manifest.json", "--vocabulary", f"{folder}/vocabulary.tsv"),
+                *(
+                    "--manifest",
+                    f"{folder}/shards/manifest.json",
+                    "--vocabulary",
+                    f"{folder}/vocabulary.tsv",
+                ),
                 *("--out", f"{folder}/runs/{n}/train", "--launcher", "slurm", f"--poll-s={POLL_S}"),
             ],
             env=environment,
@@ -127,9 +156,10 @@ def waiting(folder: Path, launchers: int, seconds: float) -> str:
         )
         for n in range(launchers)
     ]
-    while sum((folder / "runs" / str(n) / "train" / "jobs" / "001" / "job.json").exists() for n in range(launchers)) < (
-        launchers
-    ):
+    while sum(
+        (folder / "runs" / str(n) / "train" / "jobs" / "001" / "job.json").exists()
+        for n in range(launchers)
+    ) < (launchers):
         if any(process.poll() is not None for process in processes):
             sys.exit("a launcher ended; run one by hand to see why")
         time.sleep(0.5)
@@ -157,9 +187,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 10, 100, 400])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--launchers", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=30, help="how long the launchers are watched")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="how long the launchers are watched"
+    )
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     print(
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, commit {commit.strip()}\n"
     )
@@ -167,7 +201,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for runs in arguments.runs:
             print(dry_run(Path(folder) / str(runs), runs, arguments.repeats), flush=True)
-    print("\n| launchers | MB each | CPU % each | squeue calls a minute | one each would be |\n|---|---|---|---|---|")
+    print(
+        "\n| launchers | MB each | CPU % each | squeue calls a minute | one each would be |\n|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         print(waiting(Path(folder), arguments.launchers, arguments.seconds))
 

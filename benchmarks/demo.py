@@ -1,11 +1,13 @@
-"""Seconds of each stage of the demo, the first and the second time after an installation, and the share of imports.
+"""Seconds of each stage of the demo, the first and the second time after an installation, and the
+share of imports.
 
     python benchmarks/demo.py [--repeats 3]
 
-Each turn makes the demo twice, in a new folder each (`--directory`): first with an empty cache of numba's machine code,
-then with the cache that the first one left. CPU-seconds are of all processes of a stage. Imports are the CPU-seconds of
-a Python that imports the stage's module as `cellmill` does, and ends; of a training those of its launcher, agent and
-rank. The last row is Snakemake itself.
+Each turn makes the demo twice, in a new folder each (`--directory`): first with an empty cache of
+numba's machine code, then with the cache that the first one left. CPU-seconds are of all processes
+of a stage. Imports are the CPU-seconds of a Python that imports the stage's module as `cellmill`
+does, and ends; of a training those of its launcher, agent and rank. The last row is Snakemake
+itself.
 """
 
 import argparse
@@ -49,11 +51,16 @@ def timed(command: list[str], environment: dict[str, str], **more: str | Path) -
     if done.returncode:
         sys.exit(f"{shlex.join(command)} failed: {done.stdout[-1000:]}{done.stderr[-1000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.monotonic() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return (
+        time.monotonic() - began,
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    )
 
 
 def demo(folder: Path, cache: Path, more: list[str]) -> dict[str, Seconds]:
-    """Make the demo in `folder`; seconds by stage, in the order in which they ended, and of the whole."""
+    """Make the demo in `folder`; seconds by stage, in the order in which they ended, and of the
+    whole.
+    """
     shutil.copytree(ROOT / "config", folder / "config")
     (folder / "bin").mkdir()
     log, program = folder / "stages.jsonl", folder / "bin" / "cellmill"
@@ -62,9 +69,19 @@ def demo(folder: Path, cache: Path, more: list[str]) -> dict[str, Seconds]:
     path = f"{program.parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "NUMBA_CACHE_DIR": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as a user has it
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--directory", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "Snakefile"),
+        "--directory",
+        str(folder),
+    ]
     whole = timed([*command, "--profile", str(ROOT / "profiles" / "local"), *more], environment)
-    stages = {name: (wall, cpu) for name, wall, cpu in map(json.loads, log.read_text().splitlines())}
+    stages = {
+        name: (wall, cpu) for name, wall, cpu in map(json.loads, log.read_text().splitlines())
+    }
     own = tuple(total - sum(parts) for total, parts in zip(whole, zip(*stages.values())))
     return stages | {"Snakemake": (own[0], own[1]), "all": whole}
 

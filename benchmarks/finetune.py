@@ -1,4 +1,5 @@
-"""Fine-tuning methods against training from scratch, frozen vectors and all-genes regression, by labels per class.
+"""Fine-tuning methods against training from scratch, frozen vectors and all-genes regression, by
+labels per class.
 
     python benchmarks/finetune.py FOLDER/pbmc68k.h5ad [--label bulk_labels] [--pretrain FILE …] [--shots 5 20 all]
         [--seeds 3] [--methods METHOD …] [--family profile] [--epochs 40] [--steps 200] [--cores 2] [--out FOLDER]
@@ -38,16 +39,27 @@ FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}
 METHODS: dict[str, dict[str, Any]] = {
     "from scratch": {"init_from": None},
     "head_only": {"finetune": {"method": "head_only"}, "train": {"lr": 1e-2}},
-    "partial": {"finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1}, "train": {"lr": 1e-2}},
+    "partial": {
+        "finetune": {"method": "partial", "last_blocks": 1, "trunk_lr_frac": 0.1},
+        "train": {"lr": 1e-2},
+    },
     "lora": {"finetune": {"method": "lora", "trunk_lr_frac": 0.5}, "train": {"lr": 1e-2}},
     "full": {"finetune": FULL, "train": {"lr": 1e-2}},
-    "full, every cell in turn": {"finetune": FULL, "train": {"lr": 1e-2}, "stream": {"weight_by": None}},
+    "full, every cell in turn": {
+        "finetune": FULL,
+        "train": {"lr": 1e-2},
+        "stream": {"weight_by": None},
+    },
     "full, unlabelled cells too": {"finetune": FULL, "train": {"lr": 1e-2}, "decodes": True},
-    "full, gradual": {"finetune": FULL | {"head_steps": 40, "block_steps": 20}, "train": {"lr": 1e-2}},
+    "full, gradual": {
+        "finetune": FULL | {"head_steps": 40, "block_steps": 20},
+        "train": {"lr": 1e-2},
+    },
 }
 MODELS: dict[str, dict[str, Any]] = {
     "profile": {"model": PROFILE, "tokens": SECTIONS["tokens"] | ALL_GENES},
-    "encoder": {"model": ENCODER, "tokens": SECTIONS["tokens"]},  # all genes of a cell cost attention too much
+    # all genes of a cell cost attention too much
+    "encoder": {"model": ENCODER, "tokens": SECTIONS["tokens"]},
 }
 REGRESSIONS = (
     "frozen vectors, logistic regression",
@@ -68,7 +80,12 @@ def draw(labels: pd.Series, shots: str, seed: int) -> pd.Series:
     if shots == "all":
         return labels
     order = np.random.default_rng([seed, 1]).permutation(len(labels))
-    rank = labels.iloc[order].groupby(labels.iloc[order], observed=True).cumcount().reindex(labels.index)
+    rank = (
+        labels.iloc[order]
+        .groupby(labels.iloc[order], observed=True)
+        .cumcount()
+        .reindex(labels.index)
+    )
     return labels.where(rank < int(shots))
 
 
@@ -86,7 +103,9 @@ def split(source: Path, label: str, shots: list[str], seeds: int, folder: Path) 
     test.obs = pd.DataFrame({"true": labels[is_test]})
     known = labels[~is_test]
     drawn = {f"label_{k}_{seed}": draw(known, k, seed) for k in shots for seed in range(seeds)}
-    train.obs = pd.DataFrame({name: column.astype("category") for name, column in drawn.items()}, index=known.index)
+    train.obs = pd.DataFrame(
+        {name: column.astype("category") for name, column in drawn.items()}, index=known.index
+    )
     folder.mkdir(parents=True, exist_ok=True)
     train.write_h5ad(folder / "train.h5ad")
     test.write_h5ad(folder / "test.h5ad")
@@ -100,38 +119,59 @@ def write_config(folder: Path, given: argparse.Namespace) -> list[str]:
     rows = [f"{name}\t{path}\n" for name, path in files.items()]
     (folder / "config" / "datasets.tsv").write_text("dataset\tpath\n" + "".join(rows))
     table = {"table": "config/datasets.tsv"}
-    runs: dict[str, Any] = {"pretrained": {"corpus": "wide", "train": {"epochs": given.epochs, "lr": 3e-3}}}
+    runs: dict[str, Any] = {
+        "pretrained": {"corpus": "wide", "train": {"epochs": given.epochs, "lr": 3e-3}}
+    }
     if given.pretrain:  # what differs between datasets is for the decoder to know
         runs["pretrained"]["objective"] = {"name": "cell_decoding", "batch_column": "dataset"}
     for k in given.shots:
         for seed in range(given.seeds):
             label = f"label_{k}_{seed}"
             for method in given.methods:
-                options = METHODS[method] | {"objective": {"name": "classification", "label_column": label}}
+                options = METHODS[method] | {
+                    "objective": {"name": "classification", "label_column": label}
+                }
                 if options.pop("decodes", False):
                     parts = {"classification": {"label_column": label}, "cell_decoding": {}}
                     options["objective"] = {"name": "sum", "parts": parts}
                     options["stream"] = {"weight_by": label, "labelled_frac": 0.5}
                 own = {"corpus": "labelled", "init_from": "pretrained"} | options
-                own["train"] = {"steps": given.steps, "lr": 1e-3, "seed": seed} | options.get("train", {})
+                own["train"] = {"steps": given.steps, "lr": 1e-3, "seed": seed} | options.get(
+                    "train", {}
+                )
                 runs[run_name(method, k, seed)] = own
     tree = {
         "corpora": {
             "wide": table | {"datasets": [name for name in files if name != "test"]},
             "labelled": table | {"datasets": ["train"]},
         },
-        "preprocess": {"organism": given.organism, "min_genes": 0, "min_cells": 1, "max_mito_frac": 1},
+        "preprocess": {
+            "organism": given.organism,
+            "min_genes": 0,
+            "min_cells": 1,
+            "max_mito_frac": 1,
+        },
         "shard": {"val_frac": 0.0, "test_frac": 0.0},
         **MODELS[given.family],
         "parallel": {"precision": "32-true"},  # a CPU emulates bfloat16
-        "train": {"global_batch": 32, "token_budget": 2**20, "warmup_steps": 20, "checkpoint_every_steps": 10**6},
+        "train": {
+            "global_batch": 32,
+            "token_budget": 2**20,
+            "warmup_steps": 20,
+            "checkpoint_every_steps": 10**6,
+        },
         "consolidate": {"checkpoint": "last"},
         "embed": {"min_coverage_frac": 0, "min_expressed_frac": 0},
         "runs": runs,
     }
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    targets = [f"results/runs/{name}/predictions/test.h5ad" for name in runs if name != "pretrained"]
-    return [*targets, *(f"results/runs/pretrained/embeddings/{name}.h5ad" for name in ("train", "test"))]
+    targets = [
+        f"results/runs/{name}/predictions/test.h5ad" for name in runs if name != "pretrained"
+    ]
+    return [
+        *targets,
+        *(f"results/runs/pretrained/embeddings/{name}.h5ad" for name in ("train", "test")),
+    ]
 
 
 def predicted(folder: Path, run: str, truth: pd.Series) -> Labels:
@@ -152,7 +192,9 @@ def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Lab
 
 def score(truth: pd.Series, labels: Labels) -> tuple[float, float]:
     """Accuracy and macro-F1."""
-    return float(np.mean(truth.to_numpy() == labels)), float(f1_score(truth, labels, average="macro"))
+    return float(np.mean(truth.to_numpy() == labels)), float(
+        f1_score(truth, labels, average="macro")
+    )
 
 
 def features(folder: Path, kind: str) -> list[Any]:
@@ -161,7 +203,9 @@ def features(folder: Path, kind: str) -> list[Any]:
     for name in ("train", "test"):
         adata = ad.read_h5ad(folder / f"{name}.h5ad")
         if kind == REGRESSIONS[0]:
-            embedded = ad.read_h5ad(folder / "results" / "runs" / "pretrained" / "embeddings" / f"{name}.h5ad")
+            embedded = ad.read_h5ad(
+                folder / "results" / "runs" / "pretrained" / "embeddings" / f"{name}.h5ad"
+            )
             rows = embedded.obs_names.get_indexer(adata.obs_names)
             assert (rows >= 0).all(), "cells were dropped by preprocess"
             found.append(np.nan_to_num(np.asarray(embedded.obsm["X_cellmill"])[rows]))
@@ -175,7 +219,9 @@ def features(folder: Path, kind: str) -> list[Any]:
     return found
 
 
-def labelled(folder: Path, given: argparse.Namespace, truth: pd.Series) -> dict[tuple[str, str], list[Labels]]:
+def labelled(
+    folder: Path, given: argparse.Namespace, truth: pd.Series
+) -> dict[tuple[str, str], list[Labels]]:
     """Labels of the test cells of each seed, by row and number of labels."""
     columns = ad.read_h5ad(folder / "train.h5ad").obs
     made = {kind: features(folder, kind) for kind in REGRESSIONS}
@@ -199,11 +245,16 @@ def scores(found: list[Labels], truth: pd.Series) -> str:
 
 
 def difference(own: list[Labels], other: list[Labels], truth: pd.Series) -> str:
-    """Accuracy of `own` less that of `other`, with the 95 % interval by bootstrap over seeds and cells."""
+    """Accuracy of `own` less that of `other`, with the 95 % interval by bootstrap over seeds and
+    cells.
+    """
     true, draw = truth.to_numpy(), np.random.default_rng(0)
     less = (np.array(own) == true).astype(float) - (np.array(other) == true)
     seeds, cells = less.shape
-    drawn = [less[draw.integers(0, seeds, seeds)][:, draw.integers(0, cells, cells)].mean() for _ in range(4000)]
+    drawn = [
+        less[draw.integers(0, seeds, seeds)][:, draw.integers(0, cells, cells)].mean()
+        for _ in range(4000)
+    ]
     low, high = np.percentile(drawn, [2.5, 97.5])
     return f"{less.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
@@ -229,7 +280,17 @@ def lines(folder: Path, given: argparse.Namespace) -> list[str]:
     ]
     n_train = len(ad.read_h5ad(folder / "train.h5ad", backed="r").obs)
     about = f"{n_train:,} training cells, {len(truth):,} test cells; accuracy / macro-F1"
-    return [about, "", *head, *table, "", f"Accuracy less that of {AGAINST}, 95 % interval", "", *head, *paired]
+    return [
+        about,
+        "",
+        *head,
+        *table,
+        "",
+        f"Accuracy less that of {AGAINST}, 95 % interval",
+        "",
+        *head,
+        *paired,
+    ]
 
 
 def main() -> None:
@@ -237,10 +298,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("source", type=Path, help=".h5ad with counts in X")
     parser.add_argument("--label", default="bulk_labels")
-    parser.add_argument("--pretrain", type=Path, nargs="*", default=[], help="more .h5ad files, without labels")
+    parser.add_argument(
+        "--pretrain", type=Path, nargs="*", default=[], help="more .h5ad files, without labels"
+    )
     parser.add_argument("--shots", nargs="+", default=["5", "20", "all"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="rows besides regression")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="rows besides regression"
+    )
     parser.add_argument("--organism", choices=("human", "mouse"), default="human")
     parser.add_argument("--family", choices=MODELS, default="profile")
     parser.add_argument("--epochs", type=int, default=40, help="of the pretraining")

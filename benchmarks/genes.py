@@ -1,11 +1,13 @@
-"""What models know of genes: hidden expression, gene sets, regulation; datasets x models, by the workflow.
+"""What models know of genes: hidden expression, gene sets, regulation; datasets x models, by the
+workflow.
 
     python benchmarks/genes.py FOLDER [--datasets kang_wide] [--models profile] [--seeds 3] [--cores 2] [--out F]
 
-FOLDER has one .h5ad for each entry of `DATASETS`. Gene sets, transcription factors and edges are made without a network
-and are no more than that: families of gene names, and regulations of blood cells from textbooks. A table that was
-interrupted goes on where it stopped, in `--out`. Figures are means over pretraining seeds, ± their standard deviation;
-below each table stand the verdicts of each seed.
+FOLDER has one .h5ad for each entry of `DATASETS`. Gene sets, transcription factors and edges are
+made without a network and are no more than that: families of gene names, and regulations of blood
+cells from textbooks. A table that was interrupted goes on where it stopped, in `--out`. Figures are
+means over pretraining seeds, ± their standard deviation; below each table stand the verdicts of
+each seed.
 """
 
 import argparse
@@ -17,7 +19,16 @@ from typing import Any
 import anndata as ad
 import quality
 from origin import commit, machine
-from workflow_runs import SECTIONS, metrics_file, result, seeded_runs, snakemake, tables, write, write_config
+from workflow_runs import (
+    SECTIONS,
+    metrics_file,
+    result,
+    seeded_runs,
+    snakemake,
+    tables,
+    write,
+    write_config,
+)
 
 DATASETS: dict[str, dict[str, str]] = {"pbmc_donor_a": {}, "kang_wide": {"condition": "condition"}}
 MODELS: dict[str, dict[str, Any]] = {
@@ -76,19 +87,43 @@ TASKS = {
 }
 
 
-def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str], seeds: int) -> dict[str, list[str]]:
-    """Write the gene files, of the genes of all datasets, and config/; returns the runs of each dataset and model."""
+def write_runs(
+    folder: Path, data: Path, datasets: list[str], models: list[str], seeds: int
+) -> dict[str, list[str]]:
+    """Write the gene files, of the genes of all datasets, and config/; returns the runs of each
+    dataset and model.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    symbols = sorted({str(gene) for name in DATASETS for gene in ad.read_h5ad(data / f"{name}.h5ad", "r").var_names})
-    sets = {name: [gene for gene in symbols if gene.startswith(of)] for name, of in FAMILIES.items()}
-    write(folder / "sets.gmt", "".join("\t".join([name, "by name", *genes]) + "\n" for name, genes in sets.items()))
-    write(folder / "factors.txt", "".join(f"{gene}\n" for gene in symbols if gene.startswith(FACTORS)))
-    edges = "".join(f"{factor}\t{gene}\n" for factor, targets in EDGES.items() for gene in targets.split())
+    symbols = sorted(
+        {
+            str(gene)
+            for name in DATASETS
+            for gene in ad.read_h5ad(data / f"{name}.h5ad", "r").var_names
+        }
+    )
+    sets = {
+        name: [gene for gene in symbols if gene.startswith(of)] for name, of in FAMILIES.items()
+    }
+    write(
+        folder / "sets.gmt",
+        "".join("\t".join([name, "by name", *genes]) + "\n" for name, genes in sets.items()),
+    )
+    write(
+        folder / "factors.txt", "".join(f"{gene}\n" for gene in symbols if gene.startswith(FACTORS))
+    )
+    edges = "".join(
+        f"{factor}\t{gene}\n" for factor, targets in EDGES.items() for gene in targets.split()
+    )
     write(folder / "edges.tsv", edges)
-    rows = [f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name].get('condition', '')}" for name in datasets]
+    rows = [
+        f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name].get('condition', '')}"
+        for name in datasets
+    ]
     corpora = {name: {"table": "config/datasets.tsv", "datasets": [name]} for name in datasets}
     made = {
-        f"{dataset}, {model}": seeded_runs(f"{dataset}-{model}", {"corpus": dataset} | MODELS[model], seeds)
+        f"{dataset}, {model}": seeded_runs(
+            f"{dataset}-{model}", {"corpus": dataset} | MODELS[model], seeds
+        )
         for dataset in datasets
         for model in models
     }
@@ -101,7 +136,9 @@ def write_runs(folder: Path, data: Path, datasets: list[str], models: list[str],
 
 def main() -> None:
     """Write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=DATASETS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
@@ -115,7 +152,8 @@ def main() -> None:
     print(f"`python benchmarks/genes.py {' '.join(sys.argv[1:])}`, commit {commit()}, {machine()}")
     for task in TASKS:
         results = {
-            title: [result(folder, run, title.partition(",")[0], task) for run in runs] for title, runs in made.items()
+            title: [result(folder, run, title.partition(",")[0], task) for run in runs]
+            for title, runs in made.items()
         }
         print(f"\n## {task}\n")
         print("\n".join(tables(results)))

@@ -1,10 +1,12 @@
-"""One GPU, under 8 minutes: is attention right, how fast is a training step, and was the plan's memory true?
+"""One GPU, under 8 minutes: is attention right, how fast is a training step, and was the plan's
+memory true?
 
-First each attention kernel against the softmax written out in float32, values and gradients. Then whole training steps
-(masks, forward, backward, clipping, fused AdamW) in bf16-mixed for four sizes: with every cell of full length, and
-with cells whose lengths vary, packed and padded to the longest. MFU counts the FLOPs that the model needs (logits at
-masked tokens alone), never those of padding; `plan` is what `cellmill plan` would have said. Last the time for which a
-training waits for its cells, read from shards by the stream (if anndata is installed), and for a checkpoint.
+First each attention kernel against the softmax written out in float32, values and gradients. Then
+whole training steps (masks, forward, backward, clipping, fused AdamW) in bf16-mixed for four sizes:
+with every cell of full length, and with cells whose lengths vary, packed and padded to the longest.
+MFU counts the FLOPs that the model needs (logits at masked tokens alone), never those of padding;
+`plan` is what `cellmill plan` would have said. Last the time for which a training waits for its
+cells, read from shards by the stream (if anndata is installed), and for a checkpoint.
 
     python benchmarks/gpu.py [--toy] [--sizes 51M 106M] [--steps 10]
 
@@ -111,20 +113,32 @@ def check_attention(device: torch.device) -> Iterator[str]:
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(sum(lengths), 4, 64, generator=generator) for _ in range(4)]
     oracle = _attended(made, torch.float32, device, lambda q, k, v: written_out(q, k, v, lengths))
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if device.type == "cuda" else (torch.float32,)
+    dtypes = (
+        (torch.bfloat16, torch.float16, torch.float32)
+        if device.type == "cuda"
+        else (torch.float32,)
+    )
     yield "| attention | number format | values | gradients |\n|---|---|---:|---:|"
     for dtype in dtypes:
-        found = _attended(made, dtype, device, lambda q, k, v: attention(q, k, v, cu_seqlens, lengths))
+        found = _attended(
+            made, dtype, device, lambda q, k, v: attention(q, k, v, cu_seqlens, lengths)
+        )
         off = [float((ours - theirs).abs().max()) for ours, theirs in zip(found, oracle)]
-        kernel = "varlen" if device.type == "cuda" and dtype != torch.float32 else "cell by cell, SDPA"
+        kernel = (
+            "varlen" if device.type == "cuda" and dtype != torch.float32 else "cell by cell, SDPA"
+        )
         # scores are products of 64 numbers of size 1; bfloat16 has 8 bits
         allowed = 5e-2 if dtype == torch.bfloat16 else 1e-2 if dtype == torch.float16 else 1e-4
         if not max(off) < allowed:
-            sys.exit(f"attention by {kernel} in {dtype} is off by {max(off):.2g}, more than {allowed:g}")
+            sys.exit(
+                f"attention by {kernel} in {dtype} is off by {max(off):.2g}, more than {allowed:g}"
+            )
         yield f"| {kernel} | {str(dtype).removeprefix('torch.')} | {off[0]:.1e} | {max(off[1:]):.1e} |"
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
     """(T, h, d): softmax attention of one cell after another."""
     rows = []
     for q_cell, k_cell, v_cell in zip(*(x.split(lengths) for x in (q, k, v))):
@@ -150,7 +164,9 @@ def draw(lengths: np.ndarray, step: int) -> Batch:
 
 
 def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
-    """Tokens of each cell of a step: full ones, or such as vary as in real data, around half of the longest."""
+    """Tokens of each cell of a step: full ones, or such as vary as in real data, around half of the
+    longest.
+    """
     if kind == "full":
         return np.full(size.cells, size.genes)
     random = np.random.default_rng(1000 + step)
@@ -161,7 +177,9 @@ def lengths_of(size: Size, kind: str, step: int) -> np.ndarray:
 class Training:
     """A model with random weights and what its steps need, in bf16-mixed on one device."""
 
-    def __init__(self, size: Size, n_genes: int, device: torch.device, compiled: bool = False) -> None:
+    def __init__(
+        self, size: Size, n_genes: int, device: torch.device, compiled: bool = False
+    ) -> None:
         self.tokens, self.device = ContinuousTokens(max_tokens=size.genes), device
         config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
         self.spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), self.tokens, n_genes)
@@ -228,12 +246,23 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
 
 
 def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
-    """A row: the step on batches that are there, and on those that the stream reads from shards and tokenizes."""
+    """A row: the step on batches that are there, and on those that the stream reads from shards and
+    tokenizes.
+    """
     corpus = make_corpus(folder, size.cells * (WARM_UP + steps))
     manifest = Manifest.read(corpus.manifest)
     training = Training(size, manifest.n_genes, device)
     options = {"global_batch": size.cells, "token_budget": size.cells * size.genes}
-    stream = CellStream(corpus.manifest, "train", training.tokens, Stream(lanes=1), **options, rank=0, world=1, seed=0)
+    stream = CellStream(
+        corpus.manifest,
+        "train",
+        training.tokens,
+        Stream(lanes=1),
+        **options,
+        rank=0,
+        world=1,
+        seed=0,
+    )
     batches, ready, fed, waited = iter(stream), [], [], []
     for step in range(WARM_UP + steps):
         began = time.perf_counter()
@@ -246,12 +275,16 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
         training.step(prepared[0])
         ready.append(time.perf_counter() - began)
     stream.close()
-    of_ready, of_fed, of_wait = (statistics.median(values[WARM_UP:]) for values in (ready, fed, waited))
+    of_ready, of_fed, of_wait = (
+        statistics.median(values[WARM_UP:]) for values in (ready, fed, waited)
+    )
     return f"| {size.name} | {of_ready:.3f} | {of_fed:.3f} | {of_wait / of_fed:.1%} |"
 
 
 def checkpoint(size: Size, device: torch.device, folder: Path) -> str:
-    """A row: how long a training waits for a save, the first one and later ones, whose memory is reused."""
+    """A row: how long a training waits for a save, the first one and later ones, whose memory is
+    reused.
+    """
     tokens = ContinuousTokens(max_tokens=size.genes)
     config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
     spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), tokens, N_GENES)
@@ -270,7 +303,9 @@ def checkpoint(size: Size, device: torch.device, folder: Path) -> str:
         checkpoints.wait()
     written = time.perf_counter() - began
     n_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())
-    return f"| {size.name} | {n_bytes / 1e9:.2f} | {stalls[0]:.2f} | {stalls[1]:.2f} | {written:.2f} |"
+    return (
+        f"| {size.name} | {n_bytes / 1e9:.2f} | {stalls[0]:.2f} | {stalls[1]:.2f} | {written:.2f} |"
+    )
 
 
 def line(found: Measured, peak: float | None) -> str:
@@ -290,7 +325,9 @@ def machine(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{platform.machine()} CPU, load {os.getloadavg()[0]:.1f}"
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     return f"{torch.cuda.get_device_name(device)}, driver {driver}, CUDA {torch.version.cuda}"
 
@@ -298,8 +335,12 @@ def machine(device: torch.device) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script")
-    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="only these")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=[size.name for size in SIZES], help="only these"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="measured steps of each (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     if not arguments.toy and not torch.cuda.is_available():
         sys.exit("no GPU here; --toy tries the script on a CPU")
@@ -313,18 +354,39 @@ def main() -> None:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         print(f"machine: {machine(device)}")
         print(f"commit: {commit()}, torch {torch.__version__}, python {platform.python_version()}")
-        print(f"command: python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n", flush=True)
+        print(
+            f"command: python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n",
+            flush=True,
+        )
         for text in check_attention(device):
             print(text, flush=True)
-        peak = peak_flops(torch.cuda.get_device_name(device), PARALLEL) if device.type == "cuda" else None
-        print("\n| model | cells | compiled | tokens a step | tokens/s | cells/s | MFU | peak GB | plan GB |")
+        peak = (
+            peak_flops(torch.cuda.get_device_name(device), PARALLEL)
+            if device.type == "cuda"
+            else None
+        )
+        print(
+            "\n| model | cells | compiled | tokens a step | tokens/s | cells/s | MFU | peak GB | plan GB |"
+        )
         print("|---|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
-        chosen, steps = (TOY, min(TOY_STEPS, arguments.steps)) if arguments.toy else (SIZES, arguments.steps)
-        for size in [size for size in chosen if not arguments.sizes or size.name in arguments.sizes]:
-            for kind, compiled in (("full", False), ("full", True), ("packed", False), ("padded", False)):
+        chosen, steps = (
+            (TOY, min(TOY_STEPS, arguments.steps)) if arguments.toy else (SIZES, arguments.steps)
+        )
+        for size in [
+            size for size in chosen if not arguments.sizes or size.name in arguments.sizes
+        ]:
+            for kind, compiled in (
+                ("full", False),
+                ("full", True),
+                ("packed", False),
+                ("padded", False),
+            ):
                 print(line(measure(size, kind, compiled, steps, device), peak), flush=True)
         if make_corpus is not None:
-            print("\n| fed by the stream | step s | with its cells s | waiting |\n|---|---:|---:|---:|", flush=True)
+            print(
+                "\n| fed by the stream | step s | with its cells s | waiting |\n|---|---:|---:|---:|",
+                flush=True,
+            )
             print(feed(chosen[0], steps, device, Path(folder)), flush=True)
         print(
             "\n| checkpoint | GB | first stall s | later stall s | written after s |\n|---|---:|---:|---:|---:|",

@@ -1,10 +1,12 @@
-"""Rates of reading inputs, side by side with scanpy's read_10x_mtx, or with an earlier version of cellmill.
+"""Rates of reading inputs, side by side with scanpy's read_10x_mtx, or with an earlier version of
+cellmill.
 
     python benchmarks/inputs.py --scanpy PYTHON                     # an interpreter with scanpy
     python benchmarks/inputs.py --before PYTHON                     # one with the earlier cellmill
 
-Each number is the median of three runs, values per CPU-second of a process of its own after its imports; the two sides
-take turns on the same files. Matrix Market has 16,000 cells of 2,000 genes, plain and gzip, as Cell Ranger sorts it.
+Each number is the median of three runs, values per CPU-second of a process of its own after its
+imports; the two sides take turns on the same files. Matrix Market has 16,000 cells of 2,000 genes,
+plain and gzip, as Cell Ranger sorts it.
 """
 
 import argparse
@@ -56,8 +58,12 @@ def write_market(folder: Path, cells: int) -> Path:
         for cell in range(1, cells + 1):
             genes = np.sort(draw.choice(GENES, PER_CELL, replace=False)) + 1
             counts = draw.geometric(0.5, PER_CELL)
-            file.writelines(f"{gene} {cell} {count}\n" for gene, count in zip(genes.tolist(), counts.tolist()))
-    (folder / "genes.tsv").write_text("".join(f"ENSG{gene:011d}\tS{gene}\n" for gene in range(GENES)))
+            file.writelines(
+                f"{gene} {cell} {count}\n" for gene, count in zip(genes.tolist(), counts.tolist())
+            )
+    (folder / "genes.tsv").write_text(
+        "".join(f"ENSG{gene:011d}\tS{gene}\n" for gene in range(GENES))
+    )
     (folder / "barcodes.tsv").write_text("".join(f"CELL{cell}-1\n" for cell in range(cells)))
     return folder
 
@@ -65,9 +71,16 @@ def write_market(folder: Path, cells: int) -> Path:
 def pack(folder: Path, packed: Path) -> Path:
     """The folder as Cell Ranger 3 and later write it."""
     packed.mkdir()
-    names = {"matrix.mtx": "matrix.mtx", "genes.tsv": "features.tsv", "barcodes.tsv": "barcodes.tsv"}
+    names = {
+        "matrix.mtx": "matrix.mtx",
+        "genes.tsv": "features.tsv",
+        "barcodes.tsv": "barcodes.tsv",
+    }
     for name, new in names.items():
-        with open(folder / name, "rb") as plain, gzip.open(packed / f"{new}.gz", "wb", compresslevel=6) as file:
+        with (
+            open(folder / name, "rb") as plain,
+            gzip.open(packed / f"{new}.gz", "wb", compresslevel=6) as file,
+        ):
             if new != "features.tsv":
                 shutil.copyfileobj(plain, file)
             for line in plain if new == "features.tsv" else ():
@@ -92,18 +105,36 @@ def write_others(folder: Path) -> dict[str, Path]:
         for name in ("data", "indices", "indptr"):
             array = getattr(counts, name)
             array = array.astype(np.int32) if name == "data" else array
-            file.create_dataset(f"matrix/{name}", data=array, chunks=(min(len(array), 80_000),), compression="gzip")
+            file.create_dataset(
+                f"matrix/{name}", data=array, chunks=(min(len(array), 80_000),), compression="gzip"
+            )
         file["matrix/shape"] = np.array(counts.shape[::-1])
-        file["matrix/barcodes"] = np.array([f"CELL{cell}-1" for cell in range(counts.shape[0])], "S")
-        columns = {"id": "ENSG{:011d}", "name": "S{}", "feature_type": "Gene Expression", "genome": "GRCh38"}
+        file["matrix/barcodes"] = np.array(
+            [f"CELL{cell}-1" for cell in range(counts.shape[0])], "S"
+        )
+        columns = {
+            "id": "ENSG{:011d}",
+            "name": "S{}",
+            "feature_type": "Gene Expression",
+            "genome": "GRCh38",
+        }
         for name, text in columns.items():
-            file[f"matrix/features/{name}"] = np.array([text.format(gene) for gene in range(GENES)], "S")
+            file[f"matrix/features/{name}"] = np.array(
+                [text.format(gene) for gene in range(GENES)], "S"
+            )
     return paths
 
 
 def rate(python: str, script: str, path: Path) -> tuple[float, int]:
     """Values per CPU-second, and MB at the peak."""
-    words = [python, "-W", "ignore", "-c", textwrap.dedent(PEAK) + textwrap.dedent(script), str(path)]
+    words = [
+        python,
+        "-W",
+        "ignore",
+        "-c",
+        textwrap.dedent(PEAK) + textwrap.dedent(script),
+        str(path),
+    ]
     values, peak = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     return float(values), int(peak)
 
@@ -117,8 +148,12 @@ def compare(name: str, path: Path, sides: dict[str, tuple[str, str]]) -> None:
     medians = {side: statistics.median(value for value, _ in found) for side, found in runs.items()}
     peaks = {side: max(peak for _, peak in found) for side, found in runs.items()}
     first, second = sides
-    shown = ", ".join(f"{side} {medians[side] / 1e6:.2f} M values/CPU-s at {peaks[side]:,} MB" for side in sides)
-    print(f"{name}: {shown}; {first} / {second} = {medians[first] / medians[second]:.2f}", flush=True)
+    shown = ", ".join(
+        f"{side} {medians[side] / 1e6:.2f} M values/CPU-s at {peaks[side]:,} MB" for side in sides
+    )
+    print(
+        f"{name}: {shown}; {first} / {second} = {medians[first] / medians[second]:.2f}", flush=True
+    )
 
 
 def main() -> None:

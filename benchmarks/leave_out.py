@@ -2,10 +2,11 @@
 
     python benchmarks/leave_out.py FOLDER [--seeds 3] [--cores 2] [--out F]
 
-FOLDER has cellbench.h5ad and merfish_mouse.h5ad: five batches of two protocols, and one mouse whose brain regions are
-taken as batches. Held-out cells of each batch (or of one of ten groups of regions) are labelled by classifiers that are
-fitted on those of the others. The table has the better one of both logistic regressions, and kNN, means over seeds of
-the training; below it stand the verdicts of each seed.
+FOLDER has cellbench.h5ad and merfish_mouse.h5ad: five batches of two protocols, and one mouse whose
+brain regions are taken as batches. Held-out cells of each batch (or of one of ten groups of
+regions) are labelled by classifiers that are fitted on those of the others. The table has the
+better one of both logistic regressions, and kNN, means over seeds of the training; below it stand
+the verdicts of each seed.
 """
 
 import argparse
@@ -19,7 +20,10 @@ from workflow_runs import metrics_file, result, seeded_runs, snakemake, verdicts
 
 DATA: dict[str, dict[str, Any]] = {
     "cellbench": {"batch": "batch", "preprocess": {}},
-    "merfish_mouse": {"batch": "major_brain_region", "preprocess": {"organism": "mouse", "min_genes": 5}},
+    "merfish_mouse": {
+        "batch": "major_brain_region",
+        "preprocess": {"organism": "mouse", "min_genes": 5},
+    },
 }
 ROWS = ("all genes", "PCA50", "PCA50 of the training cells", "untrained", "embedding")
 FEATURES = {name: name for name in ROWS}
@@ -44,7 +48,9 @@ def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=2)
@@ -53,7 +59,10 @@ def main() -> None:
     folder = given.out or Path(tempfile.mkdtemp(prefix="leave-out-"))
     made = write_runs(folder, given.data, given.seeds)
     snakemake(folder, [metrics_file(run) for runs in made.values() for run in runs], given.cores)
-    results = {name: [result(folder, run, name, "leave_out") for run in runs] for name, runs in made.items()}
+    results = {
+        name: [result(folder, run, name, "leave_out") for run in runs]
+        for name, runs in made.items()
+    }
     print("\n".join(table(results, FEATURES, COLUMNS)))
     for name, runs in results.items():
         print(f"\n{name}: {runs[0]['figures']}")

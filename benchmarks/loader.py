@@ -1,9 +1,11 @@
-"""Cells of the data engine per CPU-second and second, warm and cold, beside other loaders over the same cells.
+"""Cells of the data engine per CPU-second and second, warm and cold, beside other loaders over the
+same cells.
 
-Every loader is a process of its own; they take turns, an epoch each, so that a busy machine slows all alike.
-CPU-seconds are of all threads; medians. A warm epoch follows one that is not counted, and what the process
-prepares for the next epoch belongs to it. Before a cold epoch the files are dropped from the page cache, and the
-loader is opened anew, which counts. Peers (`loader_peers.py`) are left out where they cannot be imported.
+Every loader is a process of its own; they take turns, an epoch each, so that a busy machine slows
+all alike. CPU-seconds are of all threads; medians. A warm epoch follows one that is not counted,
+and what the process prepares for the next epoch belongs to it. Before a cold epoch the files are
+dropped from the page cache, and the loader is opened anew, which counts. Peers (`loader_peers.py`)
+are left out where they cannot be imported.
 
     python benchmarks/loader.py --repeats 5
 """
@@ -60,24 +62,44 @@ class Turns:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cells", type=int, default=32_768, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="cells of a batch (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="epochs of each, warm and cold (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where data are made, and kept; default: a temporary folder")
     parser.add_argument(
-        "--serve", nargs=3, metavar=("PACKAGE", "VARIANT", "GIVES"), help="run epochs asked for on stdin"
+        "--batch", type=int, default=64, help="cells of a batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="epochs of each, warm and cold (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where data are made, and kept; default: a temporary folder"
+    )
+    parser.add_argument(
+        "--serve",
+        nargs=3,
+        metavar=("PACKAGE", "VARIANT", "GIVES"),
+        help="run epochs asked for on stdin",
     )
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(LOADERS[tuple(arguments.serve)], make_corpus(arguments.folder, arguments.cells), arguments.batch)
+        serve(
+            LOADERS[tuple(arguments.serve)],
+            make_corpus(arguments.folder, arguments.cells),
+            arguments.batch,
+        )
         return
-    print(f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n")
+    print(
+        f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n"
+    )
     with tempfile.TemporaryDirectory(prefix="cellmill-loader-") as temporary:
         folder = arguments.folder or Path(temporary)
         corpus = make_corpus(folder, arguments.cells)
         turns = take_turns(folder, arguments.cells, arguments.batch, arguments.repeats)
         print_table(turns)
         print_goals(turns)
-        resume_s = statistics.median(first_batch_after_resume(corpus, arguments.batch) for _ in range(5))
+        resume_s = statistics.median(
+            first_batch_after_resume(corpus, arguments.batch) for _ in range(5)
+        )
         lost, repeated = count_cells(corpus, arguments.batch)
     print(f"\nfirst batch after resume: {resume_s:.3f} s")
     print(f"one epoch over {WORLD} ranks: {lost} cells lost, {repeated} repeated")
@@ -87,8 +109,21 @@ def take_turns(folder: Path, cells: int, batch: int, repeats: int) -> dict[Key, 
     """Measure every loader that can be imported. One that fails is named on stderr and left out."""
     serving = {}
     for key in LOADERS:
-        command = [sys.executable, __file__, "--serve", *key, "--folder", folder, "--cells", cells, "--batch", batch]
-        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            __file__,
+            "--serve",
+            *key,
+            "--folder",
+            folder,
+            "--cells",
+            cells,
+            "--batch",
+            batch,
+        ]
+        process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         if answer(process) is None:
             print(f"{' '.join(key)} is left out", file=sys.stderr)
         else:
@@ -130,7 +165,8 @@ def serve(make: Callable[[Corpus, int], Epochs], corpus: Corpus, batch: int) -> 
             epochs, ended = make(corpus, batch), time.process_time()
         n_cells = sum(next(epochs))
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - ended
-        if line.strip() == "cold":  # nothing may hold pages when the cache is dropped for the next one
+        # nothing may hold pages when the cache is dropped for the next one
+        if line.strip() == "cold":
             epochs.close()  # type: ignore[attr-defined]
             epochs = None
             gc.collect()
@@ -149,7 +185,9 @@ def drop_cache(folder: Path) -> None:
 
 def print_table(turns: dict[Key, Turns]) -> None:
     """A line for each loader; ratios are to the default tokenizer, 8 lanes."""
-    print("| loader | gives | warm, cells per CPU-second | cells/s | cold, cells per CPU-second | cells/s |")
+    print(
+        "| loader | gives | warm, cells per CPU-second | cells/s | cold, cells per CPU-second | cells/s |"
+    )
     print("|---|---|---:|---:|---:|---:|")
     for (package, variant, gives), turn in turns.items():
         rates = [turn.rate(how, what) for how in ("warm", "cold") for what in (0, 1)]
@@ -160,7 +198,12 @@ def print_table(turns: dict[Key, Turns]) -> None:
 def named(package: str, variant: str) -> str:
     """Package with its version, and the variant."""
     try:
-        return ", ".join(filter(None, [package if package == "cellmill" else f"{package} {version(package)}", variant]))
+        return ", ".join(
+            filter(
+                None,
+                [package if package == "cellmill" else f"{package} {version(package)}", variant],
+            )
+        )
     except PackageNotFoundError:
         return f"{package}, {variant}"
 
@@ -168,11 +211,18 @@ def named(package: str, variant: str) -> str:
 def print_goals(turns: dict[Key, Turns]) -> None:
     """Ratios of cells per CPU-second, ours over the other's, and the goal."""
     ours, one = ("cellmill", "8 lanes"), ("cellmill", "1 lane")
-    plain, ranked, scdl = ("annbatch", "plain rows"), ("annbatch", "rank-ordered rows"), ("bionemo-scdl", "")
+    plain, ranked, scdl = (
+        ("annbatch", "plain rows"),
+        ("annbatch", "rank-ordered rows"),
+        ("bionemo-scdl", ""),
+    )
     print("\n| 8 lanes against | gives | warm | cold | goal, warm |\n|---|---|---:|---:|---:|")
     for other, gives, goal in (
         (plain, CONTINUOUS, 2),
-        *((("annbatch", f"{rows}, our tokenizer"), CONTINUOUS, 1.4) for rows in ("plain rows", "rank-ordered rows")),
+        *(
+            (("annbatch", f"{rows}, our tokenizer"), CONTINUOUS, 1.4)
+            for rows in ("plain rows", "rank-ordered rows")
+        ),
         (plain, RANK, 10),
         (ranked, RANK, 2.5),
         (plain, RAW, 2.5),
@@ -185,7 +235,9 @@ def print_goals(turns: dict[Key, Turns]) -> None:
     ):
         if (*other, gives) in turns:
             pair = turns[*ours, gives], turns[*other, gives]
-            warm, cold = (f"{pair[0].rate(how) / pair[1].rate(how):.2f}" for how in ("warm", "cold"))
+            warm, cold = (
+                f"{pair[0].rate(how) / pair[1].rate(how):.2f}" for how in ("warm", "cold")
+            )
             print(f"| {named(*other)} | {gives} | {warm} | {cold} | {goal} |")
 
 
@@ -223,11 +275,18 @@ def rows_of_steps(prefetched: Iterator[PrefetchedSteps]) -> Iterator[tuple[np.nd
 
 
 def open_stream(
-    corpus: Corpus, options: StreamOptions, batch: int, tokenizer: str, rank: int = 0, world: int = 1
+    corpus: Corpus,
+    options: StreamOptions,
+    batch: int,
+    tokenizer: str,
+    rank: int = 0,
+    world: int = 1,
 ) -> CellStream:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
     sizes = {"global_batch": batch, "token_budget": batch * MAX_TOKENS}
-    return CellStream(corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0)
+    return CellStream(
+        corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0
+    )
 
 
 def first_batch_after_resume(corpus: Corpus, batch: int) -> float:

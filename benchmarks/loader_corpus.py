@@ -30,17 +30,27 @@ class Corpus:
 
 
 def make_corpus(folder: Path, n_cells: int) -> Corpus:
-    """Simulated cells with log-normal expression, as preprocessed cells and as shards; made once for a folder."""
+    """Simulated cells with log-normal expression, as preprocessed cells and as shards; made once
+    for a folder.
+    """
     ids = [f"ENSG{gene:011d}" for gene in range(GENES)]
     medians = np.random.default_rng(1).lognormal(0, 0.5, GENES).astype(np.float32)
     vocabulary = Vocabulary(ids, ids, np.full(GENES, n_cells), medians)
     corpus = Corpus(
-        folder / f"cells-{n_cells}.h5ad", folder / f"shards-{n_cells}" / "manifest.json", vocabulary, n_cells
+        folder / f"cells-{n_cells}.h5ad",
+        folder / f"shards-{n_cells}" / "manifest.json",
+        vocabulary,
+        n_cells,
     )
     if not corpus.manifest.exists():
         blocks = list(simulate(n_cells))
-        obs, var = pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)]), pd.DataFrame({"symbol": ids}, index=ids)
-        write_cells(corpus.cells, obs, var, blocks, sum(block.nnz for block in blocks), np.dtype("<u2"))
+        obs, var = (
+            pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)]),
+            pd.DataFrame({"symbol": ids}, index=ids),
+        )
+        write_cells(
+            corpus.cells, obs, var, blocks, sum(block.nnz for block in blocks), np.dtype("<u2")
+        )
         write_shards([corpus.cells], vocabulary, Shard(val_frac=0, test_frac=0), corpus.manifest)
     return corpus
 
@@ -49,12 +59,20 @@ def simulate(n_cells: int, block: int = 512) -> Iterator[sp.csr_matrix]:
     rng = np.random.default_rng(0)
     scale = 1 / rng.lognormal(0, 1, GENES)
     for first in range(0, n_cells, block):
-        sizes = np.clip(rng.normal(MEAN_NONZEROS, SD_NONZEROS, min(block, n_cells - first)), 600, 4_000).astype(int)
-        # the genes that would come first in a race with their rates: sampling by weight without replacement
-        genes = [np.sort(np.argpartition(rng.exponential(size=GENES) * scale, size)[:size]) for size in sizes]
+        sizes = np.clip(
+            rng.normal(MEAN_NONZEROS, SD_NONZEROS, min(block, n_cells - first)), 600, 4_000
+        ).astype(int)
+        # the genes that would come first in a race with their rates: sampling by weight without
+        # replacement
+        genes = [
+            np.sort(np.argpartition(rng.exponential(size=GENES) * scale, size)[:size])
+            for size in sizes
+        ]
         indptr = np.concatenate([[0], np.cumsum(sizes)])
         counts = rng.geometric(0.45, indptr[-1]).astype(np.uint16)
-        yield sp.csr_matrix((counts, np.concatenate(genes).astype(np.int32), indptr), shape=(len(sizes), GENES))
+        yield sp.csr_matrix(
+            (counts, np.concatenate(genes).astype(np.int32), indptr), shape=(len(sizes), GENES)
+        )
 
 
 def shuffled_cells(corpus: Corpus) -> ad.AnnData:

@@ -1,8 +1,9 @@
-"""The least that shuffled cells can cost: a loop in C that copies each row from a mapped file to its place in a window;
-reads of blocks into a window; and a loop in C that makes tokens of it, batch by batch, in memory that stays in cache.
+"""The least that shuffled cells can cost: a loop in C that copies each row from a mapped file to
+its place in a window; reads of blocks into a window; and a loop in C that makes tokens of it, batch
+by batch, in memory that stays in cache.
 
-They know where each row is and where it goes before they are timed. What they do not do: choose an order, keep lanes
-apart, read ahead, check a length, or keep a batch.
+They know where each row is and where it goes before they are timed. What they do not do: choose an
+order, keep lanes apart, read ahead, check a length, or keep a batch.
 """
 
 import ctypes
@@ -59,7 +60,9 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     scatter, shards = _compiled("scatter"), open_shards(Manifest.read(corpus.manifest), "train")
     mapped = [np.memmap(shard.path, np.uint8, mode="r") for shard in shards]
     genes, counts = (
-        (ctypes.c_void_p * len(shards))(*(m.ctypes.data + at.offset for m, at in zip(mapped, stored)))
+        (ctypes.c_void_p * len(shards))(
+            *(m.ctypes.data + at.offset for m, at in zip(mapped, stored))
+        )
         for stored in ([shard.genes for shard in shards], [shard.counts for shard in shards])
     )
     width = max(shard.dtype.itemsize for shard in shards)
@@ -72,7 +75,15 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
         for shard, start, length, target in windows:
             where = map(_pointer, (shard, start, length, target))
             rows = ctypes.c_int64(len(shard))
-            scatter(rows, genes, counts, ctypes.c_int64(width), *where, _pointer(out_genes), _pointer(out_counts))
+            scatter(
+                rows,
+                genes,
+                counts,
+                ctypes.c_int64(width),
+                *where,
+                _pointer(out_genes),
+                _pointer(out_counts),
+            )
             yield len(shard)
 
     while True:
@@ -80,7 +91,9 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
 
 
 def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
-    """Epochs of windows, as numbers of their cells: blocks are read into the window, and tokens, if any, made of it."""
+    """Epochs of windows, as numbers of their cells: blocks are read into the window, and tokens, if
+    any, made of it.
+    """
     make, shards = _compiled("tokens"), open_shards(Manifest.read(corpus.manifest), "train")
     assert all(shard.dtype.itemsize == 2 for shard in shards)
     files = [open(shard.path, "rb") for shard in shards]  # noqa: SIM115, as long as the process
@@ -92,12 +105,23 @@ def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
     def epoch() -> Iterator[int]:
         for blocks, (start, length, kept) in windows:
             for at, first, place, n in blocks:
-                for array, stored in ((genes, shards[at].genes), (counts, shards[at].counts))[: 1 + (gives != RANK)]:
+                for array, stored in ((genes, shards[at].genes), (counts, shards[at].counts))[
+                    : 1 + (gives != RANK)
+                ]:
                     offset = stored.offset + array.itemsize * first
-                    assert os.preadv(files[at].fileno(), [array[place : place + n]], offset) == n * array.itemsize
+                    assert (
+                        os.preadv(files[at].fileno(), [array[place : place + n]], offset)
+                        == n * array.itemsize
+                    )
             for cell in range(0, len(kept) if gives != RAW else 0, batch):
-                rows, to = slice(cell, cell + batch), np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch]
-                where = map(_pointer, (genes, counts, start[rows], length[rows], kept[rows], to, ids, values))
+                rows, to = (
+                    slice(cell, cell + batch),
+                    np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch],
+                )
+                where = map(
+                    _pointer,
+                    (genes, counts, start[rows], length[rows], kept[rows], to, ids, values),
+                )
                 make(ctypes.c_int64(len(to)), *where, ctypes.c_int(gives == CONTINUOUS))
             yield len(kept)
 
@@ -106,10 +130,14 @@ def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
 
 
 def _planned(window: Window) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Shard, first nonzero, place and nonzeros of each read, and start, nonzeros and tokens of cells in their order."""
+    """Shard, first nonzero, place and nonzeros of each read, and start, nonzeros and tokens of
+    cells in their order.
+    """
     shard, start, length, target = window
     place = np.cumsum(length) - length  # of each row, as it is read
-    first = np.flatnonzero(np.append(True, (shard[1:] != shard[:-1]) | (start[1:] != (start + length)[:-1])))
+    first = np.flatnonzero(
+        np.append(True, (shard[1:] != shard[:-1]) | (start[1:] != (start + length)[:-1]))
+    )
     nonzeros = np.add.reduceat(length, first)
     order = np.argsort(target)
     rows = place[order], length[order], np.minimum(length[order], MAX_TOKENS)
@@ -121,7 +149,9 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def _windows(indptr: list[np.ndarray]) -> Iterator[Window]:
-    """Shard, first nonzero, nonzeros and place of each row of shuffled windows of shuffled blocks, in disk order."""
+    """Shard, first nonzero, nonzeros and place of each row of shuffled windows of shuffled blocks,
+    in disk order.
+    """
     draw = np.random.default_rng(0)
     shard = np.concatenate([np.full(len(of) - 1, at) for at, of in enumerate(indptr)])
     start, length = (np.concatenate(parts).astype(np.int64) for parts in (
@@ -129,7 +159,9 @@ def _windows(indptr: list[np.ndarray]) -> Iterator[Window]:
     ))  # fmt: skip
     blocks = draw.permutation(-(-len(shard) // BLOCK_CELLS))
     for first in range(0, len(blocks), WINDOW_BLOCKS):
-        rows = (blocks[first : first + WINDOW_BLOCKS, None] * BLOCK_CELLS + np.arange(BLOCK_CELLS)).ravel()
+        rows = (
+            blocks[first : first + WINDOW_BLOCKS, None] * BLOCK_CELLS + np.arange(BLOCK_CELLS)
+        ).ravel()
         rows = rows[rows < len(shard)]
         order = draw.permutation(len(rows))  # the row at each place of the window
         target = np.empty(len(rows), np.int64)

@@ -1,7 +1,8 @@
-"""Other loaders over the cells of `loader.py`, each in the form and with the settings that its documentation gives.
+"""Other loaders over the cells of `loader.py`, each in the form and with the settings that its
+documentation gives.
 
-A function `peer(corpus, batch)` gives epochs, each an iterator of the number of cells of its batches. Stores are
-written when a peer is first opened.
+A function `peer(corpus, batch)` gives epochs, each an iterator of the number of cells of its
+batches. Stores are written when a peer is first opened.
 """
 
 import importlib
@@ -22,8 +23,11 @@ Epochs = Iterator[Iterator[int]]
 RAW, RANK, CONTINUOUS = "genes and counts", "rank tokens", "continuous tokens"
 
 
-def annbatch(corpus: Corpus, batch: int, gives: str, in_rank_order: bool, our_tokenizer: bool = False) -> Epochs:
-    """Chunks of 64 cells, 128 at a time, from a sharded zarr store read by zarrs: its fastest setting here.
+def annbatch(
+    corpus: Corpus, batch: int, gives: str, in_rank_order: bool, our_tokenizer: bool = False
+) -> Epochs:
+    """Chunks of 64 cells, 128 at a time, from a sharded zarr store read by zarrs: its fastest
+    setting here.
 
     Continuous tokens are made by numpy, or by `our_tokenizer`, so that only the loaders differ.
     """
@@ -60,7 +64,12 @@ def scdataset(corpus: Corpus, batch: int, gives: str) -> Epochs:
     cells = ad.read_h5ad(corpus.cells, backed="r")
     strategy = package.BlockShuffling(block_size=BLOCK_CELLS)
     loader = package.scDataset(
-        cells, strategy, batch, fetch_factor=64, fetch_callback=lambda backed, rows: backed.X[rows], seed=0
+        cells,
+        strategy,
+        batch,
+        fetch_factor=64,
+        fetch_callback=lambda backed, rows: backed.X[rows],
+        seed=0,
     )
     weights = inverse_medians(corpus.vocabulary.medians)
     make = {RAW: n_rows, RANK: lambda rows: ranked(rows, weights)}
@@ -72,7 +81,9 @@ def scdl(corpus: Corpus, batch: int, gives: str) -> Epochs:
     """Single rows of a memory map at random, put together to batches."""
     package = importlib.import_module("bionemo.scdl.io.single_cell_memmap_dataset")
     store = corpus.cells.parent / "scdl"
-    given: dict[str, Any] = {} if store.exists() else {"h5ad_path": str(corpus.cells), "use_X_not_raw": True}
+    given: dict[str, Any] = (
+        {} if store.exists() else {"h5ad_path": str(corpus.cells), "use_X_not_raw": True}
+    )
     dataset = package.SingleCellMemMapDataset(str(store), **given)
 
     def epoch(seed: int) -> Iterator[int]:
@@ -83,7 +94,11 @@ def scdl(corpus: Corpus, batch: int, gives: str) -> Epochs:
             genes = np.concatenate([genes for _, genes in rows])
             if gives == CONTINUOUS:
                 starts = np.cumsum([0, *(len(values) for values, _ in rows)])
-                continuous(sp.csr_matrix((counts, genes, starts), shape=(len(rows), corpus.vocabulary.n_genes)))
+                continuous(
+                    sp.csr_matrix(
+                        (counts, genes, starts), shape=(len(rows), corpus.vocabulary.n_genes)
+                    )
+                )
             yield len(rows)
 
     seed = 0
@@ -148,7 +163,9 @@ def packed(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
 
 
 PEERS: dict[tuple[str, str, str], Callable[[Corpus, int], Epochs]] = {
-    (package, what, gives): (lambda corpus, batch, gives=gives, order=order: annbatch(corpus, batch, gives, order))
+    (package, what, gives): (
+        lambda corpus, batch, gives=gives, order=order: annbatch(corpus, batch, gives, order)
+    )
     for package, what, order, gives in (
         ("annbatch", "plain rows", False, CONTINUOUS),
         ("annbatch", "plain rows", False, RANK),
@@ -158,7 +175,9 @@ PEERS: dict[tuple[str, str, str], Callable[[Corpus, int], Epochs]] = {
 }
 PEERS |= {
     ("annbatch", f"{rows}, our tokenizer", CONTINUOUS): (
-        lambda corpus, batch, order=order: annbatch(corpus, batch, CONTINUOUS, order, our_tokenizer=True)
+        lambda corpus, batch, order=order: annbatch(
+            corpus, batch, CONTINUOUS, order, our_tokenizer=True
+        )
     )
     for rows, order in (("plain rows", False), ("rank-ordered rows", True))
 }

@@ -1,8 +1,9 @@
 """A corpus that does not fit in memory, from raw files to the first training steps.
 
-Writes files of simulated raw counts, gzipped float32 CSR, and runs `preprocess`, `vocabulary`, `shard` and 50 steps of
-`train` on them as the workflow would. Prints, stage by stage, CPU time, wall time, the peak memory of the largest
-process and the bytes on disk. With a million cells of 1,000 genes it takes 15 GB of disk, which are freed at the end.
+Writes files of simulated raw counts, gzipped float32 CSR, and runs `preprocess`, `vocabulary`,
+`shard` and 50 steps of `train` on them as the workflow would. Prints, stage by stage, CPU time,
+wall time, the peak memory of the largest process and the bytes on disk. With a million cells of
+1,000 genes it takes 15 GB of disk, which are freed at the end.
 
     python benchmarks/million.py --cells 1000000
 """
@@ -52,7 +53,9 @@ class Cost:
     def print(self, cells: int) -> None:
         """Print a line of the table."""
         numbers = (cells / self.cpu_s, self.wall_s / 60, self.peak_mb)
-        speed, minutes, peak = (f"{number:,.{digits}f}" for number, digits in zip(numbers, (0, 1, 0)))
+        speed, minutes, peak = (
+            f"{number:,.{digits}f}" for number, digits in zip(numbers, (0, 1, 0))
+        )
         fields = self.stage, f"{self.cpu_s:,.0f}", speed, minutes, peak, f"{self.written_gb:.2f}"
         print("|", " | ".join(fields), "|", flush=True)
 
@@ -61,12 +64,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cells", type=int, default=1_000_000, help="(default: %(default)s)")
     parser.add_argument("--files", type=int, default=8, help="raw files (default: %(default)s)")
-    parser.add_argument("--detected", type=int, default=1_000, help="genes of a cell, about (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="folder on a large disk (default: that of temporary files)")
+    parser.add_argument(
+        "--detected", type=int, default=1_000, help="genes of a cell, about (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder on a large disk (default: that of temporary files)"
+    )
     arguments = parser.parse_args()
     print(f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`")
     print(f"{arguments.cells:,} cells x {GENES:,} genes in {arguments.files} files\n")
-    print("| stage | CPU-seconds | cells per CPU-second | minutes | peak MB of a process | GB written |")
+    print(
+        "| stage | CPU-seconds | cells per CPU-second | minutes | peak MB of a process | GB written |"
+    )
     print("|---|---:|---:|---:|---:|---:|", flush=True)
     with tempfile.TemporaryDirectory(prefix="cellmill-million-", dir=arguments.folder) as name:
         folder = Path(name)
@@ -76,13 +85,19 @@ def main() -> None:
             write_raw(path, arguments.cells // arguments.files, arguments.detected, number)
         spent = time.monotonic() - began, time.process_time() - cpu_s
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / UNIT
-        Cost("(raw files made for this)", *spent, peak_mb, sum(map(used, raw)) / 1e9).print(arguments.cells)
+        Cost("(raw files made for this)", *spent, peak_mb, sum(map(used, raw)) / 1e9).print(
+            arguments.cells
+        )
         costs = []
         for cost in run_stages(folder, raw):
             cost.print(arguments.cells)
             costs.append(cost)
-    cpu_min, wall_min = (sum(getattr(cost, what) for cost in costs) / 60 for what in ("cpu_s", "wall_s"))
-    print(f"\nfrom raw files to step 50, one stage after another: {wall_min:.1f} minutes, {cpu_min:.1f} CPU-minutes")
+    cpu_min, wall_min = (
+        sum(getattr(cost, what) for cost in costs) / 60 for what in ("cpu_s", "wall_s")
+    )
+    print(
+        f"\nfrom raw files to step 50, one stage after another: {wall_min:.1f} minutes, {cpu_min:.1f} CPU-minutes"
+    )
 
 
 def run_stages(folder: Path, raw: list[Path]) -> Iterator[Cost]:
@@ -93,7 +108,9 @@ def run_stages(folder: Path, raw: list[Path]) -> Iterator[Cost]:
     shared = ["--config", "config.yaml", "--corpus", "million"]
     cells = [f"cells/{path.name}" for path in raw]
     made = [
-        measured("preprocess", folder, [*shared, "--input", path.name, "--dataset", path.stem, *files])
+        measured(
+            "preprocess", folder, [*shared, "--input", path.name, "--dataset", path.stem, *files]
+        )
         for path, out in zip(raw, cells)
         for files in [["--out", out, "--report", f"cells/{path.stem}.json"]]
     ]
@@ -106,11 +123,22 @@ def run_stages(folder: Path, raw: list[Path]) -> Iterator[Cost]:
     yield replace(total, written_gb=used(folder / "cells") / 1e9)
     yield measured("vocabulary", folder, [*shared, "--cells", *cells, "--out", "vocabulary.tsv"])
     files = ["--cells", *cells, "--vocabulary", "vocabulary.tsv", "--out", "shards/manifest.json"]
-    yield replace(measured("shard", folder, [*shared, *files]), written_gb=used(folder / "shards") / 1e9)
-    files = ["--manifest", "shards/manifest.json", "--vocabulary", "vocabulary.tsv", "--out", "train"]
+    yield replace(
+        measured("shard", folder, [*shared, *files]), written_gb=used(folder / "shards") / 1e9
+    )
+    files = [
+        "--manifest",
+        "shards/manifest.json",
+        "--vocabulary",
+        "vocabulary.tsv",
+        "--out",
+        "train",
+    ]
     run = ["--config", "config.yaml", "--run", "million"]
     cost = measured("train", folder, [*run, *files, "--nproc-per-node", "2"])
-    yield replace(cost, stage="train, 50 steps, 2 processes", written_gb=used(folder / "train") / 1e9)
+    yield replace(
+        cost, stage="train, 50 steps, 2 processes", written_gb=used(folder / "train") / 1e9
+    )
 
 
 def measured(stage: str, folder: Path, words: list[str]) -> Cost:

@@ -12,13 +12,19 @@ import numpy as np
 def machine() -> str:
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        lines = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = f"{len(lines)} x {lines[0].split(': ')[1]}" if lines else model
     return f"{model}, Python {platform.python_version()}, numpy {np.__version__}"
 
 
 def commit() -> str:
     folder = Path(__file__).parent
-    git: Callable[..., Any] = lambda *words: subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)  # noqa: E731
+    git: Callable[..., Any] = lambda *words: subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True
+    )  # noqa: E731
     changed = "+" if git("status", "--porcelain", "../src").stdout.strip() else ""
     return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + changed

@@ -1,9 +1,11 @@
-"""Responses to perturbations, and in batches, that were held out: task `perturbation` x seeds, by the workflow.
+"""Responses to perturbations, and in batches, that were held out: task `perturbation` x seeds, by
+the workflow.
 
     python benchmarks/perturbations.py FOLDER/papalexi.h5ad [--seeds 3] [--splits 0 1 2] [--settings controls]
         [--co_expression FOLDER/kang_wide.h5ad …] [--cores 2] [--out F]
 
-Papalexi is a CRISPR screen of 25 perturbations and controls in three batches. Three settings (`SETTINGS`):
+Papalexi is a CRISPR screen of 25 perturbations and controls in three batches. Three settings
+(`SETTINGS`):
 
 - controls: a model of the controls alone, whose gene embeddings are features of perturbed genes for a ridge and for the
   nearest perturbations; all perturbations are tested, in folds. Priors are the co-expression of other datasets
@@ -13,7 +15,8 @@ Papalexi is a CRISPR screen of 25 perturbations and controls in three batches. T
   for each of `--splits`.
 - batch: the same objective trained in two batches, tested in the third; one corpus for each of `--splits`.
 
-Figures are means over pretraining seeds, ± their standard deviation; below each table stand the verdicts of each seed.
+Figures are means over pretraining seeds, ± their standard deviation; below each table stand the
+verdicts of each seed.
 """
 
 import argparse
@@ -62,11 +65,15 @@ MIN_CELLS = 10  # with a gene, of a dataset whose co-expression is a prior
 def write_vectors(path: Path, names: list[str], vectors: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([name, *of_gene] for name, of_gene in zip(names, vectors.round(5)))
+        csv.writer(file, delimiter="\t").writerows(
+            [name, *of_gene] for name, of_gene in zip(names, vectors.round(5))
+        )
 
 
 def write_priors(folder: Path, datasets: list[Path]) -> dict[str, str]:
-    """Write tables of gene vectors: of pathways, and loadings of the correlation of genes over each dataset's cells."""
+    """Write tables of gene vectors: of pathways, and loadings of the correlation of genes over each
+    dataset's cells.
+    """
     genes = sorted({gene for members in PATHWAYS.values() for gene in members.split()})
     member = [[float(gene in members.split()) for members in PATHWAYS.values()] for gene in genes]
     write_vectors(folder / "priors" / "pathways.tsv", genes, np.array(member))
@@ -76,8 +83,12 @@ def write_priors(folder: Path, datasets: list[Path]) -> dict[str, str]:
         kept = np.flatnonzero(np.asarray((profiles > 0).sum(axis=0)).ravel() >= MIN_CELLS)
         standard = profiles[:, kept] @ sp.diags(1 / expression_statistics(profiles[:, kept])[:, 1])
         vectors = loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
-        write_vectors(folder / "priors" / f"{dataset.stem}.tsv", cells.var_names[kept].tolist(), vectors)
-    return {name: f"priors/{name}.tsv" for name in ("pathways", *(dataset.stem for dataset in datasets))}
+        write_vectors(
+            folder / "priors" / f"{dataset.stem}.tsv", cells.var_names[kept].tolist(), vectors
+        )
+    return {
+        name: f"priors/{name}.tsv" for name in ("pathways", *(dataset.stem for dataset in datasets))
+    }
 
 
 def write_runs(
@@ -91,11 +102,21 @@ def write_runs(
     """Write config/; returns the runs of each corpus, by setting."""
     line = f"{data.resolve()}\tX\tbatch\tperturbation\t{CONTROL}"
     table = [TABLE, f"screen\t{line}\t", f"controls\t{line}\tperturbation == '{CONTROL}'"]
-    by_perturbation = {"split_by": "perturbation", "train_values": [CONTROL], "val_frac": 0.1, "test_frac": 0.3}
-    corpora: dict[str, Any] = {"controls": {"datasets": ["controls"], "shard": {"val_frac": 0.1, "test_frac": 0.1}}}
+    by_perturbation = {
+        "split_by": "perturbation",
+        "train_values": [CONTROL],
+        "val_frac": 0.1,
+        "test_frac": 0.3,
+    }
+    corpora: dict[str, Any] = {
+        "controls": {"datasets": ["controls"], "shard": {"val_frac": 0.1, "test_frac": 0.1}}
+    }
     made: dict[str, dict[str, list[str]]] = {setting: {} for setting in settings}
     for split in splits:
-        corpora[f"response-{split}"] = {"datasets": ["screen"], "shard": by_perturbation | {"seed": split}}
+        corpora[f"response-{split}"] = {
+            "datasets": ["screen"],
+            "shard": by_perturbation | {"seed": split},
+        }
         batch = {"split_by": "batch", "val_frac": 0.0, "test_frac": 0.3, "seed": split}
         corpora[f"batch-{split}"] = {"datasets": ["screen"], "shard": batch}
     runs: dict[str, Any] = {}
@@ -115,13 +136,17 @@ def write_runs(
         runs |= of_corpus
     model = {"family": "profile", "hidden": 64, "layers": 1}
     train = {"epochs": 10, "global_batch": 64, "lr": 3e-3, "warmup_steps": 20}
-    write_config(folder, table, corpora=corpora, preprocess=PREPROCESS, model=model, train=train, runs=runs)
+    write_config(
+        folder, table, corpora=corpora, preprocess=PREPROCESS, model=model, train=train, runs=runs
+    )
     return made
 
 
 def main() -> None:
     """Write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--splits", type=int, nargs="+", default=[0, 1, 2])
@@ -133,12 +158,17 @@ def main() -> None:
     folder = given.out or Path(tempfile.mkdtemp(prefix="perturbations-"))
     priors = write_priors(folder, given.co_expression)
     made = write_runs(folder, given.data, given.seeds, given.splits, given.settings, priors)
-    targets = [metrics_file(run) for corpora in made.values() for runs in corpora.values() for run in runs]
+    targets = [
+        metrics_file(run) for corpora in made.values() for runs in corpora.values() for run in runs
+    ]
     snakemake(folder, targets, given.cores)
-    print(f"`python benchmarks/perturbations.py {' '.join(sys.argv[1:])}`, commit {commit()}, {machine()}")
+    print(
+        f"`python benchmarks/perturbations.py {' '.join(sys.argv[1:])}`, commit {commit()}, {machine()}"
+    )
     for setting, corpora in made.items():
         results: dict[str, list[Result]] = {
-            corpus: [result(folder, run, "screen", "perturbation") for run in runs] for corpus, runs in corpora.items()
+            corpus: [result(folder, run, "screen", "perturbation") for run in runs]
+            for corpus, runs in corpora.items()
         }
         print(f"\n## {SETTINGS[setting]}\n")
         print("\n".join(tables(results)))

@@ -1,4 +1,6 @@
-"""Files of simulated raw counts, written fast: float32 CSR with gzip, as most published .h5ad files are."""
+"""Files of simulated raw counts, written fast: float32 CSR with gzip, as most published .h5ad files
+are.
+"""
 
 from pathlib import Path
 
@@ -17,22 +19,30 @@ CHUNK = 1 << 16  # values
 
 
 def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool = True) -> None:
-    """Write counts of `cells` cells of `TYPES` types; each cell has about `detected` genes, log-normal over cells."""
+    """Write counts of `cells` cells of `TYPES` types; each cell has about `detected` genes,
+    log-normal over cells.
+    """
     rng = np.random.default_rng(seed)
-    genes = np.random.default_rng(0).permutation(list(gene_table("human").symbols)[:GENES])  # as in 10x
+    # as in 10x
+    genes = np.random.default_rng(0).permutation(list(gene_table("human").symbols)[:GENES])
     types = rng.integers(0, TYPES, cells)
     lengths = np.minimum(rng.lognormal(np.log(detected), 0.3, cells).astype(np.int64), GENES // 4)
     gene_of, count_of = gene_tables(), count_table()
     with h5py.File(path, "w", rdcc_nbytes=1 << 24) as file:
         obs = pd.DataFrame(
-            {"type": pd.Categorical.from_codes(types, list("abcd"))}, index=[f"{seed}-{cell}" for cell in range(cells)]
+            {"type": pd.Categorical.from_codes(types, list("abcd"))},
+            index=[f"{seed}-{cell}" for cell in range(cells)],
         )
         for key, value in (("obs", obs), ("var", pd.DataFrame(index=genes)), ("uns", {})):
             write_elem(file, key, value)
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
         matrix = file.create_group("X")
-        matrix.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (cells, GENES)})
-        filters = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compressed else {}
+        matrix.attrs.update(
+            {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (cells, GENES)}
+        )
+        filters = (
+            {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compressed else {}
+        )
         data, indices = (
             matrix.create_dataset(name, (0,), dtype, maxshape=(None,), chunks=(CHUNK,), **filters)
             for name, dtype in (("data", np.float32), ("indices", np.int32))
@@ -52,12 +62,16 @@ def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool
 
 
 def gene_tables() -> np.ndarray:
-    """Gene at each of `STEPS` equal steps of probability, ascending, `(TYPES, STEPS)` int32; equal for all files."""
+    """Gene at each of `STEPS` equal steps of probability, ascending, `(TYPES, STEPS)` int32; equal
+    for all files.
+    """
     rng = np.random.default_rng(0)
     common = rng.lognormal(0, 1.5, GENES)  # popularity in all types
     shares = [np.cumsum(common * rng.lognormal(0, 0.7, GENES)) for _ in range(TYPES)]
     steps = (np.arange(STEPS) + 0.5) / STEPS
-    return np.stack([np.searchsorted(share, steps * share[-1]) for share in shares]).astype(np.int32)
+    return np.stack([np.searchsorted(share, steps * share[-1]) for share in shares]).astype(
+        np.int32
+    )
 
 
 def count_table() -> np.ndarray:
@@ -71,7 +85,8 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Distinct ascending genes of each cell, at most `lengths` of them, and where each cell's end.
 
-    Sums of exponential variables over their total are uniform variables in order: nothing is sorted.
+    Sums of exponential variables over their total are uniform variables in order: nothing is
+    sorted.
     """
     stops = np.cumsum(lengths + 1)
     sums = np.cumsum(rng.standard_exponential(int(stops[-1])))

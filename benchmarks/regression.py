@@ -1,4 +1,5 @@
-"""CPU-milliseconds of the evaluation's logistic regression beside scikit-learn's solvers, and how near each comes.
+"""CPU-milliseconds of the evaluation's logistic regression beside scikit-learn's solvers, and how
+near each comes.
 
     python benchmarks/regression.py [--repeats 3] [--problems 8]
 
@@ -37,21 +38,32 @@ def problem(cells: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray, 
     random = np.random.default_rng(seed)
     of_cell = random.choice(8, size=3 * cells, p=np.array([35, 20, 16, 9, 7, 6, 4, 3]) / 100)
     scales = np.geomspace(3, 0.3, width)
-    features = scales * (0.6 * random.normal(size=(8, width))[of_cell] + random.normal(size=(3 * cells, width)))
+    features = scales * (
+        0.6 * random.normal(size=(8, width))[of_cell] + random.normal(size=(3 * cells, width))
+    )
     return features[:cells], of_cell[:cells], 0.5 * features[cells:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="turns, of which medians and ranges are printed")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="turns, of which medians and ranges are printed"
+    )
     parser.add_argument("--problems", type=int, default=8, help="problems of each shape")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n")
-    print("| cells x width | solver | CPU-ms a fit | of cellmill's | other labels |\n|---|---|---:|---:|---:|")
+    print(
+        f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n"
+    )
+    print(
+        "| cells x width | solver | CPU-ms a fit | of cellmill's | other labels |\n|---|---|---:|---:|---:|"
+    )
     for cells, width in SHAPES:
         problems = [problem(cells, width, seed) for seed in range(given.problems)]
-        optimum = [Reference(solver="newton-cholesky", tol=1e-12).fit(x, y).predict(new) for x, y, new in problems]
+        optimum = [
+            Reference(solver="newton-cholesky", tol=1e-12).fit(x, y).predict(new)
+            for x, y, new in problems
+        ]
         taken: dict[str, list[float]] = {name: [] for name in SOLVERS}
         wrong = dict.fromkeys(SOLVERS, 0.0)
         for _ in range(given.repeats):
@@ -65,7 +77,9 @@ def main() -> None:
         for name, times in taken.items():
             middle = statistics.median(times)
             ranges = f"{middle:.1f} ({min(times):.1f} to {max(times):.1f})"
-            print(f"| {cells} x {width} | {name} | {ranges} | {middle / own:.1f} | {wrong[name]:.2%} |")
+            print(
+                f"| {cells} x {width} | {name} | {ranges} | {middle / own:.1f} | {wrong[name]:.2%} |"
+            )
 
 
 if __name__ == "__main__":

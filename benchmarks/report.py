@@ -2,8 +2,8 @@
 
     python benchmarks/report.py [RESULTS] [--runs 10]
 
-The first run of RESULTS (default: results, after `make demo`) is copied with small changes of its numbers, so that no
-two curves are the same.
+The first run of RESULTS (default: results, after `make demo`) is copied with small changes of its
+numbers, so that no two curves are the same.
 """
 
 import argparse
@@ -20,11 +20,17 @@ from pathlib import Path
 
 def copy_run(run: Path, out: Path, seed: int) -> None:
     """The run without weights and cells, its losses changed by some per cent."""
-    shutil.copytree(run, out, ignore=shutil.ignore_patterns("checkpoints", "*.safetensors", "*.h5ad"))
+    shutil.copytree(
+        run, out, ignore=shutil.ignore_patterns("checkpoints", "*.safetensors", "*.h5ad")
+    )
     draw, metrics = random.Random(seed), out / "train" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     for line in lines:
-        line |= {key: value * draw.uniform(0.97, 1.03) for key, value in line.items() if key.endswith("loss")}
+        line |= {
+            key: value * draw.uniform(0.97, 1.03)
+            for key, value in line.items()
+            if key.endswith("loss")
+        }
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
@@ -34,7 +40,10 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=Path("results"))
     parser.add_argument("--runs", type=int, default=10)
     given = parser.parse_args()
-    first = min((path.parent.parent for path in given.results.glob("runs/*/evaluate/metrics.json")), default=None)
+    first = min(
+        (path.parent.parent for path in given.results.glob("runs/*/evaluate/metrics.json")),
+        default=None,
+    )
     if first is None:
         parser.error(f"{given.results} holds no evaluated run; `make demo` makes one in results")
     with tempfile.TemporaryDirectory(prefix="report-") as name:
@@ -42,7 +51,9 @@ def main() -> None:
         runs = [folder / "runs" / f"{first.name}{number}" for number in range(given.runs)]
         for number, run in enumerate(runs):
             copy_run(first, run, number)
-        corpora = sorted(path.parent.parent for path in given.results.glob("corpora/*/shards/manifest.json"))
+        corpora = sorted(
+            path.parent.parent for path in given.results.glob("corpora/*/shards/manifest.json")
+        )
         out = folder / "report" / "index.html"
         command = [sys.executable, "-m", "cellmill.cli", "report", "--options", '{"report": {}}']
         command += ["--runs", *map(str, runs), "--corpora", *map(str, corpora), "--out", str(out)]
@@ -50,8 +61,12 @@ def main() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         wall_s, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
         size, cpu_s = out.stat().st_size / 1e6, used.ru_utime + used.ru_stime
-    print("| runs | page | seconds | CPU-seconds | peak MB |", "|---:|---:|---:|---:|---:|", sep="\n")
-    print(f"| {given.runs} | {size:.2f} MB | {wall_s:.1f} | {cpu_s:.1f} | {used.ru_maxrss / 1024:.0f} |")
+    print(
+        "| runs | page | seconds | CPU-seconds | peak MB |", "|---:|---:|---:|---:|---:|", sep="\n"
+    )
+    print(
+        f"| {given.runs} | {size:.2f} MB | {wall_s:.1f} | {cpu_s:.1f} | {used.ru_maxrss / 1024:.0f} |"
+    )
 
 
 if __name__ == "__main__":

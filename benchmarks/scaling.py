@@ -1,8 +1,10 @@
-"""Training on 1, 2 and 4 processes of this machine beside what the plan says, and the plan for 8 to 1,024.
+"""Training on 1, 2 and 4 processes of this machine beside what the plan says, and the plan for 8 to
+1,024.
 
-Each process takes as many cells whatever their number (weak scaling). The plan is given what one process computes in a
-second and what two send each other; from these alone come its figures for 2 and 4 processes, and for nodes of four
-such processes up to 1,024. A second table is of H100 nodes of 8, which nobody measured here.
+Each process takes as many cells whatever their number (weak scaling). The plan is given what one
+process computes in a second and what two send each other; from these alone come its figures for 2
+and 4 processes, and for nodes of four such processes up to 1,024. A second table is of H100 nodes
+of 8, which nobody measured here.
 
     python benchmarks/scaling.py [--steps 5] [--cells 4] [--strategy FULL_SHARD]
 """
@@ -45,7 +47,9 @@ LARGE = {"hidden": 1024, "layers": 22, "heads": 16}  # 300 million parameters
 SENT = 16 << 20  # float32 numbers of an all-reduce
 
 
-def options(strategy: str, model: dict[str, Any], cells: int, world: int, length: int) -> PlanOptions:
+def options(
+    strategy: str, model: dict[str, Any], cells: int, world: int, length: int
+) -> PlanOptions:
     """A run of `world` processes that take `cells` of `length` tokens each in a step."""
     return PlanOptions.model_validate(
         {
@@ -64,7 +68,9 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     """One process: seconds of its steps, and of an all-reduce, go to a file of its own."""
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world
+    )
     chosen = options(arguments.strategy, SMALL, arguments.cells, world, LENGTH)
     mesh = build_mesh(chosen.parallel, world, "cpu")
     model = build(ModelSpec.of(chosen, GENES))
@@ -72,12 +78,24 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0.0, 0.02)
-    parallel_model, optimizer = ParallelModel(model, chosen.parallel, mesh), build_optimizer(model, chosen.train)
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(
+                0.0, 0.02
+            )
+    parallel_model, optimizer = (
+        ParallelModel(model, chosen.parallel, mesh),
+        build_optimizer(model, chosen.train),
+    )
     random = np.random.default_rng(rank)
-    genes = np.concatenate([random.permutation(GENES)[:LENGTH] + 2 for _ in range(arguments.cells)]).astype(np.int32)
+    genes = np.concatenate(
+        [random.permutation(GENES)[:LENGTH] + 2 for _ in range(arguments.cells)]
+    ).astype(np.int32)
     ends = (np.arange(arguments.cells + 1) * LENGTH).astype(np.int32)
-    batch = Batch(genes, random.gamma(2.0, 0.5, len(genes)).astype(np.float32), ends, np.arange(arguments.cells))
+    batch = Batch(
+        genes,
+        random.gamma(2.0, 0.5, len(genes)).astype(np.float32),
+        ends,
+        np.arange(arguments.cells),
+    )
     prepared = model.prepare(to_tensors(batch), seed=0, step=0)
     took = []
     for _ in range(arguments.steps + 1):
@@ -96,9 +114,11 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
     for _ in range(3):
         dist.all_reduce(sent)
     all_reduce = (time.perf_counter() - began) / 3
-    Path(folder, f"{world}-{rank}.txt").write_text(f"{statistics.median(took[1:])} {all_reduce}")  # the first allocates
+    # the first allocates
+    Path(folder, f"{world}-{rank}.txt").write_text(f"{statistics.median(took[1:])} {all_reduce}")
     dist.destroy_process_group()
-    os._exit(0)  # a thread of autograd that wants the GIL during Python's shutdown aborts the process
+    # a thread of autograd that wants the GIL during Python's shutdown aborts the process
+    os._exit(0)
 
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
@@ -107,14 +127,18 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
     with TemporaryDirectory() as folder:
         for world in WORLDS:
             mp.spawn(work, (world, folder, arguments), nprocs=world)
-            found = [Path(folder, f"{world}-{rank}.txt").read_text().split() for rank in range(world)]
+            found = [
+                Path(folder, f"{world}-{rank}.txt").read_text().split() for rank in range(world)
+            ]
             steps[world] = max(float(step) for step, _ in found)
             if world == 2:
                 sent_gbs = 4 * SENT / 1e9 / max(float(all_reduce) for _, all_reduce in found)
     return steps, sent_gbs
 
 
-def planned(chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str) -> Cost:
+def planned(
+    chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str
+) -> Cost:
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = Cells(np.full(4 * chosen.train.global_batch, length), GENES)
     hardware = Hardware(-(-world // nproc), min(world, nproc), name, 1 << 60, 1 << 60)
@@ -132,13 +156,20 @@ def here(arguments: argparse.Namespace) -> None:
         f"{size.parameters / 1e6:.1f}M parameters, {cells} cells of {LENGTH} genes a step and process, "
         f"{arguments.strategy}, float32\n"
     )
-    print("| processes | measured cells/s | of a core's share | planned cells/s | of a core's share |")
+    print(
+        "| processes | measured cells/s | of a core's share | planned cells/s | of a core's share |"
+    )
     print("|---:|---:|---:|---:|---:|")
     for world in (*WORLDS, *PLANNED):
-        share = min(1.0, cores / world) if world in WORLDS else 1.0  # more processes than cores take turns
-        device = Device(None, None, flops / steps[1] * share, sent_gbs / NETWORK_FRAC, sent_gbs / NETWORK_FRAC)
+        # more processes than cores take turns
+        share = min(1.0, cores / world) if world in WORLDS else 1.0
+        device = Device(
+            None, None, flops / steps[1] * share, sent_gbs / NETWORK_FRAC, sent_gbs / NETWORK_FRAC
+        )
         chosen = options(arguments.strategy, SMALL, cells, world, LENGTH)
-        chosen = chosen.model_copy(update={"plan": chosen.plan.model_copy(update={"mfu_frac": 1.0})})
+        chosen = chosen.model_copy(
+            update={"plan": chosen.plan.model_copy(update={"mfu_frac": 1.0})}
+        )
         found = planned(chosen, world, 4, LENGTH, device, "cpu")
         assert found.time is not None
         alone = cells * world * share / steps[1]
@@ -151,17 +182,27 @@ def here(arguments: argparse.Namespace) -> None:
 
 def there() -> None:
     """Prints the plan's table of H100."""
-    print(f"\nplanned: 300M parameters, 2,048 genes, bf16, {FEW} cells a step and GPU, nodes of 8 H100\n")
-    print("| GPUs | HYBRID_SHARD cells/s | of linear | FULL_SHARD cells/s | of linear | ddp cells/s | of linear |")
+    print(
+        f"\nplanned: 300M parameters, 2,048 genes, bf16, {FEW} cells a step and GPU, nodes of 8 H100\n"
+    )
+    print(
+        "| GPUs | HYBRID_SHARD cells/s | of linear | FULL_SHARD cells/s | of linear | ddp cells/s | of linear |"
+    )
     print("|---:|---:|---:|---:|---:|---:|---:|")
     h100 = device_named("h100")
     alone: dict[str, float] = {}
     for world in PLANNED:
         print(f"| {world:,} ", end="")
         for strategy in ("HYBRID_SHARD", "FULL_SHARD", "ddp"):
-            chosen = options("HYBRID_SHARD" if strategy == "ddp" else strategy, LARGE, FEW, world, 2048)
-            changed = {"precision": "bf16-mixed"} | ({"strategy": "ddp"} if strategy == "ddp" else {})
-            chosen = chosen.model_copy(update={"parallel": chosen.parallel.model_copy(update=changed)})
+            chosen = options(
+                "HYBRID_SHARD" if strategy == "ddp" else strategy, LARGE, FEW, world, 2048
+            )
+            changed = {"precision": "bf16-mixed"} | (
+                {"strategy": "ddp"} if strategy == "ddp" else {}
+            )
+            chosen = chosen.model_copy(
+                update={"parallel": chosen.parallel.model_copy(update=changed)}
+            )
             found = planned(chosen, world, 8, 2048, h100, "h100")
             assert found.time is not None
             speed = FEW * world / found.time.step_s

@@ -1,8 +1,10 @@
-"""What a rank computes before each step for all ranks: lengths of their cells, and how many micro-batches they cut.
+"""What a rank computes before each step for all ranks: lengths of their cells, and how many
+micro-batches they cut.
 
-No cell is read: shards have row lengths alone. The figures are of `--steps` steps of one rank of many, after a warm-up.
-Small steps are computed some at a time, and the longest time is of all of these; the mean, of a step, counts the
-windows of lanes that are looked up meanwhile. CPU time of the thread that runs beside training.
+No cell is read: shards have row lengths alone. The figures are of `--steps` steps of one rank of
+many, after a warm-up. Small steps are computed some at a time, and the longest time is of all of
+these; the mean, of a step, counts the windows of lanes that are looked up meanwhile. CPU time of
+the thread that runs beside training.
 
     python benchmarks/step_plan.py [--worlds 8 128 1024] [--cells 8] [--steps 300]
 """
@@ -42,8 +44,12 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=8, help="cells of a step and rank")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
-    print(f"machine: {machine(torch.device('cpu'))}, load {os.getloadavg()[0]:.1f}; commit {commit()}\n")
-    print("| ranks | lengths, mean ms | cuts, mean ms | steps at a time | both, longest ms | start, s |")
+    print(
+        f"machine: {machine(torch.device('cpu'))}, load {os.getloadavg()[0]:.1f}; commit {commit()}\n"
+    )
+    print(
+        "| ranks | lengths, mean ms | cuts, mean ms | steps at a time | both, longest ms | start, s |"
+    )
     print("|---:|---:|---:|---:|---:|---:|")
     for world in arguments.worlds:
         start, lengths, cuts, steps = measured(world, arguments.cells, arguments.steps)
@@ -55,8 +61,12 @@ def main() -> None:
         )
 
 
-def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds until the first step, and of each time: lengths of all ranks' cells, their cuts, and number of steps."""
+def measured(
+    world: int, cells: int, steps: int
+) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds until the first step, and of each time: lengths of all ranks' cells, their cuts, and
+    number of steps.
+    """
     lanes, window = world * LANES_PER_RANK, BLOCK_CELLS * WINDOW_BLOCKS
     shard = Lengths(2 * lanes * window)
     order = Stream(lanes=lanes, block_cells=BLOCK_CELLS, window_blocks=WINDOW_BLOCKS)
@@ -71,7 +81,9 @@ def measured(world: int, cells: int, steps: int) -> tuple[float, np.ndarray, np.
         began = time.thread_time()
         together = next(taken)
         known = time.thread_time()
-        micro_batches_of_ranks(np.minimum(together.lengths, MAX_TOKENS), together.n_cells.ravel(), budget)
+        micro_batches_of_ranks(
+            np.minimum(together.lengths, MAX_TOKENS), together.n_cells.ravel(), budget
+        )
         each.append((known - began, time.thread_time() - known, len(together.n_cells)))
     rows.close()
     return start, *(np.array(column) for column in zip(*each))

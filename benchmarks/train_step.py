@@ -1,12 +1,15 @@
-"""Cells a second of one training step: cellmill's own, against encoders of plain PyTorch, packed and padded.
+"""Cells a second of one training step: cellmill's own, against encoders of plain PyTorch, packed
+and padded.
 
-The shape: 4 cells a step with 500 to 4,096 genes each (log-normal, mean about 1,940, as in real cells), 20,000 genes,
-masked_gene at 15 %. A step is all of it: masks, forward and backward, clipping at norm 1, fused AdamW. Every model has
-the same cells, the same masks and the same learning rate step by step, and its loss after all of them is printed. On a
-CPU the ratios are of CPU-seconds, which hold on a machine that is shared where seconds do not; give it --threads 1
-there, since waiting threads spin. The peers are scaled_dot_product_attention cell by cell, without padding;
-`torch.nn.TransformerEncoder`; and, where transformers is installed, `BertForMaskedLM`. The last two pad to the longest
-cell and compute logits at every position, which is how they are commonly used.
+The shape: 4 cells a step with 500 to 4,096 genes each (log-normal, mean about 1,940, as in real
+cells), 20,000 genes, masked_gene at 15 %. A step is all of it: masks, forward and backward,
+clipping at norm 1, fused AdamW. Every model has the same cells, the same masks and the same
+learning rate step by step, and its loss after all of them is printed. On a CPU the ratios are of
+CPU-seconds, which hold on a machine that is shared where seconds do not; give it --threads 1 there,
+since waiting threads spin. The peers are scaled_dot_product_attention cell by cell, without
+padding; `torch.nn.TransformerEncoder`; and, where transformers is installed, `BertForMaskedLM`. The
+last two pad to the longest cell and compute logits at every position, which is how they are
+commonly used.
 
     python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu] [--longest 4096]
 """
@@ -72,16 +75,27 @@ class PaddedEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.genes = nn.Embedding(VOCABULARY, HIDDEN)
-        nn.init.normal_(self.genes.weight, std=0.02)  # as the others; it is the matrix of the logits too
+        # as the others; it is the matrix of the logits too
+        nn.init.normal_(self.genes.weight, std=0.02)
         self.values = nn.Sequential(nn.Linear(1, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
         layer = nn.TransformerEncoderLayer(
-            HIDDEN, HEADS, 4 * HIDDEN, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            HIDDEN,
+            HEADS,
+            4 * HIDDEN,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
-        self.encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(HIDDEN), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layer, LAYERS, nn.LayerNorm(HIDDEN), enable_nested_tensor=False
+        )
         self.head = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN))
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))
 
-    def forward(self, genes: torch.Tensor, values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, genes: torch.Tensor, values: torch.Tensor, inside: torch.Tensor
+    ) -> torch.Tensor:
         """(cells, longest, VOCABULARY) logits."""
         x = self.genes(genes) + self.values(values[..., None])
         x = self.head(self.encoder(x, src_key_padding_mask=~inside))
@@ -91,14 +105,21 @@ class PaddedEncoder(nn.Module):
 class PackedEncoder(PaddedEncoder):
     """The same without padding: attention cell by cell, logits of the masked tokens alone."""
 
-    def forward(self, genes: torch.Tensor, values: torch.Tensor, lengths: list[int], at: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, genes: torch.Tensor, values: torch.Tensor, lengths: list[int], at: torch.Tensor
+    ) -> torch.Tensor:
         """(targets, VOCABULARY) logits."""
         x = self.genes(genes) + self.values(values[:, None])
         for layer in self.encoder.layers:
             own = layer.self_attn
-            qkv = F.linear(layer.norm1(x), own.in_proj_weight, own.in_proj_bias).view(len(x), 3, HEADS, -1)
+            qkv = F.linear(layer.norm1(x), own.in_proj_weight, own.in_proj_bias).view(
+                len(x), 3, HEADS, -1
+            )
             cells = (cell.permute(1, 2, 0, 3)[:, None] for cell in qkv.split(lengths))
-            seen = [F.scaled_dot_product_attention(*cell)[0].transpose(0, 1).flatten(1) for cell in cells]
+            seen = [
+                F.scaled_dot_product_attention(*cell)[0].transpose(0, 1).flatten(1)
+                for cell in cells
+            ]
             x = x + own.out_proj(torch.cat(seen))
             x = x + layer.linear2(F.gelu(layer.linear1(layer.norm2(x))))
         return F.linear(self.head(self.encoder.norm(x)[at]), self.genes.weight, self.bias)
@@ -111,7 +132,9 @@ def packed(device: torch.device, precision: str) -> Work:
 
 def packed_with_cell_loss(device: torch.device, precision: str) -> Work:
     """The same with the second loss it has by default, and its second set of logits."""
-    return packed_step(replace(SPEC, objective=MaskedGeneConfig(mask_frac=MASK_FRAC)), device, precision)
+    return packed_step(
+        replace(SPEC, objective=MaskedGeneConfig(mask_frac=MASK_FRAC)), device, precision
+    )
 
 
 def packed_step(spec: ModelSpec, device: torch.device, precision: str) -> Work:
@@ -120,7 +143,9 @@ def packed_step(spec: ModelSpec, device: torch.device, precision: str) -> Work:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             model.fills[name](parameter, torch.Generator().manual_seed(0))
-    parallel = Parallel(strategy="ddp", precision="bf16-mixed" if precision == "bf16" else "32-true")
+    parallel = Parallel(
+        strategy="ddp", precision="bf16-mixed" if precision == "bf16" else "32-true"
+    )
     mesh = build_mesh(parallel, 1, device.type)
     parallel_model = ParallelModel(model.to(device), parallel, mesh)
     optimizer = build_optimizer(model, TRAIN)
@@ -144,7 +169,9 @@ def padded(device: torch.device, precision: str) -> Work:
     def loss(batch: Batch, step: int) -> torch.Tensor:
         genes, values, inside, answers = pad(batch, step, device)
         logits = model(genes, values, inside)
-        return F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), ignore_index=NOT_ASKED)
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), answers.flatten(), ignore_index=NOT_ASKED
+        )
 
     return _plain(model, loss, device, precision)
 
@@ -156,7 +183,9 @@ def packed_sdpa(device: torch.device, precision: str) -> Work:
     def loss(batch: Batch, step: int) -> torch.Tensor:
         masked = OBJECTIVE.prepare(batch, seed=0, step=step)
         genes, values, at = (x.to(device) for x in (masked.genes, batch.values, masked.targets))
-        return F.cross_entropy(model(genes, values, batch.lengths, at).float(), batch.genes.to(device)[at])
+        return F.cross_entropy(
+            model(genes, values, batch.lengths, at).float(), batch.genes.to(device)[at]
+        )
 
     return _plain(model, loss, device, precision)
 
@@ -183,9 +212,16 @@ def bert(device: torch.device, precision: str) -> Work:
     return _plain(model, loss, device, precision)
 
 
-def _plain(model: nn.Module, loss: Callable[[Batch, int], torch.Tensor], device: torch.device, precision: str) -> Work:
+def _plain(
+    model: nn.Module,
+    loss: Callable[[Batch, int], torch.Tensor],
+    device: torch.device,
+    precision: str,
+) -> Work:
     """A step as it is written for any PyTorch model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TRAIN.lr, betas=(TRAIN.beta1, TRAIN.beta2), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=TRAIN.lr, betas=(TRAIN.beta1, TRAIN.beta2), fused=True
+    )
     model.train()
 
     def work(batch: Batch, step: int) -> float:
@@ -200,7 +236,9 @@ def _plain(model: nn.Module, loss: Callable[[Batch, int], torch.Tensor], device:
     return work
 
 
-def pad(batch: Batch, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad(
+    batch: Batch, step: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Masked genes, values, which tokens are of a cell, and answers; (cells, longest) each."""
     prepared = OBJECTIVE.prepare(batch, seed=0, step=step)
     masked = torch.zeros(len(batch.genes), dtype=torch.bool).index_fill(0, prepared.targets, True)
@@ -225,7 +263,9 @@ def draw_batches(steps: int, longest: int = LONGEST, seed: int = 0) -> Iterator[
         # sigma 0.45 and this median give mean 1,940 after clipping
         lengths = np.clip(random.lognormal(np.log(MEAN * 0.91), 0.45, CELLS), SHORTEST, LONGEST)
         lengths = (lengths * longest / LONGEST).astype(np.int64)
-        genes = np.concatenate([random.choice(GENES, n, replace=False) + 2 for n in lengths]).astype(np.int32)
+        genes = np.concatenate(
+            [random.choice(GENES, n, replace=False) + 2 for n in lengths]
+        ).astype(np.int32)
         values = random.gamma(2.0, 0.5, len(genes)).astype(np.float32)
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         yield to_tensors(Batch(genes, values, cu_seqlens, np.arange(CELLS)))
@@ -259,7 +299,9 @@ def synchronize(device: torch.device) -> None:
 def measure(
     device: torch.device, steps: int, longest: int
 ) -> tuple[dict[tuple[str, str], list[Took]], list[int], list[int], dict[str, str]]:
-    """Each step by (model, precision); tokens of each step; tokens with padding; where a step's time goes."""
+    """Each step by (model, precision); tokens of each step; tokens with padding; where a step's
+    time goes.
+    """
     makers = {
         PACKED: packed,
         "cellmill, with the cell loss": packed_with_cell_loss,
@@ -268,7 +310,9 @@ def measure(
     }
     if BertForMaskedLM is not None:
         makers["BertForMaskedLM sdpa, padded"] = bert
-    runs = {(name, low): make(device, low) for low in ("fp32", "bf16") for name, make in makers.items()}
+    runs = {
+        (name, low): make(device, low) for low in ("fp32", "bf16") for name, make in makers.items()
+    }
     took: dict[tuple[str, str], list[Took]] = {}
     tokens, with_padding = [], []
     for step, batch in enumerate(draw_batches(steps + 1, longest)):
@@ -280,7 +324,9 @@ def measure(
         if step:
             tokens.append(sum(batch.lengths))
             with_padding.append(CELLS * max(batch.lengths))
-    profiles = {low: profile(runs[PACKED, low], batch, steps + 1, device) for low in ("fp32", "bf16")}
+    profiles = {
+        low: profile(runs[PACKED, low], batch, steps + 1, device) for low in ("fp32", "bf16")
+    }
     return took, tokens, with_padding, profiles
 
 
@@ -293,12 +339,16 @@ def profile(work: Work, batch: Batch, step: int, device: torch.device) -> str:
     total = sum(getattr(event, of) for event in averages)
     averages = sorted(averages, key=lambda event: -getattr(event, of))[:10]
     lines = ["| operation | calls | share of the step |", "|---|---:|---:|"]
-    lines += [f"| {event.key} | {event.count} | {getattr(event, of) / total:.0%} |" for event in averages]
+    lines += [
+        f"| {event.key} | {event.count} | {getattr(event, of) / total:.0%} |" for event in averages
+    ]
     return "\n".join(lines)
 
 
 def table(all_took: dict[tuple[str, str], list[Took]], tokens: list[int]) -> str:
-    """One line for each model and precision: medians over steps, and how many times the work of packed it is."""
+    """One line for each model and precision: medians over steps, and how many times the work of
+    packed it is.
+    """
     lines = [
         "| model | precision | seconds of work a step | cells per second of work | tokens per second of work "
         "| cells/s by the clock | loss at the end | times the work of cellmill |",
@@ -323,25 +373,48 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line.split(":")[1].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     flags = info.read_text()
-    bf16 = "AMX" if "amx_bf16" in flags else "AVX512_BF16" if "avx512_bf16" in flags else "no bf16 instructions"
-    return f"{models[0] if models else platform.machine()} ({bf16}), {torch.get_num_threads()} threads"
+    bf16 = (
+        "AMX"
+        if "amx_bf16" in flags
+        else "AVX512_BF16"
+        if "avx512_bf16" in flags
+        else "no bf16 instructions"
+    )
+    return (
+        f"{models[0] if models else platform.machine()} ({bf16}), {torch.get_num_threads()} threads"
+    )
 
 
 def commit() -> str:
     """The commit of this checkout, or a word that says there is none."""
     here = Path(__file__).resolve().parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
+    )
     return found.stdout.strip() or "unknown"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each model (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="measured steps of each model (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="of torch on a CPU (default: torch's own choice)")
-    parser.add_argument("--longest", type=int, default=LONGEST, help="genes of the longest cell (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, help="of torch on a CPU (default: torch's own choice)"
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=LONGEST,
+        help="genes of the longest cell (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)

@@ -2,10 +2,11 @@
 
     python benchmarks/transfer.py FOLDER [--seeds 3] [--cores 2] [--out F]
 
-FOLDER has cellbench.h5ad and merfish_mouse.h5ad. Each is cut into two datasets by an obs column (`PAIRS`): the model is
-trained on the first one alone, all classifiers are fitted on its labels, and every cell of the second one is tested.
-The table has the better one of both logistic regressions, and kNN, means over seeds of the training; below it stand the
-verdicts of each seed, the embedding's best row against the best baseline with the interval over cells.
+FOLDER has cellbench.h5ad and merfish_mouse.h5ad. Each is cut into two datasets by an obs column
+(`PAIRS`): the model is trained on the first one alone, all classifiers are fitted on its labels,
+and every cell of the second one is tested. The table has the better one of both logistic
+regressions, and kNN, means over seeds of the training; below it stand the verdicts of each seed,
+the embedding's best row against the best baseline with the interval over cells.
 """
 
 import argparse
@@ -17,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from quality import MODELS
-from workflow_runs import Result, cpu_seconds, metrics_file, result, seeded_runs, snakemake, verdicts, write_config
+from workflow_runs import (
+    Result,
+    cpu_seconds,
+    metrics_file,
+    result,
+    seeded_runs,
+    snakemake,
+    verdicts,
+    write_config,
+)
 
 PAIRS: dict[str, dict[str, Any]] = {
     "CellBench, CEL-seq2 to Drop-seq": {
@@ -55,7 +65,10 @@ def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
     runs: dict[str, Any] = {}
     for title, pair in PAIRS.items():
         path, (first, second) = (data / pair["file"]).resolve(), pair["parts"]
-        rows += [f"{name}\t{path}.h5ad\tX\t{pair['label']}\t{chosen}" for name, chosen in pair["parts"].items()]
+        rows += [
+            f"{name}\t{path}.h5ad\tX\t{pair['label']}\t{chosen}"
+            for name, chosen in pair["parts"].items()
+        ]
         corpora[first] = {"table": "config/datasets.tsv", "datasets": [first], **pair["sections"]}
         tasks = {"transfer": {"fit_on": [first], "neighbors": 5}}
         evaluate = {"datasets": [first, second], "tasks": tasks}
@@ -63,20 +76,28 @@ def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
         of_pair = seeded_runs(first, options, seeds, steps=400, checkpoint_every_steps=400)
         made[title] = [*of_pair]
         runs |= of_pair
-    write_config(folder, rows, corpora=corpora, shard={"val_frac": 0.1, "test_frac": 0.1}, runs=runs)
+    write_config(
+        folder, rows, corpora=corpora, shard={"val_frac": 0.1, "test_frac": 0.1}, runs=runs
+    )
     return made
 
 
-def table(results: Mapping[str, list[Result]], features: Mapping[str, str], columns: Iterable[str]) -> list[str]:
-    """Means over the runs of each data, by its title; empty where it has no such column. `features` are names of rows
-    by the words of the table.
+def table(
+    results: Mapping[str, list[Result]], features: Mapping[str, str], columns: Iterable[str]
+) -> list[str]:
+    """Means over the runs of each data, by its title; empty where it has no such column. `features`
+    are names of rows by the words of the table.
     """
     columns = list(columns)
     titles = [f"{column}: {classifier}" for column in columns for classifier in CLASSIFIERS]
     lines = [f"| data | features | {' | '.join(titles)} |", f"|{'---|' * (len(titles) + 2)}"]
     for title, runs in results.items():
         for words, name in features.items():
-            cells = [_better(runs, name, names, column) for column in columns for names in CLASSIFIERS.values()]
+            cells = [
+                _better(runs, name, names, column)
+                for column in columns
+                for names in CLASSIFIERS.values()
+            ]
             lines.append(f"| {title} | {words} | {' | '.join(cells)} |")
     return lines
 
@@ -92,7 +113,9 @@ def _mean(run: Result, name: str, column: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=2)
@@ -100,7 +123,9 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, started = arguments.out or Path(tempfile.mkdtemp(prefix="transfer-")), time.monotonic()
     made = write_runs(folder, arguments.data, arguments.seeds)
-    snakemake(folder, [metrics_file(run) for runs in made.values() for run in runs], arguments.cores)
+    snakemake(
+        folder, [metrics_file(run) for runs in made.values() for run in runs], arguments.cores
+    )
     minutes, cpu_minutes = (time.monotonic() - started) / 60, cpu_seconds(folder) / 60
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     results = {

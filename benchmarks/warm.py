@@ -1,7 +1,9 @@
-"""`cellmill` commands without the start of Python: a process that has imported all stages forks one for each command.
+"""`cellmill` commands without the start of Python: a process that has imported all stages forks one
+for each command.
 
-Imports of torch and others would be a third of a table of many small models. What a command computes is the same.
-`train` starts its processes as always. The CPU time of every command is in `results/cpu.tsv` of its folder.
+Imports of torch and others would be a third of a table of many small models. What a command
+computes is the same. `train` starts its processes as always. The CPU time of every command is in
+`results/cpu.tsv` of its folder.
 """
 
 import importlib
@@ -37,12 +39,17 @@ STAGES = ("data", "plan", "export", "cells", "evaluate", "report")
 
 @contextmanager
 def warm_commands() -> Iterator[dict[str, str]]:
-    """The environment in which `cellmill` is forked from a process that has imported the stages, on one thread each."""
+    """The environment in which `cellmill` is forked from a process that has imported the stages, on
+    one thread each.
+    """
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         address, client = f"{folder}/socket", Path(folder) / "cellmill"
         client.write_text(CLIENT.format(python=sys.executable, address=address))
         client.chmod(0o755)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{folder}:{os.environ['PATH']}",
+        }
         server = subprocess.Popen([sys.executable, __file__, address], env=environment)
         try:
             while not os.path.exists(address) and server.poll() is None:
@@ -54,7 +61,9 @@ def warm_commands() -> Iterator[dict[str, str]]:
 
 
 def serve(address: str) -> None:
-    """Answer clients at a socket, in a process of its own: a command that was forked ends as Python does."""
+    """Answer clients at a socket, in a process of its own: a command that was forked ends as Python
+    does.
+    """
     listener = socket.socket(socket.AF_UNIX)
     with importing():
         for name in STAGES:

@@ -1,4 +1,6 @@
-"""Runs of a benchmark by the workflow: their common options, the call of Snakemake, and tables of the results."""
+"""Runs of a benchmark by the workflow: their common options, the call of Snakemake, and tables of
+the results.
+"""
 
 import csv
 import json
@@ -26,7 +28,9 @@ Result = dict[str, Any]
 
 
 def write_config(folder: Path, table: Iterable[str], **sections: Any) -> None:
-    """Write config/datasets.tsv, its lines given without their ends, and config/config.yaml beside it."""
+    """Write config/datasets.tsv, its lines given without their ends, and config/config.yaml beside
+    it.
+    """
     (folder / "config").mkdir(parents=True, exist_ok=True)
     write(folder / "config" / "datasets.tsv", "".join(f"{line}\n" for line in table))
     without_anchors = json.loads(json.dumps(SECTIONS | sections))
@@ -39,7 +43,9 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def seeded_runs(name: str, options: dict[str, Any], seeds: int, **train: Any) -> dict[str, dict[str, Any]]:
+def seeded_runs(
+    name: str, options: dict[str, Any], seeds: int, **train: Any
+) -> dict[str, dict[str, Any]]:
     """Runs `name-0`, `name-1`, ...: a run's `options` with each seed of the training."""
     return {
         f"{name}-{seed}": options | {"train": options.get("train", {}) | train | {"seed": seed}}
@@ -48,17 +54,38 @@ def seeded_runs(name: str, options: dict[str, Any], seeds: int, **train: Any) ->
 
 
 def snakemake(folder: Path, targets: Sequence[str], cores: int) -> None:
-    """Make `targets` in `folder`, each stage on one core, as many at once as there are cores. Exits if it fails.
+    """Make `targets` in `folder`, each stage on one core, as many at once as there are cores. Exits
+    if it fails.
 
-    Stages are forked from one process, so Snakemake's benchmark files have their seconds, but not their CPU time.
+    Stages are forked from one process, so Snakemake's benchmark files have their seconds, but not
+    their CPU time.
     """
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--quiet", "all"]
-    command += ["--cores", str(cores), "--scheduler", "greedy"]  # the default one takes a third of a core
-    command += ["--set-threads", "train=1", "plan=1", "embed=1", "evaluate=1", "predict=1", "--set-resources"]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "Snakefile"),
+        "--quiet",
+        "all",
+    ]
+    # the default one takes a third of a core
+    command += ["--cores", str(cores), "--scheduler", "greedy"]
+    command += [
+        "--set-threads",
+        "train=1",
+        "plan=1",
+        "embed=1",
+        "evaluate=1",
+        "predict=1",
+        "--set-resources",
+    ]
     command += ["train:nproc_per_node=1", "train:cpus_per_task=1", "--"]
     log = folder / "snakemake.log"
     with open(log, "w") as file, warm_commands() as environment:
-        done = subprocess.run([*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [*command, *targets], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
     if done.returncode:
         sys.exit(f"the workflow failed; see {log}")
 
@@ -68,7 +95,9 @@ def metrics_file(run: str) -> str:
 
 
 def result(folder: Path, run: str, dataset: str, task: str) -> Result:
-    """Result of one task. Exits if it was skipped: a benchmark asks for no task that its data cannot have."""
+    """Result of one task. Exits if it was skipped: a benchmark asks for no task that its data
+    cannot have.
+    """
     found = json.loads((folder / metrics_file(run)).read_text())["datasets"][dataset]["tasks"][task]
     if found["skipped"]:
         sys.exit(f"{run}: {task} was skipped: {found['skipped']}")
@@ -76,15 +105,21 @@ def result(folder: Path, run: str, dataset: str, task: str) -> Result:
 
 
 def cpu_seconds(folder: Path, stage: str = "", out: str = "") -> float:
-    """CPU time of all commands in `folder`, or of a stage with this `--out`; without that of imports, but for train."""
+    """CPU time of all commands in `folder`, or of a stage with this `--out`; without that of
+    imports, but for train.
+    """
     with open(folder / CPU, newline="") as file:
         rows = [*csv.reader(file, delimiter="\t")]
     return sum(float(row[2]) for row in rows if row[:2] == [stage, out] or not stage)
 
 
 def row_table(results: dict[str, list[Result]]) -> list[str]:
-    """All rows and columns of one task: means over the runs of each title, ± the standard deviation over them."""
-    columns = list(dict.fromkeys(key for runs in results.values() for run in runs for key in _columns(run)))
+    """All rows and columns of one task: means over the runs of each title, ± the standard deviation
+    over them.
+    """
+    columns = list(
+        dict.fromkeys(key for runs in results.values() for run in runs for key in _columns(run))
+    )
     words = [column.removesuffix("_mean") for column in columns]
     lines = [f"| data | row | {' | '.join(words)} |", f"|---|---|{'---:|' * len(columns)}"]
     for title, runs in results.items():
@@ -104,11 +139,21 @@ def tables(results: dict[str, list[Result]]) -> list[str]:
 
 def _columns(run: Result) -> list[str]:
     other = ("name", "kind")
-    return [key for row in run["rows"] for key in row if key not in other and not key.endswith(("_sd", "_repetitions"))]
+    return [
+        key
+        for row in run["rows"]
+        for key in row
+        if key not in other and not key.endswith(("_sd", "_repetitions"))
+    ]
 
 
 def _over_runs(runs: list[Result], name: str, column: str) -> str:
-    values = [row[column] for run in runs for row in run["rows"] if row["name"] == name and row.get(column) is not None]
+    values = [
+        row[column]
+        for run in runs
+        for row in run["rows"]
+        if row["name"] == name and row.get(column) is not None
+    ]
     if not values:
         return ""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -117,4 +162,8 @@ def _over_runs(runs: list[Result], name: str, column: str) -> str:
 
 def verdicts(runs: list[Result]) -> list[str]:
     """Sentences of each seed."""
-    return [f"- seed {seed}: {sentence}" for seed, run in enumerate(runs) for sentence in run["sentences"]]
+    return [
+        f"- seed {seed}: {sentence}"
+        for seed, run in enumerate(runs)
+        for sentence in run["sentences"]
+    ]

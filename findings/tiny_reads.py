@@ -44,6 +44,8 @@ for cell in cells:
 (folder / "genes.gtf").write_text("\n".join(lines) + "\n")
 (folder / "barcodes.txt").write_text("\n".join(cells) + "\n")
 for side in (0, 1):
-    text = "".join(f"@r{n}\n{pair[side]}\n+\n{'I' * len(pair[side])}\n" for n, pair in enumerate(reads))
+    text = "".join(
+        f"@r{n}\n{pair[side]}\n+\n{'I' * len(pair[side])}\n" for n, pair in enumerate(reads)
+    )
     (folder / f"R{side + 1}.fastq").write_text(text)
 print(f"{5 * 4 * 20} mature and {5 * 4 * 5} nascent molecules")

@@ -21,13 +21,22 @@ def refused(message: str, error: type[Exception] = ConfigError) -> Iterator[None
 
 
 def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
-    """Values or rows of a parametrized test, of which those that are not chosen are only in `make test-all`."""
+    """Values or rows of a parametrized test, of which those that are not chosen are only in `make
+    test-all`.
+    """
     rows = [(value if isinstance(value, tuple) else (value,), value in chosen) for value in values]
-    return [pytest.param(*row, marks=() if is_quick else pytest.mark.full) for row, is_quick in rows]
+    return [
+        pytest.param(*row, marks=() if is_quick else pytest.mark.full) for row, is_quick in rows
+    ]
 
 
 def check_gradients(
-    model: Any, loss: torch.Tensor, expected: torch.Tensor, *, rtol: float = 1e-4, atol: float = 1e-6
+    model: Any,
+    loss: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
 ) -> dict[str, torch.Tensor | None]:
     """A loss has the gradients of another one, which are returned by name."""
     gradients = []
@@ -41,10 +50,14 @@ def check_gradients(
 
 
 def loss_by_shares(model: Any, prepared: Sequence[Any]) -> torch.Tensor:
-    """The loss of micro-batches by their shares in the table of a global batch, which has empty slots around them."""
+    """The loss of micro-batches by their shares in the table of a global batch, which has empty
+    slots around them.
+    """
     (width,) = model.objective.row_widths
     with torch.no_grad():
         rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
     table = torch.cat([torch.zeros(3, width), *(own for (own,) in rows), torch.zeros(2, width)])
     shares = shares_of(model.objective, [table], rows, first=3)
-    return torch.stack([model(replace(part, shares=own)) for part, own in zip(prepared, shares)]).sum()
+    return torch.stack(
+        [model(replace(part, shares=own)) for part, own in zip(prepared, shares)]
+    ).sum()

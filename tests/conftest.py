@@ -16,12 +16,15 @@ PLUGIN = Path(__file__).resolve().parent / "plugin"
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start have the filters of warnings of pyproject.toml too."""
     os.environ["PYTHONWARNINGS"] = ",".join(config.getini("filterwarnings"))
-    # numba colours the texts of its errors by colorama, which sets sys.stdout back to that of an earlier test
+    # numba colours the texts of its errors by colorama, which sets sys.stdout back to that of an
+    # earlier test
     os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
 
 ORDER = ("cluster", "workflow", "distributed", "house", "unit")
-"""Folders of tests, the longest groups first: pytest-xdist hands them out in this order (--no-loadscope-reorder)."""
+"""Folders of tests, the longest groups first: pytest-xdist hands them out in this order
+(--no-loadscope-reorder).
+"""
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,7 +38,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A test that is skipped without a reason fails: nobody would know what was not tested."""
     outcome: Any = yield
     report = outcome.get_result()
-    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else "Skipped: -"
+    reason = (
+        report.longrepr[2]
+        if report.skipped and isinstance(report.longrepr, tuple)
+        else "Skipped: -"
+    )
     if not reason.removeprefix("Skipped: ").strip():
         report.outcome, report.longrepr = "failed", f"{item.nodeid} was skipped without a reason"
 
@@ -47,9 +54,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if item.get_closest_marker("needs_root") and os.getuid() != 0:
         pytest.skip("only root can act as another user")
-    grouped = item.get_closest_marker("xdist_group") and getattr(item.config.option, "loadgroup", False)
+    grouped = item.get_closest_marker("xdist_group") and getattr(
+        item.config.option, "loadgroup", False
+    )
     if grouped and "@" not in item.nodeid:
-        pytest.fail(f"pytest-xdist ignores the group of {item.nodeid}: its version or pytest's is wrong", pytrace=False)
+        pytest.fail(
+            f"pytest-xdist ignores the group of {item.nodeid}: its version or pytest's is wrong",
+            pytrace=False,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +72,21 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of processes that find the toys, which pip installs into a folder; this process does not."""
+    """Environment of processes that find the toys, which pip installs into a folder; this process
+    does not.
+    """
     folder = tmp_path_factory.mktemp("plugins")
     source, target = folder / "source", folder / "site"
-    shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
-    flags = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    shutil.copytree(
+        PLUGIN, source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build")
+    )
+    flags = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+    ]
     words = [sys.executable, "-m", "pip", "install", *flags, "--target", str(target), str(source)]
     # pip warns of itself
     quiet = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}

@@ -1,7 +1,8 @@
 """Golden record: what a change that moves code must leave as it was, to the bit.
 
-`python -m tests.golden COMMIT` records this commit and COMMIT, each in a clone of its own and on this machine (the last
-bits of a sum depend on the CPU), and prints every entry that differs. An entry is a digest of:
+`python -m tests.golden COMMIT` records this commit and COMMIT, each in a clone of its own and on
+this machine (the last bits of a sum depend on the CPU), and prints every entry that differs. An
+entry is a digest of:
 
 - `cells`, `vocabulary`, `shards`: every array of the files that `preprocess`, `vocabulary` and `shard` write;
 - `batches`: the first 20 steps of streams with several lanes, ranks, tokenizers, weights, equal steps and resumed ones;
@@ -10,7 +11,8 @@ bits of a sum depend on the CPU), and prints every entry that differs. An entry 
 - `options`, `identity`: options of every stage of the demo and of every example;
 - `demo`: metrics, embeddings and the dry run of the finished demo.
 
-Everything runs through the command line, so that the same script records commits whose modules have other names.
+Everything runs through the command line, so that the same script records commits whose modules have
+other names.
 """
 
 import argparse
@@ -27,7 +29,10 @@ from typing import Any
 
 LABEL = {"label_column": "cell_type"}
 SIZES = {"hidden": 16, "layers": 2, "heads": 2, "dropout": 0.1}
-ENCODER, PROFILE = {"family": "encoder"} | SIZES, {"family": "profile", "hidden": 16, "layers": 2, "dropout": 0.1}
+ENCODER, PROFILE = (
+    {"family": "encoder"} | SIZES,
+    {"family": "profile", "hidden": 16, "layers": 2, "dropout": 0.1},
+)
 MODELS: dict[str, dict[str, Any]] = {
     "masked_value": {"model": ENCODER, "objective": {"name": "masked_value"}},
     "masked_gene": {
@@ -40,34 +45,71 @@ MODELS: dict[str, dict[str, Any]] = {
         "tokens": {"tokenizer": "binned"},
         "objective": {"name": "cell_decoding"},
     },
-    "profile": {"model": PROFILE, "objective": {"name": "cell_decoding", "view": "drop_thin", "view_loss": "vicreg"}},
+    "profile": {
+        "model": PROFILE,
+        "objective": {"name": "cell_decoding", "view": "drop_thin", "view_loss": "vicreg"},
+    },
     "query_decoding": {
         "model": {"family": "autoencoder", "latent": 8} | SIZES,
-        "objective": {"name": "query_decoding", "decoder_hidden": 8, "decoder_layers": 1, "max_asked": 12},
+        "objective": {
+            "name": "query_decoding",
+            "decoder_hidden": 8,
+            "decoder_layers": 1,
+            "max_asked": 12,
+        },
     },
     "denoise": {"model": PROFILE, "objective": {"name": "denoise"}},
-    "next_gene": {"model": {"family": "autoregressive"} | SIZES, "objective": {"name": "next_gene"}},
+    "next_gene": {
+        "model": {"family": "autoregressive"} | SIZES,
+        "objective": {"name": "next_gene"},
+    },
     "perturbation_response": {
         "model": ENCODER,
-        "objective": {"name": "perturbation_response", "perturbation_column": "perturbation", "control": "control"},
+        "objective": {
+            "name": "perturbation_response",
+            "perturbation_column": "perturbation",
+            "control": "control",
+        },
     },
-    "supervised_contrastive": {"model": ENCODER, "objective": {"name": "supervised_contrastive"} | LABEL},
-    "classification": {"model": ENCODER, "objective": {"name": "classification", "head_hidden": 8} | LABEL},
+    "supervised_contrastive": {
+        "model": ENCODER,
+        "objective": {"name": "supervised_contrastive"} | LABEL,
+    },
+    "classification": {
+        "model": ENCODER,
+        "objective": {"name": "classification", "head_hidden": 8} | LABEL,
+    },
     "regression": {
         "model": ENCODER,
-        "objective": {"name": "regression", "target_column": "age", "target_mean": 40.0, "target_std": 9.0},
+        "objective": {
+            "name": "regression",
+            "target_column": "age",
+            "target_mean": 40.0,
+            "target_std": 9.0,
+        },
     },
     "sum": {
         "model": ENCODER | {"gene_vectors": None},
-        "objective": {"name": "sum", "parts": {"classification": LABEL, "cell_decoding": {"likelihood": "nb"}}},
+        "objective": {
+            "name": "sum",
+            "parts": {"classification": LABEL, "cell_decoding": {"likelihood": "nb"}},
+        },
     },
     "covariates": {
         "model": ENCODER,
         "tokens": {"covariates": ["batch"], "covariate_unknown_frac": 0.3, "truncation": "random"},
         "objective": {"name": "cell_decoding", "batch_column": "batch", "batch_adversary": 0.5},
     },
-    "muon": {"model": ENCODER, "objective": {"name": "masked_value"}, "train": {"optimizer": "muon", "lr": 5e-3}},
-    "average": {"model": ENCODER, "objective": {"name": "masked_value"}, "train": {"ema_decay": 0.9}},
+    "muon": {
+        "model": ENCODER,
+        "objective": {"name": "masked_value"},
+        "train": {"optimizer": "muon", "lr": 5e-3},
+    },
+    "average": {
+        "model": ENCODER,
+        "objective": {"name": "masked_value"},
+        "train": {"ema_decay": 0.9},
+    },
     "weighted": {
         "model": PROFILE,
         "objective": {"name": "cell_decoding"},
@@ -93,7 +135,10 @@ STREAMS: dict[str, dict[str, Any]] = {
     "rank": {"tokens": {"tokenizer": "rank"}},
     "binned, counted": {"tokens": {"tokenizer": "binned"}, "counted": True},
     "cut at random": {"tokens": {"truncation": "random", "zero_frac": 0.2, "max_tokens": 24}},
-    "levels and numbers": {"columns": {"cell_type": "a", "batch": "b"}, "number_columns": {"age": "c"}},
+    "levels and numbers": {
+        "columns": {"cell_type": "a", "batch": "b"},
+        "number_columns": {"age": "c"},
+    },
     "in disk order": {"shuffle": False},
 }
 STEPS = 6
@@ -106,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("commit", help="to compare with")
     parser.add_argument("--keep", type=Path, help="folder for the two records, as JSON")
-    parser.add_argument("--only", nargs="*", help="parts to record", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--only", nargs="*", help="parts to record", choices=list(PARTS), default=list(PARTS)
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cellmill-golden-") as scratch:
         records = []
@@ -139,7 +186,9 @@ def record(checkout: Path, parts: list[str]) -> dict[str, str]:
 
 def _corpus(checkout: Path, work: Path) -> None:
     """Two datasets of simulated cells, with ages, as shards in `work`."""
-    (work / "table.tsv").write_text("dataset\tpath\n" + "".join(f"{d}\t{work}/{d}.h5ad\n" for d in "ab"))
+    (work / "table.tsv").write_text(
+        "dataset\tpath\n" + "".join(f"{d}\t{work}/{d}.h5ad\n" for d in "ab")
+    )
     tree = {
         "corpora": {"sim": {"table": f"{work}/table.tsv"}},
         "preprocess": {"min_genes": 1},
@@ -152,13 +201,18 @@ def _corpus(checkout: Path, work: Path) -> None:
     shared = f"--config {work}/config.yaml --corpus sim"
     for seed, dataset in enumerate("ab"):
         raw = f"{work}/{dataset}.h5ad"
-        _cellmill(checkout, f"simulate --out {raw} --cells 130 --genes 90 --perturbations 4 --seed {seed}")
+        _cellmill(
+            checkout, f"simulate --out {raw} --cells 130 --genes 90 --perturbations 4 --seed {seed}"
+        )
         _python(checkout, _AGE, raw)
         files = f"--input {raw} --out {work}/cells/{dataset}.h5ad --report {work}/{dataset}.json"
         _cellmill(checkout, f"preprocess {shared} --dataset {dataset} {files}")
     cells = f"--cells {work}/cells/a.h5ad {work}/cells/b.h5ad"
     _cellmill(checkout, f"vocabulary {shared} {cells} --out {work}/vocabulary.tsv")
-    _cellmill(checkout, f"shard {shared} {cells} --vocabulary {work}/vocabulary.tsv --out {work}/shards/manifest.json")
+    _cellmill(
+        checkout,
+        f"shard {shared} {cells} --vocabulary {work}/vocabulary.tsv --out {work}/shards/manifest.json",
+    )
 
 
 _AGE = """
@@ -241,17 +295,26 @@ print(json.dumps(found))
 
 
 def _shards(checkout: Path, work: Path) -> dict[str, str]:
-    files = [work / "cells/a.h5ad", work / "cells/b.h5ad", *sorted((work / "shards").rglob("*.h5ad"))]
+    files = [
+        work / "cells/a.h5ad",
+        work / "cells/b.h5ad",
+        *sorted((work / "shards").rglob("*.h5ad")),
+    ]
     assert len(files) > 3
     digests = json.loads(_python(checkout, _DIGESTS, *files))
     lines = (work / "vocabulary.tsv").read_text()
     names = [str(path.relative_to(work)) for path in files]
-    return {f"file {name}": digest for name, digest in zip(names, digests)} | {"vocabulary": _digest(lines)}
+    return {f"file {name}": digest for name, digest in zip(names, digests)} | {
+        "vocabulary": _digest(lines)
+    }
 
 
 def _batches(checkout: Path, work: Path) -> dict[str, str]:
     words = [work / "shards/manifest.json", json.dumps(STREAMS), json.dumps(SHARED["stream"])]
-    return {f"batches {name}": digest for name, digest in json.loads(_python(checkout, _STREAMS, *words)).items()}
+    return {
+        f"batches {name}": digest
+        for name, digest in json.loads(_python(checkout, _STREAMS, *words)).items()
+    }
 
 
 def _options(checkout: Path, work: Path) -> dict[str, str]:
@@ -261,14 +324,24 @@ def _options(checkout: Path, work: Path) -> dict[str, str]:
 
 def _curves(checkout: Path, work: Path) -> dict[str, str]:
     cases = {name: (name, {}) for name in MODELS}
-    cases |= {f"{name}, {layout}": (name, LAYOUTS[layout]) for layout in LAYOUTS for name in IN_LAYOUTS}
+    cases |= {
+        f"{name}, {layout}": (name, LAYOUTS[layout]) for layout in LAYOUTS for name in IN_LAYOUTS
+    }
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         lines = pool.map(lambda item: _trained(checkout, work, item[0], *item[1]), cases.items())
-        return {f"{kind} {name}": value for name, found in zip(cases, lines) for kind, value in found.items()}
+        return {
+            f"{kind} {name}": value
+            for name, found in zip(cases, lines)
+            for kind, value in found.items()
+        }
 
 
-def _trained(checkout: Path, work: Path, case: str, name: str, layout: dict[str, Any]) -> dict[str, str]:
-    """Digests of the curve of a short training, and of its exported weights; what it says if it is refused."""
+def _trained(
+    checkout: Path, work: Path, case: str, name: str, layout: dict[str, Any]
+) -> dict[str, str]:
+    """Digests of the curve of a short training, and of its exported weights; what it says if it is
+    refused.
+    """
     options = {"tokens": {"max_tokens": 40}, "parallel": layout, "train": TRAIN, **SHARED}
     for section, values in MODELS[name].items():
         options[section] = options.get(section, {}) | values
@@ -281,8 +354,14 @@ def _trained(checkout: Path, work: Path, case: str, name: str, layout: dict[str,
         return {"curve": error.stderr.strip().splitlines()[-1]}
     kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
     lines = [json.loads(line) for line in (out / "train/metrics.jsonl").read_text().splitlines()]
-    curve = [{k: v for k, v in line.items() if k in kept or k.startswith(("loss_", "val_"))} for line in lines]
-    _cellmill(checkout, f"consolidate --train {out}/train --vocabulary {work}/vocabulary.tsv --out {out}/model")
+    curve = [
+        {k: v for k, v in line.items() if k in kept or k.startswith(("loss_", "val_"))}
+        for line in lines
+    ]
+    _cellmill(
+        checkout,
+        f"consolidate --train {out}/train --vocabulary {work}/vocabulary.tsv --out {out}/model",
+    )
     weights = (out / "model/model.safetensors").read_bytes()
     return {"curve": _digest(json.dumps(curve, sort_keys=True)), "weights": _digest(weights)}
 
@@ -300,7 +379,13 @@ def _demo(checkout: Path, work: Path) -> dict[str, str]:
     }
 
 
-PARTS = {"shards": _shards, "batches": _batches, "options": _options, "curves": _curves, "demo": _demo}
+PARTS = {
+    "shards": _shards,
+    "batches": _batches,
+    "options": _options,
+    "curves": _curves,
+    "demo": _demo,
+}
 
 
 def _digest(value: str | bytes) -> str:
@@ -319,7 +404,11 @@ def _run(checkout: Path, command: list[str]) -> str:
     """Output of a command with the cellmill of `checkout`, in that folder."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # no GPUs, without the flag for it, which earlier commits lack
-    environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "PATH": path}
+    environment = os.environ | {
+        "PYTHONPATH": str(checkout / "src"),
+        "OMP_NUM_THREADS": "1",
+        "PATH": path,
+    }
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -329,7 +418,9 @@ def _run(checkout: Path, command: list[str]) -> str:
 
 
 def _git(*words: str, cwd: Path | None = None) -> str:
-    return subprocess.run(["git", *words], cwd=cwd, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import materialize
 
-OPTIONS = {name for options in ObjectiveConfig.built_in().values() for name in options.model_fields if name != "name"}
+OPTIONS = {
+    name
+    for options in ObjectiveConfig.built_in().values()
+    for name in options.model_fields
+    if name != "name"
+}
 OF_OBJECTIVE = {"objective": "name"} | {name: name for name in OPTIONS}
 
 
@@ -28,23 +33,33 @@ def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Sections `model` and `objective`, masked_value if none is named."""
     options = {"objective": "masked_value"} | options
     model = {key: value for key, value in options.items() if key not in OF_OBJECTIVE}
-    return {"model": model, "objective": {OF_OBJECTIVE[key]: options[key] for key in options.keys() - model.keys()}}
+    return {
+        "model": model,
+        "objective": {OF_OBJECTIVE[key]: options[key] for key in options.keys() - model.keys()},
+    }
 
 
 def config_json(**more: Any) -> str:
     """The least that the config.json of an exported model has, and `more`."""
     texts = dict.fromkeys(("family", "vocabulary_digest", "weights_sha256"), "")
-    return json.dumps({"format": WEIGHTS_FORMAT, **texts, "model": {}, "tokens": {}, "objective": {}} | more)
+    return json.dumps(
+        {"format": WEIGHTS_FORMAT, **texts, "model": {}, "tokens": {}, "objective": {}} | more
+    )
 
 
 def spec(
-    n_genes: int, tokens: Tokens | None = None, levels: dict[str, tuple[str, ...]] | None = None, **options: Any
+    n_genes: int,
+    tokens: Tokens | None = None,
+    levels: dict[str, tuple[str, ...]] | None = None,
+    **options: Any,
 ) -> ModelSpec:
     """The specification of a model over `n_genes` genes."""
     sections = split(options)
     objective = ObjectiveConfig.model_validate(sections["objective"])
     tokens = Tokens.model_validate({}) if tokens is None else tokens
-    return ModelSpec(FamilyConfig.model_validate(sections["model"]), objective, tokens, n_genes, levels or {})
+    return ModelSpec(
+        FamilyConfig.model_validate(sections["model"]), objective, tokens, n_genes, levels or {}
+    )
 
 
 def model_on_cpu(n_genes: int, tokens: Tokens | None = None, **options: Any) -> Model:
@@ -78,7 +93,9 @@ def genes_of(n_genes: int) -> Vocabulary:
 def initialized(given: ModelSpec, init_from: Path | None = None) -> Any:
     """The model with its initial values of seed 0, which depend on the names of parameters alone."""
     model = build(given)
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, init_from, genes_of(given.n_genes)))
+    materialize(
+        model, torch.device("cpu"), initial_tensors(model, 0, init_from, genes_of(given.n_genes))
+    )
     return model
 
 
@@ -96,7 +113,15 @@ def random_cells(
     rng = np.random.default_rng(0) if rng is None else rng
     genes = np.concatenate([rng.permutation(n_genes)[:n] for n in lengths]).astype(np.int32)
     counts, starts = rng.integers(1, 9, len(genes)).astype(np.uint8), np.cumsum([0, *lengths])
-    return tokenized(tokens.load()(tokens), genes, counts, starts, np.arange(len(lengths)) + first, counted, **per_cell)
+    return tokenized(
+        tokens.load()(tokens),
+        genes,
+        counts,
+        starts,
+        np.arange(len(lengths)) + first,
+        counted,
+        **per_cell,
+    )
 
 
 def prepare(model: Any, batch: Batch, length: int | None = None) -> Any:
@@ -107,5 +132,7 @@ def prepare(model: Any, batch: Batch, length: int | None = None) -> Any:
 
 def train_options(**sections: Any) -> TrainOptions:
     """Options of a training of one step."""
-    rest: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}}
+    rest: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {
+        "train": {"steps": 1}
+    }
     return TrainOptions.model_validate(rest | sections)

@@ -4,7 +4,8 @@
     python -m tests.mutations 3 17         some of them
     python -m tests.mutations --list       all of them
 
-Each fault is planted in a copy of the repository; only tests of `make test` run, of the named files.
+Each fault is planted in a copy of the repository; only tests of `make test` run, of the named
+files.
 """
 
 import argparse
@@ -70,7 +71,11 @@ def is_noticed(fault: Fault) -> bool:
     """Plant the fault in a copy of the repository and run its tests; True if one fails."""
     with tempfile.TemporaryDirectory(prefix="cellmill-fault-") as folder:
         copy = Path(folder) / "cellmill"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "results", ".*_cache", ".matrix"))
+        shutil.copytree(
+            ROOT,
+            copy,
+            ignore=shutil.ignore_patterns(".git", ".venv", "results", ".*_cache", ".matrix"),
+        )
         file = copy / "src" / "cellmill" / fault.file
         source = file.read_text(encoding="utf-8")
         assert source.count(fault.before) >= 1, f"{fault.file} has no {fault.before!r}"
@@ -78,7 +83,18 @@ def is_noticed(fault: Fault) -> bool:
         tests = [f"tests/{name}" for name in fault.tests.split()]
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not full", "-p", "no:cacheprovider", *tests],
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-x",
+                    "-m",
+                    "not full",
+                    "-p",
+                    "no:cacheprovider",
+                    *tests,
+                ],
                 cwd=copy,
                 env=os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Write src/cellmill/data/ontology/cell_ontology.tsv.gz from an unpacked wheel; see the README.md beside the table.
+"""Write src/cellmill/data/ontology/cell_ontology.tsv.gz from an unpacked wheel; see the README.md
+beside the table.
 
     python tools/cell_ontology.py CELLXGENE_ONTOLOGY_GUIDE_FOLDER
 
@@ -21,15 +22,20 @@ def main(folder: Path) -> None:
     text = subprocess.run(["zstd", "-dc", str(source)], check=True, capture_output=True).stdout
     rows = rows_of(json.loads(text))
     lines = ["\t".join(row) for row in [("id", "name", "parents"), *rows]]
-    with open(OUT, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file:
+    with (
+        open(OUT, "wb") as raw,
+        gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file,
+    ):
         file.write(("\n".join(lines) + "\n").encode())
     print(f"{len(rows):,} terms -> {OUT} ({OUT.stat().st_size:,} bytes)")
 
 
 def rows_of(terms: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Id, name and parents of each term in use; parents are the superclasses at distance 1, joined by |.
+    """Id, name and parents of each term in use; parents are the superclasses at distance 1, joined
+    by |.
 
-    Terms that reach the root through other ontologies alone (parts of cells, such as `banded nucleus`) are left out.
+    Terms that reach the root through other ontologies alone (parts of cells, such as `banded
+    nucleus`) are left out.
     """
     rows = []
     for term, entry in sorted(terms.items()):

@@ -1,7 +1,7 @@
 """Generator of the option documentation: config/README.md and workflow/schemas/config.schema.json.
 
-`python tools/option_docs.py` writes both; with `--check` it names the files that are out of date and exits
-non-zero. A test and CI run that, so the documentation cannot differ from the code.
+`python tools/option_docs.py` writes both; with `--check` it names the files that are out of date
+and exits non-zero. A test and CI run that, so the documentation cannot differ from the code.
 """
 
 import argparse
@@ -46,9 +46,13 @@ TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
 
 def main(argv: list[str] | None = None) -> int:
     """Write both files under `--root`; with `--check`, return 1 and name those that differ."""
-    parser = argparse.ArgumentParser(prog="python tools/option_docs.py", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python tools/option_docs.py", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--root", type=Path, default=Path(), help="root of the repository")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a file is out of date"
+    )
     arguments = parser.parse_args(argv)
     stale = []
     for path, text in ((README, readme()), (SCHEMA, json.dumps(schema(), indent=2) + "\n")):
@@ -70,17 +74,27 @@ def readme() -> str:
     lines = [INTRODUCTION]
     for name, section in top_level().items():
         if section is not None:
-            stages = [f"`{stage}`" for stage, options in OPTIONS.items() if name in options.model_fields]
+            stages = [
+                f"`{stage}`" for stage, options in OPTIONS.items() if name in options.model_fields
+            ]
             lines += _section(name, section, f"Read by: {', '.join(stages)}.")
     for name, owner in ENTRIES.items():
         sections = list(sections_of(owner))
         lines += [f"## {name}", "", f"By name. {summary(owner)}"]
-        lines += [f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.", ""]
+        lines += [
+            f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.",
+            "",
+        ]
         lines += _table(owner, skip=sections)
     lines += _section("sweep", Sweep, "By name.")
     lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
     lines += _table(Workflow, skip=[name for name in Workflow.model_fields if name not in KEYS])
-    lines += ["## The table of datasets", "", f"Tab-separated, with a header. {summary(Dataset)}", ""]
+    lines += [
+        "## The table of datasets",
+        "",
+        f"Tab-separated, with a header. {summary(Dataset)}",
+        "",
+    ]
     lines += _table(Dataset)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -109,7 +123,11 @@ def _choices(contract: type[Plugin]) -> Iterator[str]:
 def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
     """Fields with options of a contract's choices."""
     parts = {name: _part_of(field.annotation) for name, field in section.model_fields.items()}
-    return {name: part for name, part in parts.items() if isinstance(part, type) and issubclass(part, Plugin)}
+    return {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, type) and issubclass(part, Plugin)
+    }
 
 
 def _part_of(annotation: Any) -> Any:
@@ -121,7 +139,11 @@ def _part_of(annotation: Any) -> Any:
 
 def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
     """Fields that map names of a contract's choices to their options."""
-    return {name: part for name, part in _parts(section).items() if section.model_fields[name].annotation is not part}
+    return {
+        name: part
+        for name, part in _parts(section).items()
+        if section.model_fields[name].annotation is not part
+    }
 
 
 def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[str]:
@@ -131,7 +153,11 @@ def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[st
         return
     yield from ("| key | type | default | |", "|---|---|---|---|")
     for name, field in fields.items():
-        kind = f"mapping of {named[name].kind} names to options" if name in named else _type(properties[name])
+        kind = (
+            f"mapping of {named[name].kind} names to options"
+            if name in named
+            else _type(properties[name])
+        )
         text = description(model, name).replace("|", "\\|")
         yield f"| `{name}` | {kind} | {_default(field, name in named)} | {text} |"
     yield ""
@@ -161,7 +187,9 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of config/config.yaml as a user writes it: pydantic's own, with sections as defaults at the top."""
+    """JSON schema of config/config.yaml as a user writes it: pydantic's own, with sections as
+    defaults at the top.
+    """
     whole = Workflow.model_json_schema()
     definitions, properties = whole["$defs"], whole["properties"]
     sections: dict[str, Any] = {}
@@ -171,7 +199,9 @@ def schema() -> dict[str, Any]:
         entry["properties"] |= inherited
         entry["required"] = [name for name in entry.get("required", []) if name not in inherited]
         if not entry["required"]:
-            properties[kind]["additionalProperties"] = _or_null(properties[kind]["additionalProperties"])
+            properties[kind]["additionalProperties"] = _or_null(
+                properties[kind]["additionalProperties"]
+            )
         sections |= inherited
         for section in sections_of(owner).values():
             _add_choices(section, definitions)
@@ -181,7 +211,9 @@ def schema() -> dict[str, Any]:
         "$comment": GENERATED,
         "title": "cellmill configuration",
         "type": "object",
-        "properties": _as_written(sections | {name: properties[name] for name in (*KEYS, *ENTRIES)}),
+        "properties": _as_written(
+            sections | {name: properties[name] for name in (*KEYS, *ENTRIES)}
+        ),
         "required": ["corpora"],  # runs may all be of sweeps
         "additionalProperties": False,
         "$defs": _as_written(definitions),
@@ -189,12 +221,17 @@ def schema() -> dict[str, Any]:
 
 
 def _add_choices(section: type[BaseModel], definitions: dict[str, Any]) -> None:
-    """Replace a contract in `definitions` by its choices; options of an installed package are not checked."""
+    """Replace a contract in `definitions` by its choices; options of an installed package are not
+    checked.
+    """
     if issubclass(section, Plugin):
         known = _built_in(section, definitions)
         for name, choice in known.items():
             choice["required"] = [section.key] if name != section.default else []
-        other = {"properties": {section.key: {"not": {"enum": list(known)}}}, "required": [section.key]}
+        other = {
+            "properties": {section.key: {"not": {"enum": list(known)}}},
+            "required": [section.key],
+        }
         definitions[section.__name__] = {"anyOf": [*known.values(), {"type": "object", **other}]}
     for field, contract in _named(section).items():
         known = _built_in(contract, definitions)
@@ -217,13 +254,23 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_written(schema: Any) -> Any:
-    """The schema with numbers also as text, as Snakemake's YAML loads 3e-4, and without pydantic's titles."""
+    """The schema with numbers also as text, as Snakemake's YAML loads 3e-4, and without pydantic's
+    titles.
+    """
     if isinstance(schema, list):
         return [_as_written(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    written = {key: _as_written(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)}
-    return written | ({"type": [written["type"], "string"]} if written.get("type") in ("integer", "number") else {})
+    written = {
+        key: _as_written(value)
+        for key, value in schema.items()
+        if key != "title" or isinstance(value, dict)
+    }
+    return written | (
+        {"type": [written["type"], "string"]}
+        if written.get("type") in ("integer", "number")
+        else {}
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Hook of mkdocs: files outside of docs/ that pages link to become part of the site, below `repository/`.
+"""Hook of mkdocs: files outside of docs/ that pages link to become part of the site, below
+`repository/`.
 
 A page names a file of the repository as any Markdown file does, relative to itself: `../config/README.md`. Documents
 among these files become pages, others are copied; links to files that do not exist stay as they are, and `mkdocs build
@@ -38,7 +39,9 @@ def target(document: PurePosixPath, link: str) -> PurePosixPath:
 
 
 def linked(document: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Files of the repository outside of docs/ that a document links to, those they link to included."""
+    """Files of the repository outside of docs/ that a document links to, those they link to
+    included.
+    """
     seen, left = set(), [document]
     while left:
         of = left.pop()
@@ -59,7 +62,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links at the places that files have in the site; a folder has none, and keeps its name alone."""
+    """Point links at the places that files have in the site; a folder has none, and keeps its name
+    alone.
+    """
     own = PurePosixPath(page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:

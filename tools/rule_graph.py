@@ -14,7 +14,9 @@ COLOURS = {"data": "#2f6f9f", "train": "#00796b", "evaluate": "#a35a00", "report
 """Colour of the rules of each file in workflow/rules/."""
 BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT = 104, 26, 42
 ARC_WIDTH = 13
-"""Width of an edge that passes one rule; an edge that passes n is n times as wide. In pixels, as all sizes."""
+"""Width of an edge that passes one rule; an edge that passes n is n times as wide. In pixels, as
+all sizes.
+"""
 TEXT_WIDTH = 400
 STYLE = (
     "text{font:13px ui-sans-serif,system-ui,sans-serif}"
@@ -29,7 +31,10 @@ Edges = list[tuple[str, str]]
 def read_edges(dot: str) -> Edges:
     """Edges (rule, rule that reads its output) of Snakemake's rule graph, without the target."""
     names = dict(re.findall(r'^\s*(\d+)\[label = "(\w+)"', dot, re.M))
-    pairs = [(names[source], names[reader]) for source, reader in re.findall(r"^\s*(\d+) -> (\d+)", dot, re.M)]
+    pairs = [
+        (names[source], names[reader])
+        for source, reader in re.findall(r"^\s*(\d+) -> (\d+)", dot, re.M)
+    ]
     return sorted(pair for pair in pairs if pair[1] not in ("all", "default"))
 
 
@@ -54,7 +59,9 @@ def first_outputs() -> dict[str, tuple[str, str]]:
 
 
 def draw(edges: Edges) -> str:
-    """Return the picture as SVG: a box for each rule, a straight edge to the next, an arc past others."""
+    """Return the picture as SVG: a box for each rule, a straight edge to the next, an arc past
+    others.
+    """
     order, outputs = in_order(edges), first_outputs()
     at = {name: row * ROW_HEIGHT + BOX_HEIGHT / 2 + 8 for row, name in enumerate(order)}
     passed = {(a, b): order.index(b) - order.index(a) - 1 for a, b in edges}
@@ -76,7 +83,9 @@ def draw(edges: Edges) -> str:
             start, end, far = at[source] + 5, at[reader] - 5, left - ARC_WIDTH * count
             curve = f"M{left},{start:g} C{far},{start:g} {far},{end:g} {left - 1},{end:g}"
         else:
-            curve = f"M{middle:g},{at[source] + BOX_HEIGHT / 2:g} V{at[reader] - BOX_HEIGHT / 2 - 1:g}"
+            curve = (
+                f"M{middle:g},{at[source] + BOX_HEIGHT / 2:g} V{at[reader] - BOX_HEIGHT / 2 - 1:g}"
+            )
         lines.append(f'<path d="{curve}" stroke="{colour}" marker-end="url(#head)"/>')
     for name in order:
         room, output = outputs[name]

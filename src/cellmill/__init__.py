@@ -8,7 +8,8 @@ __version__ = "0.1.0"
 
 
 def load(path: Path | str) -> Any:
-    """Return the exported model in a folder as an `evaluate.predict.LoadedModel`, on a GPU if there is one.
+    """Return the exported model in a folder as an `evaluate.predict.LoadedModel`, on a GPU if there
+    is one.
 
     `hf://owner/name`, also with `@revision`, is a model on the Hugging Face hub (extra `hub`).
 
@@ -16,8 +17,8 @@ def load(path: Path | str) -> Any:
     >>> adata.obsm["X_cellmill"] = model.embed(adata)
     >>> adata.obs["cell_type"] = model.predict(adata).labels
 
-    Raises errors.DataError if a file is missing, damaged or of another model. Nothing is unpickled. Torch is imported
-    by this call, not with the package.
+    Raises errors.DataError if a file is missing, damaged or of another model. Nothing is unpickled.
+    Torch is imported by this call, not with the package.
     """
     if isinstance(path, str) and path.startswith("hf://"):
         path = importlib.import_module("cellmill.models.hub").cached(path)
@@ -25,11 +26,15 @@ def load(path: Path | str) -> Any:
 
 
 def stream(manifest: Path | str, split: str = "train", **options: Any) -> Any:
-    """Return batches of tensors for a training loop of your own, as a `train.tensor_stream.TensorStream`.
+    """Return batches of tensors for a training loop of your own, as a
+    `train.tensor_stream.TensorStream`.
 
     >>> for batch in cellmill.stream("results/corpora/pbmc/shards/manifest.json", columns=["bulk_labels"]):
     ...     batch["genes"], batch["values"], batch["cu_seqlens"], batch["levels"]
 
-    Its `state_dict()` resumes it at any step, at any number of ranks. Torch is imported by this call.
+    Its `state_dict()` resumes it at any step, at any number of ranks. Torch is imported by this
+    call.
     """
-    return importlib.import_module("cellmill.train.tensor_stream").TensorStream(Path(manifest), split, **options)
+    return importlib.import_module("cellmill.train.tensor_stream").TensorStream(
+        Path(manifest), split, **options
+    )

@@ -16,7 +16,8 @@ from cellmill.config.workflow import sections_of
 CONFIG = Path("config/config.yaml")
 PLANNED = ("nodes", "nproc_per_node", "mem_mb")  # options of the machine that plan reads too
 
-Argument = tuple[str, dict[str, Any]]  # a flag, or the name of a positional argument, and its options for argparse
+# a flag, or the name of a positional argument, and its options for argparse
+Argument = tuple[str, dict[str, Any]]
 
 
 def new_parser(description: str) -> argparse.ArgumentParser:
@@ -27,7 +28,9 @@ def new_parser(description: str) -> argparse.ArgumentParser:
         group, _, kind = name.rpartition(" ")
         if group not in parents:
             about, dest, metavar = GROUPS[group]
-            nested = _command(parents[""], group, about).add_subparsers(dest=dest, required=True, metavar=metavar)
+            nested = _command(parents[""], group, about).add_subparsers(
+                dest=dest, required=True, metavar=metavar
+            )
             parents[group] = nested
         parser = _command(parents[group], kind, text)
         for flag, options in arguments:
@@ -68,14 +71,23 @@ def stage(owner: str) -> list[Argument]:
 def given(section: str, *names: str) -> list[Argument]:
     """Flags that stand in for options of a section of the configuration."""
     options = sections_of(OPTIONS[section])[section]
-    texts = {name: f"{description(options, name)} (default: {section}.{name} of the configuration)" for name in names}
-    return [option(_flag(name), text, dest=f"{section}.{name}", metavar="FRAC") for name, text in texts.items()]
+    texts = {
+        name: f"{description(options, name)} (default: {section}.{name} of the configuration)"
+        for name in names
+    }
+    return [
+        option(_flag(name), text, dest=f"{section}.{name}", metavar="FRAC")
+        for name, text in texts.items()
+    ]
 
 
 def machine(names: Iterable[str]) -> list[Argument]:
     """Keys of `set-resources: train:` of the profile, one flag each."""
     defaults = {name: Machine.model_fields[name].default for name in names}
-    return [value(_flag(name), default, description(Machine, name), type=str) for name, default in defaults.items()]
+    return [
+        value(_flag(name), default, description(Machine, name), type=str)
+        for name, default in defaults.items()
+    ]
 
 
 def _flag(name: str) -> str:
@@ -99,10 +111,15 @@ VOCABULARY = "vocabulary.tsv of the corpus"
 PUBLISHED = "folder of the published files"
 FORMATS = "a file or folder in a format of docs/data.md, or a URL"
 CONFIGURATION = value("--config", CONFIG, "configuration")
-SECTIONS = option("--options", "sections of the stage as JSON, or a file of it, instead of --config")
+SECTIONS = option(
+    "--options", "sections of the stage as JSON, or a file of it, instead of --config"
+)
 CELLS = some("--cells", "preprocessed .h5ad files")
 OUT_MODEL = files(out="model folder to write")
-RUN = [option("run", "name of the run", metavar="RUN"), value("--results", Path("results"), "folder of results")]
+RUN = [
+    option("run", "name of the run", metavar="RUN"),
+    value("--results", Path("results"), "folder of results"),
+]
 
 # fmt: off
 INPUT = [

@@ -1,8 +1,10 @@
-"""The command line: one sub-command per rule of the workflow, three that make data, and those for runs and machines.
+"""The command line: one sub-command per rule of the workflow, three that make data, and those for
+runs and machines.
 
-A stage is a function of files: its inputs and outputs are arguments, its options are the sections of config/config.yaml
-that it reads. The workflow passes them as `--options` (a JSON file); by hand, `--config` with `--run` or `--corpus`
-reads them from the configuration. A stage is imported when it is called, so `--help` needs no torch.
+A stage is a function of files: its inputs and outputs are arguments, its options are the sections
+of config/config.yaml that it reads. The workflow passes them as `--options` (a JSON file); by hand,
+`--config` with `--run` or `--corpus` reads them from the configuration. A stage is imported when it
+is called, so `--help` needs no torch.
 """
 
 import errno
@@ -21,7 +23,16 @@ from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_spe
 from cellmill.imports import importing
 
 MODULES = {
-    "stages.data": ("fetch", "demo", "simulate", "preprocess", "vocabulary", "divide", "shard_part", "shard"),
+    "stages.data": (
+        "fetch",
+        "demo",
+        "simulate",
+        "preprocess",
+        "vocabulary",
+        "divide",
+        "shard_part",
+        "shard",
+    ),
     "stages.plan": ("plan",),
     "stages.train": ("train",),
     "stages.export": ("pull", "consolidate"),
@@ -40,8 +51,9 @@ MODULE_OF = {name: module for module, names in MODULES.items() for name in names
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command. Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its state saved,
-    130 interrupted, 1 a bug."""
+    """Run one sub-command. Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its
+    state saved, 130 interrupted, 1 a bug.
+    """
     arguments = vars(new_parser(__doc__.split("\n\n")[0]).parse_args(argv))
     stage = arguments.pop("stage")
     message: object
@@ -51,15 +63,24 @@ def main(argv: list[str] | None = None) -> int:
         if stage in OPTIONS:
             arguments["options"] = _with_flags(_options(stage, arguments), flags)
         if stage == "preprocess":
-            given = {name: value for name in ObsColumns.model_fields if (value := arguments.pop(name)) is not None}
+            given = {
+                name: value
+                for name in ObsColumns.model_fields
+                if (value := arguments.pop(name)) is not None
+            }
             arguments["columns"] = check_options(ObsColumns, given, "the dataset's columns")
         if "nproc_per_node" in arguments:
             names = PLANNED if stage == "plan" else Machine.model_fields
             given = {name: arguments.pop(name) for name in names if name in arguments}
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
                 given["launcher"] = "slurm"
-            arguments["machine"] = check_options(Machine, given, "the machine (profile, set-resources)")
-        name = {"profiles": f"profiles_{arguments.pop('what', None)}", "import": "import_model"}.get(stage, stage)
+            arguments["machine"] = check_options(
+                Machine, given, "the machine (profile, set-resources)"
+            )
+        name = {
+            "profiles": f"profiles_{arguments.pop('what', None)}",
+            "import": "import_model",
+        }.get(stage, stage)
         with importing():
             module = importlib.import_module(f"cellmill.{MODULE_OF[name]}")
         getattr(module, name)(**arguments)
@@ -71,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         message, code = UserError(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
         if error.filename == "which" and error.errno == errno.ENOENT:
-            message = UserError("no program `which` on PATH, which Snakemake's plugin for SLURM calls; install it")
+            message = UserError(
+                "no program `which` on PATH, which Snakemake's plugin for SLURM calls; install it"
+            )
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     print(f"cellmill {stage}: {message}", file=sys.stderr)
@@ -79,8 +102,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_paths(arguments: dict[str, Any]) -> None:
-    """Raise UserError for a FIFO, which opening would wait for, and for an output that is another file of the command;
-    OSError for a loop of links."""
+    """Raise UserError for a FIFO, which opening would wait for, and for an output that is another
+    file of the command; OSError for a loop of links.
+    """
     files: list[tuple[str, Path]] = []
     for name, value in arguments.items():
         paths = value if isinstance(value, list) else [value]
@@ -100,7 +124,11 @@ def _check_paths(arguments: dict[str, Any]) -> None:
 
 
 def _options(stage: str, arguments: dict[str, Any]) -> Any:
-    text, config, name = arguments.pop("options"), arguments.pop("config"), arguments.pop("name", None)
+    text, config, name = (
+        arguments.pop("options"),
+        arguments.pop("config"),
+        arguments.pop("name", None),
+    )
     if text is not None:
         written = text.lstrip().startswith(("{", "["))
         tree = parse_json(text, "--options") if written else read_json(Path(text))
@@ -108,19 +136,25 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
     if (
         stage in ("embed", "knock_out", "predict") and name is None and config is CONFIG
     ):  # not given: the model is enough
-        return check_options(OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage)
+        return check_options(
+            OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage
+        )
     workflow = load_config(config)
     owners = workflow.entries(stage)
     if owners and name is None and len(owners) == 1:
         name = next(iter(owners))
     if owners and name not in owners:
         kind = "corpus" if owners is workflow.corpora else "run"
-        message = f"no {kind} {name!r} in {config}" if name else f"--{kind} is required for {config}"
+        message = (
+            f"no {kind} {name!r} in {config}" if name else f"--{kind} is required for {config}"
+        )
         raise UserError(f"{message}; there are: {', '.join(owners)}")
     for key in ("init_from", "trunk", "teacher") if stage == "train" else ():
         if (parent := getattr(owners[name], key)) is not None and arguments[key] is None:
             flag = f"--{key.replace('_', '-')}"
-            raise UserError(f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does")
+            raise UserError(
+                f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does"
+            )
     return check_options(OPTIONS[stage], workflow.section(stage, name), str(config))
 
 

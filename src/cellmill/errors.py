@@ -13,11 +13,15 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """The message in one line: a name in it, such as that of a path, may have line breaks."""
-        return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in super().__str__())
+        return "".join(
+            letter if letter.isprintable() else repr(letter)[1:-1] for letter in super().__str__()
+        )
 
 
 class ConfigError(UserError, ValueError):
-    """An unknown, malformed or impossible option. A ValueError too, as pydantic expects of a validator."""
+    """An unknown, malformed or impossible option. A ValueError too, as pydantic expects of a
+    validator.
+    """
 
 
 class DataError(UserError):
@@ -51,7 +55,9 @@ def require_known(name: str, known: Collection[str], fault: str) -> None:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """End the process with `cellmill: ERROR` and exit code 1; Snakemake would add its place in the Snakefile."""
+    """End the process with `cellmill: ERROR` and exit code 1; Snakemake would add its place in the
+    Snakefile.
+    """
     try:
         yield
     except UserError as error:

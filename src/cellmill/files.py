@@ -1,10 +1,12 @@
 """Atomic files: write to a temporary file in the same folder, fsync, rename.
 
-Every output of the workflow is written through here, so a killed process, a full disk or a lost node leaves the old
-file or none, never a partial one. A folder's manifest is written last: if it exists, the rest is complete. The
-temporary file of a killed process is removed by the next one that writes the same file.
+Every output of the workflow is written through here, so a killed process, a full disk or a lost
+node leaves the old file or none, never a partial one. A folder's manifest is written last: if it
+exists, the rest is complete. The temporary file of a killed process is removed by the next one that
+writes the same file.
 
-`progress` shows how far the loop of a stage is; in a log its last line also says so to `cellmill status`.
+`progress` shows how far the loop of a stage is; in a log its last line also says so to `cellmill
+status`.
 """
 
 import errno
@@ -31,13 +33,21 @@ from cellmill.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
-SPECIAL_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+SPECIAL_KINDS = {
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
 
 
 def _processes() -> str:
     """Six hexadecimal digits that identify the host or container to which a process id belongs."""
     known = [socket.gethostname()]
-    for read in (lambda: os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text):
+    for read in (
+        lambda: os.readlink("/proc/self/ns/pid"),
+        Path("/proc/sys/kernel/random/boot_id").read_text,
+    ):
         with suppress(OSError):
             known.append(read())
     return hashlib.sha256("\n".join(known).encode()).hexdigest()[:6]
@@ -51,10 +61,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextmanager
 def atomic_path(final: Path) -> Iterator[Path]:
-    """A temporary path to write to, fsynced and renamed to `final` when the block ends without an error.
+    """A temporary path to write to, fsynced and renamed to `final` when the block ends without an
+    error.
 
-    It has the suffix of `final`, by which libraries choose a format. Raises DataError for a device, FIFO or socket,
-    which the rename would replace, and OSError with the name of `final` if the disk or the quota is full.
+    It has the suffix of `final`, by which libraries choose a format. Raises DataError for a device,
+    FIFO or socket, which the rename would replace, and OSError with the name of `final` if the disk
+    or the quota is full.
     """
     final = Path(final)
     if final.is_dir():  # the rename would name the temporary path
@@ -69,7 +81,8 @@ def atomic_path(final: Path) -> Iterator[Path]:
     try:
         with named_errors(final, _FULL):
             yield temporary
-            temporary.chmod(mode)  # safetensors replaces the file by one of mode 0600, which the group cannot read
+            # safetensors replaces the file by one of mode 0600, which the group cannot read
+            temporary.chmod(mode)
             fsync(temporary)  # where a network file system may first say that it is full
             temporary.replace(final)
             fsync(final.parent)
@@ -85,7 +98,10 @@ def named_errors(path: Path, codes: Collection[int] | None = None) -> Iterator[N
     except OSError as error:
         code = error.errno
         # numpy's error for a full disk has none
-        if code is None and shutil.disk_usage(path if path.exists() else path.parent).free < 1 << 20:
+        if (
+            code is None
+            and shutil.disk_usage(path if path.exists() else path.parent).free < 1 << 20
+        ):
             code = errno.ENOSPC
         if code is None or error.filename is not None or (codes is not None and code not in codes):
             raise
@@ -93,13 +109,16 @@ def named_errors(path: Path, codes: Collection[int] | None = None) -> Iterator[N
 
 
 def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
-    """Remove temporary files of `final` whose writer was killed: on this host those without a living process, of other
-    hosts, whose processes are not known, those that nobody has written to for `older_than_s`."""
+    """Remove temporary files of `final` whose writer was killed: on this host those without a
+    living process, of other hosts, whose processes are not known, those that nobody has written to
+    for `older_than_s`.
+    """
     temporary = re.compile(_TEMPORARY.format(stem=re.escape(final.stem)) + re.escape(final.suffix))
     for path in final.parent.glob(f".*{glob.escape(final.stem)}.*.incomplete*"):
         if (match := temporary.fullmatch(path.name)) is None:
             continue
-        with suppress(OSError):  # another process removed it first, or it or its writer is another user's
+        # another process removed it first, or it or its writer is another user's
+        with suppress(OSError):
             if match["host"] == _HOST:
                 try:
                     os.kill(int(match["pid"]), 0)
@@ -160,9 +179,14 @@ def refuse_special(path: Path, expected: str = "a file") -> None:
 
 
 def refuse_overwriting(
-    out: Path, others: Iterable[tuple[str, Path]], flag: str = "--out", remedy: str = "name another file"
+    out: Path,
+    others: Iterable[tuple[str, Path]],
+    flag: str = "--out",
+    remedy: str = "name another file",
 ) -> None:
-    """Raise ConfigError if `out` is the file of another argument, which would be lost; `others` are flags and paths."""
+    """Raise ConfigError if `out` is the file of another argument, which would be lost; `others` are
+    flags and paths.
+    """
     for other, path in others:
         if path.resolve() == out.resolve():
             raise ConfigError(f"{flag} {out} is {other}, which would be lost; {remedy}")
@@ -189,7 +213,9 @@ def special_kind(path: Path) -> str | None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes. Raises DataError if it is missing or not a regular file."""
+    """Hexadecimal SHA-256 of a file's bytes. Raises DataError if it is missing or not a regular
+    file.
+    """
     require_file(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -222,7 +248,9 @@ def span(seconds: float) -> str:
 
 
 QUIET_S, EVERY_S, REDRAW_S = 5.0, 30.0, 0.2
-PROGRESS = re.compile(r"\S.*: [\d,]+ of [\d,]+ \w+ \(\d+%\)(, [\d,]+ \w+/s)?(, .+ left)?(, now .+)?")
+PROGRESS = re.compile(
+    r"\S.*: [\d,]+ of [\d,]+ \w+ \(\d+%\)(, [\d,]+ \w+/s)?(, .+ left)?(, now .+)?"
+)
 """A line of `progress`."""
 
 
@@ -236,14 +264,19 @@ def progress(
     clock: Callable[[], float] = time.monotonic,
     out: TextIO | None = None,
 ) -> Iterator[T]:
-    """Yield `items`, and show on `out`, stderr unless given, how much of `total` is done: nothing in the first 5 s.
+    """Yield `items`, and show on `out`, stderr unless given, how much of `total` is done: nothing
+    in the first 5 s.
 
-    On a terminal it is a bar, elsewhere one line every 30 s. An item counts `size` units (the rows of a block, else 1)
-    when the next one is wanted. `now` names what is at work, and is shown while one takes long, too. Of a training's
-    processes only rank 0 shows anything.
+    On a terminal it is a bar, elsewhere one line every 30 s. An item counts `size` units (the rows
+    of a block, else 1) when the next one is wanted. `now` names what is at work, and is shown while
+    one takes long, too. Of a training's processes only rank 0 shows anything.
     """
     out, done, began, ended = out or sys.stderr, 0.0, clock(), Event()
-    bar, due, drawn = out.isatty(), began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf), False
+    bar, due, drawn = (
+        out.isatty(),
+        began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf),
+        False,
+    )
 
     def show_if_due() -> None:
         nonlocal due, drawn
@@ -252,9 +285,15 @@ def progress(
         due, rate = at + (REDRAW_S if bar else EVERY_S), done / (at - began)
         named = f", now {now()}" if now is not None else ""
         if bar:  # imported late: it takes 0.1 s
-            meter, columns = import_module("tqdm").tqdm.format_meter, shutil.get_terminal_size().columns
+            meter, columns = (
+                import_module("tqdm").tqdm.format_meter,
+                shutil.get_terminal_size().columns,
+            )
             units, drawn = {"unit": f" {unit}", "unit_scale": True}, True
-            out.write("\r" + meter(done, total, at - began, ncols=columns - 1, prefix=what + named, **units))
+            out.write(
+                "\r"
+                + meter(done, total, at - began, ncols=columns - 1, prefix=what + named, **units)
+            )
         else:
             speed = f", {rate:,.0f} {unit}/s" if rate >= 1 else ""
             left = f", {span(max(0.0, total - done) / rate)} left" if done else ""

@@ -1,4 +1,6 @@
-"""Imports of heavy libraries without the garbage collector: a sixth of their time, and as much again at the exit."""
+"""Imports of heavy libraries without the garbage collector: a sixth of their time, and as much
+again at the exit.
+"""
 
 import atexit
 import gc
@@ -9,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import modules inside. Nothing of them is garbage: the collector looks at none of it, now, later or at the exit.
+    """Import modules inside. Nothing of them is garbage: the collector looks at none of it, now,
+    later or at the exit.
 
     Python's shutdown collects several times, which takes 0.4 s with torch in memory.
     """

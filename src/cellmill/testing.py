@@ -1,4 +1,5 @@
-"""What the author of a plug-in calls in his own test: the promises that cellmill keeps for its own parts.
+"""What the author of a plug-in calls in his own test: the promises that cellmill keeps for its own
+parts.
 
 def test_my_family_keeps_the_promises(tmp_path):
     model = {"family": "mine", "hidden": 16}
@@ -33,7 +34,13 @@ STEPS, TOLERANCE = 6, 5e-6
 SECTIONS: dict[str, dict[str, Any]] = {
     "tokens": {"max_tokens": 48},
     "stream": {"lanes": 4, "block_cells": 8, "window_blocks": 4},
-    "train": {"steps": STEPS, "global_batch": 16, "token_budget": 4096, "warmup_steps": 2, "schedule": "constant"}
+    "train": {
+        "steps": STEPS,
+        "global_batch": 16,
+        "token_budget": 4096,
+        "warmup_steps": 2,
+        "schedule": "constant",
+    }
     | {"log_every_steps": 1, "val_every_steps": STEPS},
 }
 CONFIG = """
@@ -46,7 +53,10 @@ runs: {sim: {corpus: sim}}
 
 
 def check_plugin(
-    folder: Path, changes: Mapping[str, Any], layouts: Mapping[str, dict[str, Any]] = LAYOUTS, **sections: Any
+    folder: Path,
+    changes: Mapping[str, Any],
+    layouts: Mapping[str, dict[str, Any]] = LAYOUTS,
+    **sections: Any,
 ) -> None:
     """Train small models on 240 simulated cells, on the CPU, and assert that
 
@@ -61,36 +71,57 @@ def check_plugin(
         layouts: sections `parallel` of two processes that the plug-in supports
         sections: of the configuration (`model`, `objective`, `tokens`, `finetune`, `train`), over those of SECTIONS
     """
-    options = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in TrainOptions.model_fields}
+    options = {
+        name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in TrainOptions.model_fields
+    }
     missing = {*added_options(TrainOptions.model_validate(options))} - changes.keys()
-    assert not missing, f"expected another value of every option in `changes`, got none of {sorted(missing)}"
+    assert not missing, (
+        f"expected another value of every option in `changes`, got none of {sorted(missing)}"
+    )
     (folder / "corpus").mkdir(parents=True)
-    run(folder / "corpus", "simulate --out @/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1")
+    run(
+        folder / "corpus",
+        "simulate --out @/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1",
+    )
     corpus = sharded(folder / "corpus", "raw.h5ad")
 
     alone = train(corpus, folder / "alone", options)
     assert len(alone) == np.isfinite(alone).all(1).sum() == STEPS, alone
     for name, parallel in layouts.items():
         curve = train(corpus, folder / name, options | {"parallel": parallel}, processes=2)
-        np.testing.assert_allclose(curve, alone, rtol=TOLERANCE, err_msg=f"layout {name} trains another model")
+        np.testing.assert_allclose(
+            curve, alone, rtol=TOLERANCE, err_msg=f"layout {name} trains another model"
+        )
     expected = exported(corpus, folder / "alone")
     train(corpus, folder / "half", changed(options, "train.steps", STEPS // 2))
     for name, parallel in [("one process", {}), *[*layouts.items()][-1:]]:
         resumed = shutil.copytree(folder / "half", folder / f"resumed, {name}")
-        curve = train(corpus, resumed, options | {"parallel": parallel}, processes=2 if parallel else 1)
-        np.testing.assert_allclose(curve, alone, rtol=TOLERANCE if parallel else 0, err_msg=f"a run resumed in {name}")
+        curve = train(
+            corpus, resumed, options | {"parallel": parallel}, processes=2 if parallel else 1
+        )
+        np.testing.assert_allclose(
+            curve, alone, rtol=TOLERANCE if parallel else 0, err_msg=f"a run resumed in {name}"
+        )
         found = exported(corpus, resumed)
         assert found.keys() == expected.keys()
-        np.testing.assert_allclose(found["embeddings"], expected["embeddings"], rtol=1e-3, atol=1e-4)
-        different = [tensor for tensor in found if not np.array_equal(found[tensor], expected[tensor])]
+        np.testing.assert_allclose(
+            found["embeddings"], expected["embeddings"], rtol=1e-3, atol=1e-4
+        )
+        different = [
+            tensor for tensor in found if not np.array_equal(found[tensor], expected[tensor])
+        ]
         assert parallel or not different, f"the export of a resumed run has another {different}"
     for path, value in changes.items():
         curve = train(corpus, folder / f"changed {path}", changed(options, path, value))
-        assert not np.array_equal(curve, alone), f"{path}: {value!r} changes no loss and no gradient norm"
+        assert not np.array_equal(curve, alone), (
+            f"{path}: {value!r} changes no loss and no gradient norm"
+        )
 
 
 def added_options(section: BaseModel, path: str = "") -> Iterator[str]:
-    """Paths of the options that classes of other packages add, without the one that names the choice."""
+    """Paths of the options that classes of other packages add, without the one that names the
+    choice.
+    """
     bases = [base for base in type(section).__mro__ if issubclass(base, BaseModel)]
     ours = next(base for base in bases if base.__module__.split(".")[0] in ("cellmill", "pydantic"))
     for name, field in type(section).model_fields.items():
@@ -108,15 +139,22 @@ def changed(options: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def run(folder: Path, words: str) -> None:
     """Run a sub-command of cellmill in this process; `@` in its words is `folder`."""
-    assert main([word.replace("@", str(folder)) for word in words.split()]) == 0, f"cellmill {words} failed in {folder}"
+    assert main([word.replace("@", str(folder)) for word in words.split()]) == 0, (
+        f"cellmill {words} failed in {folder}"
+    )
 
 
 def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
-    """Write sim.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw` in `folder`, which is returned."""
+    """Write sim.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw` in `folder`, which
+    is returned.
+    """
     (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
     (folder / "config.yaml").write_text(config.replace("TABLE", str(folder / "datasets.tsv")))
     given, cells = "--config @/config.yaml --corpus sim", "--cells @/sim.h5ad"
-    run(folder, f"preprocess {given} --dataset sim --input @/{raw} --out @/sim.h5ad --report @/report.json")
+    run(
+        folder,
+        f"preprocess {given} --dataset sim --input @/{raw} --out @/sim.h5ad --report @/report.json",
+    )
     run(folder, f"vocabulary {given} {cells} --out @/vocabulary.tsv")
     run(folder, f"shard {given} {cells} --vocabulary @/vocabulary.tsv --out @/shards/manifest.json")
     return folder
@@ -124,22 +162,46 @@ def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
 
 def train(corpus: Path, out: Path, options: dict[str, Any], processes: int = 1) -> np.ndarray:
     """Loss and gradient norm of each step, `(steps, 2)`. A run that has begun in `out` is resumed."""
-    words = ["--options", json.dumps(options), "--nproc-per-node", str(processes), "--out", str(out)]
-    words += ["--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv"]
+    words = [
+        "--options",
+        json.dumps(options),
+        "--nproc-per-node",
+        str(processes),
+        "--out",
+        str(out),
+    ]
+    words += [
+        "--manifest",
+        f"{corpus}/shards/manifest.json",
+        "--vocabulary",
+        f"{corpus}/vocabulary.tsv",
+    ]
     command = [sys.executable, "-m", "cellmill.cli", "train", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     lines = [line for line in read_lines(out / "metrics.jsonl") if "loss" in line]
     return np.array([[line["loss"], line["grad_norm"]] for line in lines])
 
 
 def exported(corpus: Path, out: Path) -> dict[str, np.ndarray]:
-    """Tensors of the model of the last checkpoint, and the embeddings of the corpus under the name `embeddings`."""
+    """Tensors of the model of the last checkpoint, and the embeddings of the corpus under the name
+    `embeddings`.
+    """
     model = out.with_name(f"{out.name}, model")
     last = '{"consolidate":{"checkpoint":"last"}}'
     consolidate = ["consolidate", "--options", last, "--vocabulary", f"{corpus}/vocabulary.tsv"]
     assert main([*consolidate, "--train", str(out), "--out", str(model)]) == 0
-    embed = ["embed", "--options", '{"embed":{}}', "--model", str(model), "--input", f"{corpus}/sim.h5ad"]
+    embed = [
+        "embed",
+        "--options",
+        '{"embed":{}}',
+        "--model",
+        str(model),
+        "--input",
+        f"{corpus}/sim.h5ad",
+    ]
     assert main([*embed, "--out", f"{model}/embedded.h5ad"]) == 0
     vectors = ad.read_h5ad(model / "embedded.h5ad").obsm["X_cellmill"]
     return load_file(model / "model.safetensors") | {"embeddings": vectors}

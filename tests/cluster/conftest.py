@@ -1,7 +1,8 @@
-"""The cluster shared by the tests of this folder. There is one at a time, so all run in one worker of pytest-xdist.
+"""The cluster shared by the tests of this folder. There is one at a time, so all run in one worker
+of pytest-xdist.
 
-The tests are those of a normal user, whose cluster root serves (`tests/cluster/serve.py`). Without it they are skipped,
-with what to run; with CELLMILL_REQUIRE_CLUSTER=1, as in CI, they fail.
+The tests are those of a normal user, whose cluster root serves (`tests/cluster/serve.py`). Without
+it they are skipped, with what to run; with CELLMILL_REQUIRE_CLUSTER=1, as in CI, they fail.
 """
 
 import os
@@ -26,7 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in here:
         item.add_marker(pytest.mark.xdist_group("cluster"))
         item.add_marker(pytest.mark.timeout(1800))  # several jobs in a row on a busy machine
-    ordered = sorted(here, key=lambda item: "rig_with_accounting" in getattr(item, "fixturenames", ()))
+    ordered = sorted(
+        here, key=lambda item: "rig_with_accounting" in getattr(item, "fixturenames", ())
+    )
     places = [index for index, item in enumerate(items) if item in set(here)]
     for index, item in zip(places, ordered):
         items[index] = item

@@ -22,7 +22,12 @@ HYBRID = {"strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
 
 def run_options(steps: int, **train: Any) -> dict[str, Any]:
     """A small run."""
-    length = {"steps": steps, "checkpoint_every_steps": 10, "val_every_steps": 10_000, "global_batch": 64}
+    length = {
+        "steps": steps,
+        "checkpoint_every_steps": 10,
+        "val_every_steps": 10_000,
+        "global_batch": 64,
+    }
     return options(HYBRID, model={"hidden": 48, "layers": 3}, train=length | train)
 
 
@@ -63,10 +68,13 @@ class Launched:
         rest_s: float = 0.1,
         **machine: Any,
     ) -> Launched:
-        """Start it in a process group of its own, as a terminal does. Its workers rest `rest_s` after each step.
-        Appends to its log.
+        """Start it in a process group of its own, as a terminal does. Its workers rest `rest_s`
+        after each step. Appends to its log.
         """
-        paths = [str(Path(__file__).parent / "paced"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(Path(__file__).parent / "paced"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         paced = {"PYTHONPATH": os.pathsep.join(paths), "REST_S": str(rest_s)}
         train.parent.mkdir(parents=True, exist_ok=True)
         log = log or train.parent / "printed.log"
@@ -77,7 +85,8 @@ class Launched:
                 stderr=file,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | paced | environment,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it, and so would this
+                # nohup ignores it, and so would this
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
         return cls(process, train, log)
 

@@ -1,7 +1,9 @@
-"""Random faults on runs of two nodes, drawn by a seed: places, times, and kinds, each once before one comes again.
+"""Random faults on runs of two nodes, drawn by a seed: places, times, and kinds, each once before
+one comes again.
 
-Whatever happens to it, a run is started again with the same command until it is done. Its loss curve has to be that of
-an undisturbed run, no two of its jobs may ever have processes at the same time, and nothing of it may be left.
+Whatever happens to it, a run is started again with the same command until it is done. Its loss
+curve has to be that of an undisturbed run, no two of its jobs may ever have processes at the same
+time, and nothing of it may be left.
 
     python -m tests.cluster.rig start
     python -m tests.cluster.random_faults CORPUS --faults 100 --seed 1
@@ -80,7 +82,9 @@ class FaultyRun:
             while code != 0:
                 self._start()
                 code = self._launcher().end(900)
-                given_up = "jobs in a row ended without a new checkpoint" in self._launcher().last_line
+                given_up = (
+                    "jobs in a row ended without a new checkpoint" in self._launcher().last_line
+                )
                 assert code in (0, 75, -signal.SIGKILL) or given_up, self._printed()
         finally:
             self._ended.set()
@@ -108,7 +112,9 @@ class FaultyRun:
             runtime=30,
         )
         environment = self.rig.environment | self.path
-        self.launched = Launched.start(self.corpus, self.train, run_options(STEPS), environment, **machine)
+        self.launched = Launched.start(
+            self.corpus, self.train, run_options(STEPS), environment, **machine
+        )
 
     def _launcher(self) -> Launched:
         assert self.launched is not None
@@ -116,7 +122,9 @@ class FaultyRun:
 
     def _has_reached(self, step: int) -> bool:
         launched = self._launcher()
-        return launched.process.poll() is not None or bool(self.processes() and launched.step() >= step)
+        return launched.process.poll() is not None or bool(
+            self.processes() and launched.step() >= step
+        )
 
     def _printed(self) -> str:
         return f"{self.done}\n{self._launcher().printed}"
@@ -265,16 +273,22 @@ FAULTS: list[Callable[[FaultyRun], None]] = [
 
 def undisturbed(corpus: str, folder: Path) -> dict[int, float]:
     """The curve of the same run on one machine."""
-    run = Launched.start(corpus, folder / "train", run_options(STEPS), {}, rest_s=0, nodes=2, nproc_per_node=1)
+    run = Launched.start(
+        corpus, folder / "train", run_options(STEPS), {}, rest_s=0, nodes=2, nproc_per_node=1
+    )
     assert run.end() == 0, run.printed
     return run.losses()
 
 
 def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list[FaultyRun]:
-    """Make so many faults, one run after another in each partition. Raises AssertionError at the first difference."""
+    """Make so many faults, one run after another in each partition. Raises AssertionError at the
+    first difference.
+    """
     expected = undisturbed(corpus, folder / "undisturbed")
     numbers, runs, deck = iter(range(-(-faults // EACH))), [], random.Random(seed)
-    kinds = [kind for _ in range(-(-faults // len(FAULTS))) for kind in deck.sample(FAULTS, len(FAULTS))][:faults]
+    kinds = [
+        kind for _ in range(-(-faults // len(FAULTS))) for kind in deck.sample(FAULTS, len(FAULTS))
+    ][:faults]
     lock = threading.Lock()
 
     def work(partition: str) -> None:
@@ -289,7 +303,9 @@ def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list
             curve = run.run()
             print(f"{run.name}: {'; '.join(run.done)}", flush=True)
             assert curve == expected, f"{run.name}: {run.done}: another curve"
-            assert run.most_jobs == 1, f"{run.name}: {run.done}: {run.most_jobs} jobs trained at the same time"
+            assert run.most_jobs == 1, (
+                f"{run.name}: {run.done}: {run.most_jobs} jobs trained at the same time"
+            )
             runs.append(run)
 
     with ThreadPoolExecutor(len(PARTITIONS)) as pool:
@@ -298,7 +314,9 @@ def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.cluster.random_faults", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cluster.random_faults", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("corpus", help="folder of a corpus: shards/ and vocabulary.tsv")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

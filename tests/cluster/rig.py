@@ -1,13 +1,16 @@
-"""A real SLURM on one host: slurmctld, four slurmd, and on request MariaDB and slurmdbd; no systemd.
+"""A real SLURM on one host: slurmctld, four slurmd, and on request MariaDB and slurmdbd; no
+systemd.
 
-Each node is in a network and UTS namespace of its own, which only root can make, so torchrun crosses a network and a
-node can be killed. Where cgroup v1 is mounted for writing, processes are tracked and memory is enforced with it, as
-production clusters do: signals then reach the task process alone.
+Each node is in a network and UTS namespace of its own, which only root can make, so torchrun
+crosses a network and a node can be killed. Where cgroup v1 is mounted for writing, processes are
+tracked and memory is enforced with it, as production clusters do: signals then reach the task
+process alone.
 
     python -m tests.cluster.rig start [--accounting]     prints what to export
     python -m tests.cluster.rig stop
 
-One cluster at a time: two test runs exclude each other, but one that was started by hand is replaced.
+One cluster at a time: two test runs exclude each other, but one that was started by hand is
+replaced.
 """
 
 from __future__ import annotations
@@ -47,17 +50,23 @@ def missing(accounting: bool = False) -> str | None:
     for command in COMMANDS + (("slurmdbd", "mariadbd") if accounting else ()):
         if shutil.which(command, path=PATHS) is None:
             packages = f"{PACKAGES} {ACCOUNTING_PACKAGES}" if accounting else PACKAGES
-            return f"{command} is not installed (apt-get install --no-install-recommends {packages})"
+            return (
+                f"{command} is not installed (apt-get install --no-install-recommends {packages})"
+            )
     bridge = "ip link add cm-try type bridge && ip link add cm-a type veth peer name cm-b"
     script = f"{bridge} && ip link set cm-a master cm-try && mount -t tmpfs x /mnt"
     words = ["unshare", "--net", "--uts", "--mount", "sh", "-c", script]
-    if os.getuid() != 0 or subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL).returncode:
+    if (
+        os.getuid() != 0
+        or subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL).returncode
+    ):
         return "it needs root, and the right to make network namespaces and to mount file systems"
     return None
 
 
 class Rig:
-    """One cluster at a time: node1 and node2 with gpu-a100, node3 and node4 with gpu-h100, all of them in cpu.
+    """One cluster at a time: node1 and node2 with gpu-a100, node3 and node4 with gpu-h100, all of
+    them in cpu.
 
     `small` is a file system of 2 MB that every node sees.
     """
@@ -72,13 +81,17 @@ class Rig:
         self.folder, self.accounting = folder, accounting
         self._users = users
         self._lock: TextIO | None = None
-        self.cgroups = all(os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory"))
+        self.cgroups = all(
+            os.access(f"/sys/fs/cgroup/{name}/tasks", os.W_OK) for name in ("freezer", "memory")
+        )
         self.small = folder / "small"
         self.config = folder / "etc" / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.config)}
 
     def start(self) -> Rig:
-        """Start everything and wait until all nodes are idle. Raises RigError, also if another test run has a rig."""
+        """Start everything and wait until all nodes are idle. Raises RigError, also if another test
+        run has a rig.
+        """
         self._own()
         self._clear()
         for name in ("etc", "state", "spool", "log", "dev", "small"):
@@ -89,8 +102,16 @@ class Rig:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        files = {"socket": "munge.socket", "key-file": key.name, "pid-file": "munged.pid", "seed-file": "munge.seed"}
-        options = [f"--{name}={self.folder}/{file}" for name, file in (files | {"log-file": "log/munged.log"}).items()]
+        files = {
+            "socket": "munge.socket",
+            "key-file": key.name,
+            "pid-file": "munged.pid",
+            "seed-file": "munge.seed",
+        }
+        options = [
+            f"--{name}={self.folder}/{file}"
+            for name, file in (files | {"log-file": "log/munged.log"}).items()
+        ]
         call("munged", "--force", *options, "--num-threads=2")
         self._network()
         if self.accounting:
@@ -102,7 +123,9 @@ class Rig:
         return self
 
     def stop(self) -> None:
-        """End everything that `start` started, also of a rig left behind, and remove every trace of it."""
+        """End everything that `start` started, also of a rig left behind, and remove every trace of
+        it.
+        """
         self._clear()
         if self._lock is not None:
             self._lock.close()
@@ -111,10 +134,20 @@ class Rig:
     def _clear(self) -> None:
         if (self.folder / "munged.pid").exists() and self.config.exists():
             # all jobs: root may
-            subprocess.run(["scancel", "--state=PENDING"], env=self._env(), capture_output=True, timeout=20)
-            subprocess.run(["scancel", "--state=RUNNING"], env=self._env(), capture_output=True, timeout=20)
+            subprocess.run(
+                ["scancel", "--state=PENDING"], env=self._env(), capture_output=True, timeout=20
+            )
+            subprocess.run(
+                ["scancel", "--state=RUNNING"], env=self._env(), capture_output=True, timeout=20
+            )
             wait(lambda: not self.squeue(), 5)
-        for pattern in ("slurmd-*.pid", "slurmctld.pid", "slurmdbd.pid", "mysql/mariadbd.pid", "munged.pid"):
+        for pattern in (
+            "slurmd-*.pid",
+            "slurmctld.pid",
+            "slurmdbd.pid",
+            "mysql/mariadbd.pid",
+            "munged.pid",
+        ):
             end(self.folder.glob(pattern))
         for number in range(1, NODES + 1):
             for pid in self._pids_in(f"node{number}"):
@@ -133,7 +166,9 @@ class Rig:
                 link.unlink()
         hosts = Path("/etc/hosts")
         if MARK in hosts.read_text():
-            hosts.write_text("".join(line for line in hosts.read_text().splitlines(True) if MARK not in line))
+            hosts.write_text(
+                "".join(line for line in hosts.read_text().splitlines(True) if MARK not in line)
+            )
         if os.path.ismount(self.small):
             call("umount", "-l", str(self.small))
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -153,8 +188,9 @@ class Rig:
         return self.call("sinfo", "-h", "-n", node, "-p", "cpu", "-o", "%T").strip()
 
     def kill_node(self, node: str) -> None:
-        """Kill every process on a node, slurmd included, and tell the controller, which would take half a minute to
-        notice."""
+        """Kill every process on a node, slurmd included, and tell the controller, which would take
+        half a minute to notice.
+        """
         for pid in self._pids_in(node):
             os.kill(pid, signal.SIGKILL)
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
@@ -167,7 +203,9 @@ class Rig:
         call(*inside(node), "unshare", "--uts", "--mount", "bash", "-c", script, env=self._env())
         if wait:
             self._until(
-                lambda: self.node_state(node) in ("idle", "mixed", "allocated"), f"{node} is not up", "slurmctld"
+                lambda: self.node_state(node) in ("idle", "mixed", "allocated"),
+                f"{node} is not up",
+                "slurmctld",
             )
 
     def start_controller(self) -> None:
@@ -177,16 +215,24 @@ class Rig:
         end([self.folder / "slurmctld.pid"])
 
     def _own(self) -> None:
-        """Lock out other test runs, which would end this one's cluster; the lock is released with the process."""
+        """Lock out other test runs, which would end this one's cluster; the lock is released with
+        the process.
+        """
         if self._lock is None:
             self._lock = open(f"{self.folder}.lock", "w")  # noqa: SIM115
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RigError(f"another test run uses the cluster in {self.folder}; one at a time") from None
+                raise RigError(
+                    f"another test run uses the cluster in {self.folder}; one at a time"
+                ) from None
 
     def _idle(self) -> int:
-        return self.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%T", check=False).split().count("idle")
+        return (
+            self.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%T", check=False)
+            .split()
+            .count("idle")
+        )
 
     def _env(self) -> dict[str, str]:
         return os.environ | self.environment | {"PATH": PATHS}
@@ -211,7 +257,9 @@ class Rig:
         for number in range(GPUS):
             file = self.folder / "dev" / f"nvidia{number}"
             # a device must be a character device where a container lets us make one
-            if subprocess.run(["mknod", str(file), "c", "195", str(number)], capture_output=True).returncode:
+            if subprocess.run(
+                ["mknod", str(file), "c", "195", str(number)], capture_output=True
+            ).returncode:
                 file.touch()
         values = {
             "FOLDER": str(self.folder),
@@ -223,7 +271,12 @@ class Rig:
             "TASK": "cgroup" if self.cgroups else "none",
             "ACCOUNTING": self._accounting_lines(),
         }
-        names = ["slurm.conf", "gres.conf", "cgroup.conf", *(["slurmdbd.conf"] if self.accounting else [])]
+        names = [
+            "slurm.conf",
+            "gres.conf",
+            "cgroup.conf",
+            *(["slurmdbd.conf"] if self.accounting else []),
+        ]
         for name in names:
             text = (TEMPLATES / name).read_text()
             text = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
@@ -237,8 +290,13 @@ class Rig:
                 raise RigError(f"{link} is there already: a real cluster's?")
             link.unlink(missing_ok=True)
             link.symlink_to(self.folder / "etc" / name)
-        lines = [f"{CONTROLLER} {host}", *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1))]
-        (self.folder / "etc" / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+        lines = [
+            f"{CONTROLLER} {host}",
+            *(f"{self._address(n)} node{n}" for n in range(1, NODES + 1)),
+        ]
+        (self.folder / "etc" / "hosts").write_text(
+            "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
+        )
         with open("/etc/hosts", "a") as hosts:
             hosts.writelines(f"{line} {MARK}\n" for line in lines)
 
@@ -258,7 +316,9 @@ class Rig:
         for number in range(1, NODES + 1):
             space, outside = namespace(f"node{number}"), f"vcm{number}"
             call("ip", "netns", "add", space)
-            call("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+            call(
+                "ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space
+            )
             call("ip", "link", "set", outside, "master", BRIDGE, "up")
             call("ip", "-n", space, "addr", "add", f"{self._address(number)}/24", "dev", "eth0")
             call("ip", "-n", space, "link", "set", "eth0", "up")
@@ -270,14 +330,29 @@ class Rig:
         shutil.chown(data, "mysql")
         connect = ["mariadb", "-S", f"{data}/s.sock"]
         call(
-            *("mariadb-install-db", "--user=mysql", f"--datadir={data}", "--auth-root-authentication-method=socket"),
+            *(
+                "mariadb-install-db",
+                "--user=mysql",
+                f"--datadir={data}",
+                "--auth-root-authentication-method=socket",
+            ),
             *("--skip-test-db",),
         )
         with open(self.folder / "log" / "mariadbd.log", "w") as log:
             subprocess.Popen(
                 [
-                    *("mariadbd", "--no-defaults", "--user=mysql", f"--datadir={data}", f"--socket={data}/s.sock"),
-                    *(f"--pid-file={data}/mariadbd.pid", "--port=13316", f"--bind-address={CONTROLLER}"),
+                    *(
+                        "mariadbd",
+                        "--no-defaults",
+                        "--user=mysql",
+                        f"--datadir={data}",
+                        f"--socket={data}/s.sock",
+                    ),
+                    *(
+                        f"--pid-file={data}/mariadbd.pid",
+                        "--port=13316",
+                        f"--bind-address={CONTROLLER}",
+                    ),
                     *("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M"),
                 ],
                 stdout=log,
@@ -287,7 +362,11 @@ class Rig:
                 env=self._env(),
             )
         up = ["mariadb-admin", "-S", f"{data}/s.sock", "ping"]
-        self._until(lambda: subprocess.run(up, capture_output=True).returncode == 0, "no database", "mariadbd")
+        self._until(
+            lambda: subprocess.run(up, capture_output=True).returncode == 0,
+            "no database",
+            "mariadbd",
+        )
         call(
             *connect,
             "-e",
@@ -305,12 +384,16 @@ class Rig:
             ["add", "account", "lab", "Description=lab", "Organization=lab"],
             *(["add", "user", user, "Account=lab"] for user in (getpass.getuser(), *self._users)),
         ):
-            subprocess.run(["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=300)
+            subprocess.run(
+                ["sacctmgr", "-i", *words], env=self._env(), capture_output=True, timeout=300
+            )
 
     def _pids_in(self, node: str) -> list[int]:
         if not Path(f"/run/netns/{namespace(node)}").exists():
             return []
-        listed = subprocess.run(["ip", "netns", "pids", namespace(node)], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", namespace(node)], capture_output=True, text=True
+        )
         return [int(pid) for pid in listed.stdout.split()]
 
 
@@ -327,7 +410,12 @@ def call(*command: str, env: dict[str, str] | None = None) -> None:
     """Run a command. Raises RigError with its output."""
     env = env or os.environ | {"PATH": PATHS}
     done = subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         raise RigError(f"{' '.join(command)}: {done.stdout.strip()}")

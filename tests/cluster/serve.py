@@ -1,10 +1,12 @@
-"""The test cluster for tests that run as a normal user: root serves it, tests ask for what needs root.
+"""The test cluster for tests that run as a normal user: root serves it, tests ask for what needs
+root.
 
     sudo python3 -m tests.cluster.serve USER OTHER     ends with Ctrl-C, and the cluster with it
     export CELLMILL_TEST_CLUSTER=/run/cellmill-test-cluster.sock     for the tests of USER
 
-Tests submit, follow and cancel jobs themselves, as USER. What an administrator or another user of the cluster does is
-asked for over a socket that USER alone may use: a JSON object for a call and one for its answer, a line each.
+Tests submit, follow and cancel jobs themselves, as USER. What an administrator or another user of
+the cluster does is asked for over a socket that USER alone may use: a JSON object for a call and
+one for its answer, a line each.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ class Server:
 
     def _output(self, command: list[str]) -> str:
         environment = os.environ | self._running().environment
-        done = subprocess.run(command, env=environment, cwd="/", text=True, capture_output=True, timeout=300)
+        done = subprocess.run(
+            command, env=environment, cwd="/", text=True, capture_output=True, timeout=300
+        )
         if done.returncode:
             raise RigError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout

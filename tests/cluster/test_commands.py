@@ -1,5 +1,6 @@
-"""status, attach, logs and cancel beside a training on a real SLURM, with and without a launcher that follows it; and
-its cost, by the run's own files and by sacct."""
+"""status, attach, logs and cancel beside a training on a real SLURM, with and without a launcher
+that follows it; and its cost, by the run's own files and by sacct.
+"""
 
 import json
 import os
@@ -21,17 +22,23 @@ def printed(rig: Rig, stage: str, results: Path) -> str:
 
 
 @pytest.mark.full
-def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig, corpus: str, tmp_path: Path) -> None:
+def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(
+    rig: Rig, corpus: str, tmp_path: Path
+) -> None:
     results = tmp_path / "results"
     train, opts = results / "runs" / "one" / "train", run_options(5000, checkpoint_every_steps=4)
     first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
     first.wait_for_step(6)
     (job_id,) = first.job_ids()
     command = [sys.executable, "-m", "cellmill.cli", "attach", "one", "--results", str(results)]
-    attached = subprocess.Popen(command, stdout=-1, stderr=-2, text=True, env=os.environ | rig.environment)
+    attached = subprocess.Popen(
+        command, stdout=-1, stderr=-2, text=True, env=os.environ | rig.environment
+    )
     table = printed(rig, "status", results)
     assert re.search(
-        rf"^one  running  +\d+/5000 +[\d.]+  {job_id} +RUNNING +\S+ (h|min|s) +\d+ +\d+ s ago$", table, re.M
+        rf"^one  running  +\d+/5000 +[\d.]+  {job_id} +RUNNING +\S+ (h|min|s) +\d+ +\d+ s ago$",
+        table,
+        re.M,
     ), table
     first.process.kill()
     first.process.wait()
@@ -49,13 +56,21 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     begins = rf"following job {job_id}, its log: .*\njob {job_id}: RUNNING on node\[1-2\]\n"
     assert re.match(begins, followed), followed
     assert "step 1/5000" in followed
-    assert followed.endswith(f"cellmill attach: job {job_id} ended with COMPLETED; saved at step {saved}\n")
-    assert [record["state"] for record in first.records()] == ["COMPLETED"], "nobody else could record it"
+    assert followed.endswith(
+        f"cellmill attach: job {job_id} ended with COMPLETED; saved at step {saved}\n"
+    )
+    assert [record["state"] for record in first.records()] == ["COMPLETED"], (
+        "nobody else could record it"
+    )
     assert f"one  stopped  {saved}/5000" in printed(rig, "status", results)
 
     # the next one waits in the queue, and its launcher follows it
     again = Launched.start(
-        corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1, sbatch_options="begin=now+300")
+        corpus,
+        train,
+        opts,
+        rig.environment,
+        **on_slurm(nproc_per_node=1, sbatch_options="begin=now+300"),
     )
     again.wait_for_print("PENDING (BeginTime)")
     table = printed(rig, "status", results)
@@ -75,7 +90,9 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(rig: Rig
     assert (waited["state"], waited["elapsed_s"]) == ("CANCELLED", 0)
     assert 0.1 < cost["totals"]["training_efficiency_frac"] < 1
     assert re.search(
-        r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$", again.printed, re.M
+        r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$",
+        again.printed,
+        re.M,
     )
 
     # a job that saved and ended on request is not followed by another
@@ -93,11 +110,15 @@ def test_the_cost_of_a_chain_of_jobs_equals_the_accounting(
     rig_with_accounting: Rig, corpus: str, tmp_path: Path
 ) -> None:
     rig, train, opts = rig_with_accounting, tmp_path / "run" / "train", run_options(16)
-    first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(sbatch_options="begin=now+300"))
+    first = Launched.start(
+        corpus, train, opts, rig.environment, **on_slurm(sbatch_options="begin=now+300")
+    )
     first.wait_for_print("PENDING (BeginTime)")
     os.killpg(first.process.pid, signal.SIGINT)
     assert first.end() == 75, first.printed
-    second = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1, mem_mb=2000))
+    second = Launched.start(
+        corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1, mem_mb=2000)
+    )
     assert second.end() == 0, second.printed
 
     cost = json.loads((train / "cost.json").read_text())
@@ -108,7 +129,13 @@ def test_the_cost_of_a_chain_of_jobs_equals_the_accounting(
     assert jobs[0]["elapsed_s"] == 0
     assert jobs[0]["queue_wait_s"] == jobs[0]["ended_at"] - jobs[0]["submitted_at"]
     ran = jobs[1]
-    assert (ran["partition"], ran["nodes"], ran["processes"], ran["gpus"], ran["cpus"]) == ("gpu-a100", 2, 2, 4, 8)
+    assert (ran["partition"], ran["nodes"], ran["processes"], ran["gpus"], ran["cpus"]) == (
+        "gpu-a100",
+        2,
+        2,
+        4,
+        8,
+    )
     held_s = int(rig.call("sacct", "-n", "-X", "-P", "-j", ran["job_id"], "-o", "ElapsedRaw"))
     assert ran["elapsed_s"] == held_s
     totals = cost["totals"]
@@ -119,7 +146,9 @@ def test_the_cost_of_a_chain_of_jobs_equals_the_accounting(
     assert 0.2 < totals["max_memory_gb"] < 4
     assert cost["unknown"] == {}
     assert re.search(
-        r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$", second.printed, re.M
+        r"^0.0\d+ GPU-hours in 2 jobs, waited \d+ s in the queue, \d+ % of it training$",
+        second.printed,
+        re.M,
     ), second.printed
 
     # SLURM counts from before the task starts to after it has ended

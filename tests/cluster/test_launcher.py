@@ -1,5 +1,5 @@
-"""`cellmill train --launcher slurm` on a real SLURM: whatever ends a job or the launcher, the loss curve is that of
-an undisturbed run, and there are never two jobs of one run.
+"""`cellmill train --launcher slurm` on a real SLURM: whatever ends a job or the launcher, the loss
+curve is that of an undisturbed run, and there are never two jobs of one run.
 """
 
 import os
@@ -23,7 +23,9 @@ STEPS = 80
 def alone(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The undisturbed curve of four processes on one machine."""
     train = tmp_path_factory.mktemp("alone") / "train"
-    left = Launched.start(corpus, train, run_options(STEPS), {}, rest_s=0, nodes=2, nproc_per_node=2)
+    left = Launched.start(
+        corpus, train, run_options(STEPS), {}, rest_s=0, nodes=2, nproc_per_node=2
+    )
     assert left.end() == 0, left.printed
     return left.losses()
 
@@ -47,7 +49,9 @@ def test_runs_whose_node_dies_continue_on_what_is_left_or_when_it_is_back_and_ha
         **on_slurm(nodes="1-2", runtime=30),
     )
     h100 = on_slurm(slurm_partition="gpu-h100", gpus_per_node="h100:2", runtime=30)
-    fixed = Launched.start(corpus, tmp_path / "fixed" / "train", run_options(STEPS), rig.environment, **h100)
+    fixed = Launched.start(
+        corpus, tmp_path / "fixed" / "train", run_options(STEPS), rig.environment, **h100
+    )
     elastic.wait_for_step(12)
     fixed.wait_for_step(12)
     rig.kill_node("node2")
@@ -84,15 +88,20 @@ def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_o
     closed.wait_for_print("attached to job")
     os.killpg(closed.process.pid, signal.SIGHUP)
     assert closed.end() == 75
-    assert "goes on without this process; run the same command to follow it again" in closed.last_line
+    assert (
+        "goes on without this process; run the same command to follow it again" in closed.last_line
+    )
     assert len(rig.squeue()) == 1
     # this one is what a workflow that was killed leaves behind, the next what its successor starts
     orphan = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
     wait_for(lambda: orphan.printed.count("attached to job") == 2)
-    other = Launched.start(corpus, train, run_options(STEPS, lr=2e-3), rig.environment, **on_slurm())
+    other = Launched.start(
+        corpus, train, run_options(STEPS, lr=2e-3), rig.environment, **on_slurm()
+    )
     assert (orphan.end(), other.end()) == (75, 2), other.printed
     assert re.search(
-        r"job \d+ is training with another configuration \(train.lr 0.001 -> 0.002\); end it", other.printed
+        r"job \d+ is training with another configuration \(train.lr 0.001 -> 0.002\); end it",
+        other.printed,
     )
     second = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
     assert second.end() == 0, second.printed
@@ -103,8 +112,8 @@ def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_o
 def test_of_two_jobs_of_one_run_one_trains_and_the_other_ends_in_one_line(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    # sbatch accepts the job twice, as when its answer was lost and the controller only slow, and both start at once;
-    # submitit names its pickle after the answer it knows
+    # sbatch accepts the job twice, as when its answer was lost and the controller only slow, and
+    # both start at once; submitit names its pickle after the answer it knows
     accepts_twice = """echo "note: job 50 of yours is held"
 first=$("$REAL" "$@"); second=$("$REAL" "$@"); echo "$second"
 folder=$(dirname "${@: -1}")
@@ -121,16 +130,21 @@ wait_and_link "$(pickle "$first")" "$(pickle "$second")" > /dev/null 2>&1 &"""
     same_curve(run, alone)
     logs = [path.read_text() for path in (train / "jobs" / "001").glob("*_0_log.out")]
     refused = [
-        found for log in logs if (found := re.search(r"^job (\d+) is training in .*; job (\d+) ends$", log, re.M))
+        found
+        for log in logs
+        if (found := re.search(r"^job (\d+) is training in .*; job (\d+) ends$", log, re.M))
     ]
     assert len(logs) == 2
     assert len(refused) == 1
     assert "Traceback" not in refused[0].string
-    assert [path.name for path in (train / "jobs" / "001").glob("attempt-*.json")] == ["attempt-000.json"]
+    assert [path.name for path in (train / "jobs" / "001").glob("attempt-*.json")] == [
+        "attempt-000.json"
+    ]
 
 
 def test_the_queue_may_fail_for_a_while(rig: Rig, corpus: str, tmp_path: Path) -> None:
-    # sbatch answers the second time, and its first answer was lost after the job was accepted: one job, not two
+    # sbatch answers the second time, and its first answer was lost after the job was accepted: one
+    # job, not two
     lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
     flaky = wrapper(
         tmp_path / "bin",
@@ -139,7 +153,13 @@ def test_the_queue_may_fail_for_a_while(rig: Rig, corpus: str, tmp_path: Path) -
         f'if [ ! -e "$0.2" ]; then touch "$0.2"; "$REAL" "$@" >/dev/null; echo "{lost}" >&2; exit 1; fi\n'
         'touch "$0.3"; exec "$REAL" "$@"',
     )
-    run = Launched.start(corpus, tmp_path / "run" / "train", run_options(STEPS), rig.environment | flaky, **on_slurm())
+    run = Launched.start(
+        corpus,
+        tmp_path / "run" / "train",
+        run_options(STEPS),
+        rig.environment | flaky,
+        **on_slurm(),
+    )
     run.wait_for_step(5)
     assert not (tmp_path / "bin" / "sbatch.3").exists(), "a second job was submitted"
     assert len(rig.squeue()) == 1
@@ -152,9 +172,17 @@ def test_the_queue_may_fail_for_a_while(rig: Rig, corpus: str, tmp_path: Path) -
     assert "was submitted but not recorded: adopted by its name" in run.printed
 
 
-def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, corpus: str, tmp_path: Path) -> None:
+def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(
+    rig: Rig, corpus: str, tmp_path: Path
+) -> None:
     train = tmp_path / "run" / "train"
-    machine = {"launcher": "allocation", "nodes": 2, "nproc_per_node": 1, "mem_mb": 1000, "cpus_per_task": 2}
+    machine = {
+        "launcher": "allocation",
+        "nodes": 2,
+        "nproc_per_node": 1,
+        "mem_mb": 1000,
+        "cpus_per_task": 2,
+    }
     inside = words(corpus, train, run_options(8), **machine)
     done = subprocess.run(
         ["salloc", "-p", "gpu-h100", "-N", "2", "--mem=3000", "-c", "4", "-t", "5", *inside],
@@ -167,7 +195,9 @@ def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(rig: Rig, cor
     assert "step 8/8" in done.stdout
     assert '"world_size": 2' in (train / "status.json").read_text()
     outside = subprocess.run(
-        words(corpus, tmp_path / "other" / "train", run_options(8), **machine), capture_output=True, text=True
+        words(corpus, tmp_path / "other" / "train", run_options(8), **machine),
+        capture_output=True,
+        text=True,
     )
     assert outside.stderr == (
         "cellmill train: launcher allocation: not inside a SLURM job; start it with salloc or sbatch\n"

@@ -1,8 +1,8 @@
-"""One life of a run on a real SLURM: each test does something to it, and at its end the loss curve is that of an
-undisturbed run, with every step once.
+"""One life of a run on a real SLURM: each test does something to it, and at its end the loss curve
+is that of an undisturbed run, with every step once.
 
-The tests follow each other; after one that failed, the others fail too. `test_launcher.py` has what needs a run of its
-own.
+The tests follow each other; after one that failed, the others fail too. `test_launcher.py` has what
+needs a run of its own.
 """
 
 import os
@@ -55,7 +55,9 @@ class Life:
     def start(self, rest_s: float = 0.8, **environment: str) -> Launched:
         """The same command as always; its workers rest `rest_s` after each step."""
         given = self.rig.environment | {"WANDB_API_KEY": SECRET} | environment
-        self.launcher = Launched.start(self.corpus, self.train, OPTIONS, given, rest_s=rest_s, **MACHINE)
+        self.launcher = Launched.start(
+            self.corpus, self.train, OPTIONS, given, rest_s=rest_s, **MACHINE
+        )
         return self.launcher
 
     @property
@@ -71,7 +73,9 @@ class Life:
 
 @pytest.fixture(scope="module")
 def life(rig: ServedRig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    found = Life(rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine')
+    found = Life(
+        rig, corpus, tmp_path_factory.mktemp("a life") / 'it\'s a "run" $(touch pwned); of mine'
+    )
     alone = tmp_path_factory.mktemp("alone") / "train"
     # it trains while others wait for the nodes
     found.undisturbed = Launched.start(corpus, alone, OPTIONS, {}, rest_s=0, nproc_per_node=1)
@@ -84,7 +88,9 @@ def life(rig: ServedRig, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
 
 def test_a_job_that_was_submitted_but_not_recorded_is_adopted(life: Life) -> None:
     # the launcher dies at the worst moment: sbatch has answered and nothing was written yet
-    killer = wrapper(life.folder.parent / "bin", "sbatch", '"$REAL" "$@" > "$0.out"; kill -9 $PPID; cat "$0.out"')
+    killer = wrapper(
+        life.folder.parent / "bin", "sbatch", '"$REAL" "$@" > "$0.out"; kill -9 $PPID; cat "$0.out"'
+    )
     first = life.start(**killer)
     assert first.end() == -signal.SIGKILL
     assert not first.records()
@@ -101,7 +107,10 @@ def test_a_killed_launcher_is_followed_by_one_that_attaches(life: Life) -> None:
     life.now.process.wait()
     printed = life.now.printed
     third = life.start()
-    wait_for(lambda: f"attached to job {job}" in third.printed.removeprefix(printed), lambda: third.printed)
+    wait_for(
+        lambda: f"attached to job {job}" in third.printed.removeprefix(printed),
+        lambda: third.printed,
+    )
     assert life.job() == job
     results = ("--results", str(life.folder / "results"))
     status = cellmill(life.rig, "status", *results)
@@ -132,7 +141,9 @@ def test_a_preempted_run_saves_in_its_grace_time_and_continues(life: Life) -> No
     at = life.now.step()
     resumed = re.compile(r"going on from step (\d+)$", re.M)
     wait_for(lambda: resumed.search(life.now.printed), lambda: life.now.printed)
-    assert int(resumed.findall(life.now.printed)[0]) >= at, "steps before the preemption were trained again"
+    assert int(resumed.findall(life.now.printed)[0]) >= at, (
+        "steps before the preemption were trained again"
+    )
 
 
 def test_a_run_whose_node_dies_continues_on_the_other(life: Life) -> None:
@@ -154,10 +165,17 @@ def test_a_run_saves_before_its_time_limit_and_continues_in_another_job(life: Li
     ran_s = 60 * int(elapsed[-2]) + int(elapsed[-1])
     # 50 to 110 s from now: SLURM sends the signal when it next looks within save_within_s
     life.rig.call("scontrol", "update", f"jobid={job}", f"timelimit={(ran_s + 50) // 60 + 1}")
-    life.now.wait_for_print(f"job {job} stopped and saved before its time limit or a preemption; going on from step")
-    wait_for(lambda: [line.split()[0] != job for line in life.rig.squeue()] == [True], lambda: life.now.printed)
+    life.now.wait_for_print(
+        f"job {job} stopped and saved before its time limit or a preemption; going on from step"
+    )
+    wait_for(
+        lambda: [line.split()[0] != job for line in life.rig.squeue()] == [True],
+        lambda: life.now.printed,
+    )
     assert life.now.step() < STEPS, "it was done too early"
-    assert [record["state"] for record in life.now.records() if record["job_id"] == job] == ["COMPLETED"]
+    assert [record["state"] for record in life.now.records() if record["job_id"] == job] == [
+        "COMPLETED"
+    ]
 
 
 def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(life: Life) -> None:
@@ -166,7 +184,9 @@ def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(lif
     life.now.wait_for_step(life.now.step() + 2)
     os.killpg(life.now.process.pid, signal.SIGINT)
     assert life.now.end() == 75, life.now.printed
-    cancelled = rf"cellmill train: cancelled job {job}; saved at step (\d+); run the same command to resume"
+    cancelled = (
+        rf"cellmill train: cancelled job {job}; saved at step (\d+); run the same command to resume"
+    )
     found = re.fullmatch(cancelled, life.now.last_line)
     assert found, life.now.printed
     assert (life.train / "checkpoints" / f"step-{int(found[1]):08}" / "manifest.json").exists()

@@ -1,5 +1,5 @@
-"""The whole line through `snakemake --profile slurm`: stages as jobs of the executor plugin, training through the
-launcher on two nodes of two processes; and a stage that can never start.
+"""The whole line through `snakemake --profile slurm`: stages as jobs of the executor plugin,
+training through the launcher on two nodes of two processes; and a stage that can never start.
 """
 
 import json
@@ -25,8 +25,9 @@ SECRET = "planted-key-of-a-tracker"
 
 @pytest.fixture(scope="module")
 def trained(rig: Rig, cells: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
-    """A project that was run through SLURM to the end of its training, and Snakemake's output. The folder's name has a
-    space; with a quote the plugin's jobs fail."""
+    """A project that was run through SLURM to the end of its training, and Snakemake's output. The
+    folder's name has a space; with a quote the plugin's jobs fail.
+    """
     project = make_project(tmp_path_factory.mktemp("line") / "the line", cells)
     write_profile(project.folder / "profiles" / "slurm", rig)
     return project, run(project, rig, "results/runs/tiny/train/status.json")
@@ -55,8 +56,12 @@ def run(project: Project, rig: Rig, *targets: str) -> str:
 
 
 def write_profile(folder: Path, rig: Rig) -> None:
-    """profiles/slurm as shipped, filled in for the test cluster: its partitions, small memory, quick polls."""
-    profile: dict[str, Any] = yaml.safe_load((REPOSITORY / "profiles" / "slurm" / "config.yaml").read_text())
+    """profiles/slurm as shipped, filled in for the test cluster: its partitions, small memory,
+    quick polls.
+    """
+    profile: dict[str, Any] = yaml.safe_load(
+        (REPOSITORY / "profiles" / "slurm" / "config.yaml").read_text()
+    )
     profile |= {
         "latency-wait": 10,
         "retries": 0,
@@ -66,7 +71,15 @@ def write_profile(folder: Path, rig: Rig) -> None:
         "default-resources": {"slurm_partition": "cpu", "mem_mb": 1500, "runtime": 10},
     }
     resources = profile["set-resources"]
-    for stage in ("preprocess", "shard", "import", "embed", "embed_external", "predict", "evaluate"):
+    for stage in (
+        "preprocess",
+        "shard",
+        "import",
+        "embed",
+        "embed_external",
+        "predict",
+        "evaluate",
+    ):
         resources[stage] = {"mem_mb": 1500, "runtime": 10}
     resources["plan"] |= {"nodes": "2", "nproc_per_node": 2, "device": "cpu"}
     resources["train"] |= {
@@ -87,8 +100,14 @@ def write_profile(folder: Path, rig: Rig) -> None:
 def test_stages_are_jobs_and_the_training_is_one_of_two_nodes(trained: tuple[Project, str]) -> None:
     project, printed = trained
     record = json.loads((project.folder / "results/runs/tiny/train/jobs/001/job.json").read_text())
-    attempt = json.loads((project.folder / "results/runs/tiny/train/jobs/001/attempt-000.json").read_text())
-    assert (attempt["hosts"], attempt["processes"], record["state"]) == (["node1", "node2"], 4, "COMPLETED")
+    attempt = json.loads(
+        (project.folder / "results/runs/tiny/train/jobs/001/attempt-000.json").read_text()
+    )
+    assert (attempt["hosts"], attempt["processes"], record["state"]) == (
+        ["node1", "node2"],
+        4,
+        "COMPLETED",
+    )
     for stage in ("preprocess", "vocabulary", "shard"):
         assert re.search(rf"SLURM jobid \d+ \(log: .*/rule_{stage}/", printed), printed
 
@@ -102,14 +121,30 @@ def test_every_stage_is_a_job(line: tuple[Project, str]) -> None:
 
 
 @pytest.mark.full
-def test_the_loss_is_that_of_four_processes_on_one_machine(line: tuple[Project, str], tmp_path: Path) -> None:
+def test_the_loss_is_that_of_four_processes_on_one_machine(
+    line: tuple[Project, str], tmp_path: Path
+) -> None:
     project, _ = line
     here = project.folder / "results" / "runs" / "tiny" / "train"
     recorded = json.loads((here / "run.json").read_text())
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(recorded["options"])),
-            *("--manifest", recorded["manifest"], "--vocabulary", recorded["vocabulary"], "--out", str(tmp_path)),
+            *(
+                sys.executable,
+                "-m",
+                "cellmill.cli",
+                "train",
+                "--options",
+                json.dumps(recorded["options"]),
+            ),
+            *(
+                "--manifest",
+                recorded["manifest"],
+                "--vocabulary",
+                recorded["vocabulary"],
+                "--out",
+                str(tmp_path),
+            ),
             *("--nodes", "2", "--nproc-per-node", "2"),
         ],
         cwd=project.folder,
@@ -118,7 +153,9 @@ def test_the_loss_is_that_of_four_processes_on_one_machine(line: tuple[Project, 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    on_cluster, on_one = (json.loads((path / "status.json").read_text()) for path in (here, tmp_path))
+    on_cluster, on_one = (
+        json.loads((path / "status.json").read_text()) for path in (here, tmp_path)
+    )
     assert on_cluster["world_size"] == on_one["world_size"] == 4
     for key in ("train_loss", "val_loss"):
         assert on_cluster[key] == pytest.approx(on_one[key], abs=1e-5)
@@ -136,7 +173,12 @@ def test_a_secret_in_the_environment_is_written_to_no_file(line: tuple[Project, 
 @pytest.mark.full
 def test_the_same_command_finds_nothing_to_do_on_another_machine(line: tuple[Project, str]) -> None:
     project, _ = line
-    assert project.jobs("--set-resources", "train:nproc_per_node=1", "train:runtime=7", profile="profiles/local") == {}
+    assert (
+        project.jobs(
+            "--set-resources", "train:nproc_per_node=1", "train:runtime=7", profile="profiles/local"
+        )
+        == {}
+    )
 
 
 @pytest.mark.full
@@ -146,7 +188,9 @@ def test_published_folders_lead_to_predictions_by_jobs(rig: Rig, tmp_path: Path)
     checks = ("preflight", "--profile", "slurm", "--config", EXAMPLE, "--no-job")
     lines = cellmill(rig, *checks, cwd=project.folder).splitlines()
     for stage, cpus in (("import", 1), ("predict", 8)):
-        assert f"ok  stage {stage}: fits cpu, 10 min, 1500 MB, {cpus} CPU" in "\n".join(lines), lines
+        assert f"ok  stage {stage}: fits cpu, 10 min, 1500 MB, {cpus} CPU" in "\n".join(lines), (
+            lines
+        )
     printed = run(project, rig, *command)
     for stage in ("import", "predict"):
         jobs = re.findall(rf"SLURM jobid \d+ \(log: .*/rule_{stage}/", printed)
@@ -166,7 +210,9 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
     profile = yaml.safe_load(file.read_text())
     profile["set-resources"]["preprocess"]["runtime"] = 90
     file.write_text(yaml.safe_dump(profile))
-    lines = cellmill(rig, "preflight", "--profile", "long", "--no-job", cwd=project.folder).splitlines()
+    lines = cellmill(
+        rig, "preflight", "--profile", "long", "--no-job", cwd=project.folder
+    ).splitlines()
     too_long = "partition cpu (scontrol) allows 60 min, requested: 90; set-resources: preprocess: runtime: 60"
     assert f"no  stage preprocess, time limit: {too_long}" in lines, lines
     assert "ok  stage shard: fits cpu, 10 min, 1500 MB, 4 CPUs" in lines, lines
@@ -181,14 +227,15 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
             start_new_session=True,
         )
     try:
-        reason = (
-            "PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: lower it in the profile"
-        )
+        reason = "PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: lower it in the profile"
         wait_for(lambda: reason in printed.read_text(), printed.read_text, within_s=120)
         (line,) = [line for line in printed.read_text().splitlines() if reason in line]
         (job,) = [each.split()[0] for each in rig.squeue()]
         assert line == f"cellmill: stage preprocess: job {job}: {reason}"
-        assert cellmill(rig, "status", cwd=project.folder).splitlines()[-1] == f"stage preprocess: job {job}: {reason}"
+        assert (
+            cellmill(rig, "status", cwd=project.folder).splitlines()[-1]
+            == f"stage preprocess: job {job}: {reason}"
+        )
     finally:
         os.killpg(process.pid, signal.SIGINT)
         try:

@@ -35,13 +35,21 @@ def preflight(rig: Rig, project: Path, train: dict[str, Any], code: int, *more: 
     same = {key: train[key] for key in ("nodes", "nproc_per_node") if key in train}
     folder = project / "profiles" / "one"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"set-resources": {"plan": same, "train": train}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"set-resources": {"plan": same, "train": train}})
+    )
     words = ("preflight", "--profile", "profiles/one", "--config", "config.yaml", *more)
     return cellmill(rig, *words, cwd=project, code=code).splitlines()
 
 
 def on_two_nodes(**changes: Any) -> dict[str, Any]:
-    machine = {"launcher": "slurm", "nodes": 2, "nproc_per_node": 2, "slurm_partition": "gpu-a100", "runtime": 30}
+    machine = {
+        "launcher": "slurm",
+        "nodes": 2,
+        "nproc_per_node": 2,
+        "slurm_partition": "gpu-a100",
+        "runtime": 30,
+    }
     return machine | {"mem_mb": 3000, "cpus_per_task": 4, "poll_s": 1} | changes
 
 
@@ -75,7 +83,9 @@ def test_an_available_machine_is_tried_on_its_nodes_and_is_go(rig: Rig, project:
         r"go",
     ]
     checks = [line for line in lines if not re.match(r"job \d+: [A-Z]+", line)]
-    assert [line for line in lines if re.fullmatch(r"job \d+: RUNNING on node\[3-4\]", line)], "\n".join(lines)
+    assert [line for line in lines if re.fullmatch(r"job \d+: RUNNING on node\[3-4\]", line)], (
+        "\n".join(lines)
+    )
     assert len(checks) == len(wanted), "\n".join(lines)
     for line, pattern in zip(checks, wanted):
         assert re.fullmatch(pattern, line), f"{line!r} is not {pattern!r}"
@@ -87,14 +97,19 @@ def test_an_available_machine_is_tried_on_its_nodes_and_is_go(rig: Rig, project:
     assert not rig.squeue()
 
 
-def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(rig: Rig, project: Path) -> None:
+def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(
+    rig: Rig, project: Path
+) -> None:
     # the controller's own words
     for changes, refused in (
         (
             {"mem_mb": 9000},
             r"9000 MB, 4 CPUs: .*; set-resources: train: mem_mb: 8000 at most, cpus_per_task: 8 at most",
         ),
-        ({"reservation": "nobodys"}, r"4 CPUs: .*[Rr]eservation.*; set-resources: train: reservation"),
+        (
+            {"reservation": "nobodys"},
+            r"4 CPUs: .*[Rr]eservation.*; set-resources: train: reservation",
+        ),
     ):
         lines = preflight(rig, project, on_two_nodes(**changes), 2)
         pattern = rf"no  start: sbatch refuses gpu-a100, 2 nodes, 30 min, (3000 MB, )?{refused}"
@@ -109,14 +124,20 @@ def test_a_new_profile_is_go_and_has_the_partitions_figures(rig: Rig, project: P
         return cellmill(rig, *words, cwd=project, code=0).splitlines()
 
     printed = lines_of("profiles", "new", "one", "--partition", "gpu-h100", "--gpus", "1")
-    assert "            nodes 1, on each GPUs h100:1, 1 process, 4 CPU cores, 4000 MB; 60 min per job" in printed
+    assert (
+        "            nodes 1, on each GPUs h100:1, 1 process, 4 CPU cores, 4000 MB; 60 min per job"
+        in printed
+    )
     assert printed[3:5] == [
         "  stages    partition cpu: the default: all nodes that are up have GPUs (scontrol)",
         "  plan      device h100: type h100 of the nodes (scontrol)",
     ]
     # the rig's GPUs are files, so only their request can be checked
     lines = lines_of("preflight", "--profile", "one", "--config", "config.yaml", "--no-job")
-    assert "ok  GPUs: nodes of gpu-h100 have 2 x h100, requested: 1 x h100 on each of 1: 2 have enough" in lines
+    assert (
+        "ok  GPUs: nodes of gpu-h100 have 2 x h100, requested: 1 x h100 on each of 1: 2 have enough"
+        in lines
+    )
     lines_of("profiles", "new", "two", "--gpus", "0")
     lines = lines_of("preflight", "--profile", "two", "--config", "config.yaml")
     assert "ok  partition: cpu is up" in lines
@@ -146,7 +167,9 @@ def test_a_node_that_does_not_see_the_folder_is_named(rig: Rig, project: Path) -
 
 
 @pytest.mark.full
-def test_accounts_and_accounting_are_those_of_slurmdbd(rig_with_accounting: Rig, project: Path) -> None:
+def test_accounts_and_accounting_are_those_of_slurmdbd(
+    rig_with_accounting: Rig, project: Path
+) -> None:
     rig = rig_with_accounting
     lines = preflight(rig, project, on_two_nodes(slurm_account="lab", qos="normal"), 0, "--no-job")
     assert "ok  accounting: sacct answers" in lines

@@ -1,4 +1,6 @@
-"""Each kind of fault at a random place and time: every run ends with the curve of an undisturbed one."""
+"""Each kind of fault at a random place and time: every run ends with the curve of an undisturbed
+one.
+"""
 
 from pathlib import Path
 
@@ -12,4 +14,6 @@ from tests.cluster.rig import Rig
 def test_runs_come_through_random_faults_with_one_curve_and_never_two_jobs(
     rig: Rig, corpus: str, tmp_path: Path
 ) -> None:
-    assert sum(len(run.done) for run in run_all(rig, corpus, tmp_path, len(FAULTS), seed=1)) == len(FAULTS)
+    assert sum(len(run.done) for run in run_all(rig, corpus, tmp_path, len(FAULTS), seed=1)) == len(
+        FAULTS
+    )

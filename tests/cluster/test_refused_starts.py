@@ -28,7 +28,11 @@ def starts(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> d
     """Runs that start on gpu-h100 while the first test uses gpu-a100: one waits for its time limit."""
     folder = tmp_path_factory.mktemp("starts")
     for name, file, text in (
-        ("broken", "torch/__init__.py", "raise ImportError('libcudart.so.99: cannot open shared object file')"),
+        (
+            "broken",
+            "torch/__init__.py",
+            "raise ImportError('libcudart.so.99: cannot open shared object file')",
+        ),
         ("slow", "sitecustomize.py", SLOW),
     ):
         (folder / name / file).parent.mkdir(parents=True)
@@ -91,6 +95,8 @@ def test_a_start_that_cannot_succeed_takes_one_job_and_its_reason_is_the_last_li
         run = starts[name]
         assert run.end() == 2, run.printed
         assert len(run.job_ids()) == 1
-        assert re.fullmatch(rf"cellmill train: {line} \(job \d+, log: \S+\)", run.last_line), run.printed
+        assert re.fullmatch(rf"cellmill train: {line} \(job \d+, log: \S+\)", run.last_line), (
+            run.printed
+        )
     for run in starts.values():
         assert not [noise for noise in NOISE if noise in run.printed], run.printed

@@ -26,9 +26,13 @@ class BufferedConfig(EncoderConfig):
 
 
 class BufferedModel(EncoderModel):
-    """The masked encoder with a table of offsets by place in the cell, and blocks whose input is scaled."""
+    """The masked encoder with a table of offsets by place in the cell, and blocks whose input is
+    scaled.
+    """
 
-    def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         super().__init__(config, n_genes, tokens, objective)
         self.register_buffer("offsets", torch.empty(PERIOD, config.hidden), persistent=False)
         self.register_buffer("order", torch.empty(PERIOD, dtype=torch.int64))

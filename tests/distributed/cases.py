@@ -1,4 +1,6 @@
-"""Functions that the pool's processes run: the pieces of train/worker.py, put together as the worker does."""
+"""Functions that the pool's processes run: the pieces of train/worker.py, put together as the
+worker does.
+"""
 
 import os
 from collections.abc import Iterator
@@ -41,7 +43,9 @@ from tests.distributed import buffered
 
 DEVICE = torch.device("cpu")
 NO_FLOPS = Flops(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-"""For FLOPs in the log, at which no case looks; measuring a model took most of a short training's time."""
+"""For FLOPs in the log, at which no case looks; measuring a model took most of a short training's
+time.
+"""
 
 
 class Lines:
@@ -66,15 +70,24 @@ class _NoSignal(StopFlag):
 
 
 def trainer(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, init_from: str | None = None, load: bool = False
+    corpus: str,
+    options: dict[str, Any],
+    folder: str,
+    steps: int,
+    init_from: str | None = None,
+    load: bool = False,
 ) -> tuple[Trainer, Lines]:
     """Return a trainer over the shards in `corpus`, in the layout of `options`.
 
-    `init_from` is an exported model; with `load` it continues from the newest checkpoint in `folder`.
+    `init_from` is an exported model; with `load` it continues from the newest checkpoint in
+    `folder`.
     """
     if options["model"].get("family") == "buffered":
         buffered.register()
-    parsed, manifest = TrainOptions.model_validate(options), Manifest.read(Path(corpus) / "shards" / "manifest.json")
+    parsed, manifest = (
+        TrainOptions.model_validate(options),
+        Manifest.read(Path(corpus) / "shards" / "manifest.json"),
+    )
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
     record = {
         "identity": {"weights_format": WEIGHTS_FORMAT},
@@ -85,7 +98,9 @@ def trainer(
         "vocabulary": f"{corpus}/vocabulary.tsv",
         "manifest": str(manifest.path),
     }
-    made = build_trainer(TrainFolder(Path(folder)), record, parsed, mesh, _NoSignal(), HangWatch(), flops=NO_FLOPS)
+    made = build_trainer(
+        TrainFolder(Path(folder)), record, parsed, mesh, _NoSignal(), HangWatch(), flops=NO_FLOPS
+    )
     made.steps, lines = steps, Lines()
     made.trackers = [lines]
     if load:
@@ -95,13 +110,27 @@ def trainer(
 
 MEASURED = ("effective_rank", "depth_r2", "batch_r2")
 """Metrics of the embedding at validation."""
-LOGGED = ("step", "loss", "grad_norm", "lr", "cells", "tokens", "skipped", "skipped_steps", *MEASURED)
+LOGGED = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "cells",
+    "tokens",
+    "skipped",
+    "skipped_steps",
+    *MEASURED,
+)
 
 
 def of_training(lines: Lines) -> list[dict[str, Any]]:
     """The lines without what depends on the machine."""
-    parts = ("loss_", "lr_", "val_", "labelled_frac")  # the name of an objective's part, or of a metric
-    return [{k: v for k, v in line.items() if k in LOGGED or k.startswith(parts)} for line in lines.lines]
+    # the name of an objective's part, or of a metric
+    parts = ("loss_", "lr_", "val_", "labelled_frac")
+    return [
+        {k: v for k, v in line.items() if k in LOGGED or k.startswith(parts)}
+        for line in lines.lines
+    ]
 
 
 def losses_and_norms(lines: Lines) -> list[list[float]]:
@@ -109,7 +138,9 @@ def losses_and_norms(lines: Lines) -> list[list[float]]:
 
 
 def tensors(model: torch.nn.Module) -> list[tuple[str, np.ndarray]]:
-    """Full parameters and buffers. Pairs, as a rank may have two copies of a tied parameter. Collective."""
+    """Full parameters and buffers. Pairs, as a rank may have two copies of a tied parameter.
+    Collective.
+    """
     return [(name, full(tensor).numpy().copy()) for name, tensor in named_tensors(model)]
 
 
@@ -123,20 +154,24 @@ def trained(
     bad: list[int] | None = None,
     bad_validation: bool = False,
 ) -> dict[str, Any]:
-    """A training, with `load` from the newest checkpoint in `folder` on: its lines, tensors before and after it, and
-    what its optimizer trains.
+    """A training, with `load` from the newest checkpoint in `folder` on: its lines, tensors before
+    and after it, and what its optimizer trains.
 
-    In the steps `bad`, data-parallel rank 1, or 0 if it is the only one, gets infinite values; moments of the optimizer
-    are returned then.
+    In the steps `bad`, data-parallel rank 1, or 0 if it is the only one, gets infinite values;
+    moments of the optimizer are returned then.
     """
     made, lines = trainer(corpus, options, folder, steps, init_from)
     first, error, done = tensors(made.model), "", False
     if load:
-        for _, buffer in [*named_tensors(made.model, persistent=True)][len([*made.model.parameters()]) :]:
+        for _, buffer in [*named_tensors(made.model, persistent=True)][
+            len([*made.model.parameters()]) :
+        ]:
             buffer.zero_()  # the checkpoint has it
         made.resume()
     if bad is not None:
-        made.train_stream = _Spoiled(made.train_stream, bad, made.mesh.dp_rank == min(1, made.mesh.dp_world - 1))
+        made.train_stream = _Spoiled(
+            made.train_stream, bad, made.mesh.dp_rank == min(1, made.mesh.dp_world - 1)
+        )
     if bad_validation:
         made.val_stream = _Spoiled(made.val_stream, list(range(1000)), here=True)
     try:
@@ -150,30 +185,47 @@ def trained(
         made.close()
     names = {id(parameter): plain_name(name) for name, parameter in made.model.named_parameters()}
     states = {names[id(parameter)]: state for parameter, state in made.optimizer.state.items()}
-    groups = [({names[id(p)] for p in g["params"]}, g["weight_decay"], g["lr"]) for g in made.optimizer.param_groups]
-    moments = {} if bad is None else {name: list(map(full, state.values())) for name, state in states.items()}
+    groups = [
+        ({names[id(p)] for p in g["params"]}, g["weight_decay"], g["lr"])
+        for g in made.optimizer.param_groups
+    ]
+    moments = (
+        {}
+        if bad is None
+        else {name: list(map(full, state.values())) for name, state in states.items()}
+    )
     return {
         "lines": of_training(lines),
         "curve": losses_and_norms(lines),
         "first": first,
         "last": tensors(made.model),
         "groups": groups,
-        "with gradient": {plain_name(name) for name, p in made.model.named_parameters() if p.requires_grad},
+        "with gradient": {
+            plain_name(name) for name, p in made.model.named_parameters() if p.requires_grad
+        },
         "states": set(states),
-        "moments": {name: [value.numpy().tobytes() for value in values] for name, values in moments.items()},
+        "moments": {
+            name: [value.numpy().tobytes() for value in values] for name, values in moments.items()
+        },
         "done": done,
         "error": error,
         "progress": {key: value for key, value in vars(made.progress).items() if key != "wall_s"},
     }
 
 
-def curve(corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False) -> list[list[float]]:
+def curve(
+    corpus: str, options: dict[str, Any], folder: str, steps: int, load: bool = False
+) -> list[list[float]]:
     """[loss, gradient norm] of each step of `trained`."""
     return trained(corpus, options, folder, steps, load)["curve"]
 
 
-def schedules(corpus: str, options: dict[str, Any], folder: str) -> tuple[list[Any], list[Any], int]:
-    """Schedules that torch made in 20 steps of a pipeline, those of each step, and the number that keep buffers."""
+def schedules(
+    corpus: str, options: dict[str, Any], folder: str
+) -> tuple[list[Any], list[Any], int]:
+    """Schedules that torch made in 20 steps of a pipeline, those of each step, and the number that
+    keep buffers.
+    """
     made, _ = trainer(corpus, options, folder, 20)
     model = made.parallel_model
     assert isinstance(model, PipelineModel)
@@ -226,7 +278,9 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
         found[plain_name(name)] = {
             "bytes": full(parameter).numpy().tobytes(),
             "mesh": list(parameter.device_mesh.shape) if isinstance(parameter, DTensor) else [],
-            "placements": [str(p) for p in parameter.placements] if isinstance(parameter, DTensor) else [],
+            "placements": [str(p) for p in parameter.placements]
+            if isinstance(parameter, DTensor)
+            else [],
             "local": list(local_of(parameter).shape),
             "full": list(parameter.shape),
         }
@@ -234,7 +288,9 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut_vocabulary(arrays: list[Any]) -> list[Any]:
-    """The summed loss over a table sharded over all ranks, and the full gradients of twice the loss."""
+    """The summed loss over a table sharded over all ranks, and the full gradients of twice the
+    loss.
+    """
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows, kept = -(-len(table) // mesh.size()), likelihoods.ELEMENTS["cpu"]
@@ -268,12 +324,20 @@ class _Spoiled:
         first = self._stream.state_dict()["step"] + 1
         for step, batches in enumerate(self._stream, first):
             spoil = self._here and step in self._steps
-            yield [replace(batch, values=batch.values + np.inf) if spoil else batch for batch in batches]
+            yield [
+                replace(batch, values=batch.values + np.inf) if spoil else batch
+                for batch in batches
+            ]
 
 
 def exported(corpus: str, folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Tensors of the model that consolidate makes of the newest checkpoint, by name; buffers too."""
-    chosen = ["--options", '{"consolidate": {"checkpoint": "last"}}', "--vocabulary", f"{corpus}/vocabulary.tsv"]
+    chosen = [
+        "--options",
+        '{"consolidate": {"checkpoint": "last"}}',
+        "--vocabulary",
+        f"{corpus}/vocabulary.tsv",
+    ]
     assert main(["consolidate", *chosen, "--train", str(folder), "--out", str(out)]) == 0
     model, _, _ = load_model(out)
     return {name: tensor.detach() for name, tensor in named_tensors(model)}
@@ -283,17 +347,28 @@ def timeouts(parallel: dict[str, Any], seconds: float) -> list[float]:
     """Timeouts of all process groups of a mesh, after `set_group_timeouts`."""
     build_mesh(Parallel.model_validate(parallel), int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
     set_group_timeouts(timedelta(seconds=seconds))
-    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    groups = [
+        group
+        for group in dist.distributed_c10d._world.pg_map
+        if isinstance(group, dist.ProcessGroup)
+    ]
     return [group._get_backend(DEVICE).options._timeout.total_seconds() for group in groups]
 
 
 def overflow(
-    corpus: str, options: dict[str, Any], folder: str, steps: int, at: int, rank: int, initial: float
+    corpus: str,
+    options: dict[str, Any],
+    folder: str,
+    steps: int,
+    at: int,
+    rank: int,
+    initial: float,
 ) -> list[list[Any]]:
-    """[loss, gradient norm, scale of the next loss, whether this rank's parameters changed] of each step.
+    """[loss, gradient norm, scale of the next loss, whether this rank's parameters changed] of each
+    step.
 
-    Loss and norm are None where it was skipped. In step `at` one gradient of process `rank` becomes infinite after the
-    backward pass.
+    Loss and norm are None where it was skipped. In step `at` one gradient of process `rank` becomes
+    infinite after the backward pass.
     """
     made, lines = trainer(corpus, options, folder, steps)
     made.progress.loss_scale = initial
@@ -309,10 +384,15 @@ def overflow(
     def watched() -> None:
         before = [local_of(p).detach().clone() for p in made.model.parameters()]
         step()
-        changed.append(any(not torch.equal(a, local_of(b)) for a, b in zip(before, made.model.parameters())))
+        changed.append(
+            any(not torch.equal(a, local_of(b)) for a, b in zip(before, made.model.parameters()))
+        )
 
     made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched
     made.run()
     made.close()
     found = [line for line in lines.lines if "loss_scale" in line]
-    return [[line.get("loss"), line.get("grad_norm"), line["loss_scale"], did] for line, did in zip(found, changed)]
+    return [
+        [line.get("loss"), line.get("grad_norm"), line["loss_scale"], did]
+        for line, did in zip(found, changed)
+    ]

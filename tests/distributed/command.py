@@ -22,8 +22,23 @@ def words(corpus: str | Path, out: Path, options: dict[str, Any], **machine: Any
     """`cellmill train` as an argument list; keys of `machine` are its flags."""
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in machine.items()]
     return [
-        *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(options), "--out", str(out)),
-        *("--manifest", f"{corpus}/shards/manifest.json", "--vocabulary", f"{corpus}/vocabulary.tsv", *flags),
+        *(
+            sys.executable,
+            "-m",
+            "cellmill.cli",
+            "train",
+            "--options",
+            json.dumps(options),
+            "--out",
+            str(out),
+        ),
+        *(
+            "--manifest",
+            f"{corpus}/shards/manifest.json",
+            "--vocabulary",
+            f"{corpus}/vocabulary.tsv",
+            *flags,
+        ),
     ]
 
 
@@ -39,8 +54,12 @@ def last_step(out: Path) -> int:
     return max((line["step"] for line in read_lines(out / "metrics.jsonl")), default=0)
 
 
-def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400) -> Any:
-    """Return what `condition` returns once it holds; fail with the text of `show`. Far longer than usual."""
+def wait_for(
+    condition: Callable[[], Any], show: Callable[[], str] = str, within_s: float = 400
+) -> Any:
+    """Return what `condition` returns once it holds; fail with the text of `show`. Far longer than
+    usual.
+    """
     give_up = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < give_up, f"not within {within_s} s: {show()}"
@@ -49,8 +68,13 @@ def wait_for(condition: Callable[[], Any], show: Callable[[], str] = str, within
 
 
 def pids_with(*words: str) -> list[int]:
-    """Processes whose command line has all of these words; nodes of a rig share this machine's process table."""
-    commands = [(process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
+    """Processes whose command line has all of these words; nodes of a rig share this machine's
+    process table.
+    """
+    commands = [
+        (process.pid, " ".join(process.info["cmdline"] or ()))
+        for process in psutil.process_iter(["cmdline"])
+    ]
     return [pid for pid, command in commands if all(word in command for word in words)]
 
 
@@ -62,7 +86,9 @@ class Run:
     def __init__(self, corpus: str | Path, out: Path) -> None:
         self.corpus, self.out = corpus, out
 
-    def train(self, options: dict[str, Any], *more: str, code: int = 0, **machine: Any) -> tuple[str, str]:
+    def train(
+        self, options: dict[str, Any], *more: str, code: int = 0, **machine: Any
+    ) -> tuple[str, str]:
         """What a training that ends with `code` prints to stdout and stderr."""
         command = [*words(self.corpus, self.out, options, **ALONE | machine), *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S)
@@ -78,16 +104,23 @@ class Run:
                 stdout=log,
                 stderr=log,
                 text=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # pytest under nohup ignores it
+                # pytest under nohup ignores it
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
         self.wait_for_step(until)
 
     def wait_for_step(self, step: int) -> None:
-        wait_for(lambda: last_step(self.out) >= step or self.process.poll() is not None, lambda: self.log, WITHIN_S)
+        wait_for(
+            lambda: last_step(self.out) >= step or self.process.poll() is not None,
+            lambda: self.log,
+            WITHIN_S,
+        )
         assert last_step(self.out) >= step, f"ended before step {step}:\n{self.log}"
 
     def wait_for_start(self, number: int) -> None:
-        """Wait until the processes have started for this time: the curve then has no later step of an earlier time."""
+        """Wait until the processes have started for this time: the curve then has no later step of
+        an earlier time.
+        """
         began = re.compile(r"^(starting at|going on from) step \d+$", re.M)
         wait_for(lambda: len(began.findall(self.log)) >= number, lambda: self.log, WITHIN_S)
 
@@ -107,7 +140,9 @@ class Run:
         return [psutil.Process(pid) for pid in pids if pid not in agents]
 
     def worker(self, rank: int = 0) -> psutil.Process:
-        return next(process for process in self.workers() if process.environ().get("RANK") == str(rank))
+        return next(
+            process for process in self.workers() if process.environ().get("RANK") == str(rank)
+        )
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run."""

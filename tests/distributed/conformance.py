@@ -18,7 +18,12 @@ Layout = dict[str, Any]
 OPTIMIZERS = list(OptimizerConfig.built_in())
 SP = {"sequence_parallel": True}
 FULL_SHARD: Layout = {"sharding_strategy": "FULL_SHARD"}
-AXES: dict[str, Layout] = {"ddp": {"strategy": "ddp"}, "fsdp": FULL_SHARD, "tp": {"tp": 2} | SP, "pp": {"pp": 2}}
+AXES: dict[str, Layout] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": FULL_SHARD,
+    "tp": {"tp": 2} | SP,
+    "pp": {"pp": 2},
+}
 """One axis each, on two processes."""
 LAYOUTS: dict[str, Layout] = {
     "ddp": {"strategy": "ddp"},
@@ -41,7 +46,12 @@ PIPELINES: dict[str, Layout] = {
     "pp 2, 1F1B x FULL_SHARD": {"pp": 2} | FULL_SHARD,
     "pp 2, 1F1B x ddp": {"pp": 2, "strategy": "ddp"},
     "pp 2, 1F1B x tp 2": {"pp": 2, "tp": 2},
-    "pp 2, Interleaved1F1B x tp 2, sequence parallel": {"pp": 2, "schedule": "Interleaved1F1B", "tp": 2} | SP,
+    "pp 2, Interleaved1F1B x tp 2, sequence parallel": {
+        "pp": 2,
+        "schedule": "Interleaved1F1B",
+        "tp": 2,
+    }
+    | SP,
     "pp 2, Interleaved1F1B x FULL_SHARD": {"pp": 2, "schedule": "Interleaved1F1B"} | FULL_SHARD,
     "pp 2, InterleavedZeroBubble x HYBRID_SHARD": {"pp": 2, "schedule": "InterleavedZeroBubble"},
     "pp 2, ZBV x SHARD_GRAD_OP": {"pp": 2, "schedule": "ZBV", "sharding_strategy": "SHARD_GRAD_OP"},
@@ -50,10 +60,16 @@ PIPELINES: dict[str, Layout] = {
 }
 THREE_AXES: dict[str, Layout] = {
     "replicate 2 x shard 2 x tp 2": {"sharding_strategy": "HYBRID_SHARD", "tp": 2},
-    "replicate 2 x shard 2 x tp 2, sequence parallel": {"sharding_strategy": "HYBRID_SHARD", "tp": 2} | SP,
+    "replicate 2 x shard 2 x tp 2, sequence parallel": {
+        "sharding_strategy": "HYBRID_SHARD",
+        "tp": 2,
+    }
+    | SP,
     "pp 2 x FULL_SHARD of 2 x tp 2": {"pp": 2, "tp": 2} | FULL_SHARD,
     "pp 2 x replicate 2 x shard 2": {"pp": 2, "sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
-    "pp 2, ZBV x FULL_SHARD of 2 x tp 2, sequence parallel": {"pp": 2, "schedule": "ZBV", "tp": 2} | SP | FULL_SHARD,
+    "pp 2, ZBV x FULL_SHARD of 2 x tp 2, sequence parallel": {"pp": 2, "schedule": "ZBV", "tp": 2}
+    | SP
+    | FULL_SHARD,
 }
 """Layouts of eight processes."""
 MORE: dict[str, Layout] = {
@@ -77,12 +93,24 @@ LABEL = {"label_column": "cell_type"}
 AGE = {"target_column": "age", "target_mean": 40.0, "target_std": 9.0}
 BATCH = {"batch_column": "batch", "batch_adversary": 0.5, "batch_adversary_scale": 2.0}
 DECODING = {"objective": "cell_decoding"}
-VICREG = DECODING | {"view_loss": "vicreg", "invariance_weight": 1, "variance_weight": 1, "covariance_weight": 0.04}
+VICREG = DECODING | {
+    "view_loss": "vicreg",
+    "invariance_weight": 1,
+    "variance_weight": 1,
+    "covariance_weight": 0.04,
+}
 VECTORS = {"gene_vectors": "VECTORS", "gene_vector_dim": 6}
 MASKED = {"mask_frac": 0.3, "random_frac": 0.2, "keep_frac": 0.2}
-TAUGHT = {"teacher": "./big", "vectors": {"width": 6, "sha256": "", "shards": "", "model": "", "supervised_by": []}}
+TAUGHT = {
+    "teacher": "./big",
+    "vectors": {"width": 6, "sha256": "", "shards": "", "model": "", "supervised_by": []},
+}
 NUMBER = {"objective": "regression", "number_hidden": 8, "number_dropout": 0.3} | AGE
-RESPONSE = {"objective": "perturbation_response", "perturbation_column": "donor", "control": "donor_0"}
+RESPONSE = {
+    "objective": "perturbation_response",
+    "perturbation_column": "donor",
+    "control": "donor_0",
+}
 SUM_OF_LABELS = {
     "classification": LABEL,
     "hidden": {"name": "classification", "adversarial_scale": 0.1} | LABEL,
@@ -92,7 +120,12 @@ SEVERAL_HEADS = {
     "kind": {"name": "classification", "label_column": "few"},
     "lot": {"name": "classification", "label_column": "batch"},
     "age": {"name": "regression"} | AGE,
-    "depth": {"name": "regression", "target_column": "depth", "target_mean": 4e3, "target_std": 1e3},
+    "depth": {
+        "name": "regression",
+        "target_column": "depth",
+        "target_mean": 4e3,
+        "target_std": 1e3,
+    },
     "cell_decoding": {},
 }
 VIEWS = {"view_loss": "vicreg"}
@@ -113,7 +146,13 @@ ESM = {
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "masked_value": ENCODER,
-    "masked_gene": {"family": "bert", "ends": "cls_eos", "objective": "masked_gene", "cell_loss_weight": 0.5} | SIZES,
+    "masked_gene": {
+        "family": "bert",
+        "ends": "cls_eos",
+        "objective": "masked_gene",
+        "cell_loss_weight": 0.5,
+    }
+    | SIZES,
     "cell_decoding": {"family": "scgpt", "ends": "cls", "pooling": "cls"} | DECODING | SIZES,
     "query_decoding": {"family": "autoencoder", "latent": 12} | SIZES | QUERY,
     "denoise": PROFILE | {"objective": "denoise"},
@@ -122,16 +161,26 @@ PAIRS: dict[str, dict[str, Any]] = {
     | RESPONSE
     | {"perturbed_genes": {"donor_1": [5, 90], "donor_2": [40]}, "dropout": 0.0}
     | BATCH,
-    "supervised_contrastive": ENCODER | {"objective": "supervised_contrastive", "temperature": 0.3} | LABEL,
+    "supervised_contrastive": ENCODER
+    | {"objective": "supervised_contrastive", "temperature": 0.3}
+    | LABEL,
     "classification": ENCODER
-    | {"objective": "classification", "head_hidden": 8, "head_dropout": 0.3, "class_weights": {"type1": 3.0}}
+    | {
+        "objective": "classification",
+        "head_hidden": 8,
+        "head_dropout": 0.3,
+        "class_weights": {"type1": 3.0},
+    }
     | {"label_column": "few"},
     "regression": ENCODER | NUMBER | {"loss": "huber", "huber_delta": 0.5},
     "distill": ENCODER | {"objective": "distill"} | TAUGHT,
     "sum": ENCODER
     | {
         "objective": "sum",
-        "parts": {"cell_decoding": {"decoder_hidden": 16}, "masked_value": {"weight": 0.3, "mask_frac": 0.3}},
+        "parts": {
+            "cell_decoding": {"decoder_hidden": 16},
+            "masked_value": {"weight": 0.3, "mask_frac": 0.3},
+        },
     },
 }
 """One model of each objective; together they have every family whose layers cellmill makes."""
@@ -139,10 +188,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "genes": ENCODER | {"objective": "masked_gene"},
     "four layers, genes": ENCODER | {"layers": 4, "objective": "masked_gene"},
     "eight layers": ENCODER | {"layers": 8},
-    "eight layers, genes": ENCODER | {"layers": 8, "objective": "masked_gene"},  # ties the first and the last stage
+    # ties the first and the last stage
+    "eight layers, genes": ENCODER | {"layers": 8, "objective": "masked_gene"},
     "next_gene, binned": PAIRS["next_gene"],
     "encoder, batch": ENCODER | DECODING | BATCH | {"dropout": 0.0},
-    "profile, batch": PROFILE | DECODING | BATCH | {"layers": 1, "decoder_hidden": None, "dropout": 0.0},
+    "profile, batch": PROFILE
+    | DECODING
+    | BATCH
+    | {"layers": 1, "decoder_hidden": None, "dropout": 0.0},
     "encoder, decoding": ENCODER | DECODING,
     "encoder, thinned": ENCODER | DECODING | {"view": "thin", "decoder_hidden": None},
     "encoder without blocks": ENCODER | DECODING | {"layers": 0, "weights": "counts"},
@@ -155,12 +208,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "vectors": ENCODER | MASKED | VECTORS,
     "vectors, trained": ENCODER | MASKED | VECTORS | {"train_gene_vectors": True},
     "profile, vectors": PROFILE | DECODING | VECTORS | {"layers": 1, "dropout": 0.0},
-    "profile, vectors, trained": PROFILE | DECODING | VECTORS | {"layers": 1, "train_gene_vectors": True},
+    "profile, vectors, trained": PROFILE
+    | DECODING
+    | VECTORS
+    | {"layers": 1, "train_gene_vectors": True},
     "encoder, queries": ENCODER | QUERY,
     "pearson": ENCODER | NUMBER | {"loss": "pearson"},
     "sum with numbers": ENCODER
-    | {"objective": "sum", "parts": {"age": {"name": "regression", "loss": "pearson"} | AGE, "cell_decoding": VIEWS}},
-    "student": PROFILE | {"objective": "sum", "parts": {"cell_decoding": VIEWS, "distill": TAUGHT | {"weight": 0.5}}},
+    | {
+        "objective": "sum",
+        "parts": {"age": {"name": "regression", "loss": "pearson"} | AGE, "cell_decoding": VIEWS},
+    },
+    "student": PROFILE
+    | {"objective": "sum", "parts": {"cell_decoding": VIEWS, "distill": TAUGHT | {"weight": 0.5}}},
     "several heads": ENCODER | {"objective": "sum", "parts": SEVERAL_HEADS},
     "view loss": ENCODER | VICREG,
     "profile, view loss": PROFILE | VICREG,
@@ -208,17 +268,29 @@ class Case:
         cut = self.parallel | (self.train if self.train != DEFAULT else {})
         more = [f"{key} {value}" for key, value in cut.items()]
         return ", ".join(
-            [self.model, f"{self.layout} on {self.ranks}", *more, *([self.precision] * (self.precision != "32-true"))]
+            [
+                self.model,
+                f"{self.layout} on {self.ranks}",
+                *more,
+                *([self.precision] * (self.precision != "32-true")),
+            ]
         )
 
 
-def run(model: str, layout: Layout, train: dict[str, Any], precision: str = "32-true") -> dict[str, Any]:
+def run(
+    model: str, layout: Layout, train: dict[str, Any], precision: str = "32-true"
+) -> dict[str, Any]:
     """Options of a training of a model of the table."""
     optimizer = {"optimizer": model.split()[1]} if model.startswith("optimizer") else {}
-    course = {"schedule": "constant", "val_every_steps": EACH, "checkpoint_every_steps": 100} | optimizer
+    course = {
+        "schedule": "constant",
+        "val_every_steps": EACH,
+        "checkpoint_every_steps": 100,
+    } | optimizer
     tokens, layout = TOKENS.get(model, {}), layout | {"precision": precision}
     sections = split(MODELS[model])
-    sections["model"] |= {"weights": "random"} if model == "hf" else {}  # objectives have an option of this name too
+    # objectives have an option of this name too
+    sections["model"] |= {"weights": "random"} if model == "hf" else {}
     return options(layout, tokens=tokens, train=course | TRAIN.get(model, {}) | train) | sections
 
 
@@ -234,14 +306,20 @@ def digest(content: Any) -> str:
 def of_family(name: str) -> list[Any]:
     """Skipped where the family's package is missing."""
     missing = name == "hf" and find_spec("transformers") is None
-    return [pytest.mark.skip(reason="transformers is not installed: pip install 'cellmill[hf]'")] if missing else []
+    return (
+        [pytest.mark.skip(reason="transformers is not installed: pip install 'cellmill[hf]'")]
+        if missing
+        else []
+    )
 
 
 def grouped(given: Case, full: bool, *more: Any) -> Any:
     """A row of the table: cases of one number of processes share a pool, and torch's caches in it."""
     group = pytest.mark.xdist_group(f"layouts of {given.ranks}")
     marks = [group, *of_family(given.model), *([pytest.mark.full] if full else [])]
-    return pytest.param(given, *more, marks=marks, id=str(given) if not more else f"{given.model}, {more[0]}")
+    return pytest.param(
+        given, *more, marks=marks, id=str(given) if not more else f"{given.model}, {more[0]}"
+    )
 
 
 def digest_of(array: np.ndarray) -> str:
@@ -255,9 +333,15 @@ FULL, SELECTIVE = ({"activation_checkpointing": how} for how in ("full", "select
 OFFLOADED, ON_CPU, BF16 = {"cpu_offload": "optimizer"}, {"cpu_offload": "full"}, "bf16-mixed"
 
 
-def each(models: str | list[str], layouts: Iterable[str], ranks: int = 4, **more: Any) -> list[Case]:
+def each(
+    models: str | list[str], layouts: Iterable[str], ranks: int = 4, **more: Any
+) -> list[Case]:
     """Each model in each layout."""
-    return [Case(m, at, ranks, **more) for m in ([models] if isinstance(models, str) else models) for at in layouts]
+    return [
+        Case(m, at, ranks, **more)
+        for m in ([models] if isinstance(models, str) else models)
+        for at in layouts
+    ]
 
 
 COMBINED: list[Case] = [
@@ -306,12 +390,17 @@ PRODUCT: list[Case] = [
     Case("masked_value", "FULL_SHARD", parallel=ON_CPU | SELECTIVE, precision=BF16),
     Case("masked_value", TP, precision=BF16),
     *each("eight layers", ["pp 4, 1F1B", PP_TP], precision=BF16),
-    # every other part of a model, on an axis that cuts it and on one that does not where these differ
+    # every other part of a model, on an axis that cuts it and on one that does not where these
+    # differ
     *each("masked_gene", ["HYBRID_SHARD"], train=FEW),
     *each("next_gene, binned", ["tp 4", PP_TP], train=FEW),
     *each("encoder, batch", ["HYBRID_SHARD", PP_TP], train=FEW),
     *each(["profile, batch", "profile, decoding"], ["FULL_SHARD x tp 2"], train=FEW),
-    *each(["perturbation_response", "cell_decoding", "encoder, queries", "negative binomial"], [PP_TP], train=FEW),
+    *each(
+        ["perturbation_response", "cell_decoding", "encoder, queries", "negative binomial"],
+        [PP_TP],
+        train=FEW,
+    ),
     *each(["encoder, thinned", "profile, vectors, trained"], ["tp 4"], train=FEW),
     *each(["encoder without blocks", "vectors, trained", "encoder, decoding"], [TP], train=FEW),
     *each(["cls", "attention, renormalized"], [TP, PP], train=FEW),
@@ -323,16 +412,23 @@ PRODUCT: list[Case] = [
     Case("pearson", "ddp", train=HALF),
     Case("pearson", "HYBRID_SHARD x tp 2", train={"token_budget": 2048}),
     Case("sum with numbers", "FULL_SHARD", train=HALF),
-    # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe not
-    *each(["classification", "supervised_contrastive", "pearson", "view loss"], [PP], parallel=PARTS4, train=WHOLE),
+    # a rank needs a new schedule of torch where its lengths change, its data-parallel peer maybe
+    # not
+    *each(
+        ["classification", "supervised_contrastive", "pearson", "view loss"],
+        [PP],
+        parallel=PARTS4,
+        train=WHOLE,
+    ),
     Case("profile, view loss", "ddp", train=WHOLE),
     Case("student", "FULL_SHARD x tp 2", train=FEW),
     Case("hf", "HYBRID_SHARD", parallel=FULL),
     *each("buffered", ["ddp", "HYBRID_SHARD", TP, "pp 2, ZBV x SHARD_GRAD_OP"]),
     Case("buffered", "FULL_SHARD", parallel=ON_CPU | FULL),
 ]
-"""With COMBINED and the axes on two processes, every layout, part of a model, precision, offload and recomputation on
-every axis: pairs of them, not the product."""
+"""With COMBINED and the axes on two processes, every layout, part of a model, precision, offload
+and recomputation on every axis: pairs of them, not the product.
+"""
 AT_EACH, AT_END = ({"gradient_reduction": how} for how in ("micro_batch", "step"))
 QUICK_CUTS = [
     Case("view loss", "fsdp", 2, {"token_budget": 128}),
@@ -349,7 +445,10 @@ MORE_CUTS = [
     Case("eight layers", "pp 2, InterleavedZeroBubble x HYBRID_SHARD", train=SMALL, parallel=FULL),
     Case("eight layers", "pp 4, ZBV", parallel={"microbatches": 12} | FULL),
 ]
-CUTS = [*(grouped(case, False) for case in QUICK_CUTS), *(grouped(case, True) for case in MORE_CUTS)]
+CUTS = [
+    *(grouped(case, False) for case in QUICK_CUTS),
+    *(grouped(case, True) for case in MORE_CUTS),
+]
 """How a step is cut into micro-batches and computed."""
 CHAINS: list[tuple[int, str, list[str], bool]] = [
     (2, "optimizer adamw", ["tp", "pp", "one process"], False),
@@ -358,12 +457,25 @@ CHAINS: list[tuple[int, str, list[str], bool]] = [
     (2, "buffered", ["pp", "fsdp"], False),
     (2, "distill", ["one process", "pp"], False),
     (4, "genes", [TP, PP, "HYBRID_SHARD, offloaded"], False),
-    *((4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True) for name in OPTIMIZERS),
+    *(
+        (4, f"optimizer {name}", ["tp 4", TP, "FULL_SHARD", "one process"], True)
+        for name in OPTIMIZERS
+    ),
     (4, "optimizer muon", [PP_TP, "HYBRID_SHARD", PP, "ddp"], True),
     (4, "eight layers, genes", [PP, TP, "pp 4, ZBV", "FULL_SHARD", "one process"], True),
     (4, "average", ["ddp", TP, "pp 2, ZBV x tp 2", "HYBRID_SHARD, on the CPU"], True),
-    (4, "masked_value", ["FULL_SHARD x tp 2, offloaded", "ddp", "FULL_SHARD, on the CPU", "pp 2, offloaded"], True),
-    (4, "masked_value", ["pp 2, offloaded", "one process", "HYBRID_SHARD of 4", "tp 4, sequence parallel"], True),
+    (
+        4,
+        "masked_value",
+        ["FULL_SHARD x tp 2, offloaded", "ddp", "FULL_SHARD, on the CPU", "pp 2, offloaded"],
+        True,
+    ),
+    (
+        4,
+        "masked_value",
+        ["pp 2, offloaded", "one process", "HYBRID_SHARD of 4", "tp 4, sequence parallel"],
+        True,
+    ),
     (4, "masked_value", ["HYBRID_SHARD", "SHARD_GRAD_OP", "ddp x tp 2", "NO_SHARD"], True),
     (4, "buffered", [TP, "pp 2, ZBV x SHARD_GRAD_OP", "FULL_SHARD, on the CPU"], True),
     (4, "next_gene", ["one process", PP], True),

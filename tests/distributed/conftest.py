@@ -1,4 +1,6 @@
-"""The pool of processes, one process alone, and a tiny corpus of simulated cells that all of them train on."""
+"""The pool of processes, one process alone, and a tiny corpus of simulated cells that all of them
+train on.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,19 +21,25 @@ from tests.models import split
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest runs the modules that use the pool, which it starts once, and one each other module."""
+    """One worker of pytest runs the modules that use the pool, which it starts once, and one each
+    other module.
+    """
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
     pooled = {item.path for item in ours if "pool" in getattr(item, "fixturenames", ())}
     for item in ours:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("pool" if item.path in pooled else item.path.stem))
+            item.add_marker(
+                pytest.mark.xdist_group("pool" if item.path in pooled else item.path.stem)
+            )
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """Pools by their number of processes, of which one is alive: two on a node, or eight as two nodes of four.
+    """Pools by their number of processes, of which one is alive: two on a node, or eight as two
+    nodes of four.
 
-    They end with the module: the threads of idle groups poll, and took a quarter of two cores from the tests after it.
+    They end with the module: the threads of idle groups poll, and took a quarter of two cores from
+    the tests after it.
     """
     made: dict[int, Pool] = {}
 
@@ -53,7 +61,9 @@ def pool(pools: Callable[[int], Pool]) -> Pool:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process as a group of one: the reference of every layout. Ends with the module: others make their own."""
+    """This process as a group of one: the reference of every layout. Ends with the module: others
+    make their own.
+    """
     os.environ |= {"LOCAL_WORLD_SIZE": "1"}
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
@@ -65,16 +75,27 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with vocabulary.tsv and shards/manifest.json of 240 simulated cells.
 
-    Most have an age, which follows from their type; all have a depth, and a fifth their type as label `few`. The folder
-    `teacher` has vectors of most cells, for objective distill.
+    Most have an age, which follows from their type; all have a depth, and a fifth their type as
+    label `few`. The folder `teacher` has vectors of most cells, for objective distill.
     """
     folder = tmp_path_factory.mktemp("corpus")
-    assert main(f"simulate --out {folder}/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1".split()) == 0
+    assert (
+        main(
+            f"simulate --out {folder}/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1".split()
+        )
+        == 0
+    )
     cells = ad.read_h5ad(folder / "raw.h5ad")
-    age = 30.0 + 8 * cells.obs["cell_type"].cat.codes.to_numpy() + np.random.default_rng(0).normal(size=len(cells))
+    age = (
+        30.0
+        + 8 * cells.obs["cell_type"].cat.codes.to_numpy()
+        + np.random.default_rng(0).normal(size=len(cells))
+    )
     age[::10] = np.nan
     few = cells.obs["cell_type"].where(np.arange(len(cells)) % 5 == 0)
-    cells.obs = cells.obs.assign(age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0, few=few)
+    cells.obs = cells.obs.assign(
+        age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0, few=few
+    )
     cells.write_h5ad(folder / "raw.h5ad")
     sharded(folder, "raw.h5ad")
     vectors = np.random.default_rng(1).normal(2, 3, (len(cells), 6))
@@ -100,7 +121,9 @@ def vectors(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     genes = Vocabulary.read(Path(corpus) / "vocabulary.tsv").gene_ids
     path = tmp_path_factory.mktemp("vectors") / "vectors.npy"
     np.save(path, np.random.default_rng(0).normal(1, 3, (len(genes) * 2 // 3, 6)))
-    path.with_suffix(".genes.txt").write_text("".join(f"{gene}\n" for gene in genes[: len(genes) * 2 // 3]))
+    path.with_suffix(".genes.txt").write_text(
+        "".join(f"{gene}\n" for gene in genes[: len(genes) * 2 // 3])
+    )
     return str(path)
 
 

@@ -1,7 +1,7 @@
 """Four real processes in one gloo group, started once for all distributed tests.
 
-A test hands a function of `cases.py`, or of a module beside it, by name to every rank and gets each rank's result, or
-the first traceback.
+A test hands a function of `cases.py`, or of a module beside it, by name to every rank and gets each
+rank's result, or the first traceback.
 """
 
 import functools
@@ -29,9 +29,12 @@ IMPORTED = [
     "cellmill.models.objectives.cell_decoding",
     "cellmill.models.objectives.masked",
 ]
-"""Modules of the process that the pool is forked from; imported in each of the four, they took most of the time."""
+"""Modules of the process that the pool is forked from; imported in each of the four, they took most
+of the time.
+"""
 FORGET_THREADS = 120  # torch's caches are emptied above it
-MOST_THREADS = 160  # gloo's, of groups that torch still knows after their world has ended; a hundred take 3 % of a core
+# gloo's, of groups that torch still knows after their world has ended; a hundred take 3 % of a core
+MOST_THREADS = 160
 
 
 class Pool:
@@ -43,8 +46,8 @@ class Pool:
         self.processes: list[Any] = []
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
-        """Results of `cases.<case>(**arguments)` by rank, or of `<module>.<case>`. Raises AssertionError with a rank's
-        traceback.
+        """Results of `cases.<case>(**arguments)` by rank, or of `<module>.<case>`. Raises
+        AssertionError with a rank's traceback.
         """
         if self._threads() > MOST_THREADS:
             self.close()
@@ -60,19 +63,28 @@ class Pool:
                 rank = waiting.pop(pipe)
                 ok, answer = pipe.recv()
                 (answers if ok else failed)[rank] = answer
-            within_s = 20.0 if failed else within_s  # the others may wait for the failed rank forever
+            # the others may wait for the failed rank forever
+            within_s = 20.0 if failed else within_s
         if waiting or failed:
             self.close()
         for rank, text in sorted(failed.items()):
             if torch.__version__ < "2.12" and "requires torch 2.12" in text:
-                pytest.skip(text.splitlines()[-1])  # the reason: a schedule that an older torch has on GPUs alone
+                # the reason: a schedule that an older torch has on GPUs alone
+                pytest.skip(text.splitlines()[-1])
             raise AssertionError(f"rank {rank} in {case}:\n{text}")
-        assert not waiting, f"ranks {sorted(waiting.values())} did not answer {case} within {within_s:g} s"
+        assert not waiting, (
+            f"ranks {sorted(waiting.values())} did not answer {case} within {within_s:g} s"
+        )
         return [answers[rank] for rank in range(self.world)]
 
     def _threads(self) -> int:
         return max(
-            (len(list(Path(f"/proc/{p.pid}/task").iterdir())) for p in self.processes if p.is_alive()), default=0
+            (
+                len(list(Path(f"/proc/{p.pid}/task").iterdir()))
+                for p in self.processes
+                if p.is_alive()
+            ),
+            default=0,
         )
 
     def close(self) -> None:
@@ -93,7 +105,9 @@ class Pool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world, self.local_world, rendezvous, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.world, self.local_world, rendezvous, theirs),
+                daemon=True,
             )
             process.start()
             self.pipes.append(ours)
@@ -101,11 +115,15 @@ class Pool:
 
 
 def _forget() -> None:
-    """Empty torch's caches: they hold the meshes of the ended case, whose groups have threads of gloo that poll."""
+    """Empty torch's caches: they hold the meshes of the ended case, whose groups have threads of
+    gloo that poll.
+    """
     _clear_sharding_prop_cache()
     getattr(_redistribute, "clear_redistribute_planner_cache", gc.collect)()  # torch 2.11 has none
     for cache in gc.get_objects():
-        if type(cache) is functools._lru_cache_wrapper and cache.__module__.startswith("torch.distributed"):
+        if type(cache) is functools._lru_cache_wrapper and cache.__module__.startswith(
+            "torch.distributed"
+        ):
             cache.cache_clear()
     gc.collect()
 
@@ -117,14 +135,16 @@ def _serve(rank: int, world: int, local_world: int, rendezvous: str, pipe: Conne
     number = 0
     while (work := pipe.recv()) is not None:
         case, arguments = work
-        # a world for each case, or the groups of meshes and their gloo threads would accumulate. The previous world is
-        # destroyed here, when all ranks are done with it
+        # a world for each case, or the groups of meshes and their gloo threads would accumulate.
+        # The previous world is destroyed here, when all ranks are done with it
         if dist.is_initialized():
             if len(os.listdir("/proc/self/task")) > FORGET_THREADS:
                 _forget()
             dist.destroy_process_group()
         number += 1
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}-{number}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}-{number}", rank=rank, world_size=world
+        )
         try:
             module, _, name = case.rpartition(".")
             found = importlib.import_module(f"tests.distributed.{module or 'cases'}")

@@ -30,7 +30,10 @@ def _train(corpus: str, out: Path, trunk: Path | None = None, **train: Any) -> i
 
 def _curve(folder: Path) -> list[dict[str, Any]]:
     kept = ("step", "loss", "lr", "grad_norm", "cells", "val_loss", "effective_rank")
-    return [{key: line[key] for key in kept if key in line} for line in read_lines(folder / "metrics.jsonl")]
+    return [
+        {key: line[key] for key in kept if key in line}
+        for line in read_lines(folder / "metrics.jsonl")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,9 @@ def trunk(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("steps", [14, pytest.param(8, marks=pytest.mark.full)])
-def test_a_branch_is_bitwise_the_run_of_its_length(corpus: str, trunk: Path, tmp_path: Path, steps: int) -> None:
+def test_a_branch_is_bitwise_the_run_of_its_length(
+    corpus: str, trunk: Path, tmp_path: Path, steps: int
+) -> None:
     alone, branch = trunk.parents[1], tmp_path / "branch"
     if steps != 14:
         alone = tmp_path / "alone"
@@ -64,15 +69,30 @@ def test_a_branch_that_has_begun_needs_no_trunk(corpus: str, trunk: Path, tmp_pa
     assert _train(corpus, tmp_path / "branch", trunk, steps=8) == 0  # done: nothing is copied again
     assert branch.path.exists()
     (tmp_path / "branch" / "status.json").unlink()
-    assert _train(corpus, tmp_path / "branch", tmp_path / "gone" / "checkpoints" / trunk.name, steps=9) == 0
+    assert (
+        _train(corpus, tmp_path / "branch", tmp_path / "gone" / "checkpoints" / trunk.name, steps=9)
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("at", "change", "message"),
     [
-        (BRANCH, {"steps": 6}, "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5"),
-        (BRANCH, {"steps": 5}, "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that"),
-        (BRANCH, {"steps": 8, "seed": 3}, "of another configuration (train.seed 0 -> 3); make them equal, or set init"),
+        (
+            BRANCH,
+            {"steps": 6},
+            "step 5 has learning rate 0.00055, in its trunk 0.001: expected the same until step 5",
+        ),
+        (
+            BRANCH,
+            {"steps": 5},
+            "goes on from step 5 of its trunk and has 5 steps in all; set train.steps above that",
+        ),
+        (
+            BRANCH,
+            {"steps": 8, "seed": 3},
+            "of another configuration (train.seed 0 -> 3); make them equal, or set init",
+        ),
         (3, {"steps": 8}, "no checkpoint of step 3; there are those of steps"),
     ],
 )

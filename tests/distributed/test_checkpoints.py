@@ -39,7 +39,9 @@ def test_resuming_in_the_same_layout_is_bitwise_the_uninterrupted_run(
     same = options(LAYOUTS["HYBRID_SHARD"], train={"steps": 8})
     whole = pool.run("curve", corpus=corpus, options=same, folder=str(tmp_path / "whole"), steps=8)
     shutil.copytree(half, tmp_path / "run")
-    resumed = pool.run("curve", corpus=corpus, options=same, folder=str(tmp_path / "run"), steps=8, load=True)
+    resumed = pool.run(
+        "curve", corpus=corpus, options=same, folder=str(tmp_path / "run"), steps=8, load=True
+    )
     assert resumed[0] == whole[0][-len(resumed[0]) :]
     assert len(resumed[0]) == 4
 
@@ -61,23 +63,31 @@ def test_the_index_is_read_once_and_a_planted_pickle_is_not_run(
     reads: list[Path] = []
     for name in ("read_bytes", "read_text"):
         read = getattr(Path, name)
-        monkeypatch.setattr(Path, name, lambda path, read=read, **k: reads.append(path) or read(path, **k))
+        monkeypatch.setattr(
+            Path, name, lambda path, read=read, **k: reads.append(path) or read(path, **k)
+        )
     model = torch.nn.Linear(1, 1)
     with pytest.raises(DataError, match=r"step-00000004: cannot be loaded \(.*Missing key"):
         Checkpoints(folder, 1).load(checkpoint, model, build_optimizer(model, Train(steps=1)))
     assert [path.name for path in reads] == ["index.json"]
     (checkpoint.path / "index.json").unlink()
-    with pytest.raises(DataError, match=r"no index\.json; expected a checkpoint of this version, train the run again$"):
+    with pytest.raises(
+        DataError,
+        match=r"no index\.json; expected a checkpoint of this version, train the run again$",
+    ):
         load_tensors(checkpoint.path, {"model.weight": torch.zeros(3)})
     assert not trace.exists()
 
 
-def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(half: Path, tmp_path: Path) -> None:
+def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(
+    half: Path, tmp_path: Path
+) -> None:
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
     whole = CheckpointReader(tmp_path / "checkpoint").read_metadata()
     pickled = pickle.loads((tmp_path / "checkpoint" / ".metadata").read_bytes())  # noqa: S301
     assert {at: vars(place) for at, place in whole.storage_data.items()} == {
-        at: {"transform_descriptors": None} | vars(place) for at, place in pickled.storage_data.items()
+        at: {"transform_descriptors": None} | vars(place)
+        for at, place in pickled.storage_data.items()
     }
     for name, of in pickled.state_dict_metadata.items():
         found = whole.state_dict_metadata[name]
@@ -90,12 +100,18 @@ def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(h
     assert [*own.state_dict_metadata] == [name]
     assert own.state_dict_metadata[name].chunks == [first]
     assert [at.offset for at in own.storage_data] == [first.offsets]
-    by_dcp = {name: torch.zeros(of.size, dtype=of.properties.dtype) for name, of in whole.state_dict_metadata.items()}
+    by_dcp = {
+        name: torch.zeros(of.size, dtype=of.properties.dtype)
+        for name, of in whole.state_dict_metadata.items()
+    }
     by_bytes = {name: torch.ones_like(tensor) for name, tensor in by_dcp.items()}
     load_tensors(tmp_path / "checkpoint", by_dcp)
     load_whole(tmp_path / "checkpoint", by_bytes)
     assert all(torch.equal(by_bytes[name], tensor) for name, tensor in by_dcp.items())
-    with pytest.raises(DataError, match=r"cannot be loaded \(ValueError: .*: expected \(7,\), got parts of .*damaged$"):
+    with pytest.raises(
+        DataError,
+        match=r"cannot be loaded \(ValueError: .*: expected \(7,\), got parts of .*damaged$",
+    ):
         load_whole(tmp_path / "checkpoint", {name: torch.zeros(7)})
 
 
@@ -106,8 +122,14 @@ OF_A = {"dtype": "float32", "size": [2], "offsets": [0], "sizes": [2], "file": [
     ("text", "reason"),
     [
         ("{", "not valid JSON"),
-        ('{"files": ["../a"], "tensors": {}}', "not a checkpoint's index (ValueError: '../a' is elsewhere)"),
-        (json.dumps({"files": ["b"], "tensors": {"a": OF_A}}), "not a checkpoint's index (KeyError: 'start')"),
+        (
+            '{"files": ["../a"], "tensors": {}}',
+            "not a checkpoint's index (ValueError: '../a' is elsewhere)",
+        ),
+        (
+            json.dumps({"files": ["b"], "tensors": {"a": OF_A}}),
+            "not a checkpoint's index (KeyError: 'start')",
+        ),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, text: str, reason: str) -> None:
@@ -119,7 +141,9 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str, reason: str) -> N
 
 @pytest.fixture
 def run(half: Path, tmp_path: Path) -> Path:
-    """A copy of the run with whole checkpoints of the steps 4 and 6, and one of step 8 that lost its manifest."""
+    """A copy of the run with whole checkpoints of the steps 4 and 6, and one of step 8 that lost
+    its manifest.
+    """
     shutil.copytree(half, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (6, 8):
@@ -152,7 +176,9 @@ def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, run: Path) -
     assert pool.run("gathered") == [expected] * 4
 
 
-def test_a_later_save_into_the_same_memory_holds_its_own_step(alone: None, corpus: str, tmp_path: Path) -> None:
+def test_a_later_save_into_the_same_memory_holds_its_own_step(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
     opts = options(train={"checkpoint_every_steps": 2, "keep_checkpoints": 9})
     whole = cases.curve(corpus, opts, str(tmp_path / "run"), steps=8)
     for step in (2, 4, 6):
@@ -163,14 +189,18 @@ def test_a_later_save_into_the_same_memory_holds_its_own_step(alone: None, corpu
         assert cases.curve(corpus, opts, str(folder), steps=8, load=True) == whole[step:]
 
 
-def test_a_save_that_fails_is_an_error_of_the_run(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_an_error_of_the_run(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TrainFolder, "finish", full)
     model, checkpoints = torch.nn.Linear(1, 1), Checkpoints(TrainFolder(tmp_path), 1)
     checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
-    with pytest.raises(DataError, match=r"of step 3 could not be written \(.*No space left on device\); earlier"):
+    with pytest.raises(
+        DataError, match=r"of step 3 could not be written \(.*No space left on device\); earlier"
+    ):
         checkpoints.wait()
 
 
@@ -181,7 +211,8 @@ def test_a_disk_that_is_full_amid_a_tensor_is_named(alone: None, tmp_path: Path)
     with full_after(50_000):
         checkpoints.save(model, build_optimizer(model, Train(steps=1)), 4, {})
         with pytest.raises(
-            DataError, match=r"of step 4 could not be written \(a file was cut off: the disk is full, or "
+            DataError,
+            match=r"of step 4 could not be written \(a file was cut off: the disk is full, or ",
         ):
             checkpoints.wait()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]

@@ -1,4 +1,6 @@
-"""Every layout trains the model of one process: a test for each promise, over the table in `conformance.py`."""
+"""Every layout trains the model of one process: a test for each promise, over the table in
+`conformance.py`.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,12 +15,22 @@ from safetensors.torch import load_file
 from cellmill.config import plugin
 from cellmill.train.checkpoint import CheckpointReader
 from tests.distributed import buffered, cases, conformance
-from tests.distributed.conformance import AXES, CHAINS, COMBINED, CUTS, PAIRS, PRODUCT, Case, grouped
+from tests.distributed.conformance import (
+    AXES,
+    CHAINS,
+    COMBINED,
+    CUTS,
+    PAIRS,
+    PRODUCT,
+    Case,
+    grouped,
+)
 from tests.distributed.pool import Pool
 
 TOLERANCE = 5e-6
 ON_TWO = [Case(model, axis, 2) for model in PAIRS if model != "denoise" for axis in AXES]
-ON_TWO += [Case("denoise", axis, 2) for axis in ("ddp", "fsdp", "tp of whole tokens")]  # profile has one block a cell
+# profile has one block a cell
+ON_TWO += [Case("denoise", axis, 2) for axis in ("ddp", "fsdp", "tp of whole tokens")]
 OF_SEQUENCES = [Case("hf", "ddp", 2), Case("hf", "fsdp", 2), Case("proteins", "tp", 2)]
 BUFFERED = Case("buffered", "pp", 2)
 BEGUN = [*(Case("masked_gene", axis, 2) for axis in AXES), *COMBINED[:6], *COMBINED[8:11], BUFFERED]
@@ -34,26 +46,35 @@ Trained = dict[str, Any]
 def rows(quick: list[Case], product: list[Case] = PRODUCT) -> Any:
     """Cases of `make test`, and of the product those that only `make test-all` has."""
     made = [grouped(case, full=False) for case in quick]
-    return pytest.mark.parametrize("case", made + [grouped(case, full=True) for case in product if case not in quick])
+    return pytest.mark.parametrize(
+        "case", made + [grouped(case, full=True) for case in product if case not in quick]
+    )
 
 
 class Table:
     """Trainings of the table, each made once in a session."""
 
-    def __init__(self, pools: Callable[[int], Pool], corpora: dict[str, str], vectors: str, folder: Path) -> None:
+    def __init__(
+        self, pools: Callable[[int], Pool], corpora: dict[str, str], vectors: str, folder: Path
+    ) -> None:
         self.pools, self.corpora, self.vectors, self.folder = pools, corpora, vectors, folder
         self.made: dict[str, list[Trained]] = {}
 
     def corpus(self, model: str) -> str:
         return self.corpora[conformance.CORPORA.get(model, "cells")]
 
-    def train(self, model: str, ranks: int, given: dict[str, Any], folder: Path, **more: Any) -> list[Trained]:
+    def train(
+        self, model: str, ranks: int, given: dict[str, Any], folder: Path, **more: Any
+    ) -> list[Trained]:
         """What each rank returns of a training."""
         given = json.loads(json.dumps(given).replace('"VECTORS"', json.dumps(self.vectors)))
         more |= {"corpus": self.corpus(model), "options": given, "folder": str(folder)}
         found = [cases.trained(**more)] if ranks == 1 else self.pools(ranks).run("trained", **more)
         for each in found:
-            each |= {key: [(k, conformance.digest_of(v)) for k, v in each[key]] for key in ("first", "last")}
+            each |= {
+                key: [(k, conformance.digest_of(v)) for k, v in each[key]]
+                for key in ("first", "last")
+            }
         return found
 
     def once(self, case: Case) -> tuple[list[Trained], Path]:
@@ -64,7 +85,9 @@ class Table:
             self.made[name] = self.train(case.model, case.ranks, given, self.folder / name, **key)
         return self.made[name], self.folder / name
 
-    def alone(self, model: str, precision: str = "32-true", steps: int = conformance.STEPS) -> Trained:
+    def alone(
+        self, model: str, precision: str = "32-true", steps: int = conformance.STEPS
+    ) -> Trained:
         """The same of one process with one micro-batch a step."""
         given = conformance.run(model, {}, {"token_budget": 8192}, precision)
         name = conformance.digest([given, steps])
@@ -75,9 +98,15 @@ class Table:
 
 @pytest.fixture(scope="module")
 def made(
-    pools: Callable[[int], Pool], corpus: str, proteins: str, vectors: str, tmp_path_factory: pytest.TempPathFactory
+    pools: Callable[[int], Pool],
+    corpus: str,
+    proteins: str,
+    vectors: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Table:
-    return Table(pools, {"cells": corpus, "proteins": proteins}, vectors, tmp_path_factory.mktemp("table"))
+    return Table(
+        pools, {"cells": corpus, "proteins": proteins}, vectors, tmp_path_factory.mktemp("table")
+    )
 
 
 @pytest.fixture
@@ -90,7 +119,9 @@ def table(made: Table, alone: None) -> Iterator[Table]:
 def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bool = False) -> None:
     """Logged lines are the expected ones in every rank; with low precision, their losses nearly."""
     lines = ranks[0]["lines"]
-    assert all(rank["lines"] == lines for rank in ranks), "ranks disagree about a number that is global"
+    assert all(rank["lines"] == lines for rank in ranks), (
+        "ranks disagree about a number that is global"
+    )
     assert [line.keys() for line in lines] == [line.keys() for line in expected]
     for line, other in zip(lines, expected):
         if low:
@@ -100,8 +131,11 @@ def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bo
             rtol, atol = (1e-3, 1e-6) if key in cases.MEASURED else (TOLERANCE, TOLERANCE)
             if key == "grad_norm":  # of weights that rounding has moved apart in the steps before
                 rtol = 4 * TOLERANCE
-            found, wanted = np.array([line[key], value], float)  # None, a metric without a value, is nan
-            np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=f"{key} of {other}")
+            # None, a metric without a value, is nan
+            found, wanted = np.array([line[key], value], float)
+            np.testing.assert_allclose(
+                found, wanted, rtol=rtol, atol=atol, err_msg=f"{key} of {other}"
+            )
 
 
 @rows(ALL)
@@ -122,7 +156,8 @@ def test_training_logs_the_share_of_labelled_cells(table: Table) -> None:
     assert 0.5 < np.mean([line["labelled_frac_age"] for line in lines]) < 1
     assert "labelled_frac_cell_decoding" not in lines[0]
     lines = [line for line in table.alone("student")["lines"] if "loss" in line]
-    assert 0.7 < np.mean([line["labelled_frac_distill"] for line in lines]) < 1  # six of seven cells have a vector
+    # six of seven cells have a vector
+    assert 0.7 < np.mean([line["labelled_frac_distill"] for line in lines]) < 1
 
 
 @rows(BEGUN)
@@ -136,7 +171,8 @@ def test_first_weights_equal_those_of_one_process_to_the_bit(table: Table, case:
 
 @rows(BEGUN)
 def test_ranks_end_with_the_same_parameters(table: Table, case: Case) -> None:
-    found = [pair for rank in table.once(case)[0] for pair in rank["last"]]  # copies of a tied one too
+    # copies of a tied one too
+    found = [pair for rank in table.once(case)[0] for pair in rank["last"]]
     assert len(set(found)) == len(dict(found)), "copies of a parameter differ"
 
 
@@ -146,9 +182,12 @@ def test_how_a_step_is_cut_and_computed_changes_nothing(table: Table, case: Case
 
 
 @pytest.mark.parametrize(
-    ("case", "chain"), [grouped(Case(model, chain[0], ranks), full, chain) for ranks, model, chain, full in CHAINS]
+    ("case", "chain"),
+    [grouped(Case(model, chain[0], ranks), full, chain) for ranks, model, chain, full in CHAINS],
 )
-def test_a_run_resumes_in_another_layout(table: Table, tmp_path: Path, case: Case, chain: list[str]) -> None:
+def test_a_run_resumes_in_another_layout(
+    table: Table, tmp_path: Path, case: Case, chain: list[str]
+) -> None:
     each, model = conformance.EACH, case.model
     expected = table.alone(model, steps=each * len(chain))["lines"]
     for part, layout in enumerate(chain):
@@ -160,14 +199,18 @@ def test_a_run_resumes_in_another_layout(table: Table, tmp_path: Path, case: Cas
 
 
 @rows(EXPORTED, COMBINED[:11])
-def test_an_export_is_the_trained_model_to_the_bit(table: Table, tmp_path: Path, case: Case) -> None:
+def test_an_export_is_the_trained_model_to_the_bit(
+    table: Table, tmp_path: Path, case: Case
+) -> None:
     ranks, folder = table.once(case)
     tensors = cases.exported(table.corpus(case.model), folder, tmp_path)
     for name, content in {pair for rank in ranks for pair in rank["last"]}:
         assert conformance.digest_of(tensors[name].numpy()) == content, name
 
 
-def test_checkpoints_and_exports_have_the_persistent_buffers_alone(table: Table, tmp_path: Path) -> None:
+def test_checkpoints_and_exports_have_the_persistent_buffers_alone(
+    table: Table, tmp_path: Path
+) -> None:
     _, folder = table.once(BUFFERED)
     persistent = {"order", *(f"blocks.{index}.scale" for index in range(4))}
     newest = max((folder / "checkpoints").iterdir())

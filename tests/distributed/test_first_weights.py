@@ -1,4 +1,6 @@
-"""Each rank reads of `init_from` what it keeps, and starts from the values that a whole model has, in every layout."""
+"""Each rank reads of `init_from` what it keeps, and starts from the values that a whole model has,
+in every layout.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,17 @@ def export(options: dict[str, Any], folder: Path) -> None:
     parsed = TrainOptions.model_validate(options)
     network = build(ModelSpec.of(parsed, THEIRS.n_genes))
     tensors = dict(initial_tensors(network, 5, None, THEIRS))
-    write_tensors(folder / "model.safetensors", {name: t for name, t in tensors.items() if name != "gene_bias"})
+    write_tensors(
+        folder / "model.safetensors",
+        {name: t for name, t in tensors.items() if name != "gene_bias"},
+    )
     THEIRS.write(folder / "vocabulary.tsv")
     sections = parsed.model_dump(mode="json", include={"model", "tokens", "objective"})
-    texts = {"family": parsed.model.family, "vocabulary_digest": THEIRS.digest, "weights_sha256": ""}
+    texts = {
+        "family": parsed.model.family,
+        "vocabulary_digest": THEIRS.digest,
+        "weights_sha256": "",
+    }
     write_json(folder / "config.json", {"format": WEIGHTS_FORMAT, **texts, **sections})
 
 
@@ -86,7 +95,9 @@ def counted() -> Iterator[list[int]]:
 
 
 def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]:
-    """Names of tensors that differ from those of a whole model, and bytes: read, kept by this rank, of all."""
+    """Names of tensors that differ from those of a whole model, and bytes: read, kept by this rank,
+    of all.
+    """
     parsed = TrainOptions.model_validate(options)
     mesh = build_mesh(parsed.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), "cpu")
     source = None if folder is None else Path(folder)
@@ -94,7 +105,10 @@ def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]
     means = {}
     if parsed.finetune.new_genes == "mean":
         tensors = load_file(Path(str(folder)) / "model.safetensors")
-        means = {name: tensors[name][2:].double().mean(0).float() for name in network.gene_rows & tensors.keys()}
+        means = {
+            name: tensors[name][2:].double().mean(0).float()
+            for name in network.gene_rows & tensors.keys()
+        }
     whole = dict(initial_tensors(network, parsed.train.seed, source, OURS, new_genes=means))
     if means:  # the first of our genes is none of theirs
         assert torch.equal(whole["gene_embedding.weight"][2], means["gene_embedding.weight"])
@@ -105,7 +119,9 @@ def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]
         own, expected = tensor.detach(), whole[name]
         if isinstance(tensor, DTensor):
             own = tensor.to_local().detach()
-            placed = distribute_tensor(expected, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            placed = distribute_tensor(
+                expected, tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
             expected = placed.to_local()
         kept += own.nbytes
         differing += [] if torch.equal(own, expected) else [name]
@@ -114,15 +130,21 @@ def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]
 
 
 MEAN = {"new_genes": "mean"}
-CASES: list[tuple[str, dict[str, str]]] = [(name, {}) for name in ("FULL_SHARD", "HYBRID_SHARD", "tp 4", TP, PP)]
+CASES: list[tuple[str, dict[str, str]]] = [
+    (name, {}) for name in ("FULL_SHARD", "HYBRID_SHARD", "tp 4", TP, PP)
+]
 CASES += [(name, MEAN) for name in ("FULL_SHARD", TP, PP)]
 
 
-@pytest.mark.parametrize(("layout", "finetune"), quick(CASES, [(TP, {}), (PP, {}), ("FULL_SHARD", MEAN)]))
+@pytest.mark.parametrize(
+    ("layout", "finetune"), quick(CASES, [(TP, {}), (PP, {}), ("FULL_SHARD", MEAN)])
+)
 def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
     pool: Pool, tmp_path: Path, layout: str, finetune: dict[str, str]
 ) -> None:
-    given = options((LAYOUTS | PIPELINES)[layout], model={"objective": "masked_gene"}) | {"finetune": finetune}
+    given = options((LAYOUTS | PIPELINES)[layout], model={"objective": "masked_gene"}) | {
+        "finetune": finetune
+    }
     export(given, tmp_path)
     found = pool.run("test_first_weights.first_weights", options=given, folder=str(tmp_path))
     assert [rank["differing"] for rank in found] == [[]] * len(found)
@@ -131,4 +153,6 @@ def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
         return
     assert all(0.6 * rank["kept"] < rank["read"] <= rank["kept"] for rank in found)
     if layout == "FULL_SHARD":
-        assert sum(rank["read"] for rank in found) <= found[0]["all"], "the ranks together read the model once"
+        assert sum(rank["read"] for rank in found) <= found[0]["all"], (
+            "the ranks together read the model once"
+        )

@@ -1,7 +1,9 @@
-"""How layouts cut a model, what holds in them beside the promises of `test_conformance`, and compiled layouts.
+"""How layouts cut a model, what holds in them beside the promises of `test_conformance`, and
+compiled layouts.
 
-Gradients are silently wrong where tensor parallel and torch.compile are put together naively, so norms are compared in
-every step. Layouts are traced and differentiated by torch (`aot_eager`); the code of inductor is made in one of them.
+Gradients are silently wrong where tensor parallel and torch.compile are put together naively, so
+norms are compared in every step. Layouts are traced and differentiated by torch (`aot_eager`); the
+code of inductor is made in one of them.
 """
 
 import shutil
@@ -24,7 +26,9 @@ from tests.distributed.pool import Pool
 
 
 @pytest.mark.parametrize("rows", [122, 9, 3])
-def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(pool: Pool, rows: int) -> None:
+def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(
+    pool: Pool, rows: int
+) -> None:
     shapes, generator = ((rows, 8), (rows,), (7, 8)), torch.Generator().manual_seed(rows)
     table, bias, states = (torch.randn(shape, generator=generator) for shape in shapes)
     tokens, answers = torch.arange(11) % rows, torch.arange(7) * 5 % rows
@@ -40,7 +44,9 @@ def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(pool: 
 
 
 def test_hybrid_shard_shards_inside_a_node_and_replicates_across(pool: Pool, corpus: str) -> None:
-    for found in pool.run("initial_parameters", corpus=corpus, options=options(LAYOUTS["HYBRID_SHARD"])):
+    for found in pool.run(
+        "initial_parameters", corpus=corpus, options=options(LAYOUTS["HYBRID_SHARD"])
+    ):
         for name, parameter in found.items():
             assert parameter["mesh"] == [2, 2], name
             assert parameter["placements"] == ["R", "S(0)"], name
@@ -48,22 +54,37 @@ def test_hybrid_shard_shards_inside_a_node_and_replicates_across(pool: Pool, cor
                 assert parameter["local"][0] == parameter["full"][0] // 2, name
 
 
-@pytest.mark.parametrize("layout", ["tp 4", pytest.param("FULL_SHARD x tp 2", marks=pytest.mark.full)])
-def test_tensor_parallel_cuts_matrices_by_heads_width_and_tokens(pool: Pool, corpus: str, layout: str) -> None:
-    cut = {"qkv.weight": 0, "qkv.bias": 0, "out.weight": 1, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+@pytest.mark.parametrize(
+    "layout", ["tp 4", pytest.param("FULL_SHARD x tp 2", marks=pytest.mark.full)]
+)
+def test_tensor_parallel_cuts_matrices_by_heads_width_and_tokens(
+    pool: Pool, corpus: str, layout: str
+) -> None:
+    cut = {
+        "qkv.weight": 0,
+        "qkv.bias": 0,
+        "out.weight": 1,
+        "up.weight": 0,
+        "up.bias": 0,
+        "down.weight": 1,
+    }
     tp = LAYOUTS[layout]["tp"]
     for found in pool.run("initial_parameters", corpus=corpus, options=options(LAYOUTS[layout])):
         for name, parameter in found.items():
             dim = 0 if name == "gene_embedding.weight" else cut.get(".".join(name.split(".")[2:]))
             if dim is not None:
-                assert (parameter["placements"][-1], parameter["mesh"][-1]) == (f"S({dim})", tp), name
+                assert (parameter["placements"][-1], parameter["mesh"][-1]) == (f"S({dim})", tp), (
+                    name
+                )
             elif name.endswith((".out.bias", ".down.bias")):
                 assert parameter["placements"][-1] == "R", name
             else:
                 assert len(parameter["mesh"]) == (0 if tp == 4 else 1), name
 
 
-@pytest.mark.parametrize("layout", quick(["HYBRID_SHARD", "pp 2, 1F1B x FULL_SHARD"], ["HYBRID_SHARD"]))
+@pytest.mark.parametrize(
+    "layout", quick(["HYBRID_SHARD", "pp 2, 1F1B x FULL_SHARD"], ["HYBRID_SHARD"])
+)
 def test_an_epoch_that_leaves_a_rank_without_cells_does_not_hang(
     pool: Pool, corpus: str, tmp_path: Path, layout: str
 ) -> None:
@@ -81,14 +102,20 @@ def test_every_process_group_of_a_mesh_gets_the_timeout(pool: Pool) -> None:
 
 
 @pytest.mark.full
-def test_a_length_that_comes_again_needs_no_new_schedule(pool: Pool, corpus: str, tmp_path: Path) -> None:
+def test_a_length_that_comes_again_needs_no_new_schedule(
+    pool: Pool, corpus: str, tmp_path: Path
+) -> None:
     # 60 to 250 tokens in a micro-batch: lengths of 64, 128, 192 and 256
     staged = options({"pp": 2, "microbatches": 6, "schedule": "ZBV", "tp": 2}, model={"layers": 4})
-    for built, used, with_buffers in pool.run("schedules", corpus=corpus, options=staged, folder=str(tmp_path)):
+    for built, used, with_buffers in pool.run(
+        "schedules", corpus=corpus, options=staged, folder=str(tmp_path)
+    ):
         assert len(used) == 20
         assert len(built) == len(set(built)) == len(set(used))
         changes = sum(a != b for a, b in pairwise(used))
-        assert changes + 1 > len(built), "no length came again after another one: the case tests nothing"
+        assert changes + 1 > len(built), (
+            "no length came again after another one: the case tests nothing"
+        )
         assert with_buffers <= 1, "schedules that are not in use keep memory"
 
 
@@ -99,14 +126,17 @@ def test_padded_lengths_are_few_and_near(multiple: int) -> None:
     assert (padded >= tokens).all()
     assert (padded % (64 * multiple) == 0).all()
     assert (padded - tokens < np.maximum(64 * multiple, tokens / 16 + 1)).all()
-    assert all(pipeline_tokens(n, multiple) == n for n in set(padded.tolist())), "a padded length is not padded again"
+    assert all(pipeline_tokens(n, multiple) == n for n in set(padded.tolist())), (
+        "a padded length is not padded again"
+    )
     assert len(set(padded[(tokens > 32_768) & (tokens <= 65_536)].tolist())) <= 17
 
 
 STEPS = 4
 COMPILED: dict[str, dict[str, Any]] = {
     **{name: LAYOUTS[name] for name in ("ddp", "HYBRID_SHARD", TP)},
-    "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"] | {"activation_checkpointing": "full"},
+    "tp 4, sequence parallel, recomputed": LAYOUTS["tp 4, sequence parallel"]
+    | {"activation_checkpointing": "full"},
     "pp 2 Interleaved1F1B": PIPELINES["pp 2, Interleaved1F1B x FULL_SHARD"],
 }
 # 4 blocks for 4 stages; validation, so that the code without dropout is compiled too
@@ -121,11 +151,21 @@ def reference(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "ranks"), [("tp", 2), *((name, 4) for name in COMPILED)])
 def test_compiled_layouts_train_the_model_of_one_process(
-    pools: Callable[[int], Pool], corpus: str, reference: np.ndarray, tmp_path: Path, layout: str, ranks: int
+    pools: Callable[[int], Pool],
+    corpus: str,
+    reference: np.ndarray,
+    tmp_path: Path,
+    layout: str,
+    ranks: int,
 ) -> None:
     opts = options((AXES if ranks == 2 else COMPILED)[layout] | {"compile": True}, **RUN)
     found = pools(ranks).run(
-        "curve_compiled", corpus=corpus, options=opts, folder=str(tmp_path), steps=STEPS, backend="aot_eager"
+        "curve_compiled",
+        corpus=corpus,
+        options=opts,
+        folder=str(tmp_path),
+        steps=STEPS,
+        backend="aot_eager",
     )
     for curve, graphs in found:
         assert graphs > 0
@@ -133,7 +173,9 @@ def test_compiled_layouts_train_the_model_of_one_process(
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
+)
 def test_inductor_code_trains_the_same_model_with_dropout(
     alone: None, corpus: str, reference: np.ndarray, tmp_path: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""What the loop does beside steps: it ends when patience is over, averages the weights, and records traces of steps."""
+"""What the loop does beside steps: it ends when patience is over, averages the weights, and records
+traces of steps.
+"""
 
 import gzip
 import json
@@ -26,7 +28,14 @@ LAYOUTS: list[dict[str, Any]] = [{"strategy": "ddp"}, {"pp": 2, "schedule": "ZBV
 
 def _run(layout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     # the effective rank grows: with the smallest as the best, the first validation stays it
-    given = {"steps": 9, "lr": 1e-2, "schedule": "constant", "val_every_steps": 1, **PATIENCE, **train}
+    given = {
+        "steps": 9,
+        "lr": 1e-2,
+        "schedule": "constant",
+        "val_every_steps": 1,
+        **PATIENCE,
+        **train,
+    }
     return options(layout, train=given)
 
 
@@ -38,16 +47,25 @@ def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume
     end = max(line["step"] for line in whole)
     assert end < 9
     given = {"corpus": corpus, "options": _run(layout), "folder": str(tmp_path / "spread")}
-    halves = [pool.run("trained", steps=steps, load=steps > 2, **given)[0]["lines"] for steps in (2, 9)]
+    halves = [
+        pool.run("trained", steps=steps, load=steps > 2, **given)[0]["lines"] for steps in (2, 9)
+    ]
     for key in ("loss", "val_loss"):
-        found, expected = ([line[key] for line in of if key in line] for of in ([*halves[0], *halves[1]], whole))
+        found, expected = (
+            [line[key] for line in of if key in line] for of in ([*halves[0], *halves[1]], whole)
+        )
         np.testing.assert_allclose(found, expected, atol=1e-4)
-    best, newest = (TrainFolder(tmp_path / "spread").best().step, TrainFolder(tmp_path / "spread").saved_step())
+    best, newest = (
+        TrainFolder(tmp_path / "spread").best().step,
+        TrainFolder(tmp_path / "spread").saved_step(),
+    )
     assert (best, newest) == (TrainFolder(tmp_path / "whole").best().step, end)
 
 
 @pytest.mark.full
-def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpus: str, tmp_path: Path) -> None:
+def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(
+    corpus: str, tmp_path: Path
+) -> None:
     run = Run(corpus, tmp_path / "train")
     said = "".join(run.train(_run(steps=50), nproc_per_node=2))
     status = run.read("status.json")
@@ -58,21 +76,35 @@ def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(corpu
     assert f"{run.out}: this run is already done" in run.train(_run(steps=50), nproc_per_node=2)[0]
     run.train(_run(steps=50, early_stop_patience=3))
     assert run.read("status.json")["step"] > status["step"]
-    words = ["consolidate", "--train", str(run.out), "--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(tmp_path)]
+    words = [
+        "consolidate",
+        "--train",
+        str(run.out),
+        "--vocabulary",
+        f"{corpus}/vocabulary.tsv",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*words, "--options", '{"consolidate": {}}']) == 0
     assert json.loads((tmp_path / "config.json").read_text())["step"] == status["best_step"]
 
 
-def test_auto_trains_as_many_steps_as_the_number_set_by_hand_and_continues_it(corpus: str, tmp_path: Path) -> None:
+def test_auto_trains_as_many_steps_as_the_number_set_by_hand_and_continues_it(
+    corpus: str, tmp_path: Path
+) -> None:
     runs = [Run(corpus, tmp_path / name) for name in ("auto", "number")]
     curves = []
     for run, steps in zip(runs, ("auto", AUTO_MIN_STEPS)):
-        run.train(_run(steps=steps, schedule="cosine"))  # whose rate in each step depends on the number of steps
+        # whose rate in each step depends on the number of steps
+        run.train(_run(steps=steps, schedule="cosine"))
         assert run.read("status.json")["steps"] == AUTO_MIN_STEPS
         lines = [line for line in read_lines(run.out / "metrics.jsonl") if "loss" in line]
         curves.append([(line["loss"], line["grad_norm"], line["lr"]) for line in lines])
     assert curves[0] == curves[1]
-    assert f"{runs[1].out}: this run is already done" in runs[1].train(_run(steps="auto", schedule="cosine"))[0]
+    assert (
+        f"{runs[1].out}: this run is already done"
+        in runs[1].train(_run(steps="auto", schedule="cosine"))[0]
+    )
 
 
 def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
@@ -81,10 +113,13 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
     saved = []
     for going_on in (False, True):
         made, _ = cases.trainer(corpus, _run(val_every_steps=2), str(tmp_path), 9, load=going_on)
-        made.stop.received = "SIGTERM"  # asked to stop in its first step, and stopped after the second
+        # asked to stop in its first step, and stopped after the second
+        made.stop.received = "SIGTERM"
         assert not made.run()
         made.close()
-        states = [checkpoint.state()["progress"] for checkpoint in TrainFolder(tmp_path).checkpoints()]
+        states = [
+            checkpoint.state()["progress"] for checkpoint in TrainFolder(tmp_path).checkpoints()
+        ]
         saved.append([(state["step"], state["val_step"]) for state in states])
     assert saved == [[(2, None)], [(2, 2), (4, 2)]]
 
@@ -94,7 +129,9 @@ def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
 ) -> None:
     file, folder = tmp_path / "metrics.jsonl", str(tmp_path)
     for steps, every in ((4, 2), (6, 1)):  # another interval is no damage
-        made, _ = cases.trainer(corpus, options(train={"log_every_steps": every}), folder, steps, load=steps == 6)
+        made, _ = cases.trainer(
+            corpus, options(train={"log_every_steps": every}), folder, steps, load=steps == 6
+        )
         made.trackers = [JsonlTracker(file)]
         made.trackers[0].start({}, 0)
         made.run()
@@ -111,11 +148,11 @@ def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
     ):
         file.write_bytes(damaged)
         cases.trainer(corpus, options(), folder, 6, load=True)[0].close()
-        expected = (
-            f"warning: {file}: expected 5 logged steps up to step 6, {missing} are missing (damaged or deleted); "
-        )
+        expected = f"warning: {file}: expected 5 logged steps up to step 6, {missing} are missing (damaged or deleted); "
         error = capsys.readouterr().err
-        assert (error.count("\n"), error.startswith(expected)) == ((1, True) if missing else (0, False))
+        assert (error.count("\n"), error.startswith(expected)) == (
+            (1, True) if missing else (0, False)
+        )
 
 
 DECAY, STEPS = 0.3, 6  # after the warm-up, (1 + t) / (10 + t), of the first three steps
@@ -133,25 +170,42 @@ def test_the_average_follows_its_formula_and_is_validated_and_exported(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
     def lines_of(name: str, **more: Any) -> list[dict[str, Any]]:
-        train = {"lr": 1e-2, "schedule": "constant", "val_every_steps": 1, "keep_checkpoints": 9} | more
+        train = {
+            "lr": 1e-2,
+            "schedule": "constant",
+            "val_every_steps": 1,
+            "keep_checkpoints": 9,
+        } | more
         given = options(train=train, model={"layers": 4})
         return cases.trained(corpus, given, str(tmp_path / name), STEPS)["lines"]
 
     lines = lines_of("train", ema_decay=DECAY, checkpoint_every_steps=1)
     plain, same = lines_of("plain"), lines_of("same", ema_decay=1e-9)
-    assert [line["loss"] for line in lines if "loss" in line] == [line["loss"] for line in plain if "loss" in line]
-    validated, at_end = ([line["val_loss"] for line in of if "val_loss" in line] for of in (lines, plain))
-    assert [line["val_loss"] for line in same if "val_loss" in line] == pytest.approx(at_end, abs=1e-6)
+    assert [line["loss"] for line in lines if "loss" in line] == [
+        line["loss"] for line in plain if "loss" in line
+    ]
+    validated, at_end = (
+        [line["val_loss"] for line in of if "val_loss" in line] for of in (lines, plain)
+    )
+    assert [line["val_loss"] for line in same if "val_loss" in line] == pytest.approx(
+        at_end, abs=1e-6
+    )
     assert np.abs(np.array(validated) - at_end).min() > 1e-5, "validation is of the weights"
     checkpoints = TrainFolder(tmp_path / "train").checkpoints()
     expected: dict[str, torch.Tensor] = {}
-    for at, checkpoint in enumerate(checkpoints[1:], start=1):  # that of step 1 has the average after step 0
+    # that of step 1 has the average after step 0
+    for at, checkpoint in enumerate(checkpoints[1:], start=1):
         before, decay = read(checkpoints[at - 1], "average."), min(DECAY, (1 + at) / (10 + at))
-        expected = {k: decay * before[k] + (1 - decay) * v for k, v in read(checkpoint, "model.").items()}
+        expected = {
+            k: decay * before[k] + (1 - decay) * v for k, v in read(checkpoint, "model.").items()
+        }
         torch.testing.assert_close(read(checkpoint, "average."), expected, atol=1e-7, rtol=1e-6)
     assert not read(TrainFolder(tmp_path / "plain").checkpoints()[-1], "average.")
     exported = cases.exported(corpus, tmp_path / "train", tmp_path / "model")
-    assert "| step | 6, weights averaged with decay 0.3 |" in (tmp_path / "model" / "README.md").read_text()
+    assert (
+        "| step | 6, weights averaged with decay 0.3 |"
+        in (tmp_path / "model" / "README.md").read_text()
+    )
     assert exported.keys() == expected.keys()
     torch.testing.assert_close(exported, read(checkpoints[-1], "average."), atol=0, rtol=0)
 
@@ -159,7 +213,9 @@ def test_the_average_follows_its_formula_and_is_validated_and_exported(
 PARTS = {"data", "prepare", "forward_backward", "clip", "optimizer"}
 
 
-@pytest.mark.parametrize(("last", "recorded"), [(3, 2), (9, 3)], ids=["inside the run", "beyond its end"])
+@pytest.mark.parametrize(
+    ("last", "recorded"), [(3, 2), (9, 3)], ids=["inside the run", "beyond its end"]
+)
 def test_a_trace_has_the_named_parts_of_each_requested_step(
     alone: None, corpus: str, tmp_path: Path, last: int, recorded: int
 ) -> None:

@@ -1,7 +1,8 @@
 """The plan's memory and traffic agree with what real processes allocate and send, over each link.
 
-Memory, of tens of megabytes, is planned to within 10 to 15 %. The pool's processes run the first functions of this
-module. Sizes under tensor parallelism are measured here, so no test may use the fixture `alone`, which holds a group.
+Memory, of tens of megabytes, is planned to within 10 to 15 %. The pool's processes run the first
+functions of this module. Sizes under tensor parallelism are measured here, so no test may use the
+fixture `alone`, which holds a group.
 """
 
 import gc
@@ -32,7 +33,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD"},
-    "HYBRID_SHARD, each": {"sharding_strategy": "HYBRID_SHARD", "gradient_reduction": "micro_batch"},
+    "HYBRID_SHARD, each": {
+        "sharding_strategy": "HYBRID_SHARD",
+        "gradient_reduction": "micro_batch",
+    },
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
     "FULL_SHARD x tp 2": {"sharding_strategy": "FULL_SHARD", "tp": 2},
     "sequence parallel": {"sharding_strategy": "FULL_SHARD", "tp": 2, "sequence_parallel": True},
@@ -46,8 +50,9 @@ PIPELINE = "pp 2 x FULL_SHARD"
 
 
 def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
-    """Peak bytes of CPU tensors of this process in a step, of all since the model was built, as its allocator reports
-    them; with the tokens of the largest micro-batch and the micro-batches of a step.
+    """Peak bytes of CPU tensors of this process in a step, of all since the model was built, as its
+    allocator reports them; with the tokens of the largest micro-batch and the micro-batches of a
+    step.
 
     A gloo thread's frees are sometimes not reported: the smallest of several steps counts.
     """
@@ -61,19 +66,27 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
                 made._step(iter([batch]))
     made.close()
     events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     live = np.cumsum([0] + [n_bytes for _, n_bytes in changes])
     times = np.array([time for time, _ in changes])
-    spans = sorted((event.start_ns(), event.end_ns()) for event in events if event.name() == "step")[first:]
+    spans = sorted(
+        (event.start_ns(), event.end_ns()) for event in events if event.name() == "step"
+    )[first:]
     borders = [np.searchsorted(times, span) for span in spans]
     return {
         "peak_bytes": min(int(live[start : end + 1].max()) for start, end in borders),
-        "tokens": max(made.parallel_model.padded_lengths([len(batch.genes) for batch in batches[0]])),
+        "tokens": max(
+            made.parallel_model.padded_lengths([len(batch.genes) for batch in batches[0]])
+        ),
         "micro_batches": len(batches[0]),
     }
 
 
-def logged_memory(corpus: str, options: dict[str, Any], folder: str) -> tuple[list[dict[str, Any]], float]:
+def logged_memory(
+    corpus: str, options: dict[str, Any], folder: str
+) -> tuple[list[dict[str, Any]], float]:
     """Lines of two steps, and this process's peak after them, GB."""
     made, lines = trainer(corpus, options, folder, 2)
     made.run()
@@ -82,7 +95,9 @@ def logged_memory(corpus: str, options: dict[str, Any], folder: str) -> tuple[li
 
 
 def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Every collective of one step: (kind, ranks of its group, bytes of its whole tensor); and the step's tokens."""
+    """Every collective of one step: (kind, ranks of its group, bytes of its whole tensor); and the
+    step's tokens.
+    """
     made, _ = trainer(corpus, options, corpus, 2)
     batches = iter(made.train_stream)
     made._step(batches)  # DistributedDataParallel makes its buckets anew after the first
@@ -138,7 +153,9 @@ KINDS = {
 def _planned(name: str, hidden: int, **train: Any) -> tuple[dict[str, Any], PlannedModel]:
     """Options of a run in a layout, and its plan."""
     model = {"hidden": hidden, "layers": 4, "dropout": 0.0}
-    given = options((LAYOUTS | RECOMPUTED)[name], model=model, tokens={"max_tokens": 100}, train=train)
+    given = options(
+        (LAYOUTS | RECOMPUTED)[name], model=model, tokens={"max_tokens": 100}, train=train
+    )
     return given, PlannedModel.of(TrainOptions.model_validate(given), N_GENES, WORLD, LOCAL_WORLD)
 
 
@@ -158,33 +175,49 @@ def test_planned_memory_agrees_with_what_processes_allocate(
         alike = ranks[stage * each : (stage + 1) * each]
         tokens, micro_batches = max(rank["tokens"] for rank in alike), alike[0]["micro_batches"]
         planned = peak_memory(model, tokens, micro_batches, [stage])
-        # memory freed in another thread is not reported: the smallest of equal ranks is nearest the truth
+        # memory freed in another thread is not reported: the smallest of equal ranks is nearest the
+        # truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
         assert measured > 20e6
-        # on a busy machine gloo's threads free more, unseen: up to 10.3 %, with a reduction in each micro-batch 27 %
+        # on a busy machine gloo's threads free more, unseen: up to 10.3 %, with a reduction in each
+        # micro-batch 27 %
         least = 0.7 if "each" in name else 0.85
         assert least * measured <= planned.total <= 1.1 * measured, f"stage {stage}: {planned}"
 
 
-@pytest.mark.parametrize("name", quick(["HYBRID_SHARD", "FULL_SHARD x tp 2", PIPELINE], ["HYBRID_SHARD"]))
+@pytest.mark.parametrize(
+    "name", quick(["HYBRID_SHARD", "FULL_SHARD x tp 2", PIPELINE], ["HYBRID_SHARD"])
+)
 def test_memory_of_every_rank_is_logged(pool: Pool, corpus: str, tmp_path: Path, name: str) -> None:
     given = {"corpus": corpus, "options": options(LAYOUTS[name]), "folder": str(tmp_path)}
     ranks = pool.run("test_measured_plan.logged_memory", **given)
     peaks = [peak for _, peak in ranks]
     for lines, _ in ranks:
         for line, first in zip(lines, ranks[0][0], strict=True):
-            assert line["peak_resident_gb"] == first["peak_resident_gb"] == pytest.approx(peaks, rel=0.2)
+            assert (
+                line["peak_resident_gb"]
+                == first["peak_resident_gb"]
+                == pytest.approx(peaks, rel=0.2)
+            )
             assert line["resident_gb"] == first["resident_gb"]
-            assert all(0 < now <= peak for now, peak in zip(line["resident_gb"], line["peak_resident_gb"]))
+            assert all(
+                0 < now <= peak for now, peak in zip(line["resident_gb"], line["peak_resident_gb"])
+            )
 
 
 ACCUMULATED = {"token_budget": 160}
 FEW_BYTES = 1024  # reductions of targets, norms and signals
-SENT: list[Any] = [("HYBRID_SHARD", ACCUMULATED), ("sequence parallel", {}), (PIPELINE, ACCUMULATED)]
+SENT: list[Any] = [
+    ("HYBRID_SHARD", ACCUMULATED),
+    ("sequence parallel", {}),
+    (PIPELINE, ACCUMULATED),
+]
 EVERY = [*((name, ACCUMULATED) for name in LAYOUTS), *((name, {}) for name in RECOMPUTED)]
 
 
-@pytest.mark.parametrize(("name", "train"), quick([*SENT, *(row for row in EVERY if row not in SENT)], SENT))
+@pytest.mark.parametrize(
+    ("name", "train"), quick([*SENT, *(row for row in EVERY if row not in SENT)], SENT)
+)
 def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
     pool: Pool, corpus: str, name: str, train: dict[str, Any]
 ) -> None:
@@ -198,9 +231,15 @@ def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
         calls: Counter[tuple[str, int, int]] = Counter()
         for kind, group, n_bytes in measured["seen"]:
             if n_bytes >= FEW_BYTES:
-                of_first_node = sum(other // LOCAL_WORLD == group[0] // LOCAL_WORLD for other in group)
+                of_first_node = sum(
+                    other // LOCAL_WORLD == group[0] // LOCAL_WORLD for other in group
+                )
                 seen[kind, len(group), of_first_node] += n_bytes
                 calls[kind, len(group), of_first_node] += 1
         expected = {(part.kind, part.processes, part.in_a_node): part for part in planned}
-        assert dict(seen) == pytest.approx({key: part.payload_bytes for key, part in expected.items()}, rel=0.03)
-        assert dict(calls) == pytest.approx({key: part.calls for key, part in expected.items()}, abs=1), f"rank {rank}"
+        assert dict(seen) == pytest.approx(
+            {key: part.payload_bytes for key, part in expected.items()}, rel=0.03
+        )
+        assert dict(calls) == pytest.approx(
+            {key: part.calls for key, part in expected.items()}, abs=1
+        ), f"rank {rank}"

@@ -1,4 +1,6 @@
-"""Fine-tuning methods: what trains, from which step on and how fast, the same in every layout; exports are merged."""
+"""Fine-tuning methods: what trains, from which step on and how fast, the same in every layout;
+exports are merged.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,13 @@ from tests.distributed.pool import Pool
 STEPS, LAYERS = 4, 4
 LINEAR = ("qkv", "out", "up", "down")
 METHODS: dict[str, dict[str, Any]] = {
-    "gradual": {"method": "full", "trunk_lr_frac": 0.5, "layer_decay": 0.5, "head_steps": 1, "block_steps": 1},
+    "gradual": {
+        "method": "full",
+        "trunk_lr_frac": 0.5,
+        "layer_decay": 0.5,
+        "head_steps": 1,
+        "block_steps": 1,
+    },
     "partial": {"method": "partial", "last_blocks": 2, "trunk_lr_frac": 0.1},
     "head_only": {"method": "head_only"},
     "lora": {"method": "lora", "rank": 4, "alpha": 12},
@@ -46,13 +54,20 @@ Found = dict[str, Any]
 
 def run(method: str, parallel: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
     train = {"steps": STEPS, "schedule": "constant", "checkpoint_every_steps": 2}
-    return options(parallel, finetune=dict(METHODS[method]), model={"layers": LAYERS} | model, train=train)
+    return options(
+        parallel, finetune=dict(METHODS[method]), model={"layers": LAYERS} | model, train=train
+    )
 
 
 @pytest.fixture(scope="module")
-def references(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def references(
+    alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Found]:
     folders = {method: str(tmp_path_factory.mktemp(method)) for method in METHODS}
-    return {method: cases.trained(corpus, run(method), folder, STEPS) for method, folder in folders.items()}
+    return {
+        method: cases.trained(corpus, run(method), folder, STEPS)
+        for method, folder in folders.items()
+    }
 
 
 def names(found: Found) -> set[str]:
@@ -81,7 +96,9 @@ def rates_of_steps(found: Found) -> list[dict[str, float]]:
     return [{key: line[key] for key in line if key.startswith("lr_")} for line in lines]
 
 
-ADAPTERS = {f"blocks.{i}.{layer}.{part}.weight" for i in range(LAYERS) for layer in LINEAR for part in "ab"}
+ADAPTERS = {
+    f"blocks.{i}.{layer}.{part}.weight" for i in range(LAYERS) for layer in LINEAR for part in "ab"
+}
 
 
 @pytest.mark.parametrize(
@@ -100,27 +117,38 @@ def test_heads_and_what_the_method_trains_of_the_trunk_move_at_their_rates_and_n
     adapted = {name for name in every if name.startswith(tuple(trunk))}
     assert heads(every)
     assert moved(found) == found["states"] == found["with gradient"] == adapted | heads(every)
-    assert rates(found) == pytest.approx(dict.fromkeys(adapted, 1e-4) | dict.fromkeys(heads(every), 1e-3))
+    assert rates(found) == pytest.approx(
+        dict.fromkeys(adapted, 1e-4) | dict.fromkeys(heads(every), 1e-3)
+    )
     assert rates_of_steps(found)[-1] == pytest.approx(logged)
 
 
-def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(references: dict[str, Found]) -> None:
+def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(
+    references: dict[str, Found],
+) -> None:
     found = references["gradual"]
     every = names(found)
-    # heads in step 0, block 3 and the norm in 1, block 2 in 2, block 1 in 3; block 0 and embeddings would in 4 and 5
+    # heads in step 0, block 3 and the norm in 1, block 2 in 2, block 1 in 3; block 0 and embeddings
+    # would in 4 and 5
     assert moved(found) == heads(every) | of_blocks(every, 1, 2, 3) | {"norm.weight", "norm.bias"}
     assert found["with gradient"] == every
     known = rates(found)
     for block in range(LAYERS):
-        assert {known[name] for name in of_blocks(every, block)} == {1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block)}
+        assert {known[name] for name in of_blocks(every, block)} == {
+            1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block)
+        }
     assert known["gene_embedding.weight"] == 1e-3 * 0.5 * 0.5**LAYERS
     assert known["norm.weight"] == 1e-3 * 0.5
-    blocks = {f"lr_block_{block}": 1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block) for block in range(LAYERS)}
+    blocks = {
+        f"lr_block_{block}": 1e-3 * 0.5 * 0.5 ** (LAYERS - 1 - block) for block in range(LAYERS)
+    }
     for step, line in enumerate(rates_of_steps(found), start=1):  # 0 until they begin
         warm = min(1, step / 2)
         begun = {"lr_heads"} | {f"lr_block_{LAYERS - 1 - below}" for below in range(step - 1)}
         expected = {"lr_heads": 1e-3, "lr_embeddings": 1e-3 * 0.5 * 0.5**LAYERS, **blocks}
-        assert line == pytest.approx({key: warm * lr if key in begun else 0 for key, lr in expected.items()})
+        assert line == pytest.approx(
+            {key: warm * lr if key in begun else 0 for key, lr in expected.items()}
+        )
     assert {known[name] for name in heads(every)} == {1e-3}
 
 
@@ -142,7 +170,9 @@ def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
     tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
     assert config["peft_type"] == "LORA"
     assert (config["r"], config["lora_alpha"]) == (4, 12)
-    assert config["target_modules"] == [f"blocks.{i}.{layer}" for i in range(LAYERS) for layer in ("qkv", "down")]
+    assert config["target_modules"] == [
+        f"blocks.{i}.{layer}" for i in range(LAYERS) for layer in ("qkv", "down")
+    ]
     base = dict(found["first"])
     for name, tensor in merged.items():
         expected = torch.from_numpy(base[name])
@@ -161,12 +191,16 @@ def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
 def test_an_unknown_target_is_refused(alone: None, corpus: str, tmp_path: Path) -> None:
     given = run("lora")
     given["finetune"] |= {"targets": ["qvk"]}
-    with pytest.raises(ConfigError, match=r"finetune\.targets: no linear layer 'qvk'; did you mean .*qkv"):
+    with pytest.raises(
+        ConfigError, match=r"finetune\.targets: no linear layer 'qvk'; did you mean .*qkv"
+    ):
         cases.trainer(corpus, given, str(tmp_path), STEPS)
 
 
 def assert_trained_alike(rank: Found, expected: Found, curve: list[list[float]]) -> None:
-    """The curve is this one; what the method trains has moved, and all else is as it was, to the bit."""
+    """The curve is this one; what the method trains has moved, and all else is as it was, to the
+    bit.
+    """
     np.testing.assert_allclose(np.array(rank["curve"]), np.array(curve), atol=5e-6, rtol=5e-6)
     assert moved(rank) == moved(expected) & names(rank)
     assert rank["with gradient"] == expected["with gradient"] & names(rank)
@@ -174,21 +208,35 @@ def assert_trained_alike(rank: Found, expected: Found, curve: list[list[float]])
 
 @pytest.mark.parametrize(("method", "layout"), quick(CASES, CASES[2:4]), ids=str)
 def test_a_method_trains_as_in_one_process(
-    pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, method: str, layout: dict[str, Any]
+    pool: Pool,
+    corpus: str,
+    references: dict[str, Found],
+    tmp_path: Path,
+    method: str,
+    layout: dict[str, Any],
 ) -> None:
     expected = references[method]
-    ranks = pool.run("trained", corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS)
+    ranks = pool.run(
+        "trained", corpus=corpus, options=run(method, layout), folder=str(tmp_path), steps=STEPS
+    )
     if method == "head_only":
         assert not all(rank["states"] for rank in ranks), "every rank trains something"
     for rank in ranks:
         assert_trained_alike(rank, expected, expected["curve"])
-        assert rates(rank) == {name: lr for name, lr in rates(expected).items() if name in names(rank)}
+        assert rates(rank) == {
+            name: lr for name, lr in rates(expected).items() if name in names(rank)
+        }
     assert set().union(*map(names, ranks)) == names(expected)
 
 
 @pytest.mark.parametrize(("first", "then"), quick(ADAPTED, ADAPTED[2:3]), ids=str)
 def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
-    pool: Pool, corpus: str, references: dict[str, Found], tmp_path: Path, first: dict[str, Any], then: dict[str, Any]
+    pool: Pool,
+    corpus: str,
+    references: dict[str, Found],
+    tmp_path: Path,
+    first: dict[str, Any],
+    then: dict[str, Any],
 ) -> None:
     expected, given = references["lora"], {"corpus": corpus, "folder": str(tmp_path)}
     initial = dict(expected["first"])
@@ -203,10 +251,14 @@ def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
 
 
 @pytest.mark.full
-def test_tied_parameters_can_be_frozen(pool: Pool, alone: None, corpus: str, tmp_path: Path) -> None:
+def test_tied_parameters_can_be_frozen(
+    pool: Pool, alone: None, corpus: str, tmp_path: Path
+) -> None:
     one, four = (run("lora", layout, objective="masked_gene") for layout in ({}, {"pp": 4}))
     expected = cases.trained(corpus, one, str(tmp_path / "one"), STEPS)
-    for rank in pool.run("trained", corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS):
+    for rank in pool.run(
+        "trained", corpus=corpus, options=four, folder=str(tmp_path / "four"), steps=STEPS
+    ):
         assert_trained_alike(rank, expected, expected["curve"])
 
 
@@ -218,20 +270,26 @@ def test_a_run_that_unfreezes_goes_on_where_it_stopped(
     first, second = cases.trained(steps=2, **given), cases.trained(steps=STEPS, load=True, **given)
     assert first["curve"] + second["curve"] == expected["curve"]
     assert all(
-        np.array_equal(own, other) for (_, own), (_, other) in zip(second["last"], expected["last"], strict=True)
+        np.array_equal(own, other)
+        for (_, own), (_, other) in zip(second["last"], expected["last"], strict=True)
     )
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("gradual", "full trains no parameter of this model in its first 1 steps: the objective has no heads"),
+        (
+            "gradual",
+            "full trains no parameter of this model in its first 1 steps: the objective has no heads",
+        ),
         ("head_only", "head_only trains no parameter of this model; set another"),
     ],
 )
 def test_a_method_without_anything_to_train_is_refused(
     alone: None, corpus: str, tmp_path: Path, method: str, message: str
 ) -> None:
-    given = run(method) | {"objective": {"name": "supervised_contrastive", "label_column": "cell_type"}}
+    given = run(method) | {
+        "objective": {"name": "supervised_contrastive", "label_column": "cell_type"}
+    }
     with pytest.raises(ConfigError, match=f"finetune.method {message}"):
         cases.trainer(corpus, given, str(tmp_path), STEPS)

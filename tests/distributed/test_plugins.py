@@ -23,7 +23,10 @@ def installed(plugins: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 def tracked(tmp_path: Path, **steps: Any) -> tuple[Path, Path, dict[str, Any]]:
     """Folder of a run, file of a tracker, and options with that tracker and a broken observer."""
     out, calls = tmp_path / "results" / "one" / "train", tmp_path / "calls.jsonl"
-    track = {"to": {"toy_file": {"path": str(calls)}}, "observers": {"toy_steps": {"path": str(tmp_path)}}}
+    track = {
+        "to": {"toy_file": {"path": str(calls)}},
+        "observers": {"toy_steps": {"path": str(tmp_path)}},
+    }
     return out, calls, options(train=steps) | {"track": track}
 
 
@@ -35,7 +38,9 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
     start, *lines, finish = read_calls(calls)
     assert start == {"start": "encoder", "run": "one", "steps": 5, "resume_step": 0}
     curve = read_lines(out / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 5] == [line["step"] for line in curve]
+    assert (
+        [line["step"] for line in lines] == [1, 2, 3, 4, 5, 5] == [line["step"] for line in curve]
+    )
     for line, written in zip(lines, curve):
         by_rank = {name: max(value) for name, value in written.items() if isinstance(value, list)}
         assert {"step": line["step"]} | line["scalars"] == written | by_rank
@@ -46,7 +51,9 @@ def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_war
 
 
 @pytest.mark.full
-def test_an_installed_tracker_learns_that_the_run_failed(corpus: str, tmp_path: Path, installed: None) -> None:
+def test_an_installed_tracker_learns_that_the_run_failed(
+    corpus: str, tmp_path: Path, installed: None
+) -> None:
     out, calls, given = tracked(tmp_path, steps=50, lr=1e30, warmup_steps=0, max_bad_steps=1)
     assert "train.max_bad_steps" in Run(corpus, out).train(given, nproc_per_node=2, code=2)[1]
     assert read_calls(calls)[-1] == {"finish": "failed"}

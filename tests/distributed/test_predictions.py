@@ -1,4 +1,6 @@
-"""Labels and numbers that an export predicts, calibrated and in their units, and the obs columns that it reads."""
+"""Labels and numbers that an export predicts, calibrated and in their units, and the obs columns
+that it reads.
+"""
 
 import json
 import os
@@ -35,7 +37,10 @@ def trained(alone: None, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
     """A training of 60 steps."""
     folder = tmp_path_factory.mktemp("train")
     train = {"steps": 60, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None}
-    given = options(train=train) | {"objective": LABEL, "model": {"family": "profile", "hidden": 16, "layers": 1}}
+    given = options(train=train) | {
+        "objective": LABEL,
+        "model": {"family": "profile", "hidden": 16, "layers": 1},
+    }
     cases.trained(corpus, given, str(folder), 60)
     return folder
 
@@ -53,9 +58,22 @@ def model(trained: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
     return _exported(trained, corpus, relative, tmp_path_factory.mktemp("model"))
 
 
-def _predict(model: Path, source: Path, out: Path, section: dict[str, Any], *more: str) -> ad.AnnData:
+def _predict(
+    model: Path, source: Path, out: Path, section: dict[str, Any], *more: str
+) -> ad.AnnData:
     given = json.dumps({"embed": {}, "predict": section})
-    words = ["predict", "--options", given, "--model", str(model), "--input", str(source), "--out", str(out), *more]
+    words = [
+        "predict",
+        "--options",
+        given,
+        "--model",
+        str(model),
+        "--input",
+        str(source),
+        "--out",
+        str(out),
+        *more,
+    ]
     assert main(words) == 0
     return ad.read_h5ad(out)
 
@@ -70,7 +88,9 @@ def test_an_export_predicts_labels_with_the_temperature_of_its_validation_cells(
     assert f"temperature {calibration['temperature']:.2f}" in (model / "README.md").read_text()
     found = _predict(model, raw, tmp_path / "out.h5ad", {})
     assert classifier["labels"] == list(found.obs["cellmill_label"].cat.categories)
-    assert (found.obs["cellmill_label"].astype(str) == found.obs["cell_type"].astype(str)).mean() > 0.9
+    assert (
+        found.obs["cellmill_label"].astype(str) == found.obs["cell_type"].astype(str)
+    ).mean() > 0.9
     probabilities = np.asarray(found.obsm["cellmill_probabilities"])
     np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
     np.testing.assert_array_equal(probabilities.max(1), found.obs["cellmill_probability"])
@@ -81,7 +101,10 @@ def test_shards_that_are_not_found_are_the_reason_of_probabilities_without_calib
     trained: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = _exported(trained, corpus, "gone/manifest.json", tmp_path / "model")
-    assert "| labels | not calibrated: gone/manifest.json was not found |\n" in (model / "README.md").read_text()
+    assert (
+        "| labels | not calibrated: gone/manifest.json was not found |\n"
+        in (model / "README.md").read_text()
+    )
     _predict(model, Path(corpus) / "raw.h5ad", tmp_path / "out.h5ad", {})
     told = "warning: probabilities are not calibrated: gone/manifest.json was not found\n"
     assert capsys.readouterr().out.count(told) >= 1
@@ -108,7 +131,16 @@ def test_cells_below_the_threshold_get_no_label_and_the_rest_stays(
         "cellmill_probability",
         "cellmill_rejected",
     ]
-    given = ["predict", "--model", str(model), "--input", str(raw), "--out", str(tmp_path / "b.h5ad"), "--options"]
+    given = [
+        "predict",
+        "--model",
+        str(model),
+        "--input",
+        str(raw),
+        "--out",
+        str(tmp_path / "b.h5ad"),
+        "--options",
+    ]
     config = json.loads((model / "config.json").read_text())
     config["classifier"]["calibration"]["accuracy_above"] = [0.5, 0.75, None]
     (model / "config.json").write_text(json.dumps(config))
@@ -121,7 +153,10 @@ def test_cells_below_the_threshold_get_no_label_and_the_rest_stays(
 
 def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
     manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
-    shards = [ad.read_h5ad(manifest.shard_path(shard)).obs["age"] for shard in manifest.splits["train"].shards]
+    shards = [
+        ad.read_h5ad(manifest.shard_path(shard)).obs["age"]
+        for shard in manifest.splits["train"].shards
+    ]
     ages = pd.concat(shards)
     np.testing.assert_array_equal(CellColumns(manifest, "train", "numbers", ["age"])[:][:, 0], ages)
     assert ages.isna().any()
@@ -143,9 +178,13 @@ def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
         assert message in str(error.value)
 
 
-def test_an_export_predicts_every_column_in_its_own_unit(alone: None, corpus: str, tmp_path: Path) -> None:
+def test_an_export_predicts_every_column_in_its_own_unit(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
     train = tmp_path / "train"
-    tree = options(train={"steps": 80, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None})
+    tree = options(
+        train={"steps": 80, "lr": 1e-2, "global_batch": 32, "token_budget": 8192, "clip_norm": None}
+    )
     tree |= {"model": {"family": "profile", "hidden": 16, "layers": 1}}
     cases.trained(corpus, tree | {"objective": {"name": "sum", "parts": HEADS}}, str(train), 80)
     model = _exported(train, corpus, f"{corpus}/shards/manifest.json", tmp_path / "model")
@@ -153,18 +192,32 @@ def test_an_export_predicts_every_column_in_its_own_unit(alone: None, corpus: st
     found = _predict(model, Path(corpus) / "raw.h5ad", tmp_path / "out.h5ad", {})
     known = found.obs["age"].notna()
     assert np.abs(found.obs["cellmill_value"] - found.obs["age"])[known].mean() < 4
-    assert (found.obs["cellmill_label"].astype(str) == found.obs["cell_type"].astype(str)).mean() > 0.9
-    assert set(found.obs["cellmill_label_lot"].cat.categories) == set(found.obs["batch"].astype(str))
+    assert (
+        found.obs["cellmill_label"].astype(str) == found.obs["cell_type"].astype(str)
+    ).mean() > 0.9
+    assert set(found.obs["cellmill_label_lot"].cat.categories) == set(
+        found.obs["batch"].astype(str)
+    )
     assert found.obsm["cellmill_probabilities_lot"].shape == (len(found), 2)
     about = found.uns["cellmill_prediction"]
-    assert (about["value_column"], about["label_column"], about["label_column_lot"]) == ("age", "cell_type", "batch")
+    assert (about["value_column"], about["label_column"], about["label_column_lot"]) == (
+        "age",
+        "cell_type",
+        "batch",
+    )
     assert {"temperature", "temperature_lot"} <= about.keys()
 
 
-def test_an_exported_model_reads_the_columns_of_a_file(alone: None, corpus: str, tmp_path: Path) -> None:
+def test_an_exported_model_reads_the_columns_of_a_file(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
     cases.trained(corpus, conformance.run("encoder, batch", {}, {}), str(tmp_path / "train"), 4)
     exported = cases.exported(corpus, tmp_path / "train", tmp_path)
-    assert {"batch_terms.weight", "batch_adversary.out.bias", "covariates.tables.1.weight"} <= exported.keys()
+    assert {
+        "batch_terms.weight",
+        "batch_adversary.out.bias",
+        "covariates.tables.1.weight",
+    } <= exported.keys()
     model, vocabulary, tokens, config = load_for_inference(tmp_path)
     obs = ad.read_h5ad(Path(corpus) / "sim.h5ad").obs
     assert config["levels"] == {name: sorted(obs[name].unique()) for name in ("batch", "donor")}

@@ -1,6 +1,8 @@
-"""Steps with a non-finite loss or gradient norm: skipped on all ranks, counted, and named in the final error.
+"""Steps with a non-finite loss or gradient norm: skipped on all ranks, counted, and named in the
+final error.
 
-In float16 the loss is scaled, gradients are unscaled before use, and the scale halves after such a step.
+In float16 the loss is scaled, gradients are unscaled before use, and the scale halves after such a
+step.
 """
 
 import re
@@ -23,20 +25,30 @@ from tests.distributed.pool import Pool
 EACH = LAYOUTS | PIPELINES
 
 
-@pytest.mark.parametrize("layout", quick(["ddp", "HYBRID_SHARD", TP, PP, "pp 2, 1F1B x tp 2"], ["HYBRID_SHARD", PP]))
+@pytest.mark.parametrize(
+    "layout", quick(["ddp", "HYBRID_SHARD", TP, PP, "pp 2, 1F1B x tp 2"], ["HYBRID_SHARD", PP])
+)
 def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
     pool: Pool, corpus: str, tmp_path: Path, layout: str
 ) -> None:
     run = options(EACH[layout], train={"schedule": "constant"})
-    good = pool.run("trained", corpus=corpus, options=run, folder=str(tmp_path / "2"), steps=2, bad=[])
-    skipped = pool.run("trained", corpus=corpus, options=run, folder=str(tmp_path / "4"), steps=4, bad=[3, 4])
+    good = pool.run(
+        "trained", corpus=corpus, options=run, folder=str(tmp_path / "2"), steps=2, bad=[]
+    )
+    skipped = pool.run(
+        "trained", corpus=corpus, options=run, folder=str(tmp_path / "4"), steps=4, bad=[3, 4]
+    )
     for before, after in zip(good, skipped):
-        assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(after["last"], before["last"], strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for (_, a), (_, b) in zip(after["last"], before["last"], strict=True)
+        )
         assert after["moments"] == before["moments"]
         assert (after["progress"]["skipped_steps"], after["progress"]["skipped_in_a_row"]) == (2, 2)
         assert after["progress"]["cells"] == 64
     assert [line for line in skipped[0]["lines"] if "skipped" in line] == [
-        {"step": step, "skipped": "loss nan and gradient norm nan", "skipped_steps": step - 2} for step in (3, 4)
+        {"step": step, "skipped": "loss nan and gradient norm nan", "skipped_steps": step - 2}
+        for step in (3, 4)
     ]
 
 
@@ -69,15 +81,22 @@ def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one_which_names_the_ra
 def test_a_validation_loss_that_is_not_finite_is_logged_and_training_continues(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
-    found = cases.trained(corpus, options(train={"val_every_steps": 2}), str(tmp_path), 4, bad_validation=True)
+    found = cases.trained(
+        corpus, options(train={"val_every_steps": 2}), str(tmp_path), 4, bad_validation=True
+    )
     assert found["done"]
     told = [line for line in found["lines"] if "skipped" in line]
     assert told == [{"step": step, "skipped": "validation loss nan"} for step in (2, 4)]
-    assert [found["progress"][key] for key in ("val_loss", "best_val_loss", "best_step")] == [None, None, None]
+    assert [found["progress"][key] for key in ("val_loss", "best_val_loss", "best_step")] == [
+        None,
+        None,
+        None,
+    ]
 
 
 STEPS = 6
-LOW = 2.0**8  # small enough that nothing overflows by itself; at the initial scale of a run the first steps would
+# small enough that nothing overflows by itself; at the initial scale of a run the first steps would
+LOW = 2.0**8
 HALF = {"precision": "16-mixed"}
 MOST: dict[str, dict[str, Any]] = {
     "ddp": LAYOUTS["ddp"],
@@ -118,10 +137,19 @@ def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
 ) -> None:
     spread = options(MOST[layout] | HALF)
     found = pool.run(
-        "overflow", corpus=corpus, options=spread, folder=str(tmp_path), steps=STEPS, at=4, rank=1, initial=LOW
+        "overflow",
+        corpus=corpus,
+        options=spread,
+        folder=str(tmp_path),
+        steps=STEPS,
+        at=4,
+        rank=1,
+        initial=LOW,
     )
     for rank in found:
-        assert [line[3] for line in rank] == [True, True, True, False, True, True], "a step is taken by all or by none"
+        assert [line[3] for line in rank] == [True, True, True, False, True, True], (
+            "a step is taken by all or by none"
+        )
     lines = found[0]
     assert [line[2] for line in lines] == [LOW] * 3 + [LOW / 2] * 3
     assert [line[1] is None for line in lines] == [False] * 3 + [True] + [False] * 2
@@ -135,7 +163,13 @@ def test_the_loss_scale_falls_after_overflows_and_grows_after_good_steps(
 ) -> None:
     monkeypatch.setattr(step_guard, "GROWTH_STEPS", 2)
     found = cases.overflow(
-        corpus, options(HALF, train={"steps": 20}), str(tmp_path), 20, at=-1, rank=0, initial=2.0**24
+        corpus,
+        options(HALF, train={"steps": 20}),
+        str(tmp_path),
+        20,
+        at=-1,
+        rank=0,
+        initial=2.0**24,
     )
     changed, scales = [line[3] for line in found], [line[2] for line in found]
     first = changed.index(True)
@@ -153,7 +187,10 @@ def test_a_resumed_run_keeps_its_loss_scale(
     train = {"checkpoint_every_steps": 3, "schedule": "constant"}
     whole = cases.curve(corpus, options(HALF, train=train), str(tmp_path / "whole"), STEPS)
     cases.curve(corpus, options(HALF, train=train), str(tmp_path / "halves"), 3)
-    assert cases.curve(corpus, options(HALF, train=train), str(tmp_path / "halves"), STEPS, load=True) == whole[3:]
+    assert (
+        cases.curve(corpus, options(HALF, train=train), str(tmp_path / "halves"), STEPS, load=True)
+        == whole[3:]
+    )
     for name in ("whole", "halves"):
         checkpoint, _ = TrainFolder(tmp_path / name).newest_whole()
         assert checkpoint is not None

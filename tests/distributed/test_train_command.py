@@ -56,7 +56,9 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     run: Run, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    limit_gb = 1.01e-9 * max(path.stat().st_size for path in Path(run.corpus, "shards").glob("*.h5ad"))
+    limit_gb = 1.01e-9 * max(
+        path.stat().st_size for path in Path(run.corpus, "shards").glob("*.h5ad")
+    )
     staged = {"stage_to": "$NODE_DISK", "stage_limit_gb": limit_gb}
 
     def of(steps: int, **stream: Any) -> dict[str, Any]:
@@ -80,15 +82,22 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     assert f"going on from step {step}\n" in run.train(of(100), nproc_per_node=2)[0]
     assert run.train(of(100), nproc_per_node=2)[0] == f"{run.out}: this run is already done\n"
     longer = run.train(of(110), nproc_per_node=2)[0]
-    assert f"{run.out}: going on from step 100 of 100, now 110: from here the learning rate" in longer
+    assert (
+        f"{run.out}: going on from step 100 of 100, now 110: from here the learning rate" in longer
+    )
     assert run.losses == whole.losses
     files = [each.read("checkpoints/step-00000110/manifest.json")["files"] for each in (run, whole)]
-    tensors = [{name: file["sha256"] for name, file in of.items() if name.endswith(".distcp")} for of in files]
+    tensors = [
+        {name: file["sha256"] for name, file in of.items() if name.endswith(".distcp")}
+        for of in files
+    ]
     assert tensors[0] == tensors[1]
     assert list((tmp_path / "disk").iterdir()) == [], "a copy of the shards is left"
 
 
-def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(copy_of_one: Run) -> None:
+def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(
+    copy_of_one: Run,
+) -> None:
     checkpoint = max((copy_of_one.out / "checkpoints").glob("step-*"))
     state = json.loads((checkpoint / "state.json").read_text())
     for section, key in (("train", "weight_decay"), ("train", "seed"), ("stream", "io_threads")):
@@ -106,12 +115,17 @@ def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     size = (checkpoint / "state.json").stat().st_size
-    manifest["files"]["state.json"] = {"bytes": size, "sha256": sha256_file(checkpoint / "state.json")}
+    manifest["files"]["state.json"] = {
+        "bytes": size,
+        "sha256": sha256_file(checkpoint / "state.json"),
+    }
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.full
-def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_it_is(run: Run, whole: Run) -> None:
+def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_it_is(
+    run: Run, whole: Run
+) -> None:
     given = options(train={"steps": 300, "checkpoint_every_steps": 10, "val_every_steps": 50})
     whole.train(given, nodes=2)
     run.start(given, until=15, nodes=2, max_restarts=2)
@@ -135,7 +149,9 @@ def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_i
 def test_a_single_process_has_no_agent_starts_again_when_killed_and_saves_when_its_command_is(
     run: Run, whole: Run
 ) -> None:
-    given = options(train={"steps": 120, "checkpoint_every_steps": 10_000, "val_every_steps": 10_000})
+    given = options(
+        train={"steps": 120, "checkpoint_every_steps": 10_000, "val_every_steps": 10_000}
+    )
     whole.train(given)
     run.start(given, until=5, max_restarts=1)
     assert run.worker().ppid() == run.process.pid
@@ -145,7 +161,10 @@ def test_a_single_process_has_no_agent_starts_again_when_killed_and_saves_when_i
     run.process.kill()
     assert "a process was lost (signal 9): starting all again" in run.end(-signal.SIGKILL)
     state = run.read("state.json")
-    assert (state["state"], (run.out / f"checkpoints/step-{state['step']:08}").exists()) == ("stopped", True)
+    assert (state["state"], (run.out / f"checkpoints/step-{state['step']:08}").exists()) == (
+        "stopped",
+        True,
+    )
     assert f"going on from step {state['step']}\n" in run.train(given)[0]
     assert run.losses == whole.losses
 
@@ -179,14 +198,25 @@ SIGNALS: list[tuple[str, bool, dict[str, Any]]] = [
 def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exits_75(
     run: Run, number: str, to_command: bool, layout: dict[str, Any]
 ) -> None:
-    run.start(options(layout, train=ENDLESS), until=5, nproc_per_node=2, max_restarts=0 if to_command else 2)
+    run.start(
+        options(layout, train=ENDLESS),
+        until=5,
+        nproc_per_node=2,
+        max_restarts=0 if to_command else 2,
+    )
     (run.process if to_command else run.worker(1)).send_signal(signal.Signals[number])
     log, state = run.end(75), run.read("state.json")
     assert state["state"] == "stopped"
-    assert [path.name for path in (run.out / "checkpoints").iterdir()] == [f"step-{state['step']:08}"]
+    assert [path.name for path in (run.out / "checkpoints").iterdir()] == [
+        f"step-{state['step']:08}"
+    ]
     last = f"cellmill train: stopped at step {state['step']} of 2000, saved; run the same command to resume"
     assert log.splitlines()[-1] == last
-    assert not [trouble for trouble in ("unwaited", "redistributing", "starting all again") if trouble in log], log
+    assert not [
+        trouble
+        for trouble in ("unwaited", "redistributing", "starting all again")
+        if trouble in log
+    ], log
 
 
 @pytest.mark.full
@@ -207,7 +237,11 @@ def test_a_rank_that_hangs_is_restarted_with_the_same_curve(run: Run, whole: Run
     run.start(given, until=25, nproc_per_node=2, max_restarts=1)
     run.worker(1).suspend()
     printed = run.end(0)
-    assert re.search(r"^rank 1 on \S+ does not respond; .*: starting all again from the last checkpoint", printed, re.M)
+    assert re.search(
+        r"^rank 1 on \S+ does not respond; .*: starting all again from the last checkpoint",
+        printed,
+        re.M,
+    )
     assert run.losses == pytest.approx(whole.losses, abs=1e-4)
 
 
@@ -222,7 +256,9 @@ def test_another_configuration_is_refused_and_nothing_is_touched(one: Run) -> No
     assert one.files == before
 
 
-def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_touched(copy_of_one: Run) -> None:
+def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_touched(
+    copy_of_one: Run,
+) -> None:
     checkpoint = next((copy_of_one.out / "checkpoints").iterdir())
     saved = json.loads((checkpoint / "state.json").read_text())
     rewrite_state(checkpoint, saved | {"fingerprint": "0" * 64, "steps": 99})
@@ -256,7 +292,9 @@ def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) 
     content[-1] ^= 1
     shard.write_bytes(content)
     _, error = run.train(TWO_STEPS, code=2)
-    expected = rf"cellmill train: {shard}: expected sha256 \w{{12}} as in the manifest, got \w{{12}}: .+"
+    expected = (
+        rf"cellmill train: {shard}: expected sha256 \w{{12}} as in the manifest, got \w{{12}}: .+"
+    )
     assert re.fullmatch(expected, error.splitlines()[-1])
     assert not (copied / "shards" / "verified.json").exists()
     assert not (run.out / "checkpoints").exists()
@@ -270,6 +308,8 @@ def test_a_layout_and_a_vocabulary_that_do_not_fit_are_refused_before_any_proces
     assert (error.count("\n"), "shard_size" in error) == (1, True)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     _, error = run.train(TWO_STEPS, code=2)
-    expected = rf"cellmill train: {path}: its digest is \w{{12}}, the shards were made with \w{{12}}; .+\n"
+    expected = (
+        rf"cellmill train: {path}: its digest is \w{{12}}, the shards were made with \w{{12}}; .+\n"
+    )
     assert re.fullmatch(expected, error)
     assert not (run.out / "run.json").exists()

@@ -17,4 +17,6 @@ def read(name: str) -> str:
 
 def documentation() -> str:
     """README and the pages of docs/, one after the other."""
-    return "\n".join(read(name) for name in DOCUMENTS if name == "README.md" or name.startswith("docs/"))
+    return "\n".join(
+        read(name) for name in DOCUMENTS if name == "README.md" or name.startswith("docs/")
+    )

@@ -5,11 +5,17 @@ from pathlib import Path
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
 BY_FILE = {
-    path.name: dict(re.findall(r"^rule (\w+):\n((?:    .*\n|\n(?=\s))*)", path.read_text(encoding="utf-8"), re.M))
+    path.name: dict(
+        re.findall(
+            r"^rule (\w+):\n((?:    .*\n|\n(?=\s))*)", path.read_text(encoding="utf-8"), re.M
+        )
+    )
     for path in [WORKFLOW / "Snakefile", *sorted((WORKFLOW / "rules").glob("*.smk"))]
 }
 BRIDGES, ZOO = BY_FILE.pop("bridges.smk"), BY_FILE.pop("zoo.smk")
-"""Bodies of the rules of other packages, which call a script in an environment of its own and no stage, by name."""
+"""Bodies of the rules of other packages, which call a script in an environment of its own and no
+stage, by name.
+"""
 RULES = {name: body for bodies in BY_FILE.values() for name, body in bodies.items()}
 """Bodies of the others."""
 
@@ -23,4 +29,8 @@ def directive(body: str, name: str) -> str:
 def outputs() -> list[str]:
     """Every output pattern."""
     bodies = [*RULES.values(), *BRIDGES.values(), *ZOO.values()]
-    return [path for body in bodies for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))]
+    return [
+        path
+        for body in bodies
+        for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))
+    ]

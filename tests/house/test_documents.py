@@ -40,11 +40,15 @@ def documented(program: str) -> list[tuple[str, list[str]]]:
     """Every documented command of a program, as (document, words)."""
     commands = []
     for name in DOCUMENTS:
-        commands += [(name, line) for line in lines_of_code(read(name)) if line.split()[:1] == [program]]
+        commands += [
+            (name, line) for line in lines_of_code(read(name)) if line.split()[:1] == [program]
+        ]
     for path in CONFIGS[1:]:
         text = path.read_text(encoding="utf-8")
         joined = re.sub(r"\\\n#", " ", text)
-        commands += [(path.name, line) for line in re.findall(rf"^#\s+({program} .*)$", joined, re.M)]
+        commands += [
+            (path.name, line) for line in re.findall(rf"^#\s+({program} .*)$", joined, re.M)
+        ]
     # as in a shell, # begins a comment only after a blank
     return [(name, shlex.split(re.sub(r"\s#.*", "", line))) for name, line in commands]
 
@@ -66,12 +70,16 @@ def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
     jsonschema.validate(yaml.safe_load(path.read_text()), schema)
 
 
-@pytest.mark.parametrize(("page", "run", "init_from"), [("finetune", "tuned", "./models/pbmc"), ("data", "mine", None)])
+@pytest.mark.parametrize(
+    ("page", "run", "init_from"), [("finetune", "tuned", "./models/pbmc"), ("data", "mine", None)]
+)
 def test_the_complete_configuration_of_a_page_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, run: str, init_from: str | None
 ) -> None:
     (tmp_path / "config").mkdir()
-    (tmp_path / "config/datasets.tsv").write_text("dataset\tpath\tcounts\tlabel\nmine\tmine.h5ad\tX\tcell_type\n")
+    (tmp_path / "config/datasets.tsv").write_text(
+        "dataset\tpath\tcounts\tlabel\nmine\tmine.h5ad\tX\tcell_type\n"
+    )
     monkeypatch.chdir(ROOT if page == "finetune" else tmp_path)
     blocks = re.findall(r"^```yaml\n(.*?)^```", read(f"docs/{page}.md"), re.M | re.S)
     [whole] = [block for block in blocks if "corpora:" in block]
@@ -82,8 +90,14 @@ def test_the_complete_configuration_of_a_page_is_accepted(
 def test_the_schema_refuses_what_the_program_refuses() -> None:
     schema = json.loads(read(SCHEMA))
     good = yaml.safe_load(read("config/config.yaml"))
-    bins, task = {"tokens": {"tokenizer": "rank", "bins": 9}}, {"evaluate": {"tasks": {"probe": {"seed": 1}}}}
-    installed = {"evaluate": {"tasks": {"installed": {"any": 1}}}, "model": {"family": "installed", "any": 1}}
+    bins, task = (
+        {"tokens": {"tokenizer": "rank", "bins": 9}},
+        {"evaluate": {"tasks": {"probe": {"seed": 1}}}},
+    )
+    installed = {
+        "evaluate": {"tasks": {"installed": {"any": 1}}},
+        "model": {"family": "installed", "any": 1},
+    }
     jsonschema.validate(good | installed, schema)  # a package may have more than the schema knows
     for wrong in ({"trian": {}}, {"train": {"lrr": 1}}, {"train": {"lr": 0}}, bins, task):
         with pytest.raises(jsonschema.ValidationError):
@@ -112,22 +126,32 @@ def test_every_documented_target_is_the_output_of_a_rule() -> None:
     targets = []
     for name in DOCUMENTS:
         code = " ".join(lines_of_code(read(name)))
-        targets += [(name, path) for path in re.findall(r"(?<!--report )\bresults/[^\s`]+\.\w+", code)]
+        targets += [
+            (name, path) for path in re.findall(r"(?<!--report )\bresults/[^\s`]+\.\w+", code)
+        ]
     assert len(targets) > 8
-    patterns.append(re.compile(r"results/runs/[^/]+/train/cost\.json"))  # beside the output of train
+    # beside the output of train
+    patterns.append(re.compile(r"results/runs/[^/]+/train/cost\.json"))
     for name, target in targets:
         assert any(pattern.fullmatch(target) for pattern in patterns), f"{name}: {target}"
 
 
 def test_documented_profiles_configurations_and_make_targets_exist() -> None:
-    written = {words[3] for _, words in documented("cellmill") if words[1:3] == ["profiles", "new"] and len(words) > 3}
+    written = {
+        words[3]
+        for _, words in documented("cellmill")
+        if words[1:3] == ["profiles", "new"] and len(words) > 3
+    }
     for name, words in documented("snakemake"):
         for flag in ("--profile", "--configfile"):
             for value in [words[i + 1] for i, word in enumerate(words[:-1]) if word == flag]:
                 linked = flag == "--profile" and (
-                    value.removeprefix("profiles/") in written or (ROOT / "profiles" / value).exists()
+                    value.removeprefix("profiles/") in written
+                    or (ROOT / "profiles" / value).exists()
                 )
-                assert value == "FILE" or linked or (ROOT / value).exists(), f"{name}: {flag} {value}"
+                assert value == "FILE" or linked or (ROOT / value).exists(), (
+                    f"{name}: {flag} {value}"
+                )
     targets = re.findall(r"^([a-z-]+):", read("Makefile"), re.M)
     for name, words in documented("make"):
         assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
@@ -137,7 +161,9 @@ def test_every_stage_is_a_rule_a_command_and_a_row_of_the_documentation() -> Non
     text = documentation()
     parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(RULES) - {"all", "demo_data"}
-    commands = {name for module, names in MODULES.items() if module.startswith("commands") for name in names}
+    commands = {
+        name for module, names in MODULES.items() if module.startswith("commands") for name in names
+    }
     commands |= {"export", "profiles"}
     assert stages == set(parsers.choices) - {"demo", "simulate", "generate"} - commands
     for stage in stages:
@@ -148,24 +174,39 @@ def test_every_file_that_the_documentation_names_exists() -> None:
     named = set(re.findall(r"`(?:src/cellmill/)?((?:[a-z_]+/)+[a-z_]+\.py)`", documentation()))
     assert len(named) > 40
     there = [ROOT, ROOT / "src/cellmill", ROOT / "tests/plugin/cellmill_toy"]
-    assert [path for path in sorted(named) if not any((folder / path).exists() for folder in there)] == []
+    assert [
+        path for path in sorted(named) if not any((folder / path).exists() for folder in there)
+    ] == []
 
 
 def test_the_documentation_lists_the_layers() -> None:
     text = " ".join(documentation().split())
-    assert f"Layers import to the right only: {', '.join(' and '.join(names) for names in LAYERS)}." in text
+    assert (
+        f"Layers import to the right only: {', '.join(' and '.join(names) for names in LAYERS)}."
+        in text
+    )
 
 
 def anchors(path: Path) -> set[str]:
     """Anchors of a document's headings, as GitHub and mkdocs make them."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
-    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in re.findall(r"^#+ (.*)$", text, re.M))
+    plain = (
+        re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        for heading in re.findall(r"^#+ (.*)$", text, re.M)
+    )
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
 
 
 def test_the_picture_of_the_rules_is_that_of_the_demo(tmp_path: Path) -> None:
     (tmp_path / "config").symlink_to(ROOT / "config")
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--rulegraph"]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "Snakefile"),
+        "--rulegraph",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     picture = draw(read_edges(done.stdout))
@@ -198,7 +239,16 @@ def test_every_page_is_reached_from_the_readme_the_first_page_and_the_site() -> 
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_remote(tmp_path: Path) -> None:
     pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -223,7 +273,9 @@ def test_the_contracts_and_toys_of_contributing_exist() -> None:
 
 def test_every_test_named_in_the_documentation_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", documentation()))
-    sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    sources = " ".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert len(named) > 10
     assert not [name for name in named if f"def {name}(" not in sources]
 
@@ -237,7 +289,9 @@ def table_rows(path: str) -> list[list[str]]:
 def test_figures_of_a_digest_are_those_of_its_source() -> None:
     names = ("pbmc68k", "merfish_mouse", "cellbench")
     source: dict[str, list[str]] = {}
-    for data, model, *figures in (line.split("\t") for line in read("benchmarks/quality.tsv").splitlines()):
+    for data, model, *figures in (
+        line.split("\t") for line in read("benchmarks/quality.tsv").splitlines()
+    ):
         if data in names:  # whole cells, 10 % of the counts and 75 genes, each by two classifiers
             best = [max(figures[at : at + 2]).removeprefix("0") for at in (0, 4, 8)]
             source[model] = [*source.get(model, []), *best, figures[-1]]
@@ -250,11 +304,14 @@ def test_figures_of_a_digest_are_those_of_its_source() -> None:
     best_of: dict[str, list[str]] = {}
     for name, *figures in (row for row in table_rows("docs/report.md") if len(row) == 8):
         if " + " in name:
-            features = name.split(" + ")[0]  # over the genes of a panel as well, where there are few genes
+            # over the genes of a panel as well, where there are few genes
+            features = name.split(" + ")[0]
             features = {"PCA50 of the panel": "PCA50 of the training cells"}.get(features, features)
             features = features.removesuffix(" of the panel")
             shown = [figures[at] for at in (0, 2, 3, 5)]
-            best_of[features] = [max(pair) for pair in zip(shown, best_of.get(features, shown), strict=True)]
+            best_of[features] = [
+                max(pair) for pair in zip(shown, best_of.get(features, shown), strict=True)
+            ]
     words = {
         "embedding of the untrained model": "untrained",
         "500 genes by rank": "rank-z genes, ANOVA",
@@ -262,6 +319,12 @@ def test_figures_of_a_digest_are_those_of_its_source() -> None:
     }
     short = [row for row in table_rows("README.md") if len(row) == 5][1:]
     assert len(short) == 7
-    shares = {row[0]: [row[at] for at in (1, 3, 4, 6)] for row in table_rows("docs/report.md") if len(row) == 8}
+    shares = {
+        row[0]: [row[at] for at in (1, 3, 4, 6)]
+        for row in table_rows("docs/report.md")
+        if len(row) == 8
+    }
     for name, *figures in short:
-        assert figures == (shares[name] if name.startswith("gap") else best_of[words.get(name, name)]), name
+        assert figures == (
+            shares[name] if name.startswith("gap") else best_of[words.get(name, name)]
+        ), name

@@ -1,4 +1,6 @@
-"""The shape of the package: import layers, no circles, unique names, no import inside a function, light modules."""
+"""The shape of the package: import layers, no circles, unique names, no import inside a function,
+light modules.
+"""
 
 import ast
 import subprocess
@@ -10,7 +12,17 @@ from tools import house
 
 HEAVY = ("torch", "pandas", "anndata", "h5py", "scipy", "sklearn", "matplotlib", "numpy")
 LATE = (
-    *("anndata", "pandas", "umap", "sklearn", "numba", "scipy.stats", "scipy.optimize", "sympy", "torch._dynamo"),
+    *(
+        "anndata",
+        "pandas",
+        "umap",
+        "sklearn",
+        "numba",
+        "scipy.stats",
+        "scipy.optimize",
+        "sympy",
+        "torch._dynamo",
+    ),
     *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.tensor"),
 )
 """Modules that take 0.1 to 1.5 s to import."""
@@ -23,16 +35,25 @@ def test_the_laws_of_the_source_tree_hold(capsys: pytest.CaptureFixture[str]) ->
 
 def test_no_import_hides_inside_a_function() -> None:
     functions = [
-        (name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, house.Function)
+        (name, node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, house.Function)
     ]
-    hidden = [f"{name}:{line.lineno}" for name, node in functions for line, _ in house.imports_of(node)]
+    hidden = [
+        f"{name}:{line.lineno}" for name, node in functions for line, _ in house.imports_of(node)
+    ]
     assert hidden == [], f"imports inside functions: {hidden}"
 
 
 def loaded_by(*names: str, among: tuple[str, ...] = HEAVY, then: str = "") -> set[str]:
-    """Packages that are in memory after a fresh Python has imported these modules and run the lines `then`."""
+    """Packages that are in memory after a fresh Python has imported these modules and run the lines
+    `then`.
+    """
     lines = [f"import {name}" for name in names]
-    code = "\n".join([*lines, then, "import sys", f"print(*[name for name in {among!r} if name in sys.modules])"])
+    code = "\n".join(
+        [*lines, then, "import sys", f"print(*[name for name in {among!r} if name in sys.modules])"]
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 

@@ -1,4 +1,6 @@
-"""Profiles and their page: every key is explained, and the page agrees with the code about the machine."""
+"""Profiles and their page: every key is explained, and the page agrees with the code about the
+machine.
+"""
 
 import re
 import shutil
@@ -18,7 +20,8 @@ from tests.house.rules import RULES, ZOO, directive
 from tools.shipped_profiles import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {"all", "demo_data", "fetch", "pull", "plan", "train", "report", "sweep"}  # run where Snakemake runs
+# run where Snakemake runs
+HERE = {"all", "demo_data", "fetch", "pull", "plan", "train", "report", "sweep"}
 PROFILES = sorted((ROOT / "profiles").glob("*/config.yaml"))
 
 
@@ -39,42 +42,70 @@ def keys_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_snakemake_knows_every_key_and_passes_the_machine_as_written(path: Path, tmp_path: Path) -> None:
+def test_snakemake_knows_every_key_and_passes_the_machine_as_written(
+    path: Path, tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / "config", tmp_path / "config")
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-n"]
     done = subprocess.run(
-        [*command, "--profile", str(path.parent)], cwd=tmp_path, capture_output=True, text=True, check=True
+        [*command, "--profile", str(path.parent)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    resources = re.findall(r"^(?:local)?rule train:\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M)
+    resources = re.findall(
+        r"^(?:local)?rule train:\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M
+    )
     assert resources, done.stdout
     handed_on = dict(part.split("=", 1) for part in resources[0].split(", "))
-    for key, value in yaml.safe_load(path.read_text(encoding="utf-8"))["set-resources"]["train"].items():
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8"))["set-resources"][
+        "train"
+    ].items():
         assert handed_on[key] == str(value), key
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_a_profile_is_a_machine_with_explained_keys_and_no_setting_known_to_fail(path: Path) -> None:
+def test_a_profile_is_a_machine_with_explained_keys_and_no_setting_known_to_fail(
+    path: Path,
+) -> None:
     text = path.read_text(encoding="utf-8")
     assert keys_of(text) <= keys_in_tables()
     assert text.count("#") > 8
     profile = yaml.safe_load(text)
-    assert "software-env" not in profile["rerun-triggers"], "another environment would train everything again"
-    assert not (ROOT / "profiles" / "default").exists(), "it would load itself and win over --profile key by key"
+    assert "software-env" not in profile["rerun-triggers"], (
+        "another environment would train everything again"
+    )
+    assert not (ROOT / "profiles" / "default").exists(), (
+        "it would load itself and win over --profile key by key"
+    )
     if profile.get("executor") == "slurm":
-        assert profile["slurm-status-command"] == "squeue", "sacct is there without accounting too, and never answers"
-        assert profile["slurm-logdir"].startswith(".snakemake/"), "the plugin deletes old logs under it"
-        assert len(text.splitlines()) < 40, "what a rule says, or profiles/README.md, is not said again"
+        assert profile["slurm-status-command"] == "squeue", (
+            "sacct is there without accounting too, and never answers"
+        )
+        assert profile["slurm-logdir"].startswith(".snakemake/"), (
+            "the plugin deletes old logs under it"
+        )
+        assert len(text.splitlines()) < 40, (
+            "what a rule says, or profiles/README.md, is not said again"
+        )
     stages = profile["set-resources"]
     assert set(stages) <= set(RULES)
     assert set(stages["plan"]) == {"device"}, "plan takes the rest from train"
     for stage, resources in stages.items():
-        assert "gpu" not in resources or resources["tasks_per_gpu"] == 0, f"{stage} would run once per GPU"
+        assert "gpu" not in resources or resources["tasks_per_gpu"] == 0, (
+            f"{stage} would run once per GPU"
+        )
     machine = check_options(Machine, stages["train"], str(path))
     assert machine.gpus in (0, machine.nproc_per_node)
 
 
 def test_the_profiles_for_slurm_are_what_the_writer_of_new_ones_makes_of_their_sites() -> None:
-    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in PROFILES if path.parent.name != "local"}
+    texts = {
+        path.parent.name: path.read_text(encoding="utf-8")
+        for path in PROFILES
+        if path.parent.name != "local"
+    }
     assert texts == shipped(), "run python tools/shipped_profiles.py"
 
 
@@ -89,8 +120,12 @@ def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:
     declared = {}
     for name, body in (RULES | ZOO).items():
         if name not in HERE:
-            resources = re.findall(r"(mem_mb|runtime)=sized\((\d+)(?:, (\d+))?\)", directive(body, "resources"))
-            declared[name] = {key: (int(base), int(per) if per else None) for key, base, per in resources}
+            resources = re.findall(
+                r"(mem_mb|runtime)=sized\((\d+)(?:, (\d+))?\)", directive(body, "resources")
+            )
+            declared[name] = {
+                key: (int(base), int(per) if per else None) for key, base, per in resources
+            }
             [threads] = re.findall(r"^    threads: (\d+)", body, re.M) or [1]
             assert int(threads) == THREADS.get(name, 1), name
     assert declared == DECLARED

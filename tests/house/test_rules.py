@@ -28,12 +28,16 @@ def check_files(body: str, folder: str) -> None:
 
 
 def check_pinned(script: str, environment: str) -> re.Match[str]:
-    """The script names its package and version as its environment does, and imports nothing of cellmill."""
+    """The script names its package and version as its environment does, and imports nothing of
+    cellmill.
+    """
     text = (WORKFLOW / "bridges" / script).read_text(encoding="utf-8")
     assert not re.search(r"^\s*(from|import) cellmill", text, re.M)
     tested = re.search(r'end_without\("([\w-]+)", "([\d.]+)", error(?:, "(\w+)")?\)', text)
     assert tested is not None
-    assert f"- {tested[1]}=={tested[2]}\n" in (ROOT / "envs" / environment).read_text(encoding="utf-8")
+    assert f"- {tested[1]}=={tested[2]}\n" in (ROOT / "envs" / environment).read_text(
+        encoding="utf-8"
+    )
     return tested
 
 
@@ -45,11 +49,15 @@ def test_the_rule_calls_its_sub_command_with_quoted_words_in_its_environment(nam
     assert f"cellmill {stage} " in directive(body, "shell")
     assert "log:q" in interpolated(body)
     assert not re.search(r"^    (run|script|notebook|wrapper):", body, re.M)
-    assert not re.search(r"nodes|nproc|device|partition|threads", directive(body, "params")), "of a machine"
+    assert not re.search(r"nodes|nproc|device|partition|threads", directive(body, "params")), (
+        "of a machine"
+    )
 
 
 @pytest.mark.parametrize("name", BRIDGES)
-def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellmill(name: str) -> None:
+def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellmill(
+    name: str,
+) -> None:
     body, package = BRIDGES[name], name.replace("_", "-")
     check_files(body, name)
     assert f"/bridges/{{dataset}}.{package}.json" in directive(body, "output")
@@ -66,18 +74,35 @@ def test_a_preset_has_a_pinned_environment_and_a_short_script(name: str) -> None
     assert "zoo_{wildcards.preset}.py" in directive(body, "resources")
     interpolated(body)
     assert check_pinned(f"zoo_{name}.py", f"zoo-{name}.yaml")[3] == name
-    assert len((WORKFLOW / "bridges" / f"zoo_{name}.py").read_text(encoding="utf-8").splitlines()) <= 60
-    packages = re.findall(r"^      - (.*)$", (ROOT / "envs" / f"zoo-{name}.yaml").read_text(encoding="utf-8"), re.M)
+    assert (
+        len((WORKFLOW / "bridges" / f"zoo_{name}.py").read_text(encoding="utf-8").splitlines())
+        <= 60
+    )
+    packages = re.findall(
+        r"^      - (.*)$", (ROOT / "envs" / f"zoo-{name}.yaml").read_text(encoding="utf-8"), re.M
+    )
     assert all("==" in package for package in packages)
 
 
 def test_training_declares_no_checkpoint_as_output() -> None:
-    assert directive(WORKING["train"], "output").split() == ['"results/runs/{run}/train/status.json",']
+    assert directive(WORKING["train"], "output").split() == [
+        '"results/runs/{run}/train/status.json",'
+    ]
 
 
 def test_no_tracked_file_has_a_path_of_one_machine() -> None:
     pattern = r"(^|[^A-Za-z0-9_./-])/(work|farm|root|home)/[a-z]"
-    command = ["git", "-C", str(ROOT), "grep", "-nIE", pattern, "--", ".", ":!tests/house/test_rules.py"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "grep",
+        "-nIE",
+        pattern,
+        "--",
+        ".",
+        ":!tests/house/test_rules.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode > 1:
         pytest.skip("not a git checkout")

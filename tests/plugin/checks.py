@@ -12,7 +12,13 @@ from cellmill.testing import LAYOUTS, check_plugin
 def test_the_toys_keep_the_promises(tmp_path: Path) -> None:
     check_plugin(
         tmp_path,
-        {"model.hidden": 32, "model.layers": 4, "model.heads": 4, "objective.skip": 1, "train.optimizer.decay": 0.7},
+        {
+            "model.hidden": 32,
+            "model.layers": 4,
+            "model.heads": 4,
+            "objective.skip": 1,
+            "train.optimizer.decay": 0.7,
+        },
         LAYOUTS | {"tp of whole tokens": {"tp": 2}},
         tokens={"tokenizer": "toy_genes", "max_tokens": 48},
         model={"family": "toy", "hidden": 16, "layers": 2, "heads": 2},

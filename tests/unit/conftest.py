@@ -18,7 +18,9 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 simulated cells x 400 genes of 4 types, 2 batches and 3 perturbations, as raw counts under Ensembl ids."""
+    """600 simulated cells x 400 genes of 4 types, 2 batches and 3 perturbations, as raw counts
+    under Ensembl ids.
+    """
     path = tmp_path_factory.mktemp("simulated") / "simulated.h5ad"
     simulate.simulate(out=path, cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
     return path
@@ -26,7 +28,9 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> dict[str, Path]:
-    """Paths of a corpus of `simulated`, of a `model` of random weights and of its `embedding`; no test changes them."""
+    """Paths of a corpus of `simulated`, of a `model` of random weights and of its `embedding`; no
+    test changes them.
+    """
     return make_evaluated(tmp_path_factory.mktemp("corpus"), simulated)
 
 
@@ -40,7 +44,9 @@ def context(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -
 def make_h5ad(tmp_path: Path) -> Callable[..., Path]:
     """A function that writes an .h5ad of a matrix (dense or sparse) and gives its path."""
 
-    def make(matrix: object, name: str = "raw.h5ad", *, genes: list[str] | None = None, **parts: object) -> Path:
+    def make(
+        matrix: object, name: str = "raw.h5ad", *, genes: list[str] | None = None, **parts: object
+    ) -> Path:
         n_obs, n_vars = matrix.shape  # type: ignore[attr-defined]
         obs = parts.pop("obs", None)
         if obs is None:
@@ -66,7 +72,9 @@ def counts() -> sp.csr_matrix:
 
 @pytest.fixture(scope="session")
 def shared() -> Callable[[str], Path]:
-    """A function that gives the path of a real dataset, or skips the test with the reason where it is absent."""
+    """A function that gives the path of a real dataset, or skips the test with the reason where it
+    is absent.
+    """
 
     def find(name: str) -> Path:
         path = SHARED / name

@@ -31,29 +31,45 @@ BRIDGES = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
 
 
 def regression(sparse: bool) -> Any:
-    """scikit-learn's logistic regression at its optimum; that of sparse features has a penalty on the intercept."""
-    newton = LogisticRegression(solver="newton-cg", max_iter=1000, tol=1e-6, fit_intercept=not sparse)
-    ones = FunctionTransformer(lambda values: sp.hstack([values, np.ones((values.shape[0], 1))], format="csr"))
+    """scikit-learn's logistic regression at its optimum; that of sparse features has a penalty on
+    the intercept.
+    """
+    newton = LogisticRegression(
+        solver="newton-cg", max_iter=1000, tol=1e-6, fit_intercept=not sparse
+    )
+    ones = FunctionTransformer(
+        lambda values: sp.hstack([values, np.ones((values.shape[0], 1))], format="csr")
+    )
     return make_pipeline(ones, newton) if sparse else newton
 
 
 def make_context(folder: Path, corpus: Mapping[str, Path], **model_options: Any) -> Context:
-    """The cells of a corpus, by a small model that is exported to `folder`: every second is scored, in 3 folds."""
+    """The cells of a corpus, by a small model that is exported to `folder`: every second is scored,
+    in 3 folds.
+    """
     exported = export_model(folder / "model", corpus["vocabulary"], **model_options)
     network, vocabulary, tokens, config = load_for_inference(exported)
     options = Evaluate.model_validate({"folds": 3, "seed": 4})
-    model = EvaluatedModel(network, config, vocabulary, tokens, Manifest.read(corpus["manifest"]), options.seed)
+    model = EvaluatedModel(
+        network, config, vocabulary, tokens, Manifest.read(corpus["manifest"]), options.seed
+    )
     reader = open_counts(corpus["cells"])
     scored = np.arange(reader.n_obs) % 2 == 0
     vectors = np.zeros((reader.n_obs, 16), np.float32)
-    return Context("simulated", reader, scored, vectors, {"label": reader.obs["cell_type"]}, model, options)
+    return Context(
+        "simulated", reader, scored, vectors, {"label": reader.obs["cell_type"]}, model, options
+    )
 
 
 def make_evaluated(folder: Path, simulated: Path, **split: Any) -> dict[str, Path]:
     """Paths of a corpus (`make_corpus`), and of a `model` and its `embedding` of the cells."""
     corpus = make_corpus(folder, simulated, **split)
     corpus["model"] = export_model(folder / "model", corpus["vocabulary"])
-    return corpus | {"embedding": embed(corpus["model"], corpus["cells"], folder / "embeddings" / "simulated.h5ad")}
+    return corpus | {
+        "embedding": embed(
+            corpus["model"], corpus["cells"], folder / "embeddings" / "simulated.h5ad"
+        )
+    }
 
 
 def embed(model: Path, cells: Path, out: Path, append: bool = False, **section: Any) -> Path:
@@ -64,10 +80,16 @@ def embed(model: Path, cells: Path, out: Path, append: bool = False, **section: 
 
 
 def preprocessed(raw: Path, out: Path, **section: Any) -> Path:
-    """The cells of `raw`, all of them, which stage preprocess writes to `out` with options of `section`."""
-    options = PreprocessOptions.model_validate({"preprocess": {"min_genes": 0, "max_mito_frac": 1} | section})
+    """The cells of `raw`, all of them, which stage preprocess writes to `out` with options of
+    `section`.
+    """
+    options = PreprocessOptions.model_validate(
+        {"preprocess": {"min_genes": 0, "max_mito_frac": 1} | section}
+    )
     report = out.with_suffix(".json")
-    on_data.preprocess(options=options, input=raw, counts="X", dataset=out.stem, out=out, report=report)
+    on_data.preprocess(
+        options=options, input=raw, counts="X", dataset=out.stem, out=out, report=report
+    )
     return out
 
 
@@ -77,8 +99,13 @@ def run_bridge(package: str, script: str, out: Path, **given: Any) -> dict[str, 
     Its interpreter is the one of CELLMILL_PACKAGE, such as CELLMILL_CELL_EVAL, or this one.
     """
     python = os.environ.get(f"CELLMILL_{package.upper().replace('-', '_')}", sys.executable)
-    words = [python, str(BRIDGES / f"{script}.py"), *(f"--{name}={value}" for name, value in given.items())]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}  # theirs are their own
+    words = [
+        python,
+        str(BRIDGES / f"{script}.py"),
+        *(f"--{name}={value}" for name, value in given.items()),
+    ]
+    # theirs are their own
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     done = subprocess.run([*words, f"--out={out}"], capture_output=True, text=True, env=environment)
     if f"{package} cannot be imported" in done.stderr:
         pytest.skip(f"{package} is not installed in {python}")
@@ -96,10 +123,16 @@ def with_config(model: Path, **entries: Any) -> Path:
     return model
 
 
-def export_classifier(folder: Path, genes: Path, column: str, labels: list[str], **entry: Any) -> Path:
-    """The folder of a model that predicts `labels` of an obs column, with `entry` beside them in its config.json."""
+def export_classifier(
+    folder: Path, genes: Path, column: str, labels: list[str], **entry: Any
+) -> Path:
+    """The folder of a model that predicts `labels` of an obs column, with `entry` beside them in
+    its config.json.
+    """
     levels = {column: (*labels, "<missing>")}
-    model = export_model(folder, genes, seed=1, levels=levels, objective="classification", label_column=column)
+    model = export_model(
+        folder, genes, seed=1, levels=levels, objective="classification", label_column=column
+    )
     classifier = {"label_column": column, "labels": labels, "calibration": None}
     return with_config(model, classifier=classifier | entry)
 
@@ -111,20 +144,29 @@ def with_obs(files: Mapping[str, Path], folder: Path, name: str, **obs: Any) -> 
         adata.obs[column] = values
     cells = folder / f"{name}.h5ad"
     adata.write_h5ad(cells)
-    return {**files, "cells": cells, "embedding": embed(files["model"], cells, folder / "embedded" / cells.name)}
+    return {
+        **files,
+        "cells": cells,
+        "embedding": embed(files["model"], cells, folder / "embedded" / cells.name),
+    }
 
 
 def evaluate(
-    files: Mapping[str, Any], out: Path, label: str = "cell_type", beside: Sequence[Path] = (), **options: Any
+    files: Mapping[str, Any],
+    out: Path,
+    label: str = "cell_type",
+    beside: Sequence[Path] = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    """metrics.json that stage evaluate writes to `out`, without the seconds of tasks, the only numbers that vary.
+    """metrics.json that stage evaluate writes to `out`, without the seconds of tasks, the only
+    numbers that vary.
 
-    `files` has model and manifest, cells and embedding, one path each or a list for several datasets, and perhaps
-    baselines.
-    `beside` are files of stage embed_external.
+    `files` has model and manifest, cells and embedding, one path each or a list for several
+    datasets, and perhaps baselines. `beside` are files of stage embed_external.
     """
     cells, embeddings = (
-        given if isinstance(given, list) else [given] for given in (files["cells"], files["embedding"])
+        given if isinstance(given, list) else [given]
+        for given in (files["cells"], files["embedding"])
     )
     tasks = {"probe": {"seeds": 1}, "reconstruct": {}}  # one seed: quicker
     stage.evaluate(

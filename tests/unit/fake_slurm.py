@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""sbatch, squeue, sacct and scancel for machines without SLURM: each answers what $FAKE_SLURM/answers.json scripts.
+"""sbatch, squeue, sacct and scancel for machines without SLURM: each answers what
+$FAKE_SLURM/answers.json scripts.
 
-{"squeue": [[exit code, stdout, stderr], …]}: one answer for each call, the last for all that follow. `{name}` in an
-answer is the name of the job submitted last; {"sleep": seconds} in the place of an exit code answers too late.
+{"squeue": [[exit code, stdout, stderr], …]}: one answer for each call, the last for all that
+follow. `{name}` in an answer is the name of the job submitted last; {"sleep": seconds} in the place
+of an exit code answers too late.
 """
 
 import fcntl

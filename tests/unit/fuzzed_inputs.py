@@ -2,7 +2,8 @@
 
     python -m tests.unit.fuzzed_inputs 2000 7    # files, seed
 
-A file is a pure function of seed and number, and read in a process of its own: a crash of a library is seen too.
+A file is a pure function of seed and number, and read in a process of its own: a crash of a library
+is seen too.
 """
 
 import json
@@ -34,13 +35,31 @@ from tests.unit.test_text_counts import TABLES
 
 TIMEOUT_S = 60
 MEMORY = 6 << 30  # bytes of address space, of which libraries take more than one GB
-ODD = (-1, 0, 3, 10**6, 2**31, 2**62, 1.5, float("nan"), "text", b"\xff", [], [1, 2, 3], [[1, 2], [3, 4]])
+ODD = (
+    -1,
+    0,
+    3,
+    10**6,
+    2**31,
+    2**62,
+    1.5,
+    float("nan"),
+    "text",
+    b"\xff",
+    [],
+    [1, 2, 3],
+    [[1, 2], [3, 4]],
+)
 
 
 def write_bases(folder: Path) -> None:
     """One input of each format."""
     counts = sp.csr_matrix(np.random.default_rng(0).poisson(1.0, (230, 37)).astype(np.float32))
-    for name, form in {"csr": sp.csr_matrix, "csc": sp.csc_matrix, "dense": sp.csr_matrix.toarray}.items():
+    for name, form in {
+        "csr": sp.csr_matrix,
+        "csc": sp.csc_matrix,
+        "dense": sp.csr_matrix.toarray,
+    }.items():
         h5ad(form(counts), folder / f"{name}.h5ad")
         for version in (2, 3):
             in_zarr(counts, folder, form, version).rename(folder / f"{name}{version}.zarr")
@@ -102,7 +121,9 @@ def _change_json(file: Path, random: np.random.Generator) -> None:
     entries: list[tuple[Any, Any]] = []
 
     def collect(item: Any) -> None:
-        for key in item if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ():
+        for key in (
+            item if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
+        ):
             entries.append((item, key))
             collect(item[key])
 
@@ -115,7 +136,9 @@ def _change_json(file: Path, random: np.random.Generator) -> None:
 
 
 def _change_h5(file: Path, random: np.random.Generator) -> None:
-    """One of six changes to an object: none of it, an attribute, a value, a loop, a huge array, another array."""
+    """One of six changes to an object: none of it, an attribute, a value, a loop, a huge array,
+    another array.
+    """
     with h5py.File(file, "a") as opened:
         names: list[str] = []
         opened.visit(names.append)
@@ -125,7 +148,12 @@ def _change_h5(file: Path, random: np.random.Generator) -> None:
         if kind == 1 and attributes:
             stored.attrs[pick(random, sorted(attributes))] = odd
             return
-        if kind == 2 and isinstance(stored, h5py.Dataset) and stored.ndim and stored.dtype.kind in "iuf":
+        if (
+            kind == 2
+            and isinstance(stored, h5py.Dataset)
+            and stored.ndim
+            and stored.dtype.kind in "iuf"
+        ):
             flat = stored[()].reshape(-1)
             flat[int(random.integers(len(flat)))] = random.choice([0, 1, 100, 127, 11, 23])
             stored[...] = flat.reshape(stored.shape)
@@ -134,7 +162,9 @@ def _change_h5(file: Path, random: np.random.Generator) -> None:
         if kind == 3:
             opened[name] = h5py.SoftLink(f"/{name}")
         elif kind == 4:
-            opened.create_dataset(name, (int(random.choice([10**6, 10**12])),), "i4", chunks=(4096,))
+            opened.create_dataset(
+                name, (int(random.choice([10**6, 10**12])),), "i4", chunks=(4096,)
+            )
         elif kind != 0:
             opened[name] = odd
         if kind not in (0, 3):
@@ -142,7 +172,9 @@ def _change_h5(file: Path, random: np.random.Generator) -> None:
 
 
 def read_whole(path: Path) -> None:
-    """Read an input. Exit code 0 if it is read or refused in one line, else 1 with the reason on stderr."""
+    """Read an input. Exit code 0 if it is read or refused in one line, else 1 with the reason on
+    stderr.
+    """
     signal.alarm(TIMEOUT_S)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:

@@ -16,11 +16,14 @@ class HangError(Exception):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Raise HangError after SECONDS, and MemoryError when MORE_BYTES more of address space are asked for."""
+    """Raise HangError after SECONDS, and MemoryError when MORE_BYTES more of address space are
+    asked for.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     previous = signal.signal(signal.SIGALRM, _hang)
-    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)  # that of pytest-timeout goes on afterwards
+    # that of pytest-timeout goes on afterwards
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MORE_BYTES, before[1]))
     try:
         yield

@@ -14,7 +14,12 @@ ROWS = [
     ("all genes + logistic regression", "baseline", 0.84),
 ]
 SECOND = Verdict(
-    "embedding + logistic regression", "all genes + logistic regression", "accuracy", -0.04, (-0.07, -0.01), "behind"
+    "embedding + logistic regression",
+    "all genes + logistic regression",
+    "accuracy",
+    -0.04,
+    (-0.07, -0.01),
+    "behind",
 )
 LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "behind")
 CLOSED = (
@@ -42,30 +47,51 @@ def make_run(folder: Path) -> Path:
     result: dict[str, Any] = {
         "rows": [], "metric": None, "verdicts": [], "sentences": [], "figures": {}, "skipped": None,
     }  # fmt: skip
-    confusion = {"row": "embedding + kNN", "classes": [EVIL, "B $x_$"], "counts": [[50, 0], [10, 30]]}
+    confusion = {
+        "row": "embedding + kNN",
+        "classes": [EVIL, "B $x_$"],
+        "counts": [[50, 0], [10, 30]],
+    }
     gap = {"column": "accuracy", "words": CLOSED, "model": asdict(Closed(ROWS[0][0], 94, 80, 108))}
     lost = {
         "verdicts": [asdict(LOST), asdict(SECOND)],
         "sentences": [LOSS, sentence(SECOND)],
         "gaps": [gap | {"column": "macro_f1"}, gap],
     }
-    probe = result | {"rows": rows, "metric": "accuracy", "figures": figures, "confusion": confusion} | lost
+    probe = (
+        result
+        | {"rows": rows, "metric": "accuracy", "figures": figures, "confusion": confusion}
+        | lost
+    )
     skipped = result | {"skipped": "the dataset has no label column"}
     masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}
     shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0}
     genes = {"n_present": 75, "n_genes": 765, "expressed_frac": 0.213, "absent": ["CD3D"]}
     datasets = {
-        "pbmc": shared | {"genes": genes, "roles": {"label": "type"}, "tasks": {"probe": probe, "reconstruct": masked}},
+        "pbmc": shared
+        | {
+            "genes": genes,
+            "roles": {"label": "type"},
+            "tasks": {"probe": probe, "reconstruct": masked},
+        },
         "bare": shared | {"roles": {}, "tasks": {"probe": skipped, "reconstruct": masked}},
     }
     write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
-    write(folder / "train/status.json", {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321})
+    write(
+        folder / "train/status.json",
+        {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321},
+    )
     write(folder / "train/metrics.jsonl", '{"step": 1, "loss": 2.0, "peak_resident_gb": [0.5, 0.7123]}\n'
            '{"step": 2, "loss": 1.5, "peak_resident_gb": [0.6, 0.7]}\n'
            '{"step": 2, "val_loss": 1.6}\n{"step": 3, "lo')  # fmt: skip
-    write(folder / "train/run.json", {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}})
+    write(
+        folder / "train/run.json",
+        {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}},
+    )
     write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
-    write(folder / "evaluate/metrics.json", {"model": {"digest": "beef" * 16}, "datasets": datasets})
+    write(
+        folder / "evaluate/metrics.json", {"model": {"digest": "beef" * 16}, "datasets": datasets}
+    )
     write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\tbatch\n"
            f"pbmc\tc1\t{EVIL}\t0.5\t1\t1\t1\npbmc\tc2\tB $x_$\t1\t2\t0\t{EVIL}\npbmc\tc3\t\t2\t2\t0\t\n")  # fmt: skip
     return folder

@@ -21,15 +21,20 @@ NODE = (
 def scontrol(table: str, config: str = CONFIG, **fields: str) -> dict[str, str]:
     """What `scontrol show` answers, by what it is to show.
 
-    A line of the table is a node in a partition: node, its state, cores (or those that jobs may use / all of them), MB,
-    GRES, features; partition (with * the default), its state, its time limit. `fields` replace some of a partition's.
+    A line of the table is a node in a partition: node, its state, cores (or those that jobs may use
+    / all of them), MB, GRES, features; partition (with * the default), its state, its time limit.
+    `fields` replace some of a partition's.
     """
     partitions, nodes, names = dict[str, str](), dict[str, str](), defaultdict[str, list[str]](list)
     for line in table.split():
-        node, state, cores, memory, gres, features, partition, partition_state, limit = line.split("|")
+        node, state, cores, memory, gres, features, partition, partition_state, limit = line.split(
+            "|"
+        )
         name, usable, total = partition.rstrip("*"), *cores.partition("/")[::2]
         default = "YES" if partition.endswith("*") else "NO"
-        partitions[name] = PARTITION.format(name, default, limit, partition_state, fields.get(name, ""))
+        partitions[name] = PARTITION.format(
+            name, default, limit, partition_state, fields.get(name, "")
+        )
         cpus = f"CPUEfctv={usable} CPUTot={total}" if total else f"CPUTot={cores}"
         names[node].append(name)
         nodes[node] = NODE.format(node, cpus, features, gres, memory, state, ",".join(names[node]))
@@ -37,11 +42,17 @@ def scontrol(table: str, config: str = CONFIG, **fields: str) -> dict[str, str]:
     return shown | {"show config": config}
 
 
-def command(path: Path, answers: str | dict[str, str], code: int = 0, to_stderr: bool = False) -> None:
-    """A command that prints its answer, or the first one whose key is in its arguments, and ends with `code`."""
+def command(
+    path: Path, answers: str | dict[str, str], code: int = 0, to_stderr: bool = False
+) -> None:
+    """A command that prints its answer, or the first one whose key is in its arguments, and ends
+    with `code`.
+    """
     to = ">&2" if code or to_stderr else ""
     cases = [
-        f"*{key!r}*) /bin/cat {to} <<'END'\n{text.strip()}\nEND\n;;\n" if text else f"*{key!r}*) ;;\n"
+        f"*{key!r}*) /bin/cat {to} <<'END'\n{text.strip()}\nEND\n;;\n"
+        if text
+        else f"*{key!r}*) ;;\n"
         for key, text in ({"": answers} if isinstance(answers, str) else answers).items()
     ]
     path.parent.mkdir(exist_ok=True)

@@ -30,23 +30,36 @@ def random_counts(n_obs: int, n_vars: int, seed: int = 0, largest: int = 30) -> 
     return sp.csr_matrix(dense)
 
 
-def write_dataset(path: Path, counts: sp.csr_matrix, gene_ids: list[str], obs: dict[str, object] | None = None) -> Path:
+def write_dataset(
+    path: Path, counts: sp.csr_matrix, gene_ids: list[str], obs: dict[str, object] | None = None
+) -> Path:
     """A preprocessed .h5ad."""
     names = [f"cell{i}" for i in range(counts.shape[0])]
     var = pd.DataFrame({"symbol": gene_ids}, index=gene_ids)
     largest = int(counts.data.max(initial=0))
-    write_cells(path, pd.DataFrame(obs or {}, index=names), var, [counts], counts.nnz, count_dtype(largest))
+    write_cells(
+        path, pd.DataFrame(obs or {}, index=names), var, [counts], counts.nnz, count_dtype(largest)
+    )
     return path
 
 
 def prepare_by_commands(config: Path, folder: Path) -> tuple[list[Path], Path]:
-    """Preprocessed cells of each dataset of corpus `c`, and the manifest of their shards, by the commands."""
+    """Preprocessed cells of each dataset of corpus `c`, and the manifest of their shards, by the
+    commands.
+    """
     cells, genes, manifest = list[Path](), folder / "v.tsv", folder / "shards" / "manifest.json"
     for name, row in load_config(config).datasets("c").items():
         columns = row.model_dump(include=set(ObsColumns.model_fields), exclude_none=True)
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in columns.items()]
         cells.append(folder / "cells" / f"{name}.h5ad")
-        files = ["--input", row.path, "--out", str(cells[-1]), "--report", str(cells[-1].with_suffix(".json"))]
+        files = [
+            "--input",
+            row.path,
+            "--out",
+            str(cells[-1]),
+            "--report",
+            str(cells[-1].with_suffix(".json")),
+        ]
         assert main(["preprocess", "--config", str(config), "--dataset", name, *files, *flags]) == 0
     given = ["--config", str(config), "--cells", *map(str, cells)]
     assert main(["vocabulary", *given, "--out", str(genes)]) == 0
@@ -60,7 +73,9 @@ def genes_named(n: int) -> list[str]:
 
 def vocabulary_of(gene_ids: list[str], seed: int = 1) -> Vocabulary:
     medians = np.random.default_rng(seed).lognormal(0, 1, len(gene_ids)).astype(np.float32)
-    return Vocabulary(gene_ids, [f"g{i}" for i in range(len(gene_ids))], np.ones(len(gene_ids), np.int64), medians)
+    return Vocabulary(
+        gene_ids, [f"g{i}" for i in range(len(gene_ids))], np.ones(len(gene_ids), np.int64), medians
+    )
 
 
 def write_corpus(
@@ -71,7 +86,9 @@ def write_corpus(
     obs: dict[str, object] | None = None,
     **options: object,
 ) -> Manifest:
-    """Shards of one dataset, of counts or random cells, all for training unless `options` of `shard` say otherwise."""
+    """Shards of one dataset, of counts or random cells, all for training unless `options` of
+    `shard` say otherwise.
+    """
     counts = random_counts(cells, n_vars, seed) if isinstance(cells, int) else cells
     ids = genes_named(counts.shape[1])
     path = write_dataset(folder / "cells" / "one.h5ad", counts, ids, obs)
@@ -80,10 +97,24 @@ def write_corpus(
 
 
 def stream_of(
-    manifest: Manifest, rank: int = 0, world: int = 1, options: dict[str, Any] | None = None, **changes: Any
+    manifest: Manifest,
+    rank: int = 0,
+    world: int = 1,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> CellStream:
     """Cells of the training split in 8 small lanes; `options` are of section `stream`."""
     order = {"lanes": 8, "block_cells": 4, "window_blocks": 3, "io_threads": 2} | (options or {})
-    given: dict[str, Any] = {"split": "train", "tokens": ContinuousTokens(max_tokens=12), "token_budget": 400}
-    given |= {"stream": Stream.model_validate(order), "global_batch": 32, "rank": rank, "world": world, "seed": 0}
+    given: dict[str, Any] = {
+        "split": "train",
+        "tokens": ContinuousTokens(max_tokens=12),
+        "token_budget": 400,
+    }
+    given |= {
+        "stream": Stream.model_validate(order),
+        "global_batch": 32,
+        "rank": rank,
+        "world": world,
+        "seed": 0,
+    }
     return CellStream(manifest.path, **given | changes)

@@ -8,24 +8,53 @@ from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedRun
 
 AHEAD, LEVEL, BEHIND = ["level", "ahead"], ["level"], ["level", "behind"]
-OPTIONS = {"objective": {"name": "cell_decoding"}, "model": {"family": "profile", "hidden": 128}, "train": {"lr": 5e-3}}
+OPTIONS = {
+    "objective": {"name": "cell_decoding"},
+    "model": {"family": "profile", "hidden": 128},
+    "train": {"lr": 5e-3},
+}
 
 
 def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) -> list[str]:
-    given: dict[str, Any] = {"plan": {"steps": 1600, "steps_per_epoch": 20}, "status": {"step": 1600}}
+    given: dict[str, Any] = {
+        "plan": {"steps": 1600, "steps_per_epoch": 20},
+        "status": {"step": 1600},
+    }
     given |= {"model": None, "evaluation": {"model": {"step": 1600}}} | files
-    return list(advice(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes))
+    return list(
+        advice(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes)
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "files", "said"),
     [
         ({}, {}, None),
-        ({}, {"lines": [{"effective_rank": 9.0}, {"effective_rank": 1.2}]}, "lower train.lr: the embedding has coll"),
-        ({"objective": {"name": "masked_value"}}, {}, "set objective: cell_decoding; masked_value alone was"),
-        ({"model": {"family": "profile", "hidden": 512}}, {}, "lower train.lr to 0.001: at a width of 512"),
-        ({}, {"plan": {"steps": 390, "steps_per_epoch": 13}}, "set train.steps: auto, 1,600 in place of 390"),
-        ({}, {"plan": {"steps": 1600, "steps_per_epoch": 900}}, "set train.steps: auto, 2,700 in place of 1,600"),
+        (
+            {},
+            {"lines": [{"effective_rank": 9.0}, {"effective_rank": 1.2}]},
+            "lower train.lr: the embedding has coll",
+        ),
+        (
+            {"objective": {"name": "masked_value"}},
+            {},
+            "set objective: cell_decoding; masked_value alone was",
+        ),
+        (
+            {"model": {"family": "profile", "hidden": 512}},
+            {},
+            "lower train.lr to 0.001: at a width of 512",
+        ),
+        (
+            {},
+            {"plan": {"steps": 390, "steps_per_epoch": 13}},
+            "set train.steps: auto, 1,600 in place of 390",
+        ),
+        (
+            {},
+            {"plan": {"steps": 1600, "steps_per_epoch": 900}},
+            "set train.steps: auto, 2,700 in place of 1,600",
+        ),
         (
             {},
             {"evaluation": {"model": {"step": 300}}},
@@ -34,12 +63,18 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {"outcomes": LEVEL}, "take the best baseline: it is as good on these cells"),
         ({}, {"outcomes": BEHIND}, "take the best baseline: it is better on these cells"),
         # lengths were measured without labels
-        ({}, {"model": {"supervised_by": ["cell_type"]}, "plan": {"steps": 9, "steps_per_epoch": 3}}, None),
+        (
+            {},
+            {"model": {"supervised_by": ["cell_type"]}, "plan": {"steps": 9, "steps_per_epoch": 3}},
+            None,
+        ),
         # two labels need no second direction
         ({}, {"model": {"supervised_by": ["cell_type"]}, "lines": [{"effective_rank": 1.2}]}, None),
     ],
 )
-def test_each_rule_has_one_sentence(options: dict[str, Any], files: dict[str, Any], said: str | None) -> None:
+def test_each_rule_has_one_sentence(
+    options: dict[str, Any], files: dict[str, Any], said: str | None
+) -> None:
     sentences = advised(options, **files)
     assert len(sentences) == (said is not None)
     assert not said or sentences[0].startswith(said)

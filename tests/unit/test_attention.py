@@ -18,20 +18,26 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 def _qkv(tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tokens, 3, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    return [
+        torch.randn(tokens, 3, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)
+    ]
 
 
 def _cu_seqlens(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool) -> torch.Tensor:
+def written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool
+) -> torch.Tensor:
     """(T, h, d): softmax attention of one cell after another, in float32."""
     rows = []
     for q_cell, k_cell, v_cell in zip(*(x.float().split(lengths) for x in (q, k, v))):
         scores = torch.einsum("ihd,jhd->hij", q_cell, k_cell) / q.shape[-1] ** 0.5
         if causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf
+            )
         rows.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v_cell))
     return torch.cat(rows).to(q.dtype)
 
@@ -55,12 +61,16 @@ def test_packed_attention_and_its_gradients_are_those_written_out(
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
     for ours, theirs in zip(packed, other):
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
 
 
 def test_no_scores_are_kept_for_the_backward_pass() -> None:
     packed, kept = _qkv(400, torch.float32), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.numel()) or x, lambda x: x
+    ):
         attention(*packed, _cu_seqlens([400]), [400])
     assert max(kept) == packed[0].numel() < 400 * 400
 

@@ -1,4 +1,6 @@
-"""Family autoregressive with next_gene: the loss is a chain of likelihoods; drawn cells are those of full passes."""
+"""Family autoregressive with next_gene: the loss is a chain of likelihoods; drawn cells are those
+of full passes.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +35,13 @@ from tests.unit.exported import export_model
 from tests.unit.small_corpus import genes_named, vocabulary_of, write_corpus
 
 N_GENES, MAX_TOKENS = 60, 32
-FAMILY = {"family": "autoregressive", "hidden": 16, "layers": 2, "heads": 2, "objective": "next_gene"}
+FAMILY = {
+    "family": "autoregressive",
+    "hidden": 16,
+    "layers": 2,
+    "heads": 2,
+    "objective": "next_gene",
+}
 TOKENIZERS = pytest.mark.parametrize("tokenizer", ["continuous", "binned", "rank"])
 
 
@@ -73,7 +81,11 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
                 query = torch.cat([before, model.gene_embedding.weight[gene]])
                 value = model.value_out(model.value_head(query))
                 answer = batch.values[at]
-                own = (value[0] - answer) ** 2 if tokenizer == "continuous" else -value.log_softmax(0)[answer - 1]
+                own = (
+                    (value[0] - answer) ** 2
+                    if tokenizer == "continuous"
+                    else -value.log_softmax(0)[answer - 1]
+                )
                 expected = expected + 0.5 * own
             before = states[at]
         if batch.lengths[cell] < MAX_TOKENS:
@@ -86,17 +98,23 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
 
 def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:
     mean, last, batch = model_of().eval(), model_of(pooling="last").eval(), batch_of()
-    beginning = Batch(batch.genes[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0]))
+    beginning = Batch(
+        batch.genes[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0])
+    )
     with torch.no_grad():
         states = mean.states(EncoderBatch.prepared(batch)).split(batch.lengths)
-        torch.testing.assert_close(mean.embed(batch), torch.stack([cell.mean(0) for cell in states]))
+        torch.testing.assert_close(
+            mean.embed(batch), torch.stack([cell.mean(0) for cell in states])
+        )
         torch.testing.assert_close(last.embed(batch), torch.stack([cell[-1] for cell in states]))
         torch.testing.assert_close(last.embed(beginning)[0], states[0][6], rtol=1e-5, atol=1e-5)
 
 
 def test_every_tensor_with_a_row_per_token_is_matched_by_gene() -> None:
     model = model_of()
-    assert {name for name, p in model.named_parameters() if p.shape[0] == N_GENES + 2} == model.gene_rows
+    assert {
+        name for name, p in model.named_parameters() if p.shape[0] == N_GENES + 2
+    } == model.gene_rows
 
 
 def test_rank_buckets_are_logarithms_of_the_place() -> None:
@@ -168,7 +186,9 @@ def generator(tokenizer: str = "continuous") -> Any:
 
 def states_of(model: Any, genes: list[int], values: torch.Tensor) -> torch.Tensor:
     """(N, H): the states of a full forward pass over vocabulary rows `genes`."""
-    batch = Batch(torch.tensor(genes) + 2, values, torch.tensor([0, len(genes)]).int(), torch.tensor([0]))
+    batch = Batch(
+        torch.tensor(genes) + 2, values, torch.tensor([0, len(genes)]).int(), torch.tensor([0])
+    )
     states: torch.Tensor = model.states(EncoderBatch.prepared(batch))
     return states
 
@@ -177,13 +197,17 @@ def states_of(model: Any, genes: list[int], values: torch.Tensor) -> torch.Tenso
 def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
     """One cell, by a full forward pass for each of its genes."""
     cell, genes, objective = torch.tensor([number]), [], model.objective
-    values = torch.zeros(0, dtype=torch.int64 if objective.tokens.value_kind != "scalar" else torch.float32)
+    values = torch.zeros(
+        0, dtype=torch.int64 if objective.tokens.value_kind != "scalar" else torch.float32
+    )
     while True:
         state = states_of(model, genes, values)[-1:] if genes else model.start[None]
         place = len(genes)
         ends = bool(ends_before(model, state, cell, sampling, place))
         if ends or place == sampling.max_genes:
-            return GeneratedCell(genes, values.tolist() if objective.predicts_values else None, ends)
+            return GeneratedCell(
+                genes, values.tolist() if objective.predicts_values else None, ends
+            )
         listed = torch.tensor([genes], dtype=torch.int64) + 2
         gene = next_genes(model, state, listed, cell, sampling)
         values = torch.cat([values, next_values(model, state, gene, cell, sampling, place)])
@@ -256,7 +280,9 @@ def exported(folder: Path, **options: Any) -> Path:
     return export_model(folder / "model", genes, {"max_tokens": 16}, **(family | options))
 
 
-def test_the_file_has_genes_in_generated_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_has_genes_in_generated_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = exported(tmp_path)
     command = f"generate --model {model} --cells 10 --prompt g7,ENSG00000000003 --seed 4"
     for out, batch in (("a", 64), ("b", 3)):
@@ -281,17 +307,37 @@ def test_the_file_has_genes_in_generated_order(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("flags", "options", "text"),
     [
-        ("--prompt g7,g99", {}, "--prompt: 'g99' is not in the model's vocabulary; did you mean 'g9'?"),
+        (
+            "--prompt g7,g99",
+            {},
+            "--prompt: 'g99' is not in the model's vocabulary; did you mean 'g9'?",
+        ),
         ("--prompt g7,g7", {}, "--prompt: 'g7' is there twice"),
-        ("--max-genes 17", {}, "--max-genes: expected 1 (genes of --prompt) to 16 (tokens.max_tokens of the model)"),
-        (f"--prompt {','.join(f'g{i}' for i in range(17))}", {}, "--prompt: expected at most 16 genes (tokens.max_tok"),
+        (
+            "--max-genes 17",
+            {},
+            "--max-genes: expected 1 (genes of --prompt) to 16 (tokens.max_tokens of the model)",
+        ),
+        (
+            f"--prompt {','.join(f'g{i}' for i in range(17))}",
+            {},
+            "--prompt: expected at most 16 genes (tokens.max_tok",
+        ),
         ("--seed -1", {}, "--seed: expected 0 to 2147483647, got -1"),
         ("--temperature -1", {}, "--temperature: expected 0 or more, got -1"),
-        ("", {"family": "encoder", "objective": "masked_gene"}, "train one of model.family autoregressive"),
+        (
+            "",
+            {"family": "encoder", "objective": "masked_gene"},
+            "train one of model.family autoregressive",
+        ),
     ],
 )
 def test_what_cannot_be_generated_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, options: dict[str, Any], text: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    options: dict[str, Any],
+    text: str,
 ) -> None:
     model = exported(tmp_path, **options)
     assert main(f"generate --model {model} --out {tmp_path / 'a.h5ad'} {flags}".split()) == 2

@@ -1,4 +1,6 @@
-"""Exported models whose files are not as written are refused in one line, at once and in little memory."""
+"""Exported models whose files are not as written are refused in one line, at once and in little
+memory.
+"""
 
 import json
 import os
@@ -55,15 +57,21 @@ def edit(model: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Non
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
-@pytest.mark.parametrize("value", [10**9, 10**6, 10**30, -1, 0, 2.5, float("nan"), float("inf"), "many", None, [1], {}])
+@pytest.mark.parametrize(
+    "value", [10**9, 10**6, 10**30, -1, 0, 2.5, float("nan"), float("inf"), "many", None, [1], {}]
+)
 @pytest.mark.parametrize(
     "key", ["model.hidden", "model.layers", "model.heads", "tokens.max_tokens", "model.ffn_hidden"]
 )
-def test_sizes_of_another_model_are_refused_before_memory_is_taken(model: Path, key: str, value: Any) -> None:
+def test_sizes_of_another_model_are_refused_before_memory_is_taken(
+    model: Path, key: str, value: Any
+) -> None:
     section, name = key.split(".")
     edit(model, lambda config: config | {section: config[section] | {name: value}})
     # the number of tokens and a feed-forward layer of the usual width are no part of the weights
-    if (name == "max_tokens" and value in (10**9, 10**6)) or (name == "ffn_hidden" and value is None):
+    if (name == "max_tokens" and value in (10**9, 10**6)) or (
+        name == "ffn_hidden" and value is None
+    ):
         with limited():
             load_model(model)
         return
@@ -82,17 +90,29 @@ def test_sizes_of_another_model_are_refused_before_memory_is_taken(model: Path, 
         ({"format": [2]}, r"expected a model of format 2, got \[2\]"),
         ({"format": 1}, "expected a model of format 2, got 1; export the model again"),
         ({"model": {"hiden": 3}}, r"model: unknown key 'hiden'; did you mean 'hidden'\?"),
-        *(({key: None}, f"{key}: is missing") for key in ("vocabulary_digest", "family", "model", "tokens")),
+        *(
+            ({key: None}, f"{key}: is missing")
+            for key in ("vocabulary_digest", "family", "model", "tokens")
+        ),
         ({"objective": {"name": "none"}}, "none"),
     ],
 )
-def test_other_values_in_config_json_are_named(model: Path, change: dict[str, Any], message: str) -> None:
-    edit(model, lambda config: {key: value for key, value in (config | change).items() if value is not None})
+def test_other_values_in_config_json_are_named(
+    model: Path, change: dict[str, Any], message: str
+) -> None:
+    edit(
+        model,
+        lambda config: {
+            key: value for key, value in (config | change).items() if value is not None
+        },
+    )
     with pytest.raises(UserError, match=rf"config\.json: .*{message}"):
         load_model(model)
 
 
-@pytest.mark.parametrize("text", ["[" * 10_000 + "]" * 10_000, '{"a":' * 10_000 + "1" + "}" * 10_000, "", "\0", "[]"])
+@pytest.mark.parametrize(
+    "text", ["[" * 10_000 + "]" * 10_000, '{"a":' * 10_000 + "1" + "}" * 10_000, "", "\0", "[]"]
+)
 def test_a_config_json_of_something_else_is_refused(model: Path, text: str) -> None:
     (model / "config.json").write_text(text)
     assert str(model / "config.json") in error_of(model)
@@ -120,7 +140,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "offsets beyond the end": lambda path: lying_header(path, data_offsets=[0, 2**50]),
     "offsets of another tensor": lambda path: lying_header(path, data_offsets=[0, 64]),
     "an unknown type": lambda path: lying_header(path, dtype="F128"),
-    "a long header": lambda path: path.write_bytes(struct.pack("<Q", 2**60) + path.read_bytes()[8:]),
+    "a long header": lambda path: path.write_bytes(
+        struct.pack("<Q", 2**60) + path.read_bytes()[8:]
+    ),
     "a deep header": lambda path: path.write_bytes(struct.pack("<Q", 20_000) + b"[" * 20_000),
     "a truncated file": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "half precision": lambda path: changed_tensor(path, torch.Tensor.half),
@@ -132,7 +154,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_weights_that_are_not_as_exported_are_refused_though_their_digest_is_right(model: Path, damage: str) -> None:
+def test_weights_that_are_not_as_exported_are_refused_though_their_digest_is_right(
+    model: Path, damage: str
+) -> None:
     DAMAGES[damage](model / WEIGHTS)
     edit(model, lambda config: config | {"weights_sha256": sha256_file(model / WEIGHTS)})
     line = error_of(model)
@@ -148,10 +172,14 @@ def test_weights_that_are_not_as_exported_are_refused_though_their_digest_is_rig
         ("extra", torch.ones(2), "expected no such tensor as in config.json, got (2,)"),
     ],
 )
-def test_a_tensor_that_differs_is_named(model: Path, name: str, tensor: torch.Tensor | None, problem: str) -> None:
+def test_a_tensor_that_differs_is_named(
+    model: Path, name: str, tensor: torch.Tensor | None, problem: str
+) -> None:
     tensors = load_file(model / WEIGHTS) | {name: tensor}
     save_file({key: value for key, value in tensors.items() if value is not None}, model / WEIGHTS)
-    assert error_of(model) == f"{model / WEIGHTS}: {name}: {problem} (tensors that differ: 1){REMEDY}"
+    assert (
+        error_of(model) == f"{model / WEIGHTS}: {name}: {problem} (tensors that differ: 1){REMEDY}"
+    )
 
 
 def test_another_vocabulary_and_other_weights_are_refused_with_both_digests(model: Path) -> None:
@@ -160,7 +188,10 @@ def test_another_vocabulary_and_other_weights_are_refused_with_both_digests(mode
     digest = f"{ours.digest[:12]}{REMEDY}"
     for theirs in (vocabulary_of(genes_named(31)[1:]), replace(ours, medians=ours.medians * 2)):
         theirs.write(path)
-        assert error_of(model) == f"{path}: its digest is {theirs.digest[:12]}, the model was trained with {digest}"
+        assert (
+            error_of(model)
+            == f"{path}: its digest is {theirs.digest[:12]}, the model was trained with {digest}"
+        )
     ours.write(path)
     before = sha256_file(model / WEIGHTS)
     content = bytearray((model / WEIGHTS).read_bytes())
@@ -172,7 +203,11 @@ def test_another_vocabulary_and_other_weights_are_refused_with_both_digests(mode
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [(WEIGHTS, "; export the model first (consolidate)"), ("vocabulary.tsv", ""), ("config.json", "")],
+    [
+        (WEIGHTS, "; export the model first (consolidate)"),
+        ("vocabulary.tsv", ""),
+        ("config.json", ""),
+    ],
 )
 def test_a_missing_file_is_named(model: Path, name: str, more: str) -> None:
     (model / name).unlink()

@@ -29,16 +29,50 @@ from cellmill.files import digest, sha256_file
 MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "50"))
 DEEP = "deep nesting"  # replaced in the text, as json.dumps cannot write it
 VALUES = (
-    *(None, True, -1, 0, 1, 2**31, 2**40, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\0", "\ud800"),
-    *("../train-00000.h5ad", "/dev/zero", "..", "train-00001.h5ad", "a/b", "uint8", "float32", [], {}, [[]], DEEP),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        2**40,
+        2**63,
+        10**400,
+        1.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "\0",
+        "\ud800",
+    ),
+    *(
+        "../train-00000.h5ad",
+        "/dev/zero",
+        "..",
+        "train-00001.h5ad",
+        "a/b",
+        "uint8",
+        "float32",
+        [],
+        {},
+        [[]],
+        DEEP,
+    ),
 )
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the shards of 260 cells."""
-    folder, donors = tmp_path_factory.mktemp("corpus"), pd.Categorical([f"d{i % 5}" for i in range(260)])
-    manifest = write_corpus(folder, 260, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    folder, donors = (
+        tmp_path_factory.mktemp("corpus"),
+        pd.Categorical([f"d{i % 5}" for i in range(260)]),
+    )
+    manifest = write_corpus(
+        folder, 260, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64
+    )
     shutil.copy(folder / "cells" / "one.h5ad", manifest.path.with_name("cells.h5ad"))
     return manifest.path.parent
 
@@ -50,12 +84,21 @@ def read_all(folder: Path) -> str:
     verify(manifest)  # as a training begins
     hashed = hashlib.sha256()
     for split in ("train", "val"):
-        columns, order = {"donor": "tokens.covariates"}, {"lanes": 4, "block_cells": 16, "window_blocks": 2}
+        columns, order = (
+            {"donor": "tokens.covariates"},
+            {"lanes": 4, "block_cells": 16, "window_blocks": 2},
+        )
         stream = stream_of(manifest, options=order, split=split, shuffle=False, columns=columns)
         for batches in stream:
             for batch in batches:
                 assert batch.levels is not None
-                for part in (batch.genes, batch.values, batch.cu_seqlens, batch.cells, batch.levels):
+                for part in (
+                    batch.genes,
+                    batch.values,
+                    batch.cu_seqlens,
+                    batch.cells,
+                    batch.levels,
+                ):
                     hashed.update(np.ascontiguousarray(part).tobytes())
         stream.close()
     trained = TrainedCells([manifest], ["one"])
@@ -72,7 +115,9 @@ def right(corpus: Path) -> str:
 
 
 def check(folder: Path, right: str | None, what: str) -> bool:
-    """True if the folder is refused, in one line; else it is read as `right`, or without `right` in any way."""
+    """True if the folder is refused, in one line; else it is read as `right`, or without `right` in
+    any way.
+    """
     with limited():
         try:
             got = read_all(folder)
@@ -90,7 +135,9 @@ def check(folder: Path, right: str | None, what: str) -> bool:
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """(container, key) of every value in a tree."""
-    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
+    keys = (
+        list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
+    )
     return [place for key in keys for place in [(tree, key), *places(tree[key])]]
 
 
@@ -103,7 +150,9 @@ def sign(tree: dict[str, Any]) -> None:
         }
         fields = {"format": 1} | {key: tree[key] for key in ("vocabulary", "seed", "split")}
         tree["fingerprint"] = digest(fields | {"splits": splits})
-        tree["checksum"] = digest({name: value for name, value in tree.items() if name != "checksum"})
+        tree["checksum"] = digest(
+            {name: value for name, value in tree.items() if name != "checksum"}
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         return
 
@@ -129,8 +178,12 @@ def mutated_manifest(text: str, rng: random.Random) -> tuple[str, str]:
         sign(tree)
     changed = json.dumps(tree)
     if kind == "twice" and isinstance(container, dict):
-        changed = text.replace(f"{json.dumps(key)}:", f"{json.dumps(key)}: {json.dumps(value)}, {json.dumps(key)}:", 1)
-    return changed.replace(json.dumps(DEEP), "[" * 10_000 + "]" * 10_000), f"{kind} {key!r}: {value!r}, {signed=}"
+        changed = text.replace(
+            f"{json.dumps(key)}:", f"{json.dumps(key)}: {json.dumps(value)}, {json.dumps(key)}:", 1
+        )
+    return changed.replace(
+        json.dumps(DEEP), "[" * 10_000 + "]" * 10_000
+    ), f"{kind} {key!r}: {value!r}, {signed=}"
 
 
 @pytest.fixture
@@ -144,14 +197,21 @@ def seed(request: pytest.FixtureRequest) -> int:
     return 1 if request.param == "fixed" else random.SystemRandom().randrange(10**9)
 
 
-def test_a_mutated_manifest_is_refused_or_read_right(corpus: Path, right: str, folder: Path, seed: int) -> None:
+def test_a_mutated_manifest_is_refused_or_read_right(
+    corpus: Path, right: str, folder: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     text = (corpus / "manifest.json").read_text()
     for number in range(MUTATIONS):
         changed, what = mutated_manifest(text, rng)
         (folder / "manifest.json").write_text(changed)
-        # a vocabulary of other genes, or another seed, with the fingerprint to match, is another corpus
-        check(folder, None if "signed=True" in what else right, f"seed {seed}, mutation {number}: {what}")
+        # a vocabulary of other genes, or another seed, with the fingerprint to match, is another
+        # corpus
+        check(
+            folder,
+            None if "signed=True" in what else right,
+            f"seed {seed}, mutation {number}: {what}",
+        )
 
 
 def set_values(path: Path, name: str, at: Any, value: int) -> None:
@@ -178,7 +238,9 @@ def set_numbers(path: Path, at: Any, value: Any) -> None:
 def claim(path: Path, shape: tuple[int, ...], dtype: str) -> None:
     """Give an array of the index the header of another."""
     with open(path, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": dtype, "fortran_order": False, "shape": shape}
+        )
         file.write(bytes(4096))
 
 
@@ -193,7 +255,10 @@ def instead(path: Path, make: Callable[[Path], Any] | None = None) -> None:
         make(path)
 
 
-SHARD, OFFSETS, LEVELS, HASHES = ("train-00000.h5ad", *(f"train-{k}.npy" for k in ("offsets", "levels", "hashes")))
+SHARD, OFFSETS, LEVELS, HASHES = (
+    "train-00000.h5ad",
+    *(f"train-{k}.npy" for k in ("offsets", "levels", "hashes")),
+)
 CHANGES: list[tuple[str, str, Callable[..., Any], *tuple[Any, ...]]] = [
     # what is read of a shard: nonzeros by offset, names of cells and genes by HDF5
     ("indices above", SHARD, set_values, "X/indices", slice(None), 10**9),
@@ -242,7 +307,9 @@ def sign_file(folder: Path, name: str) -> None:
     (folder / "manifest.json").write_text(json.dumps(tree))
 
 
-def test_a_file_of_other_contents_is_refused_though_its_digest_is_right(corpus: Path, tmp_path: Path) -> None:
+def test_a_file_of_other_contents_is_refused_though_its_digest_is_right(
+    corpus: Path, tmp_path: Path
+) -> None:
     for what, name, change, *arguments in CHANGES:
         folder = Path(shutil.copytree(corpus, tmp_path / what))
         change(folder / name, *arguments)
@@ -259,7 +326,10 @@ def test_a_shard_with_random_bytes_is_refused(right: str, folder: Path, seed: in
     content = shard.read_bytes()
     for number in range(MUTATIONS):
         changed = bytearray(content)
-        places = [rng.randrange(rng.choice([100, 3000, len(content)])) for _ in range(rng.choice([1, 1, 4, 30]))]
+        places = [
+            rng.randrange(rng.choice([100, 3000, len(content)]))
+            for _ in range(rng.choice([1, 1, 4, 30]))
+        ]
         for at in places:
             changed[at] = rng.choice([0, 255, rng.randrange(256)])
         shard.write_bytes(changed[: rng.randrange(len(changed))] if rng.random() < 0.1 else changed)
@@ -272,5 +342,7 @@ def test_one_changed_byte_is_found_by_an_evaluation_after_a_training(folder: Pat
     assert len(TrainedCells([manifest], ["one"]).seen["one"]) > 100
     with h5py.File(folder / "train-00000.h5ad", "a") as file:
         file["obs/_index"][0] = "one:cell99999"
-    with pytest.raises(DataError, match=r"train-00000\.h5ad: expected sha256 \w+ as in the manifest, got"):
+    with pytest.raises(
+        DataError, match=r"train-00000\.h5ad: expected sha256 \w+ as in the manifest, got"
+    ):
         TrainedCells([manifest], ["one"])

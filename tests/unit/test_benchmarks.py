@@ -36,14 +36,25 @@ TINY = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TINY)
-def test_a_benchmark_prints_its_table(root: Path, tmp_path: Path, simulated: Path, name: str) -> None:
-    run, _ = make_run(tmp_path / "results/runs/first"), make_corpus(tmp_path / "results/corpora/pbmc")
-    (run / "train/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "val_loss": 1.6}\n')
+def test_a_benchmark_prints_its_table(
+    root: Path, tmp_path: Path, simulated: Path, name: str
+) -> None:
+    run, _ = (
+        make_run(tmp_path / "results/runs/first"),
+        make_corpus(tmp_path / "results/corpora/pbmc"),
+    )
+    (run / "train/metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n{"step": 2, "val_loss": 1.6}\n'
+    )
     arguments = TINY[name].format(cells=simulated, results=tmp_path / "results").split()
     script = root / "benchmarks" / name.partition(" ")[0]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, script, *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|---" in done.stdout

@@ -1,4 +1,6 @@
-"""Bridges to other packages: the cells that they read, the lines without the package, and with it the values."""
+"""Bridges to other packages: the cells that they read, the lines without the package, and with it
+the values.
+"""
 
 import argparse
 import importlib
@@ -27,17 +29,27 @@ from tests.unit.evaluated import BRIDGES, run_bridge
 PACKAGES = {  # script, module, version that was tested, key of section `bridges`
     "scib-metrics": ("scib_bridge", "scib_metrics", "0.5.10", "scib-metrics"),
     "cz-benchmarks": ("cz_bridge", "czbenchmarks", "0.15.1", "cz-benchmarks"),
-    "cell-eval": ("cell_bridge", "cell_eval", "0.8.2", "cell-eval"),  # on predicted cells: test_predict_changes.py
+    # on predicted cells: test_predict_changes.py
+    "cell-eval": ("cell_bridge", "cell_eval", "0.8.2", "cell-eval"),
     "cell-eval2": ("cell2_bridge", "cell_eval2", "0.20.0", "cell-eval2"),
     "scvi-tools": ("zoo_scvi", "scvi", "1.4.2", "scvi"),  # of presets: test_external.py
     "harmonypy": ("zoo_harmony", "harmonypy", "2.1.0", "harmony"),
 }
-BATCH_MEASURES = {"bras", "ilisi_knn", "isolated_labels", "kbet", "kbet_per_label", "pcr_comparison"}
+BATCH_MEASURES = {
+    "bras",
+    "ilisi_knn",
+    "isolated_labels",
+    "kbet",
+    "kbet_per_label",
+    "pcr_comparison",
+}
 
 
 @pytest.fixture
 def given(tmp_path: Path) -> argparse.Namespace:
-    """160 cells of two types and a rare one in two batches: every fourth trained on, some without label or batch."""
+    """160 cells of two types and a rare one in two batches: every fourth trained on, some without
+    label or batch.
+    """
     generator = np.random.default_rng(0)
     labels = np.array(["a", "b"] * 80, object)
     labels[:3], labels[5], labels[7] = "rare", None, None
@@ -58,7 +70,9 @@ def given(tmp_path: Path) -> argparse.Namespace:
     write_embedding(paths["embedding"], obs, vectors, {"model_digest": ""})
     datasets = {"cells": {"cells": "heldout"}}
     paths["metrics"].write_text(json.dumps({"options": {"seed": 0}, "datasets": datasets}))
-    lines = [f"cells\tcell {i}\t0\t0\t{int(i % 4 > 0)}" for i in range(160) if i != 11] + ["other\tcell 4\t0\t0\t1"]
+    lines = [f"cells\tcell {i}\t0\t0\t{int(i % 4 > 0)}" for i in range(160) if i != 11] + [
+        "other\tcell 4\t0\t0\t1"
+    ]
     paths["umap"].write_text("\n".join(["dataset\tobs_name\tx\ty\theldout", *lines]))
     return argparse.Namespace(**paths, label="type", batch="batch")
 
@@ -74,18 +88,25 @@ def expected_cells() -> list[int]:
     return [i for i in range(160) if i % 4 and i not in (1, 2, 5, 7, 9, 11)]
 
 
-def test_cells_and_components_are_those_of_the_tasks(given: argparse.Namespace, embedded_cells: Any) -> None:
+def test_cells_and_components_are_those_of_the_tasks(
+    given: argparse.Namespace, embedded_cells: Any
+) -> None:
     cells, chosen = embedded_cells.read_cells(given), expected_cells()
     assert cells.names.tolist() == [f"cell {i}" for i in chosen]
     assert cells.dropped == {"rare": 2}
     stored = ad.read_h5ad(given.cells)
     assert cells.labels.tolist() == stored.obs["type"].iloc[chosen].tolist()
     assert cells.batches.tolist() == stored.obs["batch"].iloc[chosen].tolist()
-    assert np.array_equal(cells.features["embedding"], ad.read_h5ad(given.embedding).obsm["X_cellmill"][chosen])
+    assert np.array_equal(
+        cells.features["embedding"], ad.read_h5ad(given.embedding).obsm["X_cellmill"][chosen]
+    )
     own, theirs = own_components(log_normalise(stored.X[chosen])), cells.features["PCA50"]
     assert theirs.shape == own.shape == (len(chosen), 50)
-    np.testing.assert_allclose(theirs, own, atol=5e-3)  # of near components, ARPACK gives so many digits
-    given.metrics.write_text(json.dumps({"options": {"seed": 0}, "datasets": {"cells": {"cells": "all"}}}))
+    # of near components, ARPACK gives so many digits
+    np.testing.assert_allclose(theirs, own, atol=5e-3)
+    given.metrics.write_text(
+        json.dumps({"options": {"seed": 0}, "datasets": {"cells": {"cells": "all"}}})
+    )
     given.batch = "absent"
     every = embedded_cells.read_cells(given)
     assert every.batches is None
@@ -121,9 +142,13 @@ def test_without_a_label_a_bridge_ends_in_a_line(
 def test_without_its_package_a_bridge_says_so_in_one_line(package: str, tmp_path: Path) -> None:
     script, module, tested, key = PACKAGES[package]
     (tmp_path / module).mkdir()
-    (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {module}')")
+    (tmp_path / module / "__init__.py").write_text(
+        f"raise ModuleNotFoundError('No module named {module}')"
+    )
     words = [sys.executable, "-W", "ignore", str(BRIDGES / f"{script}.py")]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"cellmill: {package} cannot be imported by {sys.executable} (No module named {module}); install {package} "
@@ -132,7 +157,9 @@ def test_without_its_package_a_bridge_says_so_in_one_line(package: str, tmp_path
     )
 
 
-def test_a_result_is_written_whole_or_not_at_all(given: argparse.Namespace, embedded_cells: Any) -> None:
+def test_a_result_is_written_whole_or_not_at_all(
+    given: argparse.Namespace, embedded_cells: Any
+) -> None:
     cells = embedded_cells.read_cells(given)
     values = {"embedding": {"good": 0.5, "undefined": float("nan")}, "PCA50": {"good": 1}}
     embedded_cells.write_result(given, "numpy", cells, values)
@@ -168,18 +195,29 @@ def values_of(package: str, given: argparse.Namespace) -> dict[str, dict[str, fl
     return values
 
 
-def test_scib_metrics_gives_what_our_measures_give(given: argparse.Namespace, embedded_cells: Any) -> None:
+def test_scib_metrics_gives_what_our_measures_give(
+    given: argparse.Namespace, embedded_cells: Any
+) -> None:
     values = values_of("scib-metrics", given)
     cells = embedded_cells.read_cells(given)
-    labels, batches = (np.unique(of, return_inverse=True)[1] for of in (cells.labels, cells.batches))
+    labels, batches = (
+        np.unique(of, return_inverse=True)[1] for of in (cells.labels, cells.batches)
+    )
     before = mixing.batch_variance(cells.features["PCA50"], batches).mean()
     for name, vectors in cells.features.items():
-        assert values[name]["silhouette_label"] == pytest.approx(mixing.silhouettes(vectors, labels).mean(), abs=1e-4)
-        assert values[name]["bras"] == pytest.approx(mixing.bras(vectors, batches, labels).mean(), abs=1e-4)
+        assert values[name]["silhouette_label"] == pytest.approx(
+            mixing.silhouettes(vectors, labels).mean(), abs=1e-4
+        )
+        assert values[name]["bras"] == pytest.approx(
+            mixing.bras(vectors, batches, labels).mean(), abs=1e-4
+        )
         pcr = 1 - mixing.batch_variance(vectors, batches).mean() / before
         assert values[name]["pcr_comparison"] == pytest.approx(max(pcr, 0), abs=1e-4)
     given.batch = "absent"
-    assert set(values["embedding"]) - set(values_of("scib-metrics", given)["embedding"]) == BATCH_MEASURES
+    assert (
+        set(values["embedding"]) - set(values_of("scib-metrics", given)["embedding"])
+        == BATCH_MEASURES
+    )
 
 
 def test_cz_benchmarks_runs_its_tasks(given: argparse.Namespace, embedded_cells: Any) -> None:
@@ -205,14 +243,21 @@ def test_cz_benchmarks_runs_its_tasks(given: argparse.Namespace, embedded_cells:
     ],
     ids=["object", "string", "category", "category of strings"],
 )
-def test_a_missing_batch_is_text_for_every_preset(batch: pd.Series, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_batch_is_text_for_every_preset(
+    batch: pd.Series, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(BRIDGES))
-    found = importlib.import_module("zoo_cells").batches_of(SimpleNamespace(obs=pd.DataFrame({"batch": batch})))
+    found = importlib.import_module("zoo_cells").batches_of(
+        SimpleNamespace(obs=pd.DataFrame({"batch": batch}))
+    )
     assert found.tolist() == ["a", "nan", "b"]
 
 
 def test_numbers_are_batches_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BRIDGES))
     module = importlib.import_module("zoo_cells")
-    assert module.batches_of(SimpleNamespace(obs=pd.DataFrame({"batch": [2, 1]}))).tolist() == ["2", "1"]
+    assert module.batches_of(SimpleNamespace(obs=pd.DataFrame({"batch": [2, 1]}))).tolist() == [
+        "2",
+        "1",
+    ]
     assert module.batches_of(SimpleNamespace(obs=pd.DataFrame({"donor": [2, 1]}))) is None

@@ -1,4 +1,6 @@
-"""cell_decoding with all that belongs to it, denoise and query_decoding: losses written out, and what they may see."""
+"""cell_decoding with all that belongs to it, denoise and query_decoding: losses written out, and
+what they may see.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,14 +38,18 @@ EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 def decoding_model(family: str, **options: Any) -> Any:
     """A model of cell_decoding whose batch terms, if it has any, are not zero."""
-    model = initialized(spec(N_GENES, TOKENS, LEVELS, **{"objective": "cell_decoding"} | FAMILIES[family] | options))
+    model = initialized(
+        spec(N_GENES, TOKENS, LEVELS, **{"objective": "cell_decoding"} | FAMILIES[family] | options)
+    )
     if hasattr(model, "batch_terms"):
         torch.nn.init.normal_(model.batch_terms.weight, generator=torch.Generator().manual_seed(1))
     return model
 
 
 def cells_of(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 9)) -> Batch:
-    levels = np.resize(np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32), (len(lengths), 2))
+    levels = np.resize(
+        np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32), (len(lengths), 2)
+    )
     return to_tensors(random_cells(lengths, TOKENS, N_GENES, levels=levels))
 
 
@@ -88,7 +94,9 @@ def test_weights_are_log_counts_or_counts() -> None:
         model = decoding_model("profile", weights=weights)
         view = model.view(batch, **KEYS)
         expected = of(view.profile_count)
-        torch.testing.assert_close(model.prepare(view, **KEYS).weights, (expected / expected.sum()).float())
+        torch.testing.assert_close(
+            model.prepare(view, **KEYS).weights, (expected / expected.sum()).float()
+        )
 
 
 @EVERY_FAMILY
@@ -99,26 +107,43 @@ def test_weights_are_log_counts_or_counts() -> None:
         ({"objective": "query_decoding", "decoder_hidden": 12}, "query_values"),
     ],
 )
-def test_hidden_expression_does_not_reach_the_cell_vector(family: str, options: dict[str, Any], answers: str) -> None:
+def test_hidden_expression_does_not_reach_the_cell_vector(
+    family: str, options: dict[str, Any], answers: str
+) -> None:
     model, batch = decoding_model(family, **options), cells_of()
     shown = model.view(batch, **KEYS)
-    in_batch, in_view = (part.genes + 1000 * torch.repeat_interleave(part.cu_seqlens.diff()) for part in (batch, shown))
+    in_batch, in_view = (
+        part.genes + 1000 * torch.repeat_interleave(part.cu_seqlens.diff())
+        for part in (batch, shown)
+    )
     seen = torch.isin(in_batch, in_view)
     assert batch.counts is not None
-    louder = replace(batch, counts=torch.where(seen, batch.counts, 50 * batch.counts), values=batch.values + 1)
+    louder = replace(
+        batch, counts=torch.where(seen, batch.counts, 50 * batch.counts), values=batch.values + 1
+    )
     one, other = (prepare(model, given) for given in (batch, louder))
-    assert torch.equal(*(model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other)))
+    assert torch.equal(
+        *(model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other))
+    )
     assert not torch.equal(getattr(one, answers), getattr(other, answers))
 
 
 def test_an_unknown_batch_has_no_term() -> None:
-    model, plain, batch = decoding_model("profile", batch_column="batch"), decoding_model("profile"), cells_of()
+    model, plain, batch = (
+        decoding_model("profile", batch_column="batch"),
+        decoding_model("profile"),
+        cells_of(),
+    )
     unknown = replace(batch, levels=torch.zeros_like(batch.levels))  # type: ignore[arg-type]
     torch.testing.assert_close(model(prepare(model, unknown)), plain(prepare(plain, batch)))
     known = prepare(model, batch)
-    assert not torch.allclose(model.objective.observe(model, known)[1], plain.objective.observe(plain, known)[1])
+    assert not torch.allclose(
+        model.objective.observe(model, known)[1], plain.objective.observe(plain, known)[1]
+    )
     options = FAMILIES["profile"] | {"objective": "cell_decoding", "batch_column": "batch"}
-    assert not initialized(spec(N_GENES, TOKENS, LEVELS, **options)).batch_terms.weight.any(), "they start at 0"
+    assert not initialized(spec(N_GENES, TOKENS, LEVELS, **options)).batch_terms.weight.any(), (
+        "they start at 0"
+    )
 
 
 @EVERY_FAMILY
@@ -132,14 +157,20 @@ def test_the_adversary_s_gradient_is_reversed_for_the_encoder_alone(family: str)
     parameters = dict(model.named_parameters())
     of_decoding, of_entropy = (
         torch.autograd.grad(
-            part, list(parameters.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+            part,
+            list(parameters.values()),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
         for part in (decoding, entropy)
     )
     loss.backward()
     for (name, parameter), one, other in zip(parameters.items(), of_decoding, of_entropy):
         factor = 0.5 if name.startswith("batch_adversary") else -1.5
-        torch.testing.assert_close(parameter.grad, one + factor * other, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            parameter.grad, one + factor * other, rtol=1e-4, atol=1e-5, msg=name
+        )
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(prepared), decoding, rtol=1e-5, atol=1e-5)
 
@@ -153,15 +184,25 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     generator = torch.Generator().manual_seed(0)
     n, width = 200, 6
     levels = torch.randint(1, 4, (n, 2), generator=generator)
-    z = torch.randn(n, width, generator=generator) + torch.tensor([0.0, 0.7, -1])[levels[:, 1] - 1, None]
-    model: Any = SimpleNamespace(vector_width=width, kept_vectors=None, objective=SimpleNamespace(leaves=dict))
-    mesh: Any = SimpleNamespace(device="cpu", pp=SimpleNamespace(size=lambda: 1), sum=lambda tensor: tensor)
+    z = (
+        torch.randn(n, width, generator=generator)
+        + torch.tensor([0.0, 0.7, -1])[levels[:, 1] - 1, None]
+    )
+    model: Any = SimpleNamespace(
+        vector_width=width, kept_vectors=None, objective=SimpleNamespace(leaves=dict)
+    )
+    mesh: Any = SimpleNamespace(
+        device="cpu", pp=SimpleNamespace(size=lambda: 1), sum=lambda tensor: tensor
+    )
     monitor = Monitor(model, LEVELS, "batch")
     for cells in torch.arange(n).split(70):
         ones = torch.ones(len(cells))
-        batch = Batch(ones.long(), ones, torch.arange(len(cells) + 1).int(), cells, levels=levels[cells])
+        batch = Batch(
+            ones.long(), ones, torch.arange(len(cells) + 1).int(), cells, levels=levels[cells]
+        )
         with monitor.watching([batch]):
-            model.kept_vectors.append(torch.cat([z[cells], torch.full((3, width), 1e6)]))  # and cells of padding
+            # and cells of padding
+            model.kept_vectors.append(torch.cat([z[cells], torch.full((3, width), 1e6)]))
     within, total = (
         sum((own - own.mean(0)).square().sum() for own in groups)
         for groups in ([z[levels[:, 1] == level].double() for level in (1, 2, 3)], [z.double()])
@@ -183,10 +224,20 @@ def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> 
 
 def test_a_model_is_judged_against_the_mean_profile() -> None:
     objective = decoding_model("profile").objective
-    train = GeneStatistics(np.array([99, 0, 49]), np.array([1.0, 1.0, 2.0]), 1.0, 100)  # 1/2, 1/200 and 99/200
-    genes, weights, per_cell = np.array([0, 2, 0]), np.array([0.5, 0.5, 1.0]), np.array([0.5, 0.5, 1.0])
-    figures, [verdict] = objective.judge(genes, np.log([0.6, 0.3, 0.6]), weights, per_cell, train=train)
-    own, base = (-(0.5 * np.log(a) + 0.5 * np.log(b) + np.log(a)) / 2 for a, b in ((0.6, 0.3), (0.5, 99 / 200)))
+    # 1/2, 1/200 and 99/200
+    train = GeneStatistics(np.array([99, 0, 49]), np.array([1.0, 1.0, 2.0]), 1.0, 100)
+    genes, weights, per_cell = (
+        np.array([0, 2, 0]),
+        np.array([0.5, 0.5, 1.0]),
+        np.array([0.5, 0.5, 1.0]),
+    )
+    figures, [verdict] = objective.judge(
+        genes, np.log([0.6, 0.3, 0.6]), weights, per_cell, train=train
+    )
+    own, base = (
+        -(0.5 * np.log(a) + 0.5 * np.log(b) + np.log(a)) / 2
+        for a, b in ((0.6, 0.3), (0.5, 99 / 200))
+    )
     assert figures["cross_entropy"] == pytest.approx(own)
     assert figures["cross_entropy_mean_profile"] == pytest.approx(base)
     assert figures["saved_frac"] == pytest.approx(1 - own / base)
@@ -197,7 +248,9 @@ def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
     model, batch = decoding_model("profile", likelihood="nb"), cells_of()
     prepared, view = prepare(model, batch), model.view(batch, **KEYS)
     assert torch.equal(prepared.weights, view.profile_count.float())
-    vectors = model.decoder(model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells])
+    vectors = model.decoder(
+        model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
+    )
     numbers = [vectors, model.profile_genes.weight, model.profile_bias]
     hidden = prepared.entries, prepared.starts, view.profile_gene, view.profile_count.float()
     expected = profile_loss(*numbers, *hidden, model.profile_dispersion)
@@ -211,20 +264,26 @@ def test_means_are_judged_like_those_of_counts() -> None:
     for options in ({"weights": "counts"}, {"likelihood": "nb"}):
         model = decoding_model("profile", **options)
         observed = model.objective.observe(model, prepare(model, cells_of()))
-        figures.append(model.objective.judge(*(x.detach().numpy() for x in observed), train=train)[0])
+        figures.append(
+            model.objective.judge(*(x.detach().numpy() for x in observed), train=train)[0]
+        )
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
 
 
 def test_denoise_is_cell_decoding_of_thinned_counts_that_predicts_the_whole_cell() -> None:
     batch = cells_of()
     preset = decoding_model("encoder", objective="denoise", decoder_hidden=None)
-    same = decoding_model("encoder", view="thin", target="all", max_hidden_frac=0.8, decoder_hidden=None)
+    same = decoding_model(
+        "encoder", view="thin", target="all", max_hidden_frac=0.8, decoder_hidden=None
+    )
     prepared, expected = (prepare(model, batch) for model in (preset, same))
     assert torch.equal(preset(prepared), same(expected))
     assert torch.equal(prepared.genes_hidden, batch.genes), "the whole cell is predicted"
     assert sum(prepared.lengths) < len(batch.genes), "and a part of it shown"
     with pytest.raises(ValueError, match="objective denoise needs values made from counts"):
-        spec(9, objective="denoise").objective.check_tokens(Tokens.model_validate({"tokenizer": "rank"}))
+        spec(9, objective="denoise").objective.check_tokens(
+            Tokens.model_validate({"tokenizer": "rank"})
+        )
 
 
 def query_spec(family: str, **options: Any) -> Any:
@@ -263,7 +322,9 @@ def test_queried_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> No
 
 def test_undetected_genes_are_drawn_evenly() -> None:
     batch = cells_of((20,))
-    drawn = torch.cat([_view(batch, step=step, undetected_ratio=50).query_genes for step in range(40)])
+    drawn = torch.cat(
+        [_view(batch, step=step, undetected_ratio=50).query_genes for step in range(40)]
+    )
     absent = torch.ones(N_GENES + 2, dtype=torch.bool)
     absent[:2] = absent[batch.genes] = False
     counts = torch.bincount(drawn, minlength=N_GENES + 2)[absent].double()
@@ -274,19 +335,32 @@ def test_undetected_genes_are_drawn_evenly() -> None:
 
 
 def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
-    view = _view(cells_of((30,) * 400), max_asked=5, undetected_ratio=0.5, min_hidden_frac=0.4, max_hidden_frac=0.4)
+    view = _view(
+        cells_of((30,) * 400),
+        max_asked=5,
+        undetected_ratio=0.5,
+        min_hidden_frac=0.4,
+        max_hidden_frac=0.4,
+    )
     detected = view.query_values > 0
     sums = [float(view.query_weights[at].double().sum()) for at in (detected, ~detected)]
-    assert sums[0] == pytest.approx(400 * 30 - sum(view.lengths))  # each hidden one, though 5 of a cell are asked
+    # each hidden one, though 5 of a cell are asked
+    assert sums[0] == pytest.approx(400 * 30 - sum(view.lengths))
     assert sums[1] == pytest.approx(400 * 0.4 * (N_GENES - 30))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "autoencoder"])
-def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_ones(family: str) -> None:
+def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_ones(
+    family: str,
+) -> None:
     model = initialized(query_spec(family, undetected_ratio=0.5))
     view = model.view(cells_of((20, 31, 1, 14, 2, N_GENES)), **KEYS)
     prepared = model.prepare(view, **KEYS)
-    errors = (model.objective.answers(model, model.states(prepared), prepared) - view.query_values).square().double()
+    errors = (
+        (model.objective.answers(model, model.states(prepared), prepared) - view.query_values)
+        .square()
+        .double()
+    )
     expected = 0.0
     for cell in view.query_cell.unique():
         own = view.query_cell == cell
@@ -311,19 +385,32 @@ def test_the_plan_counts_the_decoder() -> None:
 def test_a_model_is_judged_against_the_mean_with_zeros() -> None:
     objective = initialized(query_spec("profile")).objective
     train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # means 1 and 0
-    genes, values, weights = np.array([0, 0, 1]), np.array([3.0, 0.0, 0.0]), np.array([2.0, 1.0, 1.0])
-    figures, [verdict] = objective.judge(genes, values, np.array([2.0, 0.5, 0.5]), weights, train=train)
+    genes, values, weights = (
+        np.array([0, 0, 1]),
+        np.array([3.0, 0.0, 0.0]),
+        np.array([2.0, 1.0, 1.0]),
+    )
+    figures, [verdict] = objective.judge(
+        genes, values, np.array([2.0, 0.5, 0.5]), weights, train=train
+    )
     own, base = (2 * 1.0 + 0.25 + 0.25) / 4, (2 * 4.0 + 1.0 + 0.0) / 4
     assert (figures["mse"], figures["mse_gene_mean"]) == pytest.approx((own, base))
-    assert (figures["r2_over_gene_mean"], figures["detected_frac"]) == pytest.approx((1 - own / base, 0.5))
+    assert (figures["r2_over_gene_mean"], figures["detected_frac"]) == pytest.approx(
+        (1 - own / base, 0.5)
+    )
     assert (verdict.outcome, verdict.difference) == ("ahead", pytest.approx(1 - own / base))
-    assert objective.judge(genes, means := np.array([1.0, 1.0, 0.0]), means, weights, train=train)[1] == []
+    assert (
+        objective.judge(genes, means := np.array([1.0, 1.0, 0.0]), means, weights, train=train)[1]
+        == []
+    )
 
 
 def test_tokens_without_numbers_are_refused() -> None:
     tree = {"corpora": {"a": {}}, "runs": {"x": {"corpus": "a"}}, "train": {"steps": 1}}
     chosen = {"objective": {"name": "query_decoding"}, "tokens": {"tokenizer": "binned"}}
-    with refused("config.yaml: runs.x: objective query_decoding needs numbers, got binned; choose continuous"):
+    with refused(
+        "config.yaml: runs.x: objective query_decoding needs numbers, got binned; choose continuous"
+    ):
         check_config(tree | chosen, "config.yaml")
 
 

@@ -1,4 +1,6 @@
-"""Logistic regression has scikit-learn's optimum; predictions of baselines are kept by all they depend on."""
+"""Logistic regression has scikit-learn's optimum; predictions of baselines are kept by all they
+depend on.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,9 @@ def _cells(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("standardised", [True, False])
 @pytest.mark.parametrize(
-    ("n", "width", "classes"), [(90, 12, 4), (90, 12, 2), (30, 80, 3)], ids=["many", "two", "fewer cells than features"]
+    ("n", "width", "classes"),
+    [(90, 12, 4), (90, 12, 2), (30, 80, 3)],
+    ids=["many", "two", "fewer cells than features"],
 )
 def test_coefficients_are_those_of_scikit_learn(
     n: int, width: int, classes: int, standardised: bool, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +55,9 @@ def test_coefficients_are_those_of_scikit_learn(
         np.testing.assert_allclose(logits[:, 1] - logits[:, 0], expected, atol=1e-5)
     else:
         np.testing.assert_allclose(
-            logits - logits.mean(1, keepdims=True), expected - expected.mean(1, keepdims=True), atol=1e-5
+            logits - logits.mean(1, keepdims=True),
+            expected - expected.mean(1, keepdims=True),
+            atol=1e-5,
         )
     assert ours.predict(features).tolist() == reference.predict(values).tolist()
 
@@ -68,11 +74,15 @@ def test_sparse_and_large_features_have_the_same_predictions(
     expected = pipeline.fit(sp.csr_matrix(features), labels).predict(sp.csr_matrix(tested))
     assert len(set(expected)) == 3
     for kept in (slice(None), labels != "d"):  # two classes have one logit in scikit-learn
-        a = LogisticRegression(standardised=standardised).fit(sp.csr_matrix(features[kept]), labels[kept])
+        a = LogisticRegression(standardised=standardised).fit(
+            sp.csr_matrix(features[kept]), labels[kept]
+        )
         with monkeypatch.context() as patch:
             patch.setattr(logistic, "MAX_SIDE", 19)
             patch.setattr(logistic, "_minimise", None)
-            b = LogisticRegression(standardised=standardised).fit(sp.csr_matrix(features[kept]), labels[kept])
+            b = LogisticRegression(standardised=standardised).fit(
+                sp.csr_matrix(features[kept]), labels[kept]
+            )
         predicted = [fitted.predict(sp.csr_matrix(tested)).tolist() for fitted in (a, b)]
         assert predicted[0] == predicted[1]
         assert len(set(predicted[0])) == len(set(labels[kept]))
@@ -81,7 +91,9 @@ def test_sparse_and_large_features_have_the_same_predictions(
 
 
 @pytest.mark.filterwarnings("ignore:Line Search failed")
-def test_scales_that_no_cholesky_factor_has_are_left_to_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_no_cholesky_factor_has_are_left_to_scikit_learn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     features, labels = _cells(90, 12, 3)
     features[:, 1:3] = 1e12 * features[:, 3:4]
     monkeypatch.setattr(logistic, "_minimise", None)
@@ -89,16 +101,25 @@ def test_scales_that_no_cholesky_factor_has_are_left_to_scikit_learn(monkeypatch
     assert set(fitted.predict(features)) <= set(labels)
 
 
-def test_a_fit_that_stops_early_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_that_stops_early_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(logistic, "MAX_STEPS", 2)
     fit(LogisticRegression(standardised=False), *_cells(90, 12, 4))
-    assert capsys.readouterr().out == "logistic regression on 12 features stopped before it converged\n"
+    assert (
+        capsys.readouterr().out
+        == "logistic regression on 12 features stopped before it converged\n"
+    )
 
 
 RNG = np.random.default_rng(0)
 LABELS = np.repeat(["a", "b", "c"], 10)
 DENSE = RNG.normal(size=(30, 4)) + np.repeat(np.arange(3), 10)[:, None]
-FEATURES = {"embedding": DENSE, "PCA50": DENSE + 1, "all genes": sp.csr_matrix(np.maximum(DENSE, 0))}
+FEATURES = {
+    "embedding": DENSE,
+    "PCA50": DENSE + 1,
+    "all genes": sp.csr_matrix(np.maximum(DENSE, 0)),
+}
 
 
 def predicted(
@@ -108,7 +129,9 @@ def predicted(
     return predict_all(fit_all(features, labels, 5, context), features)
 
 
-def test_a_second_evaluation_reads_what_the_first_predicted_and_computes_a_damaged_file_again(tmp_path: Path) -> None:
+def test_a_second_evaluation_reads_what_the_first_predicted_and_computes_a_damaged_file_again(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "baselines" / "pbmc.npz"
     expected, first = predicted(BaselineCache()), BaselineCache(file)
     predicted(first)
@@ -141,7 +164,11 @@ def test_other_features_labels_or_cells_are_other_predictions(tmp_path: Path) ->
 
 
 def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
-    file, genes, train = tmp_path / "pbmc.npz", sp.csr_matrix(np.maximum(DENSE, 0)), np.arange(0, 30, 2)
+    file, genes, train = (
+        tmp_path / "pbmc.npz",
+        sp.csr_matrix(np.maximum(DENSE, 0)),
+        np.arange(0, 30, 2),
+    )
     first = BaselineCache(file)
     expected = _components(genes, train, 3, first)["PCA3"]
     first.save()
@@ -159,7 +186,9 @@ def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
 
 def test_components_repeat_and_are_no_more_than_the_cells_span() -> None:
     random = np.random.default_rng(1)
-    copies = sp.csr_matrix(np.log1p(random.poisson(0.5, (20, 2000)))[random.integers(0, 20, 800)].astype(np.float32))
+    copies = sp.csr_matrix(
+        np.log1p(random.poisson(0.5, (20, 2000)))[random.integers(0, 20, 800)].astype(np.float32)
+    )
     first, second = (pca(copies.shape).fit(copies).transform(copies) for _ in range(2))
     assert first.shape == (800, 19)
     np.testing.assert_array_equal(first, second)

@@ -1,4 +1,6 @@
-"""Tasks probe, few_shot and leave_out: scores against scikit-learn, nothing fitted on tested cells, and verdicts."""
+"""Tasks probe, few_shot and leave_out: scores against scikit-learn, nothing fitted on tested cells,
+and verdicts.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +29,14 @@ from cellmill.data.arrays import log_normalise, select_columns
 from cellmill.evaluate import features as features_module
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import RankedGenes, choose_cells, features_of_counts, halves, read_rows, variable_genes
+from cellmill.evaluate.features import (
+    RankedGenes,
+    choose_cells,
+    features_of_counts,
+    halves,
+    read_rows,
+    variable_genes,
+)
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
 from cellmill.evaluate.task import Context, read_training_counts, run_task
 from cellmill.evaluate.tasks.classify import (
@@ -64,7 +73,13 @@ def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.nd
 
 
 def _predicted(
-    features: dict[str, Any], labels: np.ndarray, *, seeds: int = 1, seed: int = 0, neighbors: int, components: int
+    features: dict[str, Any],
+    labels: np.ndarray,
+    *,
+    seeds: int = 1,
+    seed: int = 0,
+    neighbors: int,
+    components: int,
 ) -> Predictions:
     """Predictions in five folds."""
     predictions, splits = Predictions(labels, seeds), stratified(labels, 5, seeds, seed)
@@ -82,7 +97,9 @@ def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
     return np.asarray(centred / np.maximum(centred.std(1, keepdims=True), 1e-9))
 
 
-def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(features_module, "RANKED_GENES", 20)
     embedding, noise, genes, labels = _problem()
     given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
@@ -93,7 +110,9 @@ def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(m
     pca = PCA(5, svd_solver="arpack", random_state=0)
     dense, sparse = StandardScaler(), StandardScaler(with_mean=False)
     expected = {"majority": (DummyClassifier(strategy="most_frequent"), embedding)}
-    standardised = ColumnTransformer([("embedding", StandardScaler(), slice(8))], remainder="passthrough")
+    standardised = ColumnTransformer(
+        [("embedding", StandardScaler(), slice(8))], remainder="passthrough"
+    )
     for kind, values, first, scaler in (
         ("embedding", embedding, (), dense),
         ("untrained", noise, (), dense),
@@ -104,7 +123,10 @@ def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(m
     ):
         linear = regression(sparse=kind == "all genes")
         expected[f"{kind} + logistic regression"] = (make_pipeline(*first, scaler, linear), values)
-        expected[f"{kind} + logistic regression, unscaled"] = (make_pipeline(*first, linear), values)
+        expected[f"{kind} + logistic regression, unscaled"] = (
+            make_pipeline(*first, linear),
+            values,
+        )
         expected[f"{kind} + kNN"] = (make_pipeline(*first, KNeighborsClassifier(7)), values)
     ranked = make_pipeline(SelectKBest(f_classif, k=20), dense, regression(sparse=False))
     expected["rank-z genes, ANOVA + logistic regression"] = ranked, _rank_z(genes)
@@ -115,7 +137,10 @@ def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(m
             folds = StratifiedKFold(5, shuffle=True, random_state=3 + repetition)
             predicted = cross_val_predict(pipeline, values, labels, cv=folds)
             of_row = {key: rows[name][f"{key}_repetitions"][repetition] for key in METRICS}
-            f1 = {kind: f1_score(labels, predicted, average=kind, zero_division=0) for kind in ("macro", "weighted")}
+            f1 = {
+                kind: f1_score(labels, predicted, average=kind, zero_division=0)
+                for kind in ("macro", "weighted")
+            }
             assert of_row["accuracy"] == pytest.approx((predicted == labels).mean()), name
             assert of_row["macro_f1"] == pytest.approx(f1["macro"]), name
             assert of_row["weighted_f1"] == pytest.approx(f1["weighted"]), name
@@ -126,7 +151,9 @@ def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(m
     assert kinds == 14 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
 
 
-def test_genes_by_rank_share_ranks_and_those_that_differ_most_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_genes_by_rank_share_ranks_and_those_that_differ_most_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     random = np.random.default_rng(2)
     values = random.poisson(0.7, (40, 300))
     values[7], values[8] = 0, 3  # a cell without a count, and one of equal counts
@@ -143,7 +170,9 @@ def test_genes_by_rank_share_ranks_and_those_that_differ_most_are_chosen(monkeyp
     np.testing.assert_allclose(ranked.select(train, labels[train]), expected[:, largest], atol=1e-9)
 
 
-def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chosen_on_the_training_cells() -> None:
+def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chosen_on_the_training_cells() -> (
+    None
+):
     random = np.random.default_rng(3)
     labels, mean = np.array(["a", "b"] * 30), np.exp(random.normal(size=2100))
     noisy = random.poisson(mean, (60, 2100))
@@ -158,13 +187,19 @@ def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chose
     table["dispersion"] = np.log(table["variance"] / table["mean"])
     table["bin"] = pd.cut(np.log1p(table["mean"]), 20)
     scores = (
-        table.groupby("bin", observed=True)["dispersion"].transform(lambda of: (of - of.mean()) / of.std()).fillna(1)
+        table.groupby("bin", observed=True)["dispersion"]
+        .transform(lambda of: (of - of.mean()) / of.std())
+        .fillna(1)
     )
-    assert chosen.tolist() == sorted(scores.sort_values(ascending=False, kind="stable").index[:2000])
+    assert chosen.tolist() == sorted(
+        scores.sort_values(ascending=False, kind="stable").index[:2000]
+    )
     features = {"embedding": genes[:, :8].toarray(), "all genes": genes}
     predictions = _predicted(features, labels, neighbors=3, components=4)
     pipeline = make_pipeline(PCA(4, svd_solver="arpack", random_state=0), KNeighborsClassifier(3))
-    [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores["PCA4 of variable genes + kNN"]
+    [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores[
+        "PCA4 of variable genes + kNN"
+    ]
     for fitted, test in StratifiedKFold(5, shuffle=True, random_state=0).split(labels, labels):
         panel = genes[:, variable_genes(genes[fitted])]
         predicted = pipeline.fit(panel[fitted], labels[fitted]).predict(panel[test])
@@ -190,11 +225,15 @@ def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features
     }
     predictions = Predictions(labels, 1)
     for name, n in wrong.items():
-        predictions.record("", 0, np.arange(20), {name: np.where(np.arange(20) < n, np.roll(labels, 1), labels)})
+        predictions.record(
+            "", 0, np.arange(20), {name: np.where(np.arange(20) < n, np.roll(labels, 1), labels)}
+        )
     verdicts = judge(_columns(predictions))
     linear = "embedding + logistic regression, unscaled"
     beside = "PCA50 of the training cells + "
-    assert [(verdict.compared, verdict.against, verdict.metric, verdict.outcome) for verdict in verdicts] == [
+    assert [
+        (verdict.compared, verdict.against, verdict.metric, verdict.outcome) for verdict in verdicts
+    ] == [
         (linear, "all genes + logistic regression", "accuracy", "level"),
         (linear, "all genes + logistic regression", "macro-F1", "level"),
         (linear, "all genes + logistic regression", "weighted F1", "level"),
@@ -203,7 +242,12 @@ def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features
         ("embedding + kNN", "all genes + kNN", "accuracy", "level"),
         ("embedding + kNN", "untrained + kNN", "accuracy", "ahead"),
         ("embedding + kNN", f"{beside}kNN", "accuracy", "ahead"),
-        ("embedding with PCA50 + kNN", f"{beside}logistic regression, unscaled", "accuracy", "ahead"),
+        (
+            "embedding with PCA50 + kNN",
+            f"{beside}logistic regression, unscaled",
+            "accuracy",
+            "ahead",
+        ),
     ]
     found = [verdict.difference for verdict in verdicts][3:]
     assert found == pytest.approx([0.9, 0.15, 0.0, 0.25, 0.3, 0.25])
@@ -237,12 +281,18 @@ def _accuracies(
     cells, labels = _chosen(context, fewest)
     values = features_of_counts(context, read_rows(context.reader, cells))[kind]
     return [
-        float((classifier.fit(values[train], labels[train]).predict(values[test]) == labels[test]).mean())
+        float(
+            (
+                classifier.fit(values[train], labels[train]).predict(values[test]) == labels[test]
+            ).mean()
+        )
         for *_, train, test in splits(cells, labels)
     ]
 
 
-def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(context: Context) -> None:
+def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(
+    context: Context,
+) -> None:
     cells, labels = _chosen(context, 3)
     order = np.random.Generator(np.random.Philox(key=[4, 6])).permutation(len(labels))
     first = np.ones(len(labels), bool)
@@ -253,7 +303,9 @@ def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(co
     expected = np.full(context.reader.n_obs, "", labels.dtype)
     for tested in (first, ~first):
         pipeline = make_pipeline(StandardScaler(with_mean=False), regression(sparse=True))
-        expected[cells[tested]] = pipeline.fit(genes[~tested], labels[~tested]).predict(genes[tested])
+        expected[cells[tested]] = pipeline.fit(genes[~tested], labels[~tested]).predict(
+            genes[tested]
+        )
     context = replace(context, baselines=BaselineCache())
     np.testing.assert_array_equal(halves(context), expected)
     assert len(context.baselines.known) == 2
@@ -262,13 +314,18 @@ def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(co
     for task in (FewShot(FewShotConfig(shots=[3])), Degraded(LowDepthConfig(repeats=1))):
         result = task.run(context).to_json()
         gaps = result["gaps"]
-        assert [f"{gap['column']}_mean" for gap in gaps] == [key for key in result["rows"][0] if key.endswith("_mean")]
+        assert [f"{gap['column']}_mean" for gap in gaps] == [
+            key for key in result["rows"][0] if key.endswith("_mean")
+        ]
         assert {gap["ceiling"][0] for gap in gaps} == {"all genes with half of the labels"}
         assert {gap["zero"][0] for gap in gaps} == {"majority"}
     assert [gap["ceiling"][1] for gap in gaps] == pytest.approx(7 * [accuracy])
     largest = max((labels == name).mean() for name in labels)
     assert [gap["zero"][1] for gap in gaps] == pytest.approx(7 * [largest])
-    assert f"{gaps[0]['column']}: {gaps[0]['model']['name']} {gaps[0]['words']}." in result["sentences"]
+    assert (
+        f"{gaps[0]['column']}: {gaps[0]['model']['name']} {gaps[0]['words']}."
+        in result["sentences"]
+    )
 
 
 def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context: Context) -> None:
@@ -280,40 +337,66 @@ def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context
     result = FewShot(config).run(context)
     rows = {row["name"]: row for row in result.rows}
     linear = regression(sparse=True)
-    expected = _accuracies(context, 8, linear, "all genes", lambda _, own: draw_shots(own, classes, 3, 2, seed=4))
-    assert rows["all genes + logistic regression, unscaled"]["3 per class_repetitions"] == pytest.approx(expected)
+    expected = _accuracies(
+        context, 8, linear, "all genes", lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
+    )
+    assert rows["all genes + logistic regression, unscaled"][
+        "3 per class_repetitions"
+    ] == pytest.approx(expected)
     nearest = KNeighborsClassifier(3)  # no more than there are shots
-    expected = _accuracies(context, 8, nearest, "embedding", lambda _, own: draw_shots(own, classes, 3, 2, seed=4))
+    expected = _accuracies(
+        context, 8, nearest, "embedding", lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
+    )
     assert rows["embedding + kNN"]["3 per class_repetitions"] == pytest.approx(expected)
     n_classes, left_out = result.figures["n_classes"], result.figures["classes_left_out"]
-    assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (len(classes), len(classes), 0)
+    assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (
+        len(classes),
+        len(classes),
+        0,
+    )
     assert n_classes[str(most + 1)] < len(classes)
-    assert (left_out["3"], left_out[str(most)], left_out["500"]) == ("none", "none", ", ".join(classes))
+    assert (left_out["3"], left_out[str(most)], left_out["500"]) == (
+        "none",
+        "none",
+        ", ".join(classes),
+    )
     assert (result.metric, len(rows)) == ("3 per class", 4 * 3 + 1)
     assert result.verdicts[0].metric == "accuracy, 3 per class"
 
 
-def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(context: Context) -> None:
+def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(
+    context: Context,
+) -> None:
     donors = pd.Series(np.arange(context.reader.n_obs) // 7 % 3, name="donor").astype(str)
     roles = {**context.roles, "donor": donors}
     result = LeaveOut(LeaveOutConfig(neighbors=5)).run(replace(context, roles=roles))
 
     def by_donor(cells: np.ndarray, _: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         of_cells = donors.iloc[cells].to_numpy()
-        return ((np.flatnonzero(of_cells != one), np.flatnonzero(of_cells == one)) for one in sorted(set(donors)))
+        return (
+            (np.flatnonzero(of_cells != one), np.flatnonzero(of_cells == one))
+            for one in sorted(set(donors))
+        )
 
     expected = _accuracies(context, 3, regression(sparse=True), "all genes", by_donor)
-    [row] = [row for row in result.rows if row["name"] == "all genes + logistic regression, unscaled"]
+    [row] = [
+        row for row in result.rows if row["name"] == "all genes + logistic regression, unscaled"
+    ]
     assert sorted(row["accuracy, new donor_repetitions"]) == pytest.approx(sorted(expected))
     assert result.figures["donors"] == result.figures["donor_folds"] == 3
     assert result.metric == "accuracy, new donor"
-    assert run_task(LeaveOut(LeaveOutConfig()), context).skipped == "the dataset has no donor or batch column"
+    assert (
+        run_task(LeaveOut(LeaveOutConfig()), context).skipped
+        == "the dataset has no donor or batch column"
+    )
 
 
 def test_features_are_those_of_embed_and_of_the_models_training_cells(context: Context) -> None:
     model, counts = context.model, read_rows(context.reader, np.arange(30))
     found = features_of_counts(context, counts)
-    whole = embed_cells(context.reader, model.network, model.vocabulary, model.tokens, Embed()).vectors
+    whole = embed_cells(
+        context.reader, model.network, model.vocabulary, model.tokens, Embed()
+    ).vectors
     np.testing.assert_allclose(found["embedding"], whole[:30], atol=1e-5)
     assert (found["all genes"] != log_normalise(counts)).nnz == 0
     training = read_training_counts(model.manifest, 10_000)
@@ -323,7 +406,9 @@ def test_features_are_those_of_embed_and_of_the_models_training_cells(context: C
     basis = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)[2][: centred.shape[1]]
     columns = select_columns(counts, context.columns.target, model.vocabulary.n_genes)
     expected = (log_normalise(columns).toarray() - profiles.mean(0)) @ basis.T
-    np.testing.assert_allclose(np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3
+    )
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
     assert not features_of_counts(context, without_genes)["embedding"].any()
 
@@ -350,7 +435,11 @@ def test_a_model_that_copies_a_baseline_is_level_with_it(
     result = task.run(replace(context, vectors=vectors, roles={**context.roles, "batch": batch}))
     table = {row["name"]: row for row in result.rows}
     for classifier in ("logistic regression", "logistic regression, unscaled", "kNN"):
-        copy, baseline = (table[f"{kind} + {classifier}"] for kind in ("embedding", "PCA50 of the training cells"))
+        copy, baseline = (
+            table[f"{kind} + {classifier}"] for kind in ("embedding", "PCA50 of the training cells")
+        )
         for key in (key for key in copy if key.endswith("_mean")):
             assert copy[key] == pytest.approx(baseline[key], abs=0.02)
-    assert all(verdict.outcome != "ahead" for verdict in result.verdicts if "PCA50" in verdict.against)
+    assert all(
+        verdict.outcome != "ahead" for verdict in result.verdicts if "PCA50" in verdict.against
+    )

@@ -1,4 +1,6 @@
-"""The command line: help without torch, exit codes, and errors of one line, for every path that is no file too."""
+"""The command line: help without torch, exit codes, and errors of one line, for every path that is
+no file too.
+"""
 
 import argparse
 import importlib
@@ -32,9 +34,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def commands(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def commands(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every sub-command and its parser."""
-    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    nested = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     if not nested:
         yield words, parser
     for action in nested:
@@ -51,11 +57,16 @@ def test_help_of_every_command_imports_no_torch_no_pandas_and_no_hdf5() -> None:
         "    except SystemExit as end: assert end.code == 0",
         "print(sorted({'torch', 'pandas', 'anndata', 'h5py', 'scipy'} & set(sys.modules)))",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
     assert "usage: cellmill profiles new " in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
     command = [str(Path(sys.executable).with_name("cellmill")), "--version"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == f"cellmill {__version__}\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True).stdout
+        == f"cellmill {__version__}\n"
+    )
 
 
 def test_modules_are_imported_without_the_collector_and_left_out_of_its_work() -> None:
@@ -65,11 +76,16 @@ def test_modules_are_imported_without_the_collector_and_left_out_of_its_work() -
         "with importing(): inside, _ = gc.isenabled(), __import__('json.tool')",
         "print(inside, gc.isenabled(), gc.get_freeze_count() > 1000)",
     )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "True", "True"]
 
 
-SHARD, CELLS = "shard --cells none.h5ad --vocabulary none.tsv --out m.json", "--input none.h5ad --out o.h5ad"
+SHARD, CELLS = (
+    "shard --cells none.h5ad --vocabulary none.tsv --out m.json",
+    "--input none.h5ad --out o.h5ad",
+)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +95,16 @@ SHARD, CELLS = "shard --cells none.h5ad --vocabulary none.tsv --out m.json", "--
         (f"{SHARD} --config none.yaml", "none.yaml: No such file or directory"),
         (f"{SHARD} --options {{", "--options: not valid JSON ("),
         (f"{SHARD} --options none.json", "none.json: no such file"),
-        (f'{SHARD} --options {{"shard":{{"sede":1}}}}', "--options: shard: unknown key 'sede'; did you mean 'seed'?"),
+        (
+            f'{SHARD} --options {{"shard":{{"sede":1}}}}',
+            "--options: shard: unknown key 'sede'; did you mean 'seed'?",
+        ),
         ("plan --config CONFIG --run three", "no run 'three' in CONFIG; there are: one, two\n"),
         # a configuration that is given is read though a model needs none
-        (f"embed --config CONFIG --model m {CELLS}", "--run is required for CONFIG; there are: one, two\n"),
+        (
+            f"embed --config CONFIG --model m {CELLS}",
+            "--run is required for CONFIG; there are: one, two\n",
+        ),
         (
             "train --config CONFIG --run two --manifest m --vocabulary v --out o",
             "run 'two' has init_from: one; pass --init-from FOLDER too, as the workflow does\n",
@@ -100,13 +122,19 @@ def test_what_a_command_cannot_take_is_one_line(
 
 
 def test_the_usual_configuration_is_read_where_it_is_named(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config").mkdir()
     Path("config/config.yaml").write_bytes(config.read_bytes())
     embed = ["embed", "--model", "m", *CELLS.split()]
-    for given, line in (([], "m/"), (["--config", "config/config.yaml"], "--run is required for config/config.yaml; ")):
+    for given, line in (
+        ([], "m/"),
+        (["--config", "config/config.yaml"], "--run is required for config/config.yaml; "),
+    ):
         assert main([*embed, *given]) == 2
         assert capsys.readouterr().err.startswith(f"cellmill embed: {line}")
 
@@ -114,14 +142,26 @@ def test_the_usual_configuration_is_read_where_it_is_named(
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
-        (DataError("a\nb\x1b[2J é.h5ad: no such file"), 2, "cellmill simulate: a\\nb\\x1b[2J é.h5ad: no such file\n"),
-        (OSError(28, "No space left on device", "a\nb"), 2, "cellmill simulate: a\\nb: No space left on device\n"),
+        (
+            DataError("a\nb\x1b[2J é.h5ad: no such file"),
+            2,
+            "cellmill simulate: a\\nb\\x1b[2J é.h5ad: no such file\n",
+        ),
+        (
+            OSError(28, "No space left on device", "a\nb"),
+            2,
+            "cellmill simulate: a\\nb: No space left on device\n",
+        ),
         (Stopped("stopped at step 3"), 75, "cellmill simulate: stopped at step 3\n"),
         (KeyboardInterrupt(), 130, "cellmill simulate: interrupted\n"),
     ],
 )
 def test_exit_codes_tell_errors_from_stopped_runs(
-    raised: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raised: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(**arguments: object) -> None:
         raise raised
@@ -137,7 +177,15 @@ def test_a_missing_package_is_named(
     for name in ("cellmill.commands.exchange", "cellmill.models.families.hf"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    asked = ["export", "--format", "transformers", "--model", str(tmp_path), "--out", str(tmp_path / "out")]
+    asked = [
+        "export",
+        "--format",
+        "transformers",
+        "--model",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(asked) == 2
     assert capsys.readouterr().err == (
         "cellmill export: the package transformers is not installed; pip install 'cellmill[hf]'\n"
@@ -151,13 +199,18 @@ PATHS = [
     (" ".join(words), action.dest)
     for words, parser in commands(new_parser(""))
     for action in parser._actions
-    if (isinstance(action.type, type) and issubclass(action.type, Path)) or action.dest in ("options", "profile")
+    if (isinstance(action.type, type) and issubclass(action.type, Path))
+    or action.dest in ("options", "profile")
 ]
 
 
 def arguments(command: str, dest: str, value: Path, elsewhere: Path) -> list[str]:
-    """A command line with `value` for one argument, and for others that are required a path that is not there."""
-    parser = next(parser for words, parser in commands(new_parser("")) if " ".join(words) == command)
+    """A command line with `value` for one argument, and for others that are required a path that is
+    not there.
+    """
+    parser = next(
+        parser for words, parser in commands(new_parser("")) if " ".join(words) == command
+    )
     line = command.split()
     for action in parser._actions:
         if action.dest == dest or action.required:
@@ -167,7 +220,9 @@ def arguments(command: str, dest: str, value: Path, elsewhere: Path) -> list[str
     return line
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in SPECIAL] + ["a loop"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full) for kind in SPECIAL] + ["a loop"]
+)
 def test_a_path_that_is_no_file_is_one_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,8 +245,14 @@ def test_a_path_that_is_no_file_is_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("preprocess --input {a} --dataset d --out {link} --report {b}", "preprocess: --out {link} is --input, which"),
-        ("preprocess --input {a} --dataset d --out {b} --report {b}", "preprocess: --report {b} is --out, which"),
+        (
+            "preprocess --input {a} --dataset d --out {link} --report {b}",
+            "preprocess: --out {link} is --input, which",
+        ),
+        (
+            "preprocess --input {a} --dataset d --out {b} --report {b}",
+            "preprocess: --report {b} is --out, which",
+        ),
         ("vocabulary --cells {b} {a} --out {a}", "vocabulary: --out {a} is --cells, which"),
         ("shard --cells {a} --vocabulary {b} --out {b}", "shard: --out {b} is --vocabulary, which"),
     ],
@@ -212,7 +273,9 @@ def test_an_output_that_is_another_file_of_the_command_is_refused(
 def test_a_machine_without_which_is_told_who_needs_it(tmp_path: Path) -> None:
     """As a minimal image is: Snakemake's plugin for SLURM calls the program when it is imported."""
     command = [str(Path(sys.executable).with_name("cellmill")), "profiles", "install"]
-    done = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         "cellmill profiles: no program `which` on PATH, which Snakemake's plugin for SLURM calls; install it"

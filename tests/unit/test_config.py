@@ -1,4 +1,6 @@
-"""Configuration: defaults, overrides, words of other tools, and the one-line error for every mistake."""
+"""Configuration: defaults, overrides, words of other tools, and the one-line error for every
+mistake.
+"""
 
 import dataclasses
 import json
@@ -19,7 +21,9 @@ from tests.checks import refused
 
 @dataclasses.dataclass
 class Config:
-    """A small configuration; a call checks it with sections replaced or, if they are mappings, updated."""
+    """A small configuration; a call checks it with sections replaced or, if they are mappings,
+    updated.
+    """
 
     table: Path
 
@@ -45,7 +49,11 @@ def config(tmp_path: Path) -> Config:
 def test_a_run_has_every_section_with_its_defaults_and_cannot_be_changed(config: Config) -> None:
     run = config().runs["demo"]
     assert (run.train.epochs, run.train.steps, run.train.lr) == (2, None, 1e-3)
-    assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == ("continuous", "encoder", "fsdp")
+    assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == (
+        "continuous",
+        "encoder",
+        "fsdp",
+    )
     assert run.model.model_dump() == run.model.model_dump(mode="json")
     assert config(model=None, report=None).runs["demo"].model == run.model
     with pytest.raises(ValueError, match="frozen"):
@@ -55,7 +63,10 @@ def test_a_run_has_every_section_with_its_defaults_and_cannot_be_changed(config:
 def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> None:
     pipeline = config(
         model={"hidden": 64, "layers": 2},
-        runs={"demo": {"corpus": "pbmc"}, "deep": {"corpus": "pbmc", "model": {"layers": 9}, "train": {"lr": 0.5}}},
+        runs={
+            "demo": {"corpus": "pbmc"},
+            "deep": {"corpus": "pbmc", "model": {"layers": 9}, "train": {"lr": 0.5}},
+        },
     )
     plain, deep = pipeline.runs["demo"], pipeline.runs["deep"]
     assert deep.model.model_dump() == plain.model.model_dump() | {"layers": 9}
@@ -64,13 +75,22 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     assert (train.steps, train.epochs) == ("auto", None), "a length replaces the default length"
 
 
-def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(config: Config) -> None:
+def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(
+    config: Config,
+) -> None:
     rank = {"tokens": {"tokenizer": "rank"}, "objective": {"name": "masked_gene"}}
     same = {"tokens": {"tokenizer": "binned", "max_tokens": 99}}
-    tree = {"runs": {name: {"corpus": "pbmc"} | run for name, run in (("plain", {}), ("rank", rank), ("same", same))}}
+    tree = {
+        "runs": {
+            name: {"corpus": "pbmc"} | run
+            for name, run in (("plain", {}), ("rank", rank), ("same", same))
+        }
+    }
     runs = config(tokens={"tokenizer": "binned", "bins": 10, "max_tokens": 100}, **tree).runs
     keys = {"tokenizer", "max_tokens", "bins"}
-    assert {name: runs[name].tokens.model_dump(include=keys) for name in ("plain", "rank", "same")} == {
+    assert {
+        name: runs[name].tokens.model_dump(include=keys) for name in ("plain", "rank", "same")
+    } == {
         "plain": {"tokenizer": "binned", "max_tokens": 100, "bins": 10},
         "rank": {"tokenizer": "rank", "max_tokens": 100},
         "same": {"tokenizer": "binned", "max_tokens": 99, "bins": 10},
@@ -79,22 +99,32 @@ def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have
 
 def test_a_corpus_overrides_defaults_and_the_others_keep_them(config: Config) -> None:
     mouse = {"table": str(config.table), "preprocess": {"organism": "mouse"}}
-    corpora = config(preprocess={"min_genes": "9"}, corpora={"mouse": mouse}).corpora  # YAML loads 3e-4 as text
-    found = {name: (corpus.preprocess.organism, corpus.preprocess.min_genes) for name, corpus in corpora.items()}
+    # YAML loads 3e-4 as text
+    corpora = config(preprocess={"min_genes": "9"}, corpora={"mouse": mouse}).corpora
+    found = {
+        name: (corpus.preprocess.organism, corpus.preprocess.min_genes)
+        for name, corpus in corpora.items()
+    }
     assert found == {"pbmc": ("human", 9), "mouse": ("mouse", 9)}
 
 
 @pytest.mark.parametrize("stage", OPTIONS)
-def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(config: Config, stage: str) -> None:
+def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(
+    config: Config, stage: str
+) -> None:
     pipeline = config()
-    name = "pbmc" if stage in ("preprocess", "vocabulary", "divide", "shard_part", "shard") else "demo"
+    name = (
+        "pbmc" if stage in ("preprocess", "vocabulary", "divide", "shard_part", "shard") else "demo"
+    )
     sections = json.loads(json.dumps(pipeline.section(stage, name)))
     assert set(sections) == set(OPTIONS[stage].model_fields)
     options = check_options(OPTIONS[stage], sections, "--options")
     assert options.model_dump(mode="json") == sections
 
 
-def test_a_corpus_and_an_evaluation_have_the_datasets_they_name_in_the_order_of_the_table(config: Config) -> None:
+def test_a_corpus_and_an_evaluation_have_the_datasets_they_name_in_the_order_of_the_table(
+    config: Config,
+) -> None:
     def named(*datasets: str) -> dict[str, Any]:
         return {"pbmc": {"table": str(config.table), "datasets": datasets}}
 
@@ -155,7 +185,8 @@ WRONG = {
     "stream: {labelled_frac: 0.5}": (
         "runs.demo: stream.labelled_frac requires stream.weight_by, an obs column of labels; set both, or neither"
     ),
-    "model: {family: foo}": "model: unknown family 'foo'; there are: " + ", ".join(BUILT_IN["family"]),
+    "model: {family: foo}": "model: unknown family 'foo'; there are: "
+    + ", ".join(BUILT_IN["family"]),
     "objective: {likelihood: nb, weights: counts}": (
         "objective: weights requires likelihood softmax, got nb; leave weights out"
     ),
@@ -172,7 +203,9 @@ WRONG = {
     "runs: {demo: {corpus: pbmc, tokens: 3}}": "runs.demo.tokens: expected a mapping with `tokenizer`, got 3",
     "evaluate: {tasks: {prbe: null}}": "evaluate.tasks: prbe: unknown task 'prbe'; did you mean 'probe'?",
     "evaluate: {tasks: {probe: {seed: 1}}}": "evaluate.tasks: probe: unknown key 'seed'; did you mean 'seeds'?",
-    "evaluate: {tasks: {probe: 3}}": ("evaluate.tasks: probe: expected a name and a mapping of options, got 3"),
+    "evaluate: {tasks: {probe: 3}}": (
+        "evaluate.tasks: probe: expected a name and a mapping of options, got 3"
+    ),
     "evaluate: {tasks: {probe: {name: transfer}}}": "evaluate.tasks: probe: name is 'transfer'; leave it out",
     "tokens: {tokenizer: rank}, objective: {name: masked_value}": (
         "runs.demo: objective masked_value needs values, rank has none; choose masked_gene"
@@ -191,7 +224,9 @@ WRONG = {
         "runs.demo: parallel.sequence_parallel requires parallel.tp > 1; set tp, or leave it out"
     ),
     "model: {layers: 6}, parallel: {pp: 4, schedule: ZBV}": STAGES.format(4, "ZBV", 8, 6, "pp 3"),
-    "model: {layers: 3}, parallel: {pp: 2, schedule: DualPipeV}": STAGES.format(2, "DualPipeV", 4, 3, "1F1B, or pp 1"),
+    "model: {layers: 3}, parallel: {pp: 2, schedule: DualPipeV}": STAGES.format(
+        2, "DualPipeV", 4, 3, "1F1B, or pp 1"
+    ),
     "parallel: {schedule: ZBV}": "runs.demo: parallel.schedule requires parallel.pp > 1; set pp, or leave schedule out",
     "parallel: {microbatches: 8}": (
         "runs.demo: parallel.microbatches requires parallel.pp > 1; set pp, or leave microbatches out"
@@ -252,7 +287,9 @@ TUNED = {"corpus": "pbmc", "init_from": "big"}
 def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_them(
     config: Config, tmp_path: Path
 ) -> None:
-    def model(top: dict[str, Any], run: dict[str, Any] = TUNED, name: str = "tuned") -> tuple[Any, ...]:
+    def model(
+        top: dict[str, Any], run: dict[str, Any] = TUNED, name: str = "tuned"
+    ) -> tuple[Any, ...]:
         tuned = config(model=top, runs={"tuned": run, "big": PARENT, "again": run}).runs[name]
         return tuple(tuned.model.model_dump()[key] for key in ("hidden", "heads", "dropout"))
 
@@ -260,19 +297,34 @@ def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_t
     assert model(other) == model(other, name="again") == (32, 2, 0.1)
     assert model(suiting) == (32, 2, 0.2), "the top suits the model"
     assert model({}, TUNED | {"model": {"dropout": 0.3}}) == (32, 2, 0.3)
-    binned = PARENT | {"tokens": {"tokenizer": "binned", "bins": 9}, "objective": {"name": "masked_value"}}
+    binned = PARENT | {
+        "tokens": {"tokenizer": "binned", "bins": 9},
+        "objective": {"name": "masked_value"},
+    }
     masked = TUNED | {"objective": {"name": "masked_value"}}
-    assert config(runs={"tuned": masked, "big": binned}).runs["tuned"].tokens.model_dump()["bins"] == 9
+    assert (
+        config(runs={"tuned": masked, "big": binned}).runs["tuned"].tokens.model_dump()["bins"] == 9
+    )
     sections = config(runs={"big": PARENT}).section("train", "big")
-    (tmp_path / "config.json").write_text(json.dumps({key: sections[key] for key in ("model", "tokens")}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: sections[key] for key in ("model", "tokens")})
+    )
     assert model(other, TUNED | {"init_from": str(tmp_path)}) == (32, 2, 0.1)
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "own", "problem"),
     [
-        (None, {"model": {"hidden": 64}}, "model.hidden is 64, the model to start from ({}) has 32"),
-        ("continuous", {"model": {"hidden": 64}}, "model.hidden is 64, the model to start from ({}) has 128"),
+        (
+            None,
+            {"model": {"hidden": 64}},
+            "model.hidden is 64, the model to start from ({}) has 32",
+        ),
+        (
+            "continuous",
+            {"model": {"hidden": 64}},
+            "model.hidden is 64, the model to start from ({}) has 128",
+        ),
         (
             *("rank", {"tokens": {"tokenizer": "continuous"}}),
             "tokens.tokenizer is 'continuous', the model to start from ({}) has 'rank'",
@@ -285,20 +337,27 @@ def test_a_model_that_cannot_be_the_one_it_starts_from_is_refused_before_trainin
     stored = {"model": {"hidden": 128}, "tokens": {"tokenizer": tokenizer}}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     parent = "big" if tokenizer is None else str(tmp_path)
-    message = refusal(config, {"runs": {"tuned": TUNED | own | {"init_from": parent}, "big": PARENT}})
+    message = refusal(
+        config, {"runs": {"tuned": TUNED | own | {"init_from": parent}, "big": PARENT}}
+    )
     assert message == f"runs.tuned: {problem.format(parent)}; make them equal"
 
 
 def test_an_unknown_dataset_is_named_with_the_known_ones(config: Config) -> None:
     end = f"no dataset 'nope' in {config.table}; there are: sim, other"
-    assert refusal(config, {"evaluate": {"datasets": ["nope"]}}) == f"runs.demo.evaluate.datasets: {end}"
+    assert (
+        refusal(config, {"evaluate": {"datasets": ["nope"]}})
+        == f"runs.demo.evaluate.datasets: {end}"
+    )
     corpora = {"pbmc": {"table": str(config.table), "datasets": ["nope"]}}
     assert refusal(config, {"corpora": corpora}) == f"corpora.pbmc.datasets: {end}"
 
 
 @pytest.mark.parametrize("tree", [None, [], "text"])
 def test_a_file_without_a_mapping_is_refused(tree: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^config/config\.yaml: expected a mapping of sections, got \w+$"):
+    with pytest.raises(
+        ConfigError, match=r"^config/config\.yaml: expected a mapping of sections, got \w+$"
+    ):
         check_config(tree)
 
 
@@ -314,9 +373,13 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
 
 
 def test_every_word_leads_to_an_option_that_the_documentation_has() -> None:
-    text = (Path(__file__).resolve().parents[2] / "config" / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "config" / "README.md").read_text(
+        encoding="utf-8"
+    )
     for word, here in other_words("keys").items():
-        named = re.findall(r"\b(train|stream|parallel|model|tokens|objective|finetune|shard)\.(\w+)", here)
+        named = re.findall(
+            r"\b(train|stream|parallel|model|tokens|objective|finetune|shard)\.(\w+)", here
+        )
         assert named or "profile" in here, word
         for section, key in named:
             assert re.search(rf"`(?:{section}\.)?{key}`", text), f"{word}: no {section}.{key}"

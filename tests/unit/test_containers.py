@@ -1,4 +1,6 @@
-"""Files of several AnnData, of other writers' data frames, and of logarithms: counts equal a truth, or a line."""
+"""Files of several AnnData, of other writers' data frames, and of logarithms: counts equal a truth,
+or a line.
+"""
 
 import json
 import warnings
@@ -31,13 +33,19 @@ def adt_of(counts: sp.csr_matrix) -> ad.AnnData:
 
 
 def write_mudata(file: object, modalities: dict[str, ad.AnnData], donors: list[str]) -> None:
-    """As MuData stores them; in the whole file cells come in the opposite order of the first modality's."""
+    """As MuData stores them; in the whole file cells come in the opposite order of the first
+    modality's.
+    """
     cells = CELLS[::-1]
     obs = pd.DataFrame({"donor": donors[::-1], "rna:kind": "a"}, index=cells)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         write_elem(file, "obs", obs)
-        write_elem(file, "var", pd.DataFrame(index=[name for data in modalities.values() for name in data.var_names]))
+        write_elem(
+            file,
+            "var",
+            pd.DataFrame(index=[name for data in modalities.values() for name in data.var_names]),
+        )
         for name, data in modalities.items():
             write_elem(file, f"mod/{name}", data)
             rows = {cell: row for row, cell in enumerate(data.obs_names, 1)}
@@ -86,7 +94,9 @@ def test_modalities_are_listed_if_none_is_rna(counts: sp.csr_matrix, tmp_path: P
     path = tmp_path / "cells.h5mu"
     with h5py.File(path, "w") as file:
         write_mudata(file, {"one": rna_of(counts), "two": adt_of(counts)}, DONORS)
-    assert refusal(path) == f"{path}: holds one (230 x 37), two (115 x 4); name one, as in {path}#one"
+    assert (
+        refusal(path) == f"{path}: holds one (230 x 37), two (115 x 4); name one, as in {path}#one"
+    )
 
 
 def test_the_table_of_a_spatialdata_is_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
@@ -98,7 +108,9 @@ def test_the_table_of_a_spatialdata_is_read(counts: sp.csr_matrix, tmp_path: Pat
         write_elem(root.create_group("tables"), "table", rna_of(counts))
         assert (read(path) != counts).nnz == 0
         write_elem(root["tables"], "bins", adt_of(counts))
-        assert refusal(path).endswith(f"holds bins (115 x 4), table (230 x 37); name one, as in {path}#bins")
+        assert refusal(path).endswith(
+            f"holds bins (115 x 4), table (230 x 37); name one, as in {path}#bins"
+        )
         assert (read(Path(f"{path}#table")) != counts).nnz == 0
 
 
@@ -134,7 +146,9 @@ def seurat(counts: sp.csr_matrix, path: Path, x: sp.csr_matrix, raw: sp.csr_matr
 
 def logs_of(counts: sp.csr_matrix, target: float) -> sp.csr_matrix:
     depth = np.asarray(counts.sum(axis=1)).ravel()
-    return sp.csr_matrix(np.log1p(counts.toarray() / np.maximum(depth, 1)[:, None] * target).astype(np.float32))
+    return sp.csr_matrix(
+        np.log1p(counts.toarray() / np.maximum(depth, 1)[:, None] * target).astype(np.float32)
+    )
 
 
 def test_data_frames_without_attributes_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
@@ -146,7 +160,9 @@ def test_data_frames_without_attributes_are_read(counts: sp.csr_matrix, tmp_path
         assert (read(path, matrix) != counts).nnz == 0
 
 
-def test_a_file_without_counts_says_what_each_matrix_looks_like(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_a_file_without_counts_says_what_each_matrix_looks_like(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     logs = logs_of(counts, 1e4)
     scaled = sp.csr_matrix(logs.toarray() - 0.5)
     path = seurat(counts, tmp_path / "seurat.h5ad", scaled, logs)
@@ -171,15 +187,20 @@ def test_counts_are_recovered_exactly_from_logarithms(
 
 
 @pytest.mark.parametrize("target", [2e4, 5e3, 1234.5])
-def test_counts_are_not_recovered_with_another_scale(target: float, counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_counts_are_not_recovered_with_another_scale(
+    target: float, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     path = seurat(counts, tmp_path / "seurat.h5ad", counts, logs_of(counts, target))
-    assert "expm1(raw) * n_counts / 10,000 gives no whole numbers, such as " in refusal(path, "expm1(raw)")
+    assert "expm1(raw) * n_counts / 10,000 gives no whole numbers, such as " in refusal(
+        path, "expm1(raw)"
+    )
 
 
 def test_counts_are_not_recovered_without_depths(counts: sp.csr_matrix, tmp_path: Path) -> None:
     path = h5ad(logs_of(counts, 1e4), tmp_path / "logs.h5ad")
-    assert "expm1(X) needs the counts of each cell in an obs column; expected one of n_counts" in refusal(
-        path, "expm1(X)"
+    assert (
+        "expm1(X) needs the counts of each cell in an obs column; expected one of n_counts"
+        in refusal(path, "expm1(X)")
     )
 
 
@@ -187,7 +208,14 @@ def test_a_raw_that_is_null_is_no_raw_before_a_run(counts: sp.csr_matrix, tmp_pa
     path = in_zarr(counts, tmp_path)
     (path / "raw").mkdir(exist_ok=True)
     (path / "raw" / "zarr.json").write_text(
-        json.dumps({"shape": [], "data_type": "bool", "node_type": "array", "attributes": {"encoding-type": "null"}})
+        json.dumps(
+            {
+                "shape": [],
+                "data_type": "bool",
+                "node_type": "array",
+                "attributes": {"encoding-type": "null"},
+            }
+        )
     )
     with declared_names(path) as names:
         assert names is not None
@@ -195,7 +223,10 @@ def test_a_raw_that_is_null_is_no_raw_before_a_run(counts: sp.csr_matrix, tmp_pa
 
 
 def test_a_zarr_of_tiny_files_is_named(
-    counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    counts: sp.csr_matrix,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = in_zarr(counts, tmp_path)
     assert (read(path) != counts).nnz == 0
@@ -205,13 +236,18 @@ def test_a_zarr_of_tiny_files_is_named(
     monkeypatch.setattr(anndata_files, "_MANY_FILES", 300)
     assert (read(path) != counts).nnz == 0
     said = capsys.readouterr().err
-    assert "bytes on average are read about 40 times slower than large ones; write it again with zarr 3.1.4" in said
+    assert (
+        "bytes on average are read about 40 times slower than large ones; write it again with zarr 3.1.4"
+        in said
+    )
 
 
 def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
     root = zarr.open_group(tmp_path / "pegasus.zarr", mode="w")
     root.create_group("GRCh38-rna/barcode_metadata")
-    assert "it was written by Pegasus: write it as .h5ad (pegasusio.write_output" in refusal(tmp_path / "pegasus.zarr")
+    assert "it was written by Pegasus: write it as .h5ad (pegasusio.write_output" in refusal(
+        tmp_path / "pegasus.zarr"
+    )
 
 
 def test_names_that_pegasusio_cut_are_said(
@@ -222,4 +258,7 @@ def test_names_that_pegasusio_cut_are_said(
         warnings.simplefilter("ignore")
         ad.AnnData(counts, obs, pd.DataFrame(index=GENES)).write_h5ad(tmp_path / "pegasus.h5ad")
     assert (read(tmp_path / "pegasus.h5ad") != counts).nnz == 0
-    assert "pegasusio wrote its names of cells, without the -1 of Cell Ranger" in capsys.readouterr().err
+    assert (
+        "pegasusio wrote its names of cells, without the -1 of Cell Ranger"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Cells of other tools: Geneformer's token datasets as ranks without counts, scModelForge's shards as counts."""
+"""Cells of other tools: Geneformer's token datasets as ranks without counts, scModelForge's shards
+as counts.
+"""
 
 import hashlib
 import json
@@ -61,9 +63,14 @@ def saved(folder: Path, cells: list[list[int]], **columns: Any) -> Path:
     names = []
     for number, part in enumerate((table.slice(0, 2), table.slice(2))):
         names.append(f"data-{number:05d}-of-00002.arrow")
-        with arrow.OSFile(str(folder / names[-1]), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            arrow.OSFile(str(folder / names[-1]), "wb") as sink,
+            arrow.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(part)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
     return folder
 
 
@@ -71,38 +78,74 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
     tmp_path: Path, published: Path
 ) -> None:
     rng = np.random.RandomState(4)
-    cells = [[GENES[i] for i in rng.permutation(len(GENES))[: rng.randint(5, 30)]] for _ in range(12)]
-    tokens = [[NUMBERS["<cls>"], *(NUMBERS[gene] for gene in cell), NUMBERS["<eos>"]] for cell in cells]
+    cells = [
+        [GENES[i] for i in rng.permutation(len(GENES))[: rng.randint(5, 30)]] for _ in range(12)
+    ]
+    tokens = [
+        [NUMBERS["<cls>"], *(NUMBERS[gene] for gene in cell), NUMBERS["<eos>"]] for cell in cells
+    ]
     types = [f"type{i % 2}" for i in range(11)] + [None]
     folder = saved(tmp_path / "cells.dataset", tokens, cell_type=types, nested=[[1]] * 12)
     out = tmp_path / "raw.h5ad"
-    assert main(["convert", "geneformer", str(folder), "--dictionaries", str(published), "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "geneformer",
+                str(folder),
+                "--dictionaries",
+                str(published),
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     made = tmp_path / "cells" / "cells.h5ad"
     made.parent.mkdir()
     with open_counts(out) as reader:
         assert list(reader.obs) == ["cell_type"]
-        assert reader.obs["cell_type"].astype(object).where(reader.obs["cell_type"].notna(), None).tolist() == types
+        assert (
+            reader.obs["cell_type"]
+            .astype(object)
+            .where(reader.obs["cell_type"].notna(), None)
+            .tolist()
+            == types
+        )
         report = preprocess_sequences(reader, Preprocess(min_genes=15), made)
     kept = [cell for cell in cells if len(cell) >= 15]
     assert report["cells"]["dropped"]["min_genes"] == len(cells) - len(kept) > 0
     vocabulary = build_vocabulary([made])
     medians = geneformer_medians(GENES)
     assert vocabulary.gene_ids == sorted(GENES)
-    assert vocabulary.medians.tolist() == [np.float32(medians[gene]) for gene in vocabulary.gene_ids]
+    assert vocabulary.medians.tolist() == [
+        np.float32(medians[gene]) for gene in vocabulary.gene_ids
+    ]
     shard = Shard(val_frac=0, test_frac=0)
     manifest = write_shards([made], vocabulary, shard, tmp_path / "shards" / "manifest.json")
     assert Manifest.read(manifest.path).ranked
     ranked = Tokens.model_validate({"tokenizer": "rank", "max_tokens": 8})
-    given: dict[str, Any] = {"global_batch": 4, "token_budget": 64, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
+    given: dict[str, Any] = {
+        "global_batch": 4,
+        "token_budget": 64,
+        "rank": 0,
+        "world": 1,
+        "seed": 0,
+        "shuffle": False,
+    }
     stream = CellStream(manifest.path, "train", ranked, Stream(lanes=1), **given)
     batches = [batch for step in stream for batch in step]
     got = [b.genes[s:e].tolist() for b in batches for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])]
     rows = [[vocabulary.gene_ids.index(gene) + len(SPECIAL) for gene in cell][:8] for cell in kept]
     assert sorted(got) == sorted(rows)
-    with pytest.raises(ConfigError, match=r"it has ranks without counts, which the objective needs; set obj"):
+    with pytest.raises(
+        ConfigError, match=r"it has ranks without counts, which the objective needs; set obj"
+    ):
         check_rows(ranked, manifest, "shards", counted=True)
     for other in ("continuous", "binned", "sequence"):
-        with pytest.raises(ConfigError, match=rf"ranks without counts, tokens\.tokenizer is {other}; set rank"):
+        with pytest.raises(
+            ConfigError, match=rf"ranks without counts, tokens\.tokenizer is {other}; set rank"
+        ):
             check_rows(Tokens.model_validate({"tokenizer": other}), manifest, "shards")
 
     import_geneformer(published, tmp_path / "model")
@@ -124,7 +167,10 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ([[2, 5, 6], [5, 999]], "token 999 of cell 1 is no gene with a median; give the dictionaries with which the"),
+        (
+            [[2, 5, 6], [5, 999]],
+            "token 999 of cell 1 is no gene with a median; give the dictionaries with which the",
+        ),
         ([[5, 6], [7], [8, -3]], "token -3 of cell 2 is no gene with a median"),
         ([[5, 6], [7], [8, 9, 8]], "cell 2 has a gene twice; expected ranks"),
     ],
@@ -132,7 +178,9 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
 def test_tokens_that_are_no_ranks_are_refused(
     cells: list[list[int]], message: str, tmp_path: Path, refused: Refused, published: Path
 ) -> None:
-    assert message in refused("geneformer", saved(tmp_path / "cells.dataset", cells), "--dictionaries", published)
+    assert message in refused(
+        "geneformer", saved(tmp_path / "cells.dataset", cells), "--dictionaries", published
+    )
 
 
 def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(
@@ -147,14 +195,25 @@ def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(
     data.write_bytes(whole)
     state.write_text(json.dumps({"_data_files": [{"filename": "../other.arrow"}]}))
     assert "state.json: '../other.arrow' is outside the folder" in refused(*given)
-    state.write_text(json.dumps({"_data_files": [], "_indices_files": [{"filename": "indices.arrow"}]}))
-    assert "a selection of another dataset; call flatten_indices() and save it again" in refused(*given)
+    state.write_text(
+        json.dumps({"_data_files": [], "_indices_files": [{"filename": "indices.arrow"}]})
+    )
+    assert "a selection of another dataset; call flatten_indices() and save it again" in refused(
+        *given
+    )
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "this input requires pyarrow, which is missing: pip install 'cellmill[arrow]'" in refused(*given)
+    assert (
+        "this input requires pyarrow, which is missing: pip install 'cellmill[arrow]'"
+        in refused(*given)
+    )
 
 
-def shards_of_scmodelforge(folder: Path, counts: np.ndarray, dtype: type = np.float32) -> tuple[Path, Path]:
-    """Shards as `convert_to_shards` of scModelForge 0.1 writes them, five cells each, and their gene vocabulary."""
+def shards_of_scmodelforge(
+    folder: Path, counts: np.ndarray, dtype: type = np.float32
+) -> tuple[Path, Path]:
+    """Shards as `convert_to_shards` of scModelForge 0.1 writes them, five cells each, and their
+    gene vocabulary.
+    """
     arrow = pytest.importorskip("pyarrow", reason="the extra arrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     index = {f"G{number}": number + 4 for number in range(counts.shape[1])}
@@ -163,7 +222,10 @@ def shards_of_scmodelforge(folder: Path, counts: np.ndarray, dtype: type = np.fl
         part = counts[first : first + 5]
         detected = [np.flatnonzero(row) for row in part]
         widest = max(map(len, detected))
-        values, genes = np.zeros((len(part), widest), dtype), np.zeros((len(part), widest), np.int64)
+        values, genes = (
+            np.zeros((len(part), widest), dtype),
+            np.zeros((len(part), widest), np.int64),
+        )
         for row, own in enumerate(detected):
             values[row, : len(own)], genes[row, : len(own)] = part[row, own], own + 4
         shard = folder / f"shard_{number:03d}"
@@ -180,12 +242,17 @@ def shards_of_scmodelforge(folder: Path, counts: np.ndarray, dtype: type = np.fl
     return folder, folder.parent / "genes.json"
 
 
-def test_shards_of_scmodelforge_are_the_counts_they_were_made_of(tmp_path: Path, refused: Refused) -> None:
+def test_shards_of_scmodelforge_are_the_counts_they_were_made_of(
+    tmp_path: Path, refused: Refused
+) -> None:
     counts = np.random.default_rng(0).poisson(0.6, (13, 30))
     counts[3] = 0
     folder, genes = shards_of_scmodelforge(tmp_path / "shards", counts)
     out = tmp_path / "cells.h5ad"
-    assert main(["convert", "scmodelforge", str(folder), "--genes", str(genes), "--out", str(out)]) == 0
+    assert (
+        main(["convert", "scmodelforge", str(folder), "--genes", str(genes), "--out", str(out)])
+        == 0
+    )
     made = ad.read_h5ad(out)
     assert made.X.toarray().tolist() == counts.tolist()
     assert list(made.var_names) == [f"G{number}" for number in range(30)]
@@ -195,10 +262,14 @@ def test_shards_of_scmodelforge_are_the_counts_they_were_made_of(tmp_path: Path,
     given = ("scmodelforge", folder, "--genes")
     assert "the shards were made with" in refused(*given, tmp_path / "other.json")
     normalised, genes = shards_of_scmodelforge(tmp_path / "logs" / "shards", np.log1p(counts))
-    assert "does not hold counts: 0.693147 (cell '000_0', gene" in refused("scmodelforge", normalised, "--genes", genes)
+    assert "does not hold counts: 0.693147 (cell '000_0', gene" in refused(
+        "scmodelforge", normalised, "--genes", genes
+    )
     found = np.load(folder / "shard_001" / "gene_indices.npy")
     found[0, 0] = 2
     np.save(folder / "shard_001" / "gene_indices.npy", found)
-    assert "shard_001: gene index 2 is not in the gene vocabulary: damaged" in refused(*given, tmp_path / "genes.json")
+    assert "shard_001: gene index 2 is not in the gene vocabulary: damaged" in refused(
+        *given, tmp_path / "genes.json"
+    )
     np.save(folder / "shard_000" / "X.npy", np.array([[{}]] * 5), allow_pickle=True)
     assert "shard_000/X.npy: damaged: " in refused(*given, tmp_path / "genes.json")

@@ -1,4 +1,6 @@
-"""Cost of a run: from recorded answers of sacct, from attempt files, and from trainings on this machine."""
+"""Cost of a run: from recorded answers of sacct, from attempt files, and from trainings on this
+machine.
+"""
 
 import json
 import os
@@ -36,12 +38,25 @@ CANCELLED = "2|gpu-a100|CANCELLED by 0|1795249972|1795249973|1795249973|0|2|2||0
 def record(train: Path, number: int, **changes: Any) -> JobRecord:
     """Job `number` of a run, two nodes of two GPUs; submitted 100 s after the previous one."""
     began = T + 100 * (number - 1)
-    size = {"nodes": "1-2", "nproc_per_node": 2, "gpus_per_node": 2, "cpus_per_node": 4, "slurm_partition": "gpu-a100"}
-    ended = {"job_id": str(number), "submitted_at": began, "state": "COMPLETED", "ended_at": began + 90}
+    size = {
+        "nodes": "1-2",
+        "nproc_per_node": 2,
+        "gpus_per_node": 2,
+        "cpus_per_node": 4,
+        "slurm_partition": "gpu-a100",
+    }
+    ended = {
+        "job_id": str(number),
+        "submitted_at": began,
+        "state": "COMPLETED",
+        "ended_at": began + 90,
+    }
     return job_of(train, number, **size, **(ended | changes))
 
 
-def attempt(job: JobRecord, number: int, started: float, seen: float, ended: float | None, nodes: int = 2) -> None:
+def attempt(
+    job: JobRecord, number: int, started: float, seen: float, ended: float | None, nodes: int = 2
+) -> None:
     value = {
         "job_id": job.job_id,
         "started_at": T + started,
@@ -66,15 +81,22 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
     """A sacct with this answer; returns the file with its arguments."""
-    notes, out = folder / "asked", f"/bin/cat <<'END'\n{answer}END\nprintf '{error}' >&2\nexit {code}"
+    notes, out = (
+        folder / "asked",
+        f"/bin/cat <<'END'\n{answer}END\nprintf '{error}' >&2\nexit {code}",
+    )
     command(folder, "sacct", f"echo \"$SLURM_TIME_FORMAT $*\" >> '{notes}'\n{out}")
     return notes
 
 
-def test_sacct_gives_one_entry_for_each_start_of_a_requeued_job(tmp_path: Path, no_slurm: Path) -> None:
+def test_sacct_gives_one_entry_for_each_start_of_a_requeued_job(
+    tmp_path: Path, no_slurm: Path
+) -> None:
     first, second = record(tmp_path, 1), record(tmp_path, 2, state="CANCELLED")
     attempt(first, 0, 2, 5, 5)  # ignored, since sacct knows the job
-    notes = sacct(no_slurm, REQUEUED.replace("NAME", first.name) + CANCELLED.replace("NAME", second.name))
+    notes = sacct(
+        no_slurm, REQUEUED.replace("NAME", first.name) + CANCELLED.replace("NAME", second.name)
+    )
     found = cost(tmp_path, 6.0, T + 200)
     assert notes.read_text() == (
         "%s -P -n --duplicates -j 1,2 -o JobID,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,"
@@ -93,10 +115,15 @@ def test_sacct_gives_one_entry_for_each_start_of_a_requeued_job(tmp_path: Path, 
     assert totals["cpu_efficiency_frac"] == pytest.approx((4.592 + 7.973) / 80)
     assert totals["max_memory_gb"] == pytest.approx(90560 * 1024 / 1e9)
     assert found["unknown"] == {}
-    assert sentence(found) == "0.0111 GPU-hours in 2 jobs, waited 15 s in the queue, 60 % of it training"
+    assert (
+        sentence(found)
+        == "0.0111 GPU-hours in 2 jobs, waited 15 s in the queue, 60 % of it training"
+    )
 
 
-def test_without_accounting_the_cost_comes_from_attempt_files(tmp_path: Path, no_slurm: Path) -> None:
+def test_without_accounting_the_cost_comes_from_attempt_files(
+    tmp_path: Path, no_slurm: Path
+) -> None:
     first = record(tmp_path, 1)
     attempt(first, 0, started=10, seen=40, ended=None)  # its node died before it wrote an end
     attempt(first, 1, started=60, seen=80, ended=85, nodes=1)
@@ -105,13 +132,22 @@ def test_without_accounting_the_cost_comes_from_attempt_files(tmp_path: Path, no
     record(tmp_path, 3, state="PENDING", ended_at=None)
     found = cost(tmp_path, None, T + 260)
     assert found["source"] == "own files"
-    assert [job["state"] for job in found["jobs"]] == ["REQUEUED", "COMPLETED", "RUNNING", "PENDING"]
+    assert [job["state"] for job in found["jobs"]] == [
+        "REQUEUED",
+        "COMPLETED",
+        "RUNNING",
+        "PENDING",
+    ]
     assert [job["queue_wait_s"] for job in found["jobs"]] == [10, 20, 50, 60]
     assert [job["elapsed_s"] for job in found["jobs"]] == [30, 25, 45, 0]
     totals = found["totals"]
     assert totals["gpu_hours"] == pytest.approx((4 * 30 + 2 * 25 + 4 * 45) / 3600)
     assert totals["cpu_core_hours"] == pytest.approx((8 * 30 + 4 * 25 + 8 * 45) / 3600)
-    assert (totals["cpu_efficiency_frac"], totals["max_memory_gb"], totals["training_efficiency_frac"]) == (None,) * 3
+    assert (
+        totals["cpu_efficiency_frac"],
+        totals["max_memory_gb"],
+        totals["training_efficiency_frac"],
+    ) == (None,) * 3
     assert found["unknown"] == {
         "cpu_efficiency_frac": "unknown for 1, 2: sacct is not on PATH",
         "max_memory_gb": "unknown for 1, 2: sacct is not on PATH",
@@ -141,10 +177,14 @@ def test_if_sacct_fails_the_cost_comes_from_attempt_files_and_the_reason_is_reco
     assert found["source"] == "own files"
     assert found["totals"]["gpu_hours"] == pytest.approx(4 * 36 / 3600)
     assert reason in found["unknown"]["max_memory_gb"]
-    assert sentence(found) == "0.04 GPU-hours in 1 job, waited 10 s in the queue, 25 % of it training"
+    assert (
+        sentence(found) == "0.04 GPU-hours in 1 job, waited 10 s in the queue, 25 % of it training"
+    )
 
 
-def test_a_training_on_this_machine_is_recorded_however_it_ends(tmp_path: Path, no_slurm: Path) -> None:
+def test_a_training_on_this_machine_is_recorded_however_it_ends(
+    tmp_path: Path, no_slurm: Path
+) -> None:
     machine = Machine(nproc_per_node=2)
     busy = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     with local_start(tmp_path, machine):
@@ -164,16 +204,25 @@ def test_a_training_on_this_machine_is_recorded_however_it_ends(tmp_path: Path, 
     os.utime(tmp_path / "metrics.jsonl", (began + 30, began + 30))
     found = cost(tmp_path, 3.0, T)
     assert [job["state"] for job in found["jobs"]] == ["COMPLETED", "STOPPED", "FAILED", "RUNNING"]
-    with local_start(tmp_path, machine):  # the next one gives the killed one an end: its last sign of life
+    # the next one gives the killed one an end: its last sign of life
+    with local_start(tmp_path, machine):
         (tmp_path / "metrics.jsonl").unlink()
     found = cost(tmp_path, 3.0, T)
     jobs = found["jobs"]
-    assert [job["state"] for job in jobs] == ["COMPLETED", "STOPPED", "FAILED", "KILLED", "COMPLETED"]
+    assert [job["state"] for job in jobs] == [
+        "COMPLETED",
+        "STOPPED",
+        "FAILED",
+        "KILLED",
+        "COMPLETED",
+    ]
     assert jobs[0]["cpu_s"] >= 0.2
     assert jobs[3]["elapsed_s"] == pytest.approx(30)
     assert (jobs[0]["processes"], jobs[0]["cpus"]) == (2, len(os.sched_getaffinity(0)))
     share = 100 * 3.0 / sum(job["elapsed_s"] for job in jobs)
-    assert sentence(found).endswith(f"-hours in 5 starts on this machine, {share:.0f} % of it training")
+    assert sentence(found).endswith(
+        f"-hours in 5 starts on this machine, {share:.0f} % of it training"
+    )
 
 
 def test_damaged_records_give_an_unknown_cost_or_a_warning(
@@ -191,7 +240,10 @@ def test_damaged_records_give_an_unknown_cost_or_a_warning(
     assert capsys.readouterr().out == "an unknown number of GPU-hours in 1 job\n"
     found = json.loads((tmp_path / "cost.json").read_text())
     assert found["totals"]["gpu_hours"] is None
-    assert found["unknown"]["gpu_hours"] == "unknown for 1: it left no attempt file, and there is no accounting of it"
+    assert (
+        found["unknown"]["gpu_hours"]
+        == "unknown for 1: it left no attempt file, and there is no accounting of it"
+    )
 
 
 def test_training_time_is_the_sum_of_steps_at_the_rates_of_the_curve(tmp_path: Path) -> None:
@@ -205,12 +257,15 @@ def test_training_time_is_the_sum_of_steps_at_the_rates_of_the_curve(tmp_path: P
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert training_seconds(tmp_path) == pytest.approx(2 + 9 + 5)
-    (tmp_path / "state.json").write_text(json.dumps({"state": "done", "step": 20, "steps": 20, "cells": 20 * 48}))
+    (tmp_path / "state.json").write_text(
+        json.dumps({"state": "done", "step": 20, "steps": 20, "cells": 20 * 48})
+    )
     assert training_seconds(tmp_path) == pytest.approx((2 + 9 + 5) * 48 / 64)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5970, "1.7 h"), (200_000, "2.3 days")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5970, "1.7 h"), (200_000, "2.3 days")],
 )
 def test_a_span_is_given_in_its_largest_unit(seconds: float, text: str) -> None:
     assert span(seconds) == text
@@ -224,7 +279,9 @@ def test_the_report_has_a_table_of_what_was_written(tmp_path: Path, no_slurm: Pa
     out = tmp_path / "index.html"
     options = ReportOptions.model_validate({"report": {}})
     report.report(options=options, runs=[tmp_path / "runs" / "<b>one"], corpora=[], out=out)
-    text = " ".join(re.sub(r"<[^>]*>", " ", out.read_text().partition('<section id="cost">')[2]).split())
+    text = " ".join(
+        re.sub(r"<[^>]*>", " ", out.read_text().partition('<section id="cost">')[2]).split()
+    )
     head = "Cost run starts GPU-hours core-hours energy of GPUs, kWh node time queue wait training CPU use peak memory"
     assert text.startswith(head)
     assert "&lt;b&gt;one 1 0.04 0.08 – 36 s 10 s – – – own files" in text

@@ -1,4 +1,6 @@
-"""Reading and writing counts in row blocks: equal to anndata, canonical, in bounded memory, with errors on damage."""
+"""Reading and writing counts in row blocks: equal to anndata, canonical, in bounded memory, with
+errors on damage.
+"""
 
 import os
 import re
@@ -32,8 +34,13 @@ from tests.unit.test_named_files import write_config
 Make = Callable[..., Path]
 
 
-def test_raw_and_layers_are_read_with_their_own_genes(make_h5ad: Make, counts: sp.csr_matrix) -> None:
-    part, whole = ad.AnnData(np.log1p(counts[:, :20]), layers={"umi": counts[:, :20]}), ad.AnnData(counts)
+def test_raw_and_layers_are_read_with_their_own_genes(
+    make_h5ad: Make, counts: sp.csr_matrix
+) -> None:
+    part, whole = (
+        ad.AnnData(np.log1p(counts[:, :20]), layers={"umi": counts[:, :20]}),
+        ad.AnnData(counts),
+    )
     part.var_names, whole.var_names = GENES[:20], GENES
     part.raw = whole
     path = make_h5ad(counts).with_name("three.h5ad")
@@ -42,11 +49,15 @@ def test_raw_and_layers_are_read_with_their_own_genes(make_h5ad: Make, counts: s
     assert (read(path, "umi") != counts[:, :20]).nnz == 0
     with open_counts(path, "raw") as reader:
         assert (reader.n_obs, reader.n_vars, reader.var_names[36]) == (230, 37, "gene_36")
-    assert "is fractional: it looks log-transformed; raw counts may be in raw or umi" in refusal(path)
+    assert "is fractional: it looks log-transformed; raw counts may be in raw or umi" in refusal(
+        path
+    )
     assert "no matrix 'umis' (the dataset's `counts`); did you mean 'umi'?" in refusal(path, "umis")
 
 
-def test_unsorted_repeated_and_zero_entries_become_canonical_and_sums_never_wrap(make_h5ad: Make) -> None:
+def test_unsorted_repeated_and_zero_entries_become_canonical_and_sums_never_wrap(
+    make_h5ad: Make,
+) -> None:
     path = make_h5ad(sp.csr_matrix(np.ones((2, 4), np.uint32)))
     with h5py.File(path, "a") as file:
         file["X/indices"][:], file["X/data"][:] = [3, 1, 1, 0, 2, 1, 0, 3], [1, 2, 3, 0, 4, 0, 5, 6]
@@ -56,7 +67,10 @@ def test_unsorted_repeated_and_zero_entries_become_canonical_and_sums_never_wrap
     assert got.has_canonical_format
     with h5py.File(path, "a") as file:
         file["X/data"][1:3] = [2**32 - 1, 2]
-    assert "X: entries of one cell and gene sum to 4,294,967,297; the limit is 4,294,967,295" in refusal(path)
+    assert (
+        "X: entries of one cell and gene sum to 4,294,967,297; the limit is 4,294,967,295"
+        in refusal(path)
+    )
     for form in (sp.csr_matrix, sp.csc_matrix):  # in the dtype of the file the sum would be 44
         path = make_h5ad(form(np.full((2, 2), 150, np.uint8)))
         with h5py.File(path, "a") as file:
@@ -85,7 +99,10 @@ def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Pat
     """
     path = tmp_path / "large.h5ad"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", textwrap.dedent(script), str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     grown_kb = int(done.stdout)
     assert path.stat().st_size > 60e6
@@ -95,7 +112,9 @@ def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Pat
 def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path) -> None:
     matrix = sp.random(3000, 200, 0.3, "csr", random_state=1)
     matrix.data = np.arange(matrix.nnz) % 60_000 + 1.0
-    obs = pd.DataFrame({"label": pd.Categorical(["a", "b", "a"] * 1000)}, index=[f"c{i}" for i in range(3000)])
+    obs = pd.DataFrame(
+        {"label": pd.Categorical(["a", "b", "a"] * 1000)}, index=[f"c{i}" for i in range(3000)]
+    )
     var = pd.DataFrame({"symbol": "s"}, index=[f"g{j}" for j in range(200)])
     path = tmp_path / "cells.h5ad"
     blocks = [matrix[a : a + 700] for a in range(0, 3000, 700)]
@@ -133,7 +152,8 @@ AT = "(cell 'cell_1', gene 'gene_2')"
     [
         (spoil(-1), f"-1 {AT} is negative: it looks scaled; {NO_OTHER}"),
         (spoil(2.5), f"2.5 {AT} {ESTIMATED}"),
-        (spoil(1.0000001), f"1.0000001 {AT} {ESTIMATED}"),  # a fraction is shown with all its digits
+        # a fraction is shown with all its digits
+        (spoil(1.0000001), f"1.0000001 {AT} {ESTIMATED}"),
         (spoil(1234567.5, np.float64), f"1234567.5 {AT} {ESTIMATED}"),
         (
             np.log1p(3 * np.eye(3)),
@@ -156,26 +176,34 @@ def test_missing_foreign_empty_and_truncated_files_are_named(
     tmp_path: Path, make_h5ad: Make, counts: sp.csr_matrix
 ) -> None:
     assert refusal(tmp_path / "none.h5ad") == f"{tmp_path}/none.h5ad: no such file"
-    assert refusal(tmp_path).startswith(f"{tmp_path}: no known format; there are: FASTA of proteins (")
+    assert refusal(tmp_path).startswith(
+        f"{tmp_path}: no known format; there are: FASTA of proteins ("
+    )
     for text in ("", "cell,gene\n1,2\n"):
         (tmp_path / "text.h5ad").write_text(text)
         assert refusal(tmp_path / "text.h5ad") == f"{tmp_path}/text.h5ad: not an HDF5 file"
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["x"] = [1]
-    assert refusal(tmp_path / "other.h5").startswith(f"{tmp_path}/other.h5: no known format; there are: ")
+    assert refusal(tmp_path / "other.h5").startswith(
+        f"{tmp_path}/other.h5: no known format; there are: "
+    )
     assert refusal(make_h5ad(np.ones((0, 3), np.float32))).endswith("empty: 0 cells x 3 genes")
     assert refusal(make_h5ad(np.ones((3, 0), np.float32))).endswith("empty: 3 cells x 0 genes")
     whole, cut = make_h5ad(counts).read_bytes(), tmp_path / "cut.h5ad"
     for frac in (0.01, 0.3, 0.6, 0.95, 0.999):
         cut.write_bytes(whole[: int(len(whole) * frac)])
-        assert re.search(r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes; copy it again$", refusal(cut))
+        assert re.search(
+            r"cut.h5ad: truncated: [\d,]+ of [\d,]+ bytes; copy it again$", refusal(cut)
+        )
 
 
 def test_cells_of_one_name_are_counted_and_kept_apart_by_row(
     make_h5ad: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = np.arange(15, dtype=np.float32).reshape(5, 3)
-    path = make_h5ad(values, obs=pd.DataFrame({"kind": list("abcde")}, index=["x", "x", "z", "y", "y"]))
+    path = make_h5ad(
+        values, obs=pd.DataFrame({"kind": list("abcde")}, index=["x", "x", "z", "y", "y"])
+    )
     with open_counts(path) as reader:
         assert reader.obs.index.tolist() == ["x:row1", "x:row2", "z", "y:row4", "y:row5"]
         assert reader.obs["kind"].tolist() == list("abcde")
@@ -191,7 +219,15 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(
 ) -> None:
     out = tmp_path / "out.h5ad"
     out.write_text("the old file")
-    words = ["preprocess", "--input", str(simulated), "--dataset", "full", "--options", '{"preprocess": {}}']
+    words = [
+        "preprocess",
+        "--input",
+        str(simulated),
+        "--dataset",
+        "full",
+        "--options",
+        '{"preprocess": {}}',
+    ]
     with full_after(200_000):
         assert main([*words, "--report", str(tmp_path / "qc.json"), "--out", str(out)]) == 2
     assert capsys.readouterr().err == f"cellmill preprocess: {out}: File too large\n"
@@ -199,11 +235,15 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["out.h5ad"]
 
 
-def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(tmp_path: Path, counts: sp.csr_matrix) -> None:
+def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(
+    tmp_path: Path, counts: sp.csr_matrix
+) -> None:
     path, var = tmp_path / "cells.h5ad", pd.DataFrame(index=GENES)
 
     def write(nnz: int | None) -> None:
-        write_cells(path, OBS, var, (counts[a : a + 50] for a in range(0, 230, 50)), nnz, count_dtype(9))
+        write_cells(
+            path, OBS, var, (counts[a : a + 50] for a in range(0, 230, 50)), nnz, count_dtype(9)
+        )
 
     for nnz in (counts.nnz, None):
         write(nnz)
@@ -216,7 +256,9 @@ def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(tmp_path:
             assert os.listdir(tmp_path) == []
 
 
-def test_a_layer_that_is_called_x_is_read_by_its_place(make_h5ad: Make, counts: sp.csr_matrix) -> None:
+def test_a_layer_that_is_called_x_is_read_by_its_place(
+    make_h5ad: Make, counts: sp.csr_matrix
+) -> None:
     data = ad.AnnData(np.log1p(counts), layers={"X": counts})
     path = make_h5ad(data.X, layers=data.layers)
     assert (read(path, "layers/X") != counts).nnz == 0
@@ -226,7 +268,10 @@ def test_a_layer_that_is_called_x_is_read_by_its_place(make_h5ad: Make, counts: 
         assert names.counts == ["X", "layers/X"]
     with CountsReader(open_memory(data, "layers/X", "d")) as reader:
         assert (next(reader.rows()) != counts).nnz == 0
-    with CountsReader(open_memory(data, "X", "d")) as reader, pytest.raises(DataError, match="is fractional"):
+    with (
+        CountsReader(open_memory(data, "X", "d")) as reader,
+        pytest.raises(DataError, match="is fractional"),
+    ):
         next(reader.rows())
 
 
@@ -237,8 +282,9 @@ def a_file(path: Path) -> Path:
 
 
 def walker(folder: Path) -> Path:
-    """A stand-in for the interpreter, whose walk of `slow.h5ad` burns CPU time, and whose walk of `dead.h5ad` is
-    killed, as HDF5 was seen to do on damaged files."""
+    """A stand-in for the interpreter, whose walk of `slow.h5ad` burns CPU time, and whose walk of
+    `dead.h5ad` is killed, as HDF5 was seen to do on damaged files.
+    """
     script = folder / "python"
     code = """
         import os, signal, sys
@@ -262,16 +308,24 @@ def walker(folder: Path) -> Path:
 def test_a_walk_that_does_not_end_is_one_line_and_each_input_is_walked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, slow, text = a_file(tmp_path / "a.h5ad"), a_file(tmp_path / "slow.h5ad"), tmp_path / "text.h5ad"
+    whole, slow, text = (
+        a_file(tmp_path / "a.h5ad"),
+        a_file(tmp_path / "slow.h5ad"),
+        tmp_path / "text.h5ad",
+    )
     monkeypatch.setattr(h5_walk.sys, "executable", str(walker(tmp_path)))
-    message = re.escape(f"{slow}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again")
+    message = re.escape(
+        f"{slow}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again"
+    )
     with pytest.raises(DataError, match=f"^{message}"):
         h5_walk.check_walk([whole, slow], limit_s=1)
     monkeypatch.setattr(h5_walk.check_walk, "__defaults__", (1,))
     with pytest.raises(DataError, match="damaged: HDF5 was not through"):
         open_dataset(slow)
     dead = a_file(tmp_path / "dead.h5ad")
-    with pytest.raises(DataError, match=re.escape(f"{dead}: damaged: HDF5 crashes on it (SIGABRT); copy it again")):
+    with pytest.raises(
+        DataError, match=re.escape(f"{dead}: damaged: HDF5 crashes on it (SIGABRT); copy it again")
+    ):
         h5_walk.check_walk([whole, dead])
     monkeypatch.chdir(tmp_path)
     with limited(), pytest.raises(DataError, match=r"^slow\.h5ad: damaged: HDF5 was not through"):
@@ -292,7 +346,9 @@ def test_counts_beyond_16_bits_are_written_in_32_and_no_sum_wraps(tmp_path: Path
         write_cells(tmp_path / "cut.h5ad", obs, var, [matrix], 2, count_dtype(1))
     assert os.listdir(tmp_path) == ["wide.h5ad"]
     block, one_gene = sp.csr_matrix(np.array([[2**32 - 1, 1]], np.uint32)), np.zeros(2, np.int32)
-    with pytest.raises(DataError, match="columns of one gene sum to 4,294,967,296; the limit is 4,294,967,295"):
+    with pytest.raises(
+        DataError, match="columns of one gene sum to 4,294,967,296; the limit is 4,294,967,295"
+    ):
         select_columns(block, one_gene, 1)
     block.data[0] -= 1
     assert select_columns(block, one_gene, 1).toarray().tolist() == [[2**32 - 1]]

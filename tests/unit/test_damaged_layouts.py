@@ -1,4 +1,6 @@
-"""Text layouts with one line or field too many or too few: the counts that are read are those of the truth, or none."""
+"""Text layouts with one line or field too many or too few: the counts that are read are those of
+the truth, or none.
+"""
 
 import gzip
 import random
@@ -35,7 +37,11 @@ def add_blank(lines: Lines, draw: random.Random) -> Lines:
 
 def add_junk(lines: Lines, draw: random.Random) -> Lines:
     at = draw.randrange(len(lines) + 1)
-    return [*lines[:at], draw.choice(["junk", "1", "1 1 1", "a\tb", "%", "#", ",,", "\x00", "é"]), *lines[at:]]
+    return [
+        *lines[:at],
+        draw.choice(["junk", "1", "1 1 1", "a\tb", "%", "#", ",,", "\x00", "é"]),
+        *lines[at:],
+    ]
 
 
 def cut_field(lines: Lines, draw: random.Random) -> Lines:
@@ -93,7 +99,8 @@ def test_a_damaged_layout_never_gives_a_wrong_count(name: str, number: int, tmp_
         except UserError as error:
             faults = [*faults, how] if "\n" in str(error) else faults
             continue
-        # a name that is a field of a damaged line is no name of the truth; a cell or gene that is lost is not wrong
+        # a name that is a field of a damaged line is no name of the truth; a cell or gene that is
+        # lost is not wrong
         known = {key: count for key, count in found.items() if key in TRUTH}
         wrong = {key: count for key, count in known.items() if count != TRUTH[key]}
         faults = [*faults, f"seed {seed}: {how}: {wrong}"[:300]] if wrong else faults

@@ -1,4 +1,6 @@
-"""Tasks low_depth and missing_genes: what cells lose, what baselines know of it, and scores against scikit-learn."""
+"""Tasks low_depth and missing_genes: what cells lose, what baselines know of it, and scores against
+scikit-learn.
+"""
 
 from typing import Any
 
@@ -33,7 +35,9 @@ def chosen_cells(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]
 def training_counts(context: Context) -> np.ndarray:
     """Counts of the cells of all training shards, `(cells, genes)`."""
     manifest = context.model.manifest
-    shards = [ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
+    shards = [
+        ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
+    ]
     return np.asarray(sp.vstack(shards).todense(), np.float64)
 
 
@@ -56,8 +60,12 @@ def same_components(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.abs(found[:, :5]), np.abs(expected[:, :5]), rtol=1e-2, atol=1e-2)
 
 
-def test_thinning_keeps_each_count_with_the_same_probability_and_kept_genes_are_the_same_for_all_cells() -> None:
-    counts = sp.random(200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20))
+def test_thinning_keeps_each_count_with_the_same_probability_and_kept_genes_are_the_same_for_all_cells() -> (
+    None
+):
+    counts = sp.random(
+        200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20)
+    )
     thinned = thin(0.1, counts, np.random.default_rng(1))
     assert thinned.dtype == counts.dtype
     assert thinned.data.all()
@@ -128,7 +136,9 @@ def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -
             assert table[f"{kind} of the panel + {one}"][key] == table[f"{kind} + {one}"][key]
 
 
-@pytest.mark.parametrize("config", [LowDepthConfig(repeats=1), MissingGenesConfig(repeats=1)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", [LowDepthConfig(repeats=1), MissingGenesConfig(repeats=1)], ids=lambda c: c.name
+)
 def test_a_model_that_copies_a_baseline_is_never_ahead(
     context: Context, monkeypatch: pytest.MonkeyPatch, config: Any
 ) -> None:
@@ -141,7 +151,9 @@ def test_a_model_that_copies_a_baseline_is_never_ahead(
     result = Degraded(config).run(context)
     table = {row["name"]: row for row in result.rows}
     for one in CLASSIFIERS:
-        copy, baseline = (table[f"{kind} + {one}"] for kind in ("embedding", "PCA50 of the training cells"))
+        copy, baseline = (
+            table[f"{kind} + {one}"] for kind in ("embedding", "PCA50 of the training cells")
+        )
         for key in (key for key in copy if key.endswith("_mean")):
             assert copy[key] == pytest.approx(baseline[key], abs=0.02)
     assert all(verdict.outcome != "ahead" for verdict in result.verdicts)
@@ -150,7 +162,8 @@ def test_a_model_that_copies_a_baseline_is_never_ahead(
 def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logistic, "TOLERANCE", 1e-6)  # a cell of these is about as near to two classes
+    # a cell of these is about as near to two classes
+    monkeypatch.setattr(logistic, "TOLERANCE", 1e-6)
     result = Degraded(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
     chosen, labels = chosen_cells(context, 3)
     whole = read_rows(context.reader, chosen)
@@ -165,12 +178,17 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
             right: dict[str, int] = dict.fromkeys(columns, 0)
             folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
             for train, test in folds.split(labels, labels):
-                a, b = (sp.csr_matrix(values[train]) if kind == "all genes" else values[train] for values in cells)
+                a, b = (
+                    sp.csr_matrix(values[train]) if kind == "all genes" else values[train]
+                    for values in cells
+                )
                 both = sp.vstack([a, b]) if kind == "all genes" else np.concatenate([a, b])
                 for column, seen, tested in zip(columns, (a, b, a, both), (0, 1, 1, 1)):
                     of = np.tile(labels[train], seen.shape[0] // len(train))
                     pipeline = make_pipeline(scaler[kind], regression(sparse=kind == "all genes"))
-                    right[column] += (pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]).sum()
+                    right[column] += (
+                        pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]
+                    ).sum()
             for column in columns:
                 expected[column].append(right[column] / len(labels))
         row = table[f"{kind} + logistic regression"]
@@ -178,21 +196,34 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
             assert row[f"{column}_repetitions"] == pytest.approx(expected[column]), column
             assert row[f"{column}_mean"] == pytest.approx(np.mean(expected[column]))
     largest = max((labels == name).mean() for name in labels)
-    assert [table["majority"][f"{column}_mean"] for column in columns] == pytest.approx(len(columns) * [largest])
+    assert [table["majority"][f"{column}_mean"] for column in columns] == pytest.approx(
+        len(columns) * [largest]
+    )
     assert [row["kind"] for row in result.rows] == 3 * ["model"] + 16 * ["baseline"]
     made = [row["name"] for row in result.rows if row["whole_mean"] is None]
     assert made == [f"PCA50 of thinned cells + {name}" for name in CLASSIFIERS]
     assert all(row[f"{column}_mean"] is not None for row in result.rows for column in columns[1:])
     assert result.metric == "10 % of counts, shifted"
-    assert [verdict.metric for verdict in result.verdicts] == [f"accuracy, {column}" for column in columns]
+    assert [verdict.metric for verdict in result.verdicts] == [
+        f"accuracy, {column}" for column in columns
+    ]
     for column, verdict in zip(columns, result.verdicts):
         means = {row["name"]: row[f"{column}_mean"] for row in result.rows}
         best = [
-            max(means[row["name"]] for row in result.rows if row["kind"] == kind and means[row["name"]] is not None)
+            max(
+                means[row["name"]]
+                for row in result.rows
+                if row["kind"] == kind and means[row["name"]] is not None
+            )
             for kind in ("model", "baseline")
         ]
         assert [means[verdict.compared], means[verdict.against]] == pytest.approx(best)
         assert verdict.difference == pytest.approx(best[0] - best[1])
     genes = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
-    expected_columns = ["whole", *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS)]
-    assert [key.removesuffix("_mean") for key in genes.rows[0] if key.endswith("_mean")] == expected_columns
+    expected_columns = [
+        "whole",
+        *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS),
+    ]
+    assert [
+        key.removesuffix("_mean") for key in genes.rows[0] if key.endswith("_mean")
+    ] == expected_columns

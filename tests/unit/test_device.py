@@ -12,7 +12,9 @@ from cellmill.train.staging import NodeGpus, agree, decide
 from tests.checks import refused
 
 
-def node(number: int, gpus: int, cuda: str | None = "12.8", driver: str | None = "570.1") -> NodeGpus:
+def node(
+    number: int, gpus: int, cuda: str | None = "12.8", driver: str | None = "570.1"
+) -> NodeGpus:
     return NodeGpus(f"node{number}", gpus, "2.13.0", cuda, driver)
 
 
@@ -32,7 +34,11 @@ def test_all_ranks_have_one_device(wanted: str, gpus: tuple[int, ...], decided: 
 @pytest.mark.parametrize(
     ("wanted", "nodes", "seen"),
     [
-        ("cuda", [node(0, 4), node(1, 0, cuda=None)], "0 GPUs (torch 2.13.0 built without CUDA, driver 570.1)"),
+        (
+            "cuda",
+            [node(0, 4), node(1, 0, cuda=None)],
+            "0 GPUs (torch 2.13.0 built without CUDA, driver 570.1)",
+        ),
         (
             "auto",
             [node(0, 4), node(1, 3), node(2, 0, driver=None)],
@@ -54,12 +60,20 @@ def test_missing_gpus_are_named_with_node_driver_and_build_of_torch(
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process as rank 0 of two on one node with a GPU."""
-    places = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    places = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
     for name, value in places.items():
         monkeypatch.setenv(name, value)
 
 
-def test_the_first_rank_decides_and_the_others_read_it(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_decides_and_the_others_read_it(
+    rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(staging.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as of_first:

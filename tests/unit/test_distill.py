@@ -1,4 +1,6 @@
-"""Distillation: the loss, vectors that stage teach finds by the names of cells, and files that cannot be used."""
+"""Distillation: the loss, vectors that stage teach finds by the names of cells, and files that
+cannot be used.
+"""
 
 import json
 from collections.abc import Callable
@@ -29,12 +31,21 @@ from tests.unit.test_labels import GENES, TOKENS
 from tests.unit.test_supervised_contrastive import card
 
 ABOUT = {"width": 3, "sha256": "", "shards": "", "model": "", "supervised_by": []}
-MODEL = {"family": "profile", "hidden": 8, "layers": 1, "objective": "distill", "teacher": "big", "vectors": ABOUT}
+MODEL = {
+    "family": "profile",
+    "hidden": 8,
+    "layers": 1,
+    "objective": "distill",
+    "teacher": "big",
+    "vectors": ABOUT,
+}
 LENGTHS = (3, 5, 0, 4)
 NAMES = [f"cell{i}" for i in range(60)]
 
 
-def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_cells_that_have_one() -> None:
+def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_cells_that_have_one() -> (
+    None
+):
     model = initialized(spec(GENES, TOKENS, **MODEL))
     given = np.random.default_rng(2).normal(size=(4, 3)).astype(np.float32)
     given[1, 2] = np.nan
@@ -43,7 +54,8 @@ def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_
     assert prepared.n_targets == 2, "the second cell has a number that is none, the third no gene"
     vectors, layer = model.embed(batch), model.teacher_head
     expected = sum(
-        ((layer.weight @ vectors[cell] + layer.bias - torch.from_numpy(given[cell])) ** 2).sum() / 3 for cell in (0, 3)
+        ((layer.weight @ vectors[cell] + layer.bias - torch.from_numpy(given[cell])) ** 2).sum() / 3
+        for cell in (0, 3)
     )
     torch.testing.assert_close(model(prepared), expected)
     assert prepare(model, to_tensors(random_cells(LENGTHS, TOKENS, GENES))).n_targets == 0
@@ -57,14 +69,20 @@ def shards(tmp_path: Path) -> Manifest:
 
 def cells_of(shards: Manifest, split: str) -> list[int]:
     """Number in the name of each cell of a split, in the order of the shards."""
-    names = [name for shard in shards.splits[split].shards for name in ad.read_h5ad(shards.shard_path(shard)).obs_names]
+    names = [
+        name
+        for shard in shards.splits[split].shards
+        for name in ad.read_h5ad(shards.shard_path(shard)).obs_names
+    ]
     return [int(name.removeprefix("one:cell")) for name in names]
 
 
 def write_teacher(
     folder: Path, vectors: Any, names: list[str] = NAMES, key: str | None = "X_emb", **about: str
 ) -> Path:
-    """The file of a teacher that knows the cells by name; without a key its vectors are X, with `about` of cellmill."""
+    """The file of a teacher that knows the cells by name; without a key its vectors are X, with
+    `about` of cellmill.
+    """
     folder.mkdir(exist_ok=True)
     path, obs = folder / "one.h5ad", pd.DataFrame(index=names)
     path.unlink(missing_ok=True)
@@ -77,22 +95,42 @@ def write_teacher(
 
 
 def teach(shards: Manifest, out: Path, *files: Path) -> int:
-    return main(["teach", "--manifest", str(shards.path), "--embeddings", *map(str, files), "--out", str(out)])
+    return main(
+        [
+            "teach",
+            "--manifest",
+            str(shards.path),
+            "--embeddings",
+            *map(str, files),
+            "--out",
+            str(out),
+        ]
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "about"),
-    [("X_emb", {}), (None, {}), ("X_cellmill", {"model_digest": "abc", "supervised_by": "kind, donor"})],
+    [
+        ("X_emb", {}),
+        (None, {}),
+        ("X_cellmill", {"model_digest": "abc", "supervised_by": "kind, donor"}),
+    ],
 )
 def test_vectors_are_found_by_name_and_standardised_over_training_cells(
-    shards: Manifest, tmp_path: Path, key: str | None, about: dict[str, str], capsys: pytest.CaptureFixture[str]
+    shards: Manifest,
+    tmp_path: Path,
+    key: str | None,
+    about: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = np.random.default_rng(0).normal(5, 3, (60, 4)).astype(np.float32)
     given[:, 3] = 2  # a direction in which the teacher's cells are equal
     train, val = (cells_of(shards, split) for split in READ)
     given[train[2], 1], known = np.inf, [cell for cell in range(60) if cell != train[5]]
     order = np.random.default_rng(1).permutation(known)
-    path = write_teacher(tmp_path / "teacher", given[order], [NAMES[cell] for cell in order], key, **about)
+    path = write_teacher(
+        tmp_path / "teacher", given[order], [NAMES[cell] for cell in order], key, **about
+    )
     assert teach(shards, tmp_path / "out", path) == 0
     n = len(train)
     assert f"{n - 2} of {n} training cells have a vector of 4 numbers" in capsys.readouterr().out
@@ -105,20 +143,34 @@ def test_vectors_are_found_by_name_and_standardised_over_training_cells(
     for split, cells in (("train", train), ("val", val)):
         np.testing.assert_allclose(found[split], expected[cells], rtol=1e-4, atol=1e-5)
     labels = ["donor", "kind"] if about else []
-    assert (described.width, described.model, described.supervised_by) == (4, "abc" if about else "", labels)
+    assert (described.width, described.model, described.supervised_by) == (
+        4,
+        "abc" if about else "",
+        labels,
+    )
 
 
 def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) -> None:
     given = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
     assert teach(shards, tmp_path / "out", write_teacher(tmp_path / "teacher", given)) == 0
     vectors = open_vectors(tmp_path / "out", shards)[1]["train"]
-    shared: dict[str, Any] = {"global_batch": 8, "token_budget": 64, "rank": 0, "world": 1, "seed": 0}
-    stream = CellStream(shards.path, "train", TOKENS, Stream(lanes=4), teacher=str(tmp_path / "out"), **shared)
+    shared: dict[str, Any] = {
+        "global_batch": 8,
+        "token_budget": 64,
+        "rank": 0,
+        "world": 1,
+        "seed": 0,
+    }
+    stream = CellStream(
+        shards.path, "train", TOKENS, Stream(lanes=4), teacher=str(tmp_path / "out"), **shared
+    )
     batches = [batch for _, step in zip(range(4), stream) for batch in step]
     stream.close()
     cells = np.concatenate([batch.cells for batch in batches])
     assert not np.array_equal(cells, np.sort(cells))
-    np.testing.assert_array_equal(np.concatenate([batch.teacher for batch in batches]), vectors[cells])
+    np.testing.assert_array_equal(
+        np.concatenate([batch.teacher for batch in batches]), vectors[cells]
+    )
 
 
 def options(**teacher: Any) -> Any:
@@ -126,7 +178,9 @@ def options(**teacher: Any) -> Any:
     return train_options(model={"family": "profile"}, objective={"name": "sum", "parts": parts})
 
 
-def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(shards: Manifest, tmp_path: Path) -> None:
+def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(
+    shards: Manifest, tmp_path: Path
+) -> None:
     found = []
     for seed in range(2):
         vectors = np.random.default_rng(seed).normal(size=(60, 2)).astype(np.float32)
@@ -143,7 +197,9 @@ def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(sha
     assert supervised_by(first.objective, None) == ["kind"]
     said = "| distilled from | ./given, weights `abcdef0123456789` |\n"
     assert said in card("profile", first.objective.model_dump(mode="json"), ["kind"])
-    with refused("objective distill requires its teacher's vectors; pass --teacher, as the workflow does"):
+    with refused(
+        "objective distill requires its teacher's vectors; pass --teacher, as the workflow does"
+    ):
         fitted(options(), tmp_path, shards)
 
 
@@ -164,7 +220,10 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damaged_vectors_are_one_line(shards: Manifest, tmp_path: Path, case: str) -> None:
     out, (name, change, message) = tmp_path / "out", DAMAGE[case]
-    assert teach(shards, out, write_teacher(tmp_path / "teacher", np.eye(60, 2, dtype=np.float32))) == 0
+    assert (
+        teach(shards, out, write_teacher(tmp_path / "teacher", np.eye(60, 2, dtype=np.float32)))
+        == 0
+    )
     message = message.replace("SHARDS", shards.fingerprint[:12])
     message = message.replace("DIGEST", open_vectors(out, shards)[0].sha256[:12])
     path = out / name
@@ -179,8 +238,16 @@ NO_ARRAY = "FILE: expected a dense array of numbers in obsm['X_cellmill'] or obs
 UNUSABLE: dict[str, tuple[Any, list[str], str]] = {
     "of other cells": (np.eye(60, 2), [f"other{i}" for i in range(60)], NO_VECTOR),
     "all missing": (np.full((60, 2), np.nan), NAMES, NO_VECTOR),
-    "all equal": (np.ones((60, 2)), NAMES, "FILE: the vectors of all training cells are equal; embed them by another"),
-    "a name twice": (np.eye(60, 2), [*NAMES[:59], NAMES[0]], "FILE: obs names are not unique: 'cell0' occurs 2 times"),
+    "all equal": (
+        np.ones((60, 2)),
+        NAMES,
+        "FILE: the vectors of all training cells are equal; embed them by another",
+    ),
+    "a name twice": (
+        np.eye(60, 2),
+        [*NAMES[:59], NAMES[0]],
+        "FILE: obs names are not unique: 'cell0' occurs 2 times",
+    ),
     "without an array": (None, NAMES, NO_ARRAY),
 }
 
@@ -197,7 +264,9 @@ def test_a_teacher_that_cannot_be_used_is_one_line(
     assert not (tmp_path / "out" / "vectors.json").exists()
 
 
-def test_files_of_two_models_are_refused(shards: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_two_models_are_refused(
+    shards: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = write_teacher(tmp_path / "a", np.eye(60, 2), model_digest="a")
     for model, width in (("b", 2), ("a", 3)):
         path = write_teacher(tmp_path / "other", np.eye(60, width), model_digest=model)

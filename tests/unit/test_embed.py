@@ -54,7 +54,9 @@ def test_the_other_genes_and_cells_and_the_order_of_columns_change_nothing(
     tmp_path: Path, corpus: dict[str, Path], tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = "masked_gene" if tokenizer == "rank" else "masked_value"
-    model = export_model(tmp_path / "model", corpus["vocabulary"], {"tokenizer": tokenizer}, objective=objective)
+    model = export_model(
+        tmp_path / "model", corpus["vocabulary"], {"tokenizer": tokenizer}, objective=objective
+    )
     adata = ad.read_h5ad(corpus["cells"])
     reference = _vectors(model, corpus["cells"])
     assert reference.dtype == np.float32
@@ -68,12 +70,16 @@ def test_the_other_genes_and_cells_and_the_order_of_columns_change_nothing(
     assert (_vectors(model, _written(wide, tmp_path / "b.h5ad")) == reference).all()
     monkeypatch.setattr(module, "ROW_BLOCK", 37)
     for budget in (1, 100, 5000):
-        assert np.abs(_vectors(model, corpus["cells"], token_budget=budget) - reference).max() < 1e-5
+        assert (
+            np.abs(_vectors(model, corpus["cells"], token_budget=budget) - reference).max() < 1e-5
+        )
 
 
 def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path]) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    from_file = _tokens(corpus["cells"], Vocabulary.read(corpus["vocabulary"]), ContinuousTokens(max_tokens=64))
+    from_file = _tokens(
+        corpus["cells"], Vocabulary.read(corpus["vocabulary"]), ContinuousTokens(max_tokens=64)
+    )
     checked = 0
     for split in manifest.splits.values():
         for shard in split.shards:
@@ -86,7 +92,9 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     assert checked == len(from_file)
 
 
-def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, simulated: Path) -> None:
+def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(
+    tmp_path: Path, simulated: Path
+) -> None:
     """A gene that few cells of one file have is a token there too, as in a file where many have it."""
     data = ad.read_h5ad(simulated)
     genes = gene_table("human").symbols
@@ -100,7 +108,9 @@ def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(tmp_path: Path, 
     checked = 0
     for tokens in (ContinuousTokens(max_tokens=64), RankTokens(max_tokens=64)):
         for name, part in parts.items():
-            raw, made = (_tokens(tmp_path / f"{name}{kind}.h5ad", known, tokens) for kind in (".raw", ""))
+            raw, made = (
+                _tokens(tmp_path / f"{name}{kind}.h5ad", known, tokens) for kind in (".raw", "")
+            )
             assert len(raw) == len(made) == part.n_obs
             assert all(np.array_equal(raw[cell], made[cell]) for cell in raw)
             checked += len(raw)
@@ -111,7 +121,9 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
     """Genes and values of every cell, (2, tokens)."""
     with open_counts(path) as reader:
         made = {}
-        for block in module.tokens_of(reader.rows(100), module.match_columns(reader, known), known, tokens):
+        for block in module.tokens_of(
+            reader.rows(100), module.match_columns(reader, known), known, tokens
+        ):
             for at, cell in enumerate(block.cells):
                 span = slice(block.cu_seqlens[at], block.cu_seqlens[at + 1])
                 made[reader.obs.index[cell]] = np.array([block.genes[span], block.values[span]])
@@ -138,10 +150,15 @@ def test_obs_and_digests_are_stored_and_a_cell_without_known_genes_has_no_vector
     assert {name: embedded.uns["cellmill"][name] for name in expected} == expected
     missing = np.isnan(np.asarray(embedded.obsm["X_cellmill"]))
     assert (missing == (np.arange(20) == 7)[:, None]).all()
-    assert "a: 1 cells have no gene that the model knows: their rows are NaN\n" in capsys.readouterr().out
+    assert (
+        "a: 1 cells have no gene that the model knows: their rows are NaN\n"
+        in capsys.readouterr().out
+    )
 
 
-def test_low_coverage_and_foreign_genes_are_refused(tmp_path: Path, corpus: dict[str, Path], model: Path) -> None:
+def test_low_coverage_and_foreign_genes_are_refused(
+    tmp_path: Path, corpus: dict[str, Path], model: Path
+) -> None:
     adata = ad.read_h5ad(corpus["cells"])
     rest = adata[:, 5:].copy()
     rest.var_names = [f"foreign {i}" for i in range(rest.n_vars)]
@@ -154,7 +171,9 @@ def test_low_coverage_and_foreign_genes_are_refused(tmp_path: Path, corpus: dict
     with pytest.raises(DataError, match=message):
         _embed(model, _written(mixed, tmp_path / "a.h5ad"))
     assert not (tmp_path / "embedded" / "a.h5ad").exists()
-    about = _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0, min_expressed_frac=0).uns["cellmill"]
+    about = _embed(model, tmp_path / "a.h5ad", min_coverage_frac=0, min_expressed_frac=0).uns[
+        "cellmill"
+    ]
     assert about["coverage_frac"] < 0.1
     message = r"b\.h5ad: no genes in common with the model: its first is 'foreign 0', the model's 'ENSG\d+' \(.+\); "
     with pytest.raises(DataError, match=message):
@@ -166,10 +185,16 @@ def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
 ) -> None:
     adata, vocabulary = ad.read_h5ad(corpus["cells"]), load_model(model)[1]
     whole = _embed(model, corpus["cells"]).uns["cellmill"]["genes"]
-    assert (whole["n_present"], whole["expressed_frac"], list(whole["absent"])) == (vocabulary.n_genes, 1.0, [])
+    assert (whole["n_present"], whole["expressed_frac"], list(whole["absent"])) == (
+        vocabulary.n_genes,
+        1.0,
+        [],
+    )
     assert "warning" not in capsys.readouterr().out
     rarest = np.argsort(vocabulary.n_cells, kind="stable")[: vocabulary.n_genes // 3]
-    path = _written(adata[:, [vocabulary.gene_ids[row] for row in rarest]].copy(), tmp_path / "rare.h5ad")
+    path = _written(
+        adata[:, [vocabulary.gene_ids[row] for row in rarest]].copy(), tmp_path / "rare.h5ad"
+    )
     share = vocabulary.n_cells[rarest].sum() / vocabulary.n_cells.sum()
     found = _embed(model, path, min_expressed_frac=0).uns["cellmill"]["genes"]
     assert (found["n_present"], found["expressed_frac"]) == (len(rarest), pytest.approx(share))
@@ -178,7 +203,9 @@ def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
         f"(without {vocabulary.symbols[int(vocabulary.n_cells.argmax())]}, "
     )
     assert f"rare: warning: {text}" in capsys.readouterr().out
-    with pytest.raises(DataError, match=re.escape(f"{path}: {text}") + r".*embed\.min_expressed_frac is 0\.9; "):
+    with pytest.raises(
+        DataError, match=re.escape(f"{path}: {text}") + r".*embed\.min_expressed_frac is 0\.9; "
+    ):
         _embed(model, path, min_expressed_frac=0.9)
 
 
@@ -186,7 +213,9 @@ def test_a_covariate_that_a_file_lacks_is_warned_of(
     tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     levels = {"organism": ("human", "mouse")}
-    model = export_model(tmp_path / "model", corpus["vocabulary"], {"covariates": ["organism"]}, levels=levels)
+    model = export_model(
+        tmp_path / "model", corpus["vocabulary"], {"covariates": ["organism"]}, levels=levels
+    )
     unknown = _vectors(model, corpus["cells"])
     assert "simulated: warning: it has no obs column organism, " in capsys.readouterr().out
     adata = ad.read_h5ad(corpus["cells"])
@@ -205,7 +234,9 @@ def test_an_embedding_is_all_that_changes_in_the_users_own_file(
     adata.obsm["X_pca"] = np.eye(adata.n_obs)[:, :2]
     path = _written(adata, tmp_path / "mine.h5ad")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"--out .*mine\.h5ad is --input, which would be lost; add --append"):
+    with pytest.raises(
+        ConfigError, match=r"--out .*mine\.h5ad is --input, which would be lost; add --append"
+    ):
         embed(model, path, path)
     assert path.read_bytes() == before
     for out in (tmp_path / "copy.h5ad", path, path):  # twice: the second replaces the first
@@ -227,7 +258,9 @@ def test_an_embedding_is_all_that_changes_in_the_users_own_file(
 
 
 def test_waiting_threads_do_not_spin() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
     done = subprocess.run(
         [sys.executable, "-c", "import cellmill.stages.cells"],
         env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
@@ -244,8 +277,20 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
     assert read_embedding(path, obs.index, "a" * 64, 4).shape == (3, 4)
     for name, names, digest, width, message in (
         ("e", obs.index, "b", 4, r"e\.h5ad: made by model a{12}, expected b{12}; run embed again$"),
-        ("e", obs.index[::-1], "a", 4, "expected the 3 cells .*; the first that differs is cell 1, '0' instead of '2'"),
-        ("e", obs.index, "a", 5, r"obsm\['X_cellmill'\]: expected 5 columns, got 4; run embed again$"),
+        (
+            "e",
+            obs.index[::-1],
+            "a",
+            4,
+            "expected the 3 cells .*; the first that differs is cell 1, '0' instead of '2'",
+        ),
+        (
+            "e",
+            obs.index,
+            "a",
+            5,
+            r"obsm\['X_cellmill'\]: expected 5 columns, got 4; run embed again$",
+        ),
         ("gone", obs.index, "a", 4, r"gone\.h5ad: no such file; run embed first$"),
     ):
         with pytest.raises(DataError, match=message):
@@ -256,7 +301,11 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
     "other", quick(["{id}.4", "{id}_PAR_Y", "{symbol}", "{symbol}_{id}.7"], ["{id}.4", "{symbol}"])
 )
 def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed(
-    tmp_path: Path, corpus: dict[str, Path], model: Path, other: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    corpus: dict[str, Path],
+    model: Path,
+    other: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = ad.read_h5ad(corpus["cells"])
     reference = _vectors(model, corpus["cells"])

@@ -45,7 +45,9 @@ def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_pa
         for shard in manifest.splits["test"].shards
         for name in ad.read_h5ad(manifest.shard_path(shard)).obs_names
     }
-    assert {row["obs_name"] for row in read_umap(tmp_path / "umap.tsv") if row["heldout"] == "1"} == test
+    assert {
+        row["obs_name"] for row in read_umap(tmp_path / "umap.tsv") if row["heldout"] == "1"
+    } == test
     assert len(read_umap(tmp_path / "umap.tsv")) == dataset["n_cells"]
     probe = dataset["tasks"]["probe"]["figures"]
     assert sum(probe["classes"].values()) == probe["n_cells"]
@@ -63,7 +65,11 @@ def test_numbers_repeat_and_initial_weights_are_level_with_untrained_ones(
     # the exported model has the initial weights of seed 0, like the untrained one
     names = "embedding + logistic regression", "untrained + logistic regression"
     differences = both[0]["datasets"]["simulated"]["tasks"]["probe"]["differences"]
-    [entry] = (of for of in differences if (of["column"], of["compared"], of["against"]) == ("accuracy", *names))
+    [entry] = (
+        of
+        for of in differences
+        if (of["column"], of["compared"], of["against"]) == ("accuracy", *names)
+    )
     assert (entry["mean"], entry["low"], entry["high"]) == (0, 0, 0)
 
 
@@ -72,13 +78,18 @@ def test_all_cells_are_scored_on_request_and_of_datasets_outside_the_corpus(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
-    dataset = evaluate(corpus, tmp_path / "metrics.json", cells="all", **few)["datasets"]["simulated"]
+    dataset = evaluate(corpus, tmp_path / "metrics.json", cells="all", **few)["datasets"][
+        "simulated"
+    ]
     assert dataset["n_scored"] == dataset["n_cells"] == 600
     other = with_obs(corpus, tmp_path, "elsewhere")
-    dataset = evaluate(other, tmp_path / "metrics.json", cells="all", **few)["datasets"]["elsewhere"]
+    dataset = evaluate(other, tmp_path / "metrics.json", cells="all", **few)["datasets"][
+        "elsewhere"
+    ]
     assert dataset["n_scored"] == 600
     assert dataset["in_corpus"] is False
-    # copies of training cells in a dataset of another name, and with other genes around theirs, are not held out
+    # copies of training cells in a dataset of another name, and with other genes around theirs, are
+    # not held out
     splits = Manifest.read(corpus["manifest"]).splits
     assert dataset["n_copies"] == splits["train"].n_obs + splits["val"].n_obs
     dataset = evaluate(other, tmp_path / "metrics.json", **few)["datasets"]["elsewhere"]
@@ -87,12 +98,15 @@ def test_all_cells_are_scored_on_request_and_of_datasets_outside_the_corpus(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("column", "said"), [("cell_type", "supervised by this label (cell_type)"), ("donor", "supervised by donor")]
+    ("column", "said"),
+    [("cell_type", "supervised by this label (cell_type)"), ("donor", "supervised by donor")],
 )
 def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_and_verdict(
     corpus: dict[str, Path], tmp_path: Path, column: str, said: str
 ) -> None:
-    model = with_config(shutil.copytree(corpus["model"], tmp_path / "model"), supervised_by=[column])
+    model = with_config(
+        shutil.copytree(corpus["model"], tmp_path / "model"), supervised_by=[column]
+    )
     dataset = evaluate(corpus | {"model": model}, tmp_path / "evaluate" / "metrics.json")
     assert dataset["model"]["supervised_by"] == [column]
     tasks = dataset["datasets"]["simulated"]["tasks"]
@@ -100,16 +114,23 @@ def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_a
     own = [row["name"] for row in probe["rows"] if row["kind"] == "model"]
     assert f"embedding, {said} + kNN" in own
     assert all(name.startswith(f"embedding, {said} + ") for name in own)
-    assert not any("supervised" in row["name"] for row in probe["rows"] if row["kind"] == "baseline")
+    assert not any(
+        "supervised" in row["name"] for row in probe["rows"] if row["kind"] == "baseline"
+    )
     for task in tasks.values():
         assert task["sentences"]
         assert all(said in sentence for sentence in task["sentences"])
     page = render("x", [read_run(tmp_path)], [])
-    assert page.count(f'<span class="tag">supervised by {column}</span>') >= 3  # runs, comparisons, heading
-    assert ("The label is <b>cell_type</b>, which the model was trained with." in page) == (column == "cell_type")
+    # runs, comparisons, heading
+    assert page.count(f'<span class="tag">supervised by {column}</span>') >= 3
+    assert ("The label is <b>cell_type</b>, which the model was trained with." in page) == (
+        column == "cell_type"
+    )
 
 
-def test_a_dataset_without_label_skips_the_probe_and_nothing_else(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dataset_without_label_skips_the_probe_and_nothing_else(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
     dataset = evaluate(corpus, tmp_path / "metrics.json", "-")["datasets"]["simulated"]
     assert dataset["roles"] == {}
     assert dataset["tasks"]["probe"]["skipped"] == "the dataset has no label column"
@@ -142,7 +163,13 @@ def test_rare_classes_and_missing_labels_are_left_out_by_name_and_one_class_is_s
     labels[:3], labels[3:10] = "rare", None
     common = np.array(["common"] * 597 + ["rare"] * 3, dtype=object)
     changed = with_obs(corpus, tmp_path, "elsewhere", mine=labels, common=common)
-    metrics = evaluate(changed, tmp_path / "metrics.json", "mine|common", cells="all", tasks={"probe": {"seeds": 1}})
+    metrics = evaluate(
+        changed,
+        tmp_path / "metrics.json",
+        "mine|common",
+        cells="all",
+        tasks={"probe": {"seeds": 1}},
+    )
     tasks = metrics["datasets"]["elsewhere"]["tasks"]
     assert tasks["probe"]["figures"]["dropped_classes"] == {"rare": 3}
     assert tasks["probe"]["figures"]["n_unlabelled"] == 7
@@ -154,11 +181,18 @@ def test_rare_classes_and_missing_labels_are_left_out_by_name_and_one_class_is_s
     )
 
 
-def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_labels_that_cannot_be_probed_are_refused_in_one_line(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
     changed = with_obs(corpus, tmp_path, "simulated", one="same", none=np.nan)
-    remedy = "expected two classes or more for task probe: name another label column, or leave it empty$"
+    remedy = (
+        "expected two classes or more for task probe: name another label column, or leave it empty$"
+    )
     for label, message in (
-        ("cell_tipe", r"no obs column 'cell_tipe' \(the dataset's label\); did you mean 'cell_type'\?$"),
+        (
+            "cell_tipe",
+            r"no obs column 'cell_tipe' \(the dataset's label\); did you mean 'cell_type'\?$",
+        ),
         ("one", f"obs column 'one' has one class, 'same'; {remedy}"),
     ):
         with pytest.raises(DataError, match=message):
@@ -166,7 +200,9 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(corpus: dict[str, 
     assert not (tmp_path / "metrics.json").exists()
 
 
-def test_a_dataset_without_any_label_skips_the_tasks_that_need_one(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_dataset_without_any_label_skips_the_tasks_that_need_one(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
     """Its cells may all have a text that means no label, and other datasets be labelled."""
     changed = with_obs(corpus, tmp_path, "simulated", none=np.nan)
     tasks = evaluate(changed, tmp_path / "metrics.json", "none")["datasets"]["simulated"]["tasks"]
@@ -180,10 +216,17 @@ def test_the_log_has_a_short_line_for_each_task_and_names_few_classes(
     labels = np.array([f"c{i % 60}" for i in range(600)], dtype=object)
     changed = with_obs(corpus, tmp_path, "many", mine=labels)
     capsys.readouterr()
-    metrics = evaluate(changed, tmp_path / "metrics.json", "mine", cells="all", tasks={"probe": {"seeds": 1}})
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("many: probe: ")]
+    metrics = evaluate(
+        changed, tmp_path / "metrics.json", "mine", cells="all", tasks={"probe": {"seeds": 1}}
+    )
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("many: probe: ")
+    ]
     rest = ", ".join(sorted({f"c{i}" for i in range(60)})[:8])
-    assert lines[0] == f"many: probe: mine: {rest.replace(',', ' 10,')} 10 and 52 more classes with 520 cells"
+    assert (
+        lines[0]
+        == f"many: probe: mine: {rest.replace(',', ' 10,')} 10 and 52 more classes with 520 cells"
+    )
     probe = metrics["datasets"]["many"]["tasks"]["probe"]
     best = max(row["accuracy_mean"] for row in probe["rows"] if row["kind"] == "model")
     assert len(lines) == 2
@@ -194,11 +237,23 @@ def test_the_log_has_a_short_line_for_each_task_and_names_few_classes(
 
 def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path: Path) -> None:
     options = EvaluateOptions.model_validate({"evaluate": {}})
-    shared = {"options": options, "model": corpus["model"], "manifest": corpus["manifest"], "out": tmp_path / "m.json"}
+    shared = {
+        "options": options,
+        "model": corpus["model"],
+        "manifest": corpus["manifest"],
+        "out": tmp_path / "m.json",
+    }
     with pytest.raises(ConfigError, match=r"got 1 cells files, 1 embeddings and 2 labels$"):
-        stage.evaluate(cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared)
+        stage.evaluate(
+            cells=[corpus["cells"]], embeddings=[corpus["embedding"]], labels=["a", "b"], **shared
+        )
     with pytest.raises(ConfigError, match=r"^--cells: two files are called 'simulated'; "):
-        stage.evaluate(cells=2 * [corpus["cells"]], embeddings=2 * [corpus["embedding"]], labels=["-", "-"], **shared)
+        stage.evaluate(
+            cells=2 * [corpus["cells"]],
+            embeddings=2 * [corpus["embedding"]],
+            labels=["-", "-"],
+            **shared,
+        )
 
 
 def test_an_output_that_cannot_be_written_or_would_replace_another_file_is_refused_at_the_start(
@@ -206,8 +261,14 @@ def test_an_output_that_cannot_be_written_or_would_replace_another_file_is_refus
 ) -> None:
     monkeypatch.setattr(stage, "_Evaluation", lambda *_: pytest.fail("it has begun"))
     for out, message in (
-        (corpus["model"] / "config.json", "config.json is a file of --model, which would be lost; name another file$"),
-        (tmp_path / "scores.csv", "scores.csv is the file of another result, which would be lost; name another file$"),
+        (
+            corpus["model"] / "config.json",
+            "config.json is a file of --model, which would be lost; name another file$",
+        ),
+        (
+            tmp_path / "scores.csv",
+            "scores.csv is the file of another result, which would be lost; name another file$",
+        ),
         (tmp_path, "Is a directory; name another file$"),
         (corpus["cells"] / "metrics.json", "(Not a directory|File exists); name another file$"),
     ):
@@ -224,7 +285,9 @@ def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path
     stage._beside.cache_clear()
 
 
-def test_a_corpus_without_held_out_cells_says_what_to_change(tmp_path: Path, simulated: Path) -> None:
+def test_a_corpus_without_held_out_cells_says_what_to_change(
+    tmp_path: Path, simulated: Path
+) -> None:
     corpus = make_evaluated(tmp_path, simulated, test_frac=0)
     message = "no held-out cells: all 600 were trained or validated on; raise shard.test_frac, or set evaluate.cells to"
     with pytest.raises(DataError, match=message):
@@ -259,23 +322,42 @@ class Toy:
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy task, as of an installed package."""
     point = EntryPoint("toy", f"{__name__}:ToyConfig", "cellmill.task")
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else [])
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else []
+    )
 
 
-def test_a_plugin_task_runs_by_name_into_metrics_and_page(corpus: dict[str, Path], tmp_path: Path, toy: None) -> None:
-    metrics = evaluate(corpus, tmp_path / "run" / "evaluate" / "metrics.json", tasks={"toy": {"scale": 2}})
+def test_a_plugin_task_runs_by_name_into_metrics_and_page(
+    corpus: dict[str, Path], tmp_path: Path, toy: None
+) -> None:
+    metrics = evaluate(
+        corpus, tmp_path / "run" / "evaluate" / "metrics.json", tasks={"toy": {"scale": 2}}
+    )
     assert metrics["options"]["tasks"] == {"toy": {"name": "toy", "scale": 2.0}}
     dataset = metrics["datasets"]["simulated"]
     assert list(dataset["tasks"]) == ["toy"]
     result = dataset["tasks"]["toy"]
     score = 2.0 * dataset["n_scored"]
-    assert result["rows"][0] == {"name": "ours", "kind": "model", "cell_score": score, "runs": [1, 2]}
+    assert result["rows"][0] == {
+        "name": "ours",
+        "kind": "model",
+        "cell_score": score,
+        "runs": [1, 2],
+    }
     sentence = "ours is behind theirs by 1.000 cell score."
     assert (result["sentences"], result["verdicts"][0]["outcome"]) == ([sentence], "behind")
     page = " ".join(re.sub(r"<[^>]*>", " ", render("r", [read_run(tmp_path / "run")], [])).split())
-    for text in ("toy: cell score", f"theirs best {score + 1:g}", f"simulated: {sentence}", "width 16"):
+    for text in (
+        "toy: cell score",
+        f"theirs best {score + 1:g}",
+        f"simulated: {sentence}",
+        "width 16",
+    ):
         assert text in page, text
-    with pytest.raises(DataError, match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); repair it, or"):
+    with pytest.raises(
+        DataError,
+        match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); repair it, or",
+    ):
         evaluate(corpus, tmp_path / "nan.json", tasks={"toy": {"scale": 0}})
 
 
@@ -333,7 +415,8 @@ def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, earlier))
     submit, submitted = stage.ProcessPoolExecutor.submit, []
 
@@ -352,7 +435,9 @@ def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluation(started: bool) -> None:
+def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluation(
+    started: bool,
+) -> None:
     code = (
         "import os, signal, time; from multiprocessing import active_children\n"
         "from cellmill.stages.evaluate import _beside\n"
@@ -363,7 +448,9 @@ def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluatio
         "print(child.pid, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as evaluation:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as evaluation:
         assert evaluation.stdout is not None
         pid = int(evaluation.stdout.readline())
         evaluation.kill()
@@ -377,7 +464,9 @@ def test_a_run_whose_tasks_were_all_skipped_is_not_shown_as_scored(
     out = tmp_path / "run" / "evaluate" / "metrics.json"
     tasks = {"probe": {}, "few_shot": {}}
     metrics = evaluate(corpus, out, "-", tasks=tasks)
-    skipped = {name: entry["skipped"] for name, entry in metrics["datasets"]["simulated"]["tasks"].items()}
+    skipped = {
+        name: entry["skipped"] for name, entry in metrics["datasets"]["simulated"]["tasks"].items()
+    }
     assert all(skipped.values())
     words = [f"simulated, {name}: {reason}" for name, reason in skipped.items()]
     assert capsys.readouterr().out.splitlines()[-1] == (

@@ -1,6 +1,8 @@
-"""Every run of every example does what its file says: a tiny copy of it, on simulated cells or sequences.
+"""Every run of every example does what its file says: a tiny copy of it, on simulated cells or
+sequences.
 
-A run begins with the exported model of the run that its `init_from` names; one with labels or numbers predicts them.
+A run begins with the exported model of the run that its `init_from` names; one with labels or
+numbers predicts them.
 """
 
 import json
@@ -32,7 +34,9 @@ from tests.distributed.pool import Pool
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = ("published-to-predictions",)
 """Names of the files that run whole in a test of their own: tests/workflow/test_published.py."""
-EXAMPLES = sorted(path for path in (ROOT / "config" / "examples").glob("*.yaml") if path.stem not in ELSEWHERE)
+EXAMPLES = sorted(
+    path for path in (ROOT / "config" / "examples").glob("*.yaml") if path.stem not in ELSEWHERE
+)
 FILES = [ROOT / "config" / "config.yaml", *EXAMPLES]
 SMALLER = {"hidden": 16, "layers": 2, "heads": 2, "latent": 8}
 STEPS = {"steps": 2, "epochs": None, "global_batch": 16, "token_budget": 2048, "warmup_steps": 1}
@@ -51,7 +55,11 @@ def _runs() -> list[Any]:
             names += [next(iter(swept)), list(swept)[-1]]
         # in one worker: a run may start from another one
         quick = pytest.mark.xdist_group("examples")
-        marks = quick if path.stem in QUICK else [pytest.mark.full, pytest.mark.xdist_group("all examples")]
+        marks = (
+            quick
+            if path.stem in QUICK
+            else [pytest.mark.full, pytest.mark.xdist_group("all examples")]
+        )
         found += [pytest.param(path, run, id=f"{path.stem}-{run}", marks=marks) for run in names]
     return found
 
@@ -68,18 +76,26 @@ train: {steps: 1}
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of a corpus of cells, of one of the same cells with half of their genes, and of one of sequences."""
+    """Folder of a corpus of cells, of one of the same cells with half of their genes, and of one of
+    sequences.
+    """
     made = {kind: tmp_path_factory.mktemp(kind) for kind in ("cells", "panel", "sequences")}
     raw = made["cells"] / "raw.h5ad"
     assert main(f"simulate --out {raw} --cells 120 --genes 90 --perturbations 5".split()) == 0
     adata = ad.read_h5ad(raw)  # with the labels of the demo
     few = adata.obs["cell_type"].where(np.arange(len(adata)) % 3 == 0)
-    adata.obs = adata.obs.assign(bulk_labels=adata.obs["cell_type"], cell_type=few, phase=adata.obs["batch"])
+    adata.obs = adata.obs.assign(
+        bulk_labels=adata.obs["cell_type"], cell_type=few, phase=adata.obs["batch"]
+    )
     adata.write_h5ad(raw)
     shutil.copy(raw, made["panel"])
     assert main(f"simulate --out {made['sequences']}/raw.fasta --cells 120".split()) == 0
     sharded(made["cells"], "raw.h5ad", CONFIG + "preprocess: {min_genes: 1}\n")
-    sharded(made["panel"], "raw.h5ad", CONFIG + "preprocess: {min_genes: 1}\nvocabulary: {max_genes: 45}\n")
+    sharded(
+        made["panel"],
+        "raw.h5ad",
+        CONFIG + "preprocess: {min_genes: 1}\nvocabulary: {max_genes: 45}\n",
+    )
     sharded(made["sequences"], "raw.fasta", CONFIG + "preprocess: {min_counts: 1}\n")
     return made
 
@@ -106,7 +122,9 @@ class Trained:
         """Folder of the exported model."""
         out = self.folder / "model"
         if not out.exists():
-            (self.folder / "run.json").write_text(json.dumps({"manifest": f"{self.corpus}/shards/manifest.json"}))
+            (self.folder / "run.json").write_text(
+                json.dumps({"manifest": f"{self.corpus}/shards/manifest.json"})
+            )
             cases.exported(str(self.corpus), self.folder, out)
         return out
 
@@ -129,19 +147,37 @@ class Runs:
         config = load_config(path)
         entry, options = config.runs[run], config.section("train", run)
         few = config.section("vocabulary", entry.corpus)["vocabulary"]["max_genes"]
-        kind = "sequences" if options["tokens"]["tokenizer"] == "sequence" else "cells" if few is None else "panel"
+        kind = (
+            "sequences"
+            if options["tokens"]["tokenizer"] == "sequence"
+            else "cells"
+            if few is None
+            else "panel"
+        )
         corpus, folder = self.corpora[kind], self.folder / path.stem / run
         init_from = None if entry.init_from is None else self.train(path, entry.init_from).model
         steps = STEPS["steps"] if entry.predict.min_accuracy is None else LEARNED
         # what `train` takes from vocabulary, shards and first weights, which it checks
-        vocabulary, shards = corpus / "vocabulary.tsv", Manifest.read(corpus / "shards" / "manifest.json")
+        vocabulary, shards = (
+            corpus / "vocabulary.tsv",
+            Manifest.read(corpus / "shards" / "manifest.json"),
+        )
         tiny = fitted(TrainOptions.model_validate(_tiny(options, steps)), vocabulary, shards)
         if init_from is not None:
             check_weights(tiny, init_from)
             check_genes(tiny, init_from, vocabulary)
-        given = {"corpus": str(corpus), "options": tiny.model_dump(mode="json"), "folder": str(folder), "steps": steps}
-        [found] = self.process.run("trained", init_from=None if init_from is None else str(init_from), **given)
-        return Trained(folder, corpus, init_from, given["options"], dict(found["first"]), found["lines"])
+        given = {
+            "corpus": str(corpus),
+            "options": tiny.model_dump(mode="json"),
+            "folder": str(folder),
+            "steps": steps,
+        }
+        [found] = self.process.run(
+            "trained", init_from=None if init_from is None else str(init_from), **given
+        )
+        return Trained(
+            folder, corpus, init_from, given["options"], dict(found["first"]), found["lines"]
+        )
 
 
 def _tiny(options: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -149,11 +185,17 @@ def _tiny(options: dict[str, Any], steps: int) -> dict[str, Any]:
     changed = {
         "model": {key: value for key, value in SMALLER.items() if options["model"].get(key)},
         "stream": {"lanes": 2, "block_cells": 8, "window_blocks": 2},
-        "finetune": {"head_steps": 1, "block_steps": 1} if options["finetune"].get("head_steps") else {},
+        "finetune": {"head_steps": 1, "block_steps": 1}
+        if options["finetune"].get("head_steps")
+        else {},
         "tokens": {"max_tokens": min(48, options["tokens"]["max_tokens"])},
         "train": STEPS | {"steps": steps, "val_every_steps": steps},
     }
-    return options | {"parallel": {}} | {section: options[section] | keys for section, keys in changed.items()}
+    return (
+        options
+        | {"parallel": {}}
+        | {section: options[section] | keys for section, keys in changed.items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -174,27 +216,48 @@ def test_the_example_trains_from_the_model_it_names_and_predicts(
     losses = [line["loss"] for line in trained.lines if "loss" in line]
     assert len(losses) >= 2
     assert losses[0] != losses[1]
-    assert all(math.isfinite(value) for line in trained.lines for key, value in line.items() if "loss" in key)
+    assert all(
+        math.isfinite(value)
+        for line in trained.lines
+        for key, value in line.items()
+        if "loss" in key
+    )
     assert any("val_loss" in line for line in trained.lines)
     if trained.options["stream"]["weight_by"] == "cell_type":
         shares = [line["labelled_frac_classification"] for line in trained.lines if "loss" in line]
         assert shares == pytest.approx(len(shares) * [0.5], abs=0.25)
     if trained.init_from is not None:
         theirs = load_file(trained.init_from / "model.safetensors")
-        same = [name for name in trained.first.keys() & theirs if trained.first[name].shape == theirs[name].shape]
+        same = [
+            name
+            for name in trained.first.keys() & theirs
+            if trained.first[name].shape == theirs[name].shape
+        ]
         assert any(name.startswith("blocks.") for name in same)
         for name in same:  # the others have rows of genes that the model lacks
             np.testing.assert_array_equal(trained.first[name], theirs[name], err_msg=name)
     objective = trained.options["objective"]
     names = {objective["name"], *objective.get("parts", {})}
     if names & {"classification", "regression"}:
-        _check_predictions(trained, load_config(path).section("predict", run), names, tmp_path / "predicted.h5ad")
+        _check_predictions(
+            trained, load_config(path).section("predict", run), names, tmp_path / "predicted.h5ad"
+        )
 
 
-def _check_predictions(trained: Trained, options: dict[str, Any], names: set[str], out: Path) -> None:
+def _check_predictions(
+    trained: Trained, options: dict[str, Any], names: set[str], out: Path
+) -> None:
     """`predict` writes labels, with their probabilities, or numbers of every cell."""
     cells = trained.corpus / "sim.h5ad"
-    words = ["predict", "--options", json.dumps(options), "--model", str(trained.model), "--input", str(cells)]
+    words = [
+        "predict",
+        "--options",
+        json.dumps(options),
+        "--model",
+        str(trained.model),
+        "--input",
+        str(cells),
+    ]
     assert main([*words, "--out", str(out)]) == 0
     found = ad.read_h5ad(out)
     assert len(found) == len(ad.read_h5ad(cells, backed="r"))
@@ -204,4 +267,6 @@ def _check_predictions(trained: Trained, options: dict[str, Any], names: set[str
         known = {*found.uns["cellmill_prediction"]["labels"]}
         assert {*found.obs["cellmill_label"].dropna()} <= known
         assert {*found.obs["cellmill_label"]} & known
-        np.testing.assert_allclose(np.asarray(found.obsm["cellmill_probabilities"]).sum(1), 1, atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(found.obsm["cellmill_probabilities"]).sum(1), 1, atol=1e-5
+        )

@@ -1,4 +1,6 @@
-"""Exported models: standard files and unchanged values; genes and labels that another model has or lacks; ONNX."""
+"""Exported models: standard files and unchanged values; genes and labels that another model has or
+lacks; ONNX.
+"""
 
 import json
 from collections.abc import Iterable
@@ -17,7 +19,13 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
-from cellmill.models.export import initial_tensors, load_model, mean_gene_row, spec_of, write_tensors
+from cellmill.models.export import (
+    initial_tensors,
+    load_model,
+    mean_gene_row,
+    spec_of,
+    write_tensors,
+)
 from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import fill_part, normal
 from cellmill.planner.inputs import check_genes
@@ -35,7 +43,9 @@ CLASSIFY = {"objective": "classification", "label_column": "kind"}
 
 def _vocabulary(rows: Iterable[int]) -> Vocabulary:
     ids = [f"ENSG{row:011d}" for row in rows]
-    return Vocabulary(ids, [f"g{i}" for i in ids], np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
+    return Vocabulary(
+        ids, [f"g{i}" for i in ids], np.ones(len(ids), np.int64), np.ones(len(ids), np.float32)
+    )
 
 
 @pytest.fixture
@@ -46,7 +56,11 @@ def exported(tmp_path: Path) -> Path:
 
 
 def _first(
-    seed: int, init_from: Path | None, vocabulary: Vocabulary, tokenizer: str = "continuous", **model: Any
+    seed: int,
+    init_from: Path | None,
+    vocabulary: Vocabulary,
+    tokenizer: str = "continuous",
+    **model: Any,
 ) -> dict[str, torch.Tensor]:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
     network = build(spec(vocabulary.n_genes, tokens, LEVELS, **SMALL | model))
@@ -55,7 +69,10 @@ def _first(
 
 def test_a_full_disk_is_one_error_and_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    with full_after(1000), pytest.raises(DataError, match=rf"{path}: could not be written: .*File too large"):
+    with (
+        full_after(1000),
+        pytest.raises(DataError, match=rf"{path}: could not be written: .*File too large"),
+    ):
         write_tensors(path, {"matrix": torch.zeros(1000)})
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +107,10 @@ def test_rows_of_genes_follow_their_ensembl_ids(exported: Path, rows: Iterable[i
     theirs = load_file(exported / "model.safetensors")
     found, fresh = (_first(8, init_from, _vocabulary(rows)) for init_from in (exported, None))
     name = "gene_embedding.weight"
-    expected = [theirs[name][row + 2] if row < 30 else fresh[name][at] for at, row in enumerate(rows, start=2)]
+    expected = [
+        theirs[name][row + 2] if row < 30 else fresh[name][at]
+        for at, row in enumerate(rows, start=2)
+    ]
     assert torch.equal(found.pop(name), torch.stack([*theirs[name][:2], *expected]))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
 
@@ -105,13 +125,18 @@ def test_rows_of_genes_follow_their_ensembl_ids(exported: Path, rows: Iterable[i
         ),
     ],
 )
-def test_rows_of_levels_follow_their_names(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
+def test_rows_of_levels_follow_their_names(
+    tmp_path: Path, options: dict[str, Any], names: list[str]
+) -> None:
     theirs, ours = (
-        spec(12, levels={"kind": levels}, **SMALL | options) for levels in (("x", "y", "z"), ("new", "z", "x"))
+        spec(12, levels={"kind": levels}, **SMALL | options)
+        for levels in (("x", "y", "z"), ("new", "z", "x"))
     )
     source = initialized(theirs)
     for name in names:
-        torch.nn.init.normal_(source.get_parameter(name), generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(
+            source.get_parameter(name), generator=torch.Generator().manual_seed(1)
+        )
     save_model(tmp_path, theirs, genes_of(12), source.state_dict())
     found, fresh = (initialized(ours, init_from) for init_from in (tmp_path, None))
     for name in names:
@@ -121,7 +146,9 @@ def test_rows_of_levels_follow_their_names(tmp_path: Path, options: dict[str, An
 
 def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path) -> None:
     theirs, vocabulary = load_file(exported / "model.safetensors"), _vocabulary(range(30))
-    found, fresh = (_first(8, init_from, vocabulary, objective="masked_gene") for init_from in (exported, None))
+    found, fresh = (
+        _first(8, init_from, vocabulary, objective="masked_gene") for init_from in (exported, None)
+    )
     assert "gene_bias" not in theirs
     assert torch.equal(found["gene_bias"], fresh["gene_bias"])
     assert torch.equal(found["blocks.1.qkv.weight"], theirs["blocks.1.qkv.weight"])
@@ -137,7 +164,12 @@ def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path)
             "value_embedding.weight of shape (64, 16), got (10, 16)",
             "tokens",
         ),
-        ({}, CLASSIFY | {"head_hidden": 4}, "label_head.out.weight of shape (4,), got (16,)", "objective"),
+        (
+            {},
+            CLASSIFY | {"head_hidden": 4},
+            "label_head.out.weight of shape (4,), got (16,)",
+            "objective",
+        ),
     ],
 )
 def test_a_model_of_another_width_or_other_values_is_refused(
@@ -145,12 +177,18 @@ def test_a_model_of_another_width_or_other_values_is_refused(
 ) -> None:
     _vocabulary(range(30)).write(tmp_path / "genes.tsv")
     model = CLASSIFY if section == "objective" else {}
-    source = export_model(tmp_path / "source", tmp_path / "genes.tsv", tokens, levels=LEVELS, **model)
-    with refused(f"init_from: expected {message} in {source}; give this run the same model and {section} sections"):
+    source = export_model(
+        tmp_path / "source", tmp_path / "genes.tsv", tokens, levels=LEVELS, **model
+    )
+    with refused(
+        f"init_from: expected {message} in {source}; give this run the same model and {section} sections"
+    ):
         _first(0, source, _vocabulary(range(30)), **own)
 
 
-@pytest.mark.parametrize("shape", [(100, 16), (101, 7), (1000,), (33, 1), (17, 2, 3), (5, 3), (0, 4)])
+@pytest.mark.parametrize(
+    "shape", [(100, 16), (101, 7), (1000,), (33, 1), (17, 2, 3), (5, 3), (0, 4)]
+)
 def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ...]) -> None:
     fill, n = normal(0.02), shape[0]
     whole = torch.empty(shape)
@@ -160,7 +198,9 @@ def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ..
             part = ((rows, *columns) + (slice(None),) * len(shape))[: len(shape)]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("cellmill.models.initial.PIECE", 64)
-                own = fill_part(fill, torch.empty(shape, device="meta"), part, torch.Generator().manual_seed(3))
+                own = fill_part(
+                    fill, torch.empty(shape, device="meta"), part, torch.Generator().manual_seed(3)
+                )
             assert torch.equal(own, whole[part])
 
 
@@ -174,14 +214,23 @@ def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ..
         ({"tokenizer": "rank"}, {}),
         ({"tokenizer": "rank", "max_tokens": 3}, {}),
     ],
-    ids=["profile", "encoder, continuous, attention", "encoder, binned, cls", "encoder, rank, mean", "short cells"],
+    ids=[
+        "profile",
+        "encoder, continuous, attention",
+        "encoder, binned, cls",
+        "encoder, rank, mean",
+        "short cells",
+    ],
 )
 def test_onnx_gives_the_models_vectors(tmp_path: Path, tokens: Any, model: Any) -> None:
     """At other numbers of cells and genes than those of the trace."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     _vocabulary(range(40)).write(tmp_path / "genes.tsv")
-    folder, out = export_model(tmp_path / "model", tmp_path / "genes.tsv", tokens, **model), tmp_path / "model.onnx"
+    folder, out = (
+        export_model(tmp_path / "model", tmp_path / "genes.tsv", tokens, **model),
+        tmp_path / "model.onnx",
+    )
     assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 0
     network, vocabulary, config = load_model(folder)
     batch = to_tensors(random_cells((9, 1, 30, 17), spec_of(config, 40).tokens, 40))
@@ -202,7 +251,20 @@ def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, capsys: Any) 
     pytest.importorskip("onnxscript")
     _vocabulary(range(30)).write(tmp_path / "genes.tsv")
     folder = export_model(tmp_path / "model", tmp_path / "genes.tsv", family="autoregressive")
-    assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(tmp_path / "m.onnx")]) == 2
+    assert (
+        main(
+            [
+                "export",
+                "--format",
+                "onnx",
+                "--model",
+                str(folder),
+                "--out",
+                str(tmp_path / "m.onnx"),
+            ]
+        )
+        == 2
+    )
     expected = "family autoregressive cannot be exported to ONNX; families encoder and profile can"
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "m.onnx").exists()
@@ -226,16 +288,28 @@ def test_a_model_that_knows_too_few_of_what_cells_express_is_refused(tmp_path: P
 
 
 def test_the_threshold_is_no_part_of_a_run_and_the_rows_are() -> None:
-    stored = {"options": train_options().model_dump(mode="json"), "identity": identity(train_options(), None)}
-    assert changed_keys(stored, identity(train_options(finetune={"min_known_frac": 0.5}), None), "run.json") == {}
+    stored = {
+        "options": train_options().model_dump(mode="json"),
+        "identity": identity(train_options(), None),
+    }
+    assert (
+        changed_keys(
+            stored, identity(train_options(finetune={"min_known_frac": 0.5}), None), "run.json"
+        )
+        == {}
+    )
     del stored["options"]["finetune"]["new_genes"]  # of a version without the option
-    changed = changed_keys(stored, identity(train_options(finetune={"new_genes": "mean"}), None), "run.json")
+    changed = changed_keys(
+        stored, identity(train_options(finetune={"new_genes": "mean"}), None), "run.json"
+    )
     assert changed == {"finetune.new_genes": "random -> mean"}
 
 
 def test_new_genes_have_the_mean_row_and_their_own_given_vector(tmp_path: Path) -> None:
     _vocabulary(range(20)).write(tmp_path / "theirs.tsv")
-    folder = export_model(tmp_path / "model", tmp_path / "theirs.tsv", {"max_tokens": 32}, gene_vector_dim=3)
+    folder = export_model(
+        tmp_path / "model", tmp_path / "theirs.tsv", {"max_tokens": 32}, gene_vector_dim=3
+    )
     tokens, ours = Tokens.model_validate({"max_tokens": 32}), _vocabulary(range(5, 30))
     model, given = build(spec(25, tokens, **SMALL, gene_vector_dim=3)), {TABLE: torch.randn(27, 3)}
     name = "gene_embedding.weight"

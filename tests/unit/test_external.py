@@ -49,7 +49,18 @@ def command_of(folder: Path, change: str = "") -> str:
 
 
 def embed_external(command: str, cells: Path, out: Path) -> int:
-    return main(["embed_external", "--name", "pca", f"--command={command}", "--input", str(cells), "--out", str(out)])
+    return main(
+        [
+            "embed_external",
+            "--name",
+            "pca",
+            f"--command={command}",
+            "--input",
+            str(cells),
+            "--out",
+            str(out),
+        ]
+    )
 
 
 def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
@@ -60,14 +71,26 @@ def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
 @pytest.mark.parametrize(
     ("external", "message"),
     [
-        ({"a": {"command": "run {cells}"}}, "expected {out} among its arguments, got 'run {cells}'"),
+        (
+            {"a": {"command": "run {cells}"}},
+            "expected {out} among its arguments, got 'run {cells}'",
+        ),
         ({"a": {"command": "run '{cells} {out}"}}, "(No closing quotation)"),
-        ({"a b": {"command": "run {cells} {out}"}}, "'a b' is no name; use letters, digits, '_', '.' and '-'"),
+        (
+            {"a b": {"command": "run {cells} {out}"}},
+            "'a b' is no name; use letters, digits, '_', '.' and '-'",
+        ),
         ({"a": {"preset": "scvii"}}, "no preset 'scvii'; did you mean 'scvi'?"),
         ({"a": {"preset": "pca"}}, "no preset 'pca'; there are: scvi, harmony"),
-        ({"a": {"preset": "scvi", "command": "run {cells} {out}"}}, "model or command, got preset and command; set"),
+        (
+            {"a": {"preset": "scvi", "command": "run {cells} {out}"}},
+            "model or command, got preset and command; set",
+        ),
         ({"a": {}}, "expected preset, model or command, got none; set one of them"),
-        ({"a": {"model": "./m", "files": ["a.py"]}}, "files: expected none without a command; leave them out"),
+        (
+            {"a": {"model": "./m", "files": ["a.py"]}},
+            "files: expected none without a command; leave them out",
+        ),
     ],
 )
 def test_what_no_model_can_be_is_refused(external: dict[str, Any], message: str) -> None:
@@ -82,7 +105,10 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
     assert Evaluate.model_validate({"external": given}).model_dump(mode="json")["external"] == {
         "a": {"command": "run {cells} {out}", "files": []}
     }
-    one, other = (Evaluate.model_validate({"external": {"a": {**given["a"], "files": f}}}) for f in ([], ["s.py"]))
+    one, other = (
+        Evaluate.model_validate({"external": {"a": {**given["a"], "files": f}}})
+        for f in ([], ["s.py"])
+    )
     assert one.external["a"].digest != other.external["a"].digest
 
 
@@ -110,16 +136,27 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
             "del made.obsm['X_emb']",
             "expected a dense array of numbers in obsm['X_emb'] or obsm['X_cellmill'] or X, got no dense array",
         ),
-        ("made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]", "expected ALL rows in obsm['X_emb'], got shape (ALL, 0)"),
+        (
+            "made.obsm['X_emb'] = made.obsm['X_emb'][:, :0]",
+            "expected ALL rows in obsm['X_emb'], got shape (ALL, 0)",
+        ),
     ],
 )
 def test_what_a_command_gets_wrong_is_one_line(
-    change: str, message: str, corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str,
+    message: str,
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "made" / "out.h5ad"
     assert embed_external(command_of(tmp_path, change), corpus["cells"], out) == 2
     names = ad.read_h5ad(corpus["cells"]).obs_names
-    for word, value in (("SIXTH", repr(names[5])), ("THIRD", repr(names[2])), ("ALL", str(len(names)))):
+    for word, value in (
+        ("SIXTH", repr(names[5])),
+        ("THIRD", repr(names[2])),
+        ("ALL", str(len(names))),
+    ):
         message = message.replace(word, value)
     [line] = capsys.readouterr().err.splitlines()  # that of the command is another process's
     assert line == f"cellmill embed_external: evaluate.external.pca.command: {message}"
@@ -129,15 +166,22 @@ def test_what_a_command_gets_wrong_is_one_line(
 def test_a_program_that_cannot_be_run_is_named(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert embed_external("./no-such-program {cells} {out}", corpus["cells"], tmp_path / "out.h5ad") == 2
+    assert (
+        embed_external("./no-such-program {cells} {out}", corpus["cells"], tmp_path / "out.h5ad")
+        == 2
+    )
     assert capsys.readouterr().err == (
         "cellmill embed_external: evaluate.external.pca.command: './no-such-program' cannot be run: No such file or "
         "directory; name a program of PATH, or its path\n"
     )
 
 
-@pytest.mark.parametrize("change", ["", "made = ad.AnnData(made.obsm['X_emb'], obs=made.obs)"], ids=["obsm", "X"])
-def test_the_embedding_is_kept_in_the_form_of_ours(change: str, corpus: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", ["", "made = ad.AnnData(made.obsm['X_emb'], obs=made.obs)"], ids=["obsm", "X"]
+)
+def test_the_embedding_is_kept_in_the_form_of_ours(
+    change: str, corpus: dict[str, Path], tmp_path: Path
+) -> None:
     out = tmp_path / "out.h5ad"
     command = command_of(tmp_path, change)
     assert embed_external(command, corpus["cells"], out) == 0
@@ -151,10 +195,27 @@ def test_a_model_that_is_used_as_it_is_has_the_embedding_of_stage_embed(
     corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    model, made, own = ExternalModel(model=str(corpus["model"])), tmp_path / "made.h5ad", tmp_path / "own.h5ad"
+    model, made, own = (
+        ExternalModel(model=str(corpus["model"])),
+        tmp_path / "made.h5ad",
+        tmp_path / "own.h5ad",
+    )
     assert model.line is not None
     assert embed_external(model.line, corpus["cells"], made) == 0
-    assert main(["embed", "--model", str(corpus["model"]), "--input", str(corpus["cells"]), "--out", str(own)]) == 0
+    assert (
+        main(
+            [
+                "embed",
+                "--model",
+                str(corpus["model"]),
+                "--input",
+                str(corpus["cells"]),
+                "--out",
+                str(own),
+            ]
+        )
+        == 0
+    )
     np.testing.assert_array_equal(*(ad.read_h5ad(path).obsm["X_cellmill"] for path in (made, own)))
     assert ad.read_h5ad(made).uns["cellmill"]["model_digest"] == model.command_digest
     assert model.note == " (may have seen these cells)"
@@ -162,7 +223,10 @@ def test_a_model_that_is_used_as_it_is_has_the_embedding_of_stage_embed(
     published = ExternalModel(model="geneformer:a b")
     [weights] = published.read_files
     assert re.fullmatch(r"results/published/geneformer-a_b-\w{8}/model\.safetensors", weights)
-    assert published.line == f"cellmill embed --model {Path(weights).parent} --input {{cells}} --out {{out}}"
+    assert (
+        published.line
+        == f"cellmill embed --model {Path(weights).parent} --input {{cells}} --out {{out}}"
+    )
 
 
 TASKS = {
@@ -173,7 +237,9 @@ TASKS = {
 }
 
 
-def evaluated(corpus: dict[str, Path], out: Path, beside: list[Path], **options: Any) -> dict[str, Any]:
+def evaluated(
+    corpus: dict[str, Path], out: Path, beside: list[Path], **options: Any
+) -> dict[str, Any]:
     """Evaluation, below the folder `out`, with an external model beside."""
     external = {"external": {"pca": {"command": command_of(out.parent)}}, "tasks": TASKS}
     return evaluate(corpus, out / "evaluate" / "metrics.json", beside=beside, **external | options)
@@ -190,18 +256,28 @@ def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
     corpus: dict[str, Path], tmp_path: Path, made: Path
 ) -> None:
     pytest.importorskip("igraph", reason="task clustering requires igraph")
-    without, beside = evaluated(corpus, tmp_path / "a", [], external={}), evaluated(corpus, tmp_path / "b", [made])
+    without, beside = (
+        evaluated(corpus, tmp_path / "a", [], external={}),
+        evaluated(corpus, tmp_path / "b", [made]),
+    )
     for task in TASKS:
-        before, after = (metrics["datasets"]["simulated"]["tasks"][task] for metrics in (without, beside))
+        before, after = (
+            metrics["datasets"]["simulated"]["tasks"][task] for metrics in (without, beside)
+        )
         added = [row for row in after["rows"] if row["kind"] == "external"]
         assert [row for row in after["rows"] if row["kind"] != "external"] == before["rows"], task
         assert {row["name"].partition(" + ")[0] for row in added} == {"external: pca"}
         assert after["verdicts"] == before["verdicts"]
         against = {line["against"] for line in after["differences"]}
-        assert {line["against"] for line in before["differences"]} == {n for n in against if "external" not in n}
+        assert {line["against"] for line in before["differences"]} == {
+            n for n in against if "external" not in n
+        }
         assert any(name.startswith("external: pca") for name in against)
     probe = beside["datasets"]["simulated"]["tasks"]["probe"]["rows"]
-    best = {kind: max(row["accuracy_mean"] for row in probe if row["kind"] == kind) for kind in ("model", "external")}
+    best = {
+        kind: max(row["accuracy_mean"] for row in probe if row["kind"] == kind)
+        for kind in ("model", "external")
+    }
     assert best["external"] > best["model"]  # components against random weights
     run = read_run(tmp_path / "b")
     standing = standings([run])[0]
@@ -214,13 +290,17 @@ def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
         evaluated(corpus, tmp_path / "gate", [made], tasks={"probe": {"seeds": 1}}, gate=gate)
 
 
-def test_files_of_external_models_pair_up_and_are_of_the_command(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_files_of_external_models_pair_up_and_are_of_the_command(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
     message = "expected 1 --external for each of 1 --cells, for evaluate.external: pca; got 0 files"
     with pytest.raises(ConfigError, match=message):
         evaluated(corpus, tmp_path / "none", [])
     other = tmp_path / "other.h5ad"
     assert embed_external(command_of(tmp_path) + " --other", corpus["cells"], other) == 0
-    with pytest.raises(DataError, match=r"other\.h5ad: made by model \w{12}, expected \w{12}; run embed again"):
+    with pytest.raises(
+        DataError, match=r"other\.h5ad: made by model \w{12}, expected \w{12}; run embed again"
+    ):
         evaluated(corpus, tmp_path / "other", [other])
 
 
@@ -238,7 +318,9 @@ def zoo_cells(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("zoo_cells")
 
 
-def test_a_preset_is_fitted_on_training_cells_alone(corpus: dict[str, Path], zoo_cells: Any) -> None:
+def test_a_preset_is_fitted_on_training_cells_alone(
+    corpus: dict[str, Path], zoo_cells: Any
+) -> None:
     manifest = Manifest.read(corpus["manifest"])
     mask = zoo_cells.training_cells(corpus["manifest"], "simulated", ad.read_h5ad(corpus["cells"]))
     with open_counts(corpus["cells"]) as reader:
@@ -250,7 +332,9 @@ def test_a_preset_is_fitted_on_training_cells_alone(corpus: dict[str, Path], zoo
     assert (~mask & ~unseen).sum() == manifest.splits["val"].n_obs
 
 
-def test_cells_of_another_dataset_have_no_training_cells(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_cells_of_another_dataset_have_no_training_cells(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
     pytest.importorskip("harmonypy", reason="preset harmony requires harmonypy")
     other = tmp_path / "other.h5ad"
     other.symlink_to(corpus["cells"])
@@ -266,21 +350,31 @@ def test_cells_of_another_dataset_have_no_training_cells(corpus: dict[str, Path]
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise ValueError('of two\\nlines')", "harmonypy VERSION failed: ValueError: of two lines"),
-        ("return type('', (), {'Z_corr': given * float('nan')})", "expected finite numbers from harmonypy VERSION"),
+        (
+            "raise ValueError('of two\\nlines')",
+            "harmonypy VERSION failed: ValueError: of two lines",
+        ),
+        (
+            "return type('', (), {'Z_corr': given * float('nan')})",
+            "expected finite numbers from harmonypy VERSION",
+        ),
     ],
 )
 def test_the_last_line_says_what_is_wrong_and_no_file_is_written(
     fault: str, message: str, corpus: dict[str, Path], tmp_path: Path
 ) -> None:
-    version = pytest.importorskip("harmonypy", reason="preset harmony requires harmonypy").__version__
+    version = pytest.importorskip(
+        "harmonypy", reason="preset harmony requires harmonypy"
+    ).__version__
     (tmp_path / "harmonypy").mkdir()
     text = f"def run_harmony(given, *args, **options):\n    {fault}"
     (tmp_path / "harmonypy" / "__init__.py").write_text(text)
     done = run_harmony(corpus, tmp_path / "made" / "out.h5ad", tmp_path)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"cellmill: simulated: preset harmony: {message.replace('VERSION', version)}")
+    assert line.startswith(
+        f"cellmill: simulated: preset harmony: {message.replace('VERSION', version)}"
+    )
     assert not (tmp_path / "made").exists()
 
 
@@ -300,7 +394,9 @@ def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so
     fitted = pca(profiles[train].shape).fit(profiles[train])
     frame = pd.DataFrame({"batch": cells.obs["batch"].astype(str).to_numpy()})
     assert frame["batch"].nunique() == 2
-    expected = harmonypy.run_harmony(fitted.transform(profiles), frame, "batch", verbose=False, random_state=0)
+    expected = harmonypy.run_harmony(
+        fitted.transform(profiles), frame, "batch", verbose=False, random_state=0
+    )
     np.testing.assert_allclose(made.obsm["X_cellmill"], np.asarray(expected.Z_corr), atol=1e-2)
     assert made.obs_names.tolist() == cells.obs_names.tolist()
 
@@ -312,7 +408,9 @@ def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so
         rows = metrics["datasets"]["simulated"]["tasks"][task]["rows"]
         names = {row["name"].partition(" + ")[0] for row in rows if row["kind"] == "external"}
         assert names == {"external: mixed (transductive)"}
-    assert 'external: mixed (transductive) + kNN <span class="tag">external</span>' in render("", [read_run(run)], [])
+    assert 'external: mixed (transductive) + kNN <span class="tag">external</span>' in render(
+        "", [read_run(run)], []
+    )
     options["external"] = {"mixed": {"preset": "scvi"}}
     with pytest.raises(DataError, match="made by model harmony, expected scvi"):
         evaluate(corpus, tmp_path / "other.json", beside=[out], **options)
@@ -321,7 +419,11 @@ def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so
 @pytest.mark.parametrize(
     ("preset", "datasets", "message"),
     [
-        ("harmony", "[a]", "preset harmony corrects batches; name those of a in column batch of table.tsv"),
+        (
+            "harmony",
+            "[a]",
+            "preset harmony corrects batches; name those of a in column batch of table.tsv",
+        ),
         ("scvi", "[b]", "preset scvi is fitted on training cells; add b to corpora.one.datasets"),
     ],
 )

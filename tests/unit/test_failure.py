@@ -1,4 +1,6 @@
-"""What a failed process leaves for the launcher, also out of memory, and the hung rank, found from all positions."""
+"""What a failed process leaves for the launcher, also out of memory, and the hung rank, found from
+all positions.
+"""
 
 import errno
 import json
@@ -43,7 +45,8 @@ def test_a_failed_gpu_is_a_lost_node_that_is_named(
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")
     reason = tmp_path / CONNECTION
-    reason.write_text("rank 0 on n0: all_reduce failed: connection closed")  # a peer may notice first
+    # a peer may notice first
+    reason.write_text("rank 0 on n0: all_reduce failed: connection closed")
     leave_reason(tmp_path / "error.txt", kind(text), tmp_path)
     assert not (tmp_path / "error.txt").exists()  # which would end the chain of jobs
     assert reason.read_text() == (
@@ -58,12 +61,21 @@ def test_an_error_of_the_program_on_a_gpu_is_its_own(tmp_path: Path) -> None:
 
 
 def positions(*where: tuple[int, str, bool] | None, tick: int) -> list[Position | None]:
-    """Positions of ranks that have passed so many, are at `what`, and respond or not, so many ticks after the first."""
+    """Positions of ranks that have passed so many, are at `what`, and respond or not, so many ticks
+    after the first.
+    """
     placed = [None if at is None else (at[0], at[1], tick if at[2] else 0) for at in where]
-    return [None if at is None else Position(*at, host=f"node{rank // 2}") for rank, at in enumerate(placed)]
+    return [
+        None if at is None else Position(*at, host=f"node{rank // 2}")
+        for rank, at in enumerate(placed)
+    ]
 
 
-GRADIENTS, LOADING, NORM = "the gradient reduction of step 2", "data loading of step 2", "the gradient norm of step 2"
+GRADIENTS, LOADING, NORM = (
+    "the gradient reduction of step 2",
+    "data loading of step 2",
+    "the gradient norm of step 2",
+)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +98,13 @@ GRADIENTS, LOADING, NORM = "the gradient reduction of step 2", "data loading of 
          "the log"),
     ],
 )  # fmt: skip
-def test_the_line_names_the_rank_behind(where: list[tuple[int, str, bool] | None], line: str) -> None:
-    assert hang_line(positions(*where, tick=0), positions(*where, tick=4), "600 s (train.timeout_s)") == line
+def test_the_line_names_the_rank_behind(
+    where: list[tuple[int, str, bool] | None], line: str
+) -> None:
+    assert (
+        hang_line(positions(*where, tick=0), positions(*where, tick=4), "600 s (train.timeout_s)")
+        == line
+    )
 
 
 ALONE = """
@@ -114,14 +131,25 @@ def test_a_start_that_ranks_never_join_ends_in_time_with_their_names(
         agent.set("nodes/0", node)
     given = train_options(train={"steps": 1, "timeout_s": 2}).model_dump(mode="json")
     (tmp_path / "run.json").write_text(json.dumps({"options": given}))
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    places = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": agent.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     places |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
     places |= {"CELLMILL_NODE_LOG": tmp_path / "node-0.log"}
     environment = os.environ | {name: str(value) for name, value in places.items()}
-    subprocess.run([sys.executable, "-c", ALONE, tmp_path, join_s], env=environment, capture_output=True, check=False)
+    subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path, join_s],
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
     expected = f"{named} respond; the other ranks have waited {waited} at joining the process group"
     assert (tmp_path / "error.txt").read_text() == expected
-    assert "most recent call first" in (tmp_path / "node-0.log").read_text(), "the stack of a rank that waits"
+    assert "most recent call first" in (tmp_path / "node-0.log").read_text(), (
+        "the stack of a rank that waits"
+    )
 
 
 def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
@@ -131,10 +159,14 @@ def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
     watch.warm = True
 
     def other(saving: bool) -> None:
-        store.set("1", json.dumps(asdict(Position(5, "the checkpoint of step 2", 1, "node1", saving))))
+        store.set(
+            "1", json.dumps(asdict(Position(5, "the checkpoint of step 2", 1, "node1", saving)))
+        )
 
     other(saving=True)
-    thread = threading.Thread(target=watch._run, args=(agent, 0, 2, 2, 0.1, lambda line: ended.set()), daemon=True)
+    thread = threading.Thread(
+        target=watch._run, args=(agent, 0, 2, 2, 0.1, lambda line: ended.set()), daemon=True
+    )
     thread.start()
     time.sleep(1)
     assert not ended.is_set()
@@ -151,7 +183,10 @@ def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the
 ) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    manifest, line = write_corpus(tmp_path, 240, n_vars=120), str(error_line(MemoryError(), tmp_path))
+    manifest, line = (
+        write_corpus(tmp_path, 240, n_vars=120),
+        str(error_line(MemoryError(), tmp_path)),
+    )
     general = "lower train.token_budget, or set parallel.activation_checkpointing to full"
     assert line.endswith(f"out of memory (MemoryError); {general}"), "a run without a plan"
 
@@ -193,12 +228,17 @@ def test_a_failed_collective_is_named_with_its_rank_and_the_network(
     assert (tmp_path / "error.txt").read_text() == f"{where}std::bad_alloc {network}"
     for reason in ("gloo: Connection closed by peer", "NCCL error: later"):
         leave_reason(tmp_path / "jobs" / "error.txt", failed(RuntimeError(reason)), tmp_path)
-    assert (tmp_path / "jobs" / "connection.txt").read_text() == f"{where}gloo: Connection closed by peer {network}"
+    assert (
+        tmp_path / "jobs" / "connection.txt"
+    ).read_text() == f"{where}gloo: Connection closed by peer {network}"
     assert not (tmp_path / "jobs" / "error.txt").exists()
 
 
 def test_out_of_memory_errors_are_told_from_others() -> None:
-    for allocate in (lambda: torch.empty(1 << 58, dtype=torch.uint8), lambda: np.empty(1 << 58, np.uint8)):
+    for allocate in (
+        lambda: torch.empty(1 << 58, dtype=torch.uint8),
+        lambda: np.empty(1 << 58, np.uint8),
+    ):
         with pytest.raises((RuntimeError, MemoryError)) as failed:
             allocate()
         assert is_out_of_memory(failed.value)
@@ -208,7 +248,9 @@ def test_out_of_memory_errors_are_told_from_others() -> None:
         RuntimeError("CUDA error: out of memory"),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+        dist.DistBackendError(
+            "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+        ),
         dist.DistBackendError("Last error:\nCuda failure 'out of memory'"),
     ):
         assert is_out_of_memory(error), error

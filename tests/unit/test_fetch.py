@@ -1,4 +1,6 @@
-"""Inputs at a URL: fetched once by many, whole or not at all, checked, and without credentials in any message."""
+"""Inputs at a URL: fetched once by many, whole or not at all, checked, and without credentials in
+any message.
+"""
 
 import hashlib
 import os
@@ -22,7 +24,9 @@ from tests.unit.test_inputs import h5ad, in_zarr, read
 
 
 class Server(ThreadingHTTPServer):
-    """Files by path; `asked` has every request, `slow_s` delays an answer, `missing` bytes are not sent."""
+    """Files by path; `asked` has every request, `slow_s` delays an answer, `missing` bytes are not
+    sent.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -81,7 +85,11 @@ def test_a_url_of_each_protocol_is_read_as_the_file(
         path = local_input(url, cache)
         assert (read(path) != counts).nnz == 0, url
         found = fetch_url(url, cache)
-        assert origin_of(path) == {"file": path.name, "sha256": found.sha256, "bytes": found.n_bytes}
+        assert origin_of(path) == {
+            "file": path.name,
+            "sha256": found.sha256,
+            "bytes": found.n_bytes,
+        }
     assert origin_of(tmp_path / "plain.h5ad")["sha256"] == hashlib.sha256(content).hexdigest()
     assert server.asked == ["/cells.h5ad"]
 
@@ -112,7 +120,9 @@ def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
                 fetch_url(f"s3://{missing}", cache)
         s3fs.S3FileSystem.clear_instance_cache()
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-        with pytest.raises(DataError, match=r"^s3://bucket/b\.h5ad: cannot be fetched: ") as refused:
+        with pytest.raises(
+            DataError, match=r"^s3://bucket/b\.h5ad: cannot be fetched: "
+        ) as refused:
             fetch_url("s3://bucket/b.h5ad", cache)
         assert "hunter2" not in str(refused.value)
     finally:
@@ -120,7 +130,9 @@ def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
         s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_many_jobs_that_ask_at_once_fetch_once(server: Server, content: bytes, tmp_path: Path) -> None:
+def test_many_jobs_that_ask_at_once_fetch_once(
+    server: Server, content: bytes, tmp_path: Path
+) -> None:
     server.slow_s = 0.5
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda _: fetch_url(server.url("cells.h5ad"), tmp_path), range(6)))
@@ -166,16 +178,28 @@ def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
     assert message(f"{url}#sha256={wanted}") == f"{url}: expected sha256 {wanted}, got {got}"
     assert "expected #sha256= and 64 hexadecimal digits" in message(f"{url}#sha256=12")
     assert message("memory://bucket/none.h5ad").endswith("none.h5ad: no such file")
-    assert message("gss://bucket/x.h5ad") == "gss://bucket/x.h5ad: unknown protocol 'gss'; did you mean 'gs'?"
+    assert (
+        message("gss://bucket/x.h5ad")
+        == "gss://bucket/x.h5ad: unknown protocol 'gss'; did you mean 'gs'?"
+    )
     if find_spec("s3fs") is None:
         missing = "a package for s3:// is missing: pip install 'cellmill[s3]'"
         assert message("s3://bucket/x.h5ad") == f"s3://bucket/x.h5ad: {missing}"
     assert fetch_url(f"{url}#sha256={got}", tmp_path / "other").path.read_bytes() == content
 
 
-def test_no_message_has_credentials(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place, files = "example.org/cells.h5ad", ["--out", f"{tmp_path}/cells.fetched.json", "--cache", str(tmp_path)]
-    for url in (f"ann:hunter2@{place}", f"{place}?X-Amz-Signature=hunter2&part=1", f"{place}?sig=hunter2"):
+def test_no_message_has_credentials(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, files = (
+        "example.org/cells.h5ad",
+        ["--out", f"{tmp_path}/cells.fetched.json", "--cache", str(tmp_path)],
+    )
+    for url in (
+        f"ann:hunter2@{place}",
+        f"{place}?X-Amz-Signature=hunter2&part=1",
+        f"{place}?sig=hunter2",
+    ):
         assert main(["fetch", "--input", f"https://{url}", *files]) == 2
         printed = capsys.readouterr().err
         assert f"https://{place}: has credentials (" in printed
@@ -189,7 +213,20 @@ def test_a_record_names_the_copy_and_fetches_it_again(
     server: Server, counts: sp.csr_matrix, content: bytes, tmp_path: Path
 ) -> None:
     record, cache = tmp_path / "cells.fetched.json", tmp_path / "cache"
-    assert main(["fetch", "--input", server.url("cells.h5ad"), "--out", str(record), "--cache", str(cache)]) == 0
+    assert (
+        main(
+            [
+                "fetch",
+                "--input",
+                server.url("cells.h5ad"),
+                "--out",
+                str(record),
+                "--cache",
+                str(cache),
+            ]
+        )
+        == 0
+    )
     path = local_input(record, cache)
     with open_counts(path) as reader:
         assert reader.n_obs == counts.shape[0]

@@ -56,7 +56,9 @@ sys.exit(main(sys.argv[1:]))
 @contextmanager
 def writing(final: Path) -> Iterator[None]:
     """A process that is killed while it writes `final`."""
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(final)], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(final)], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
         yield
@@ -101,7 +103,9 @@ def test_the_file_of_a_writer_that_lives_stays(tmp_path: Path) -> None:
     assert not other.exists()
 
 
-def test_an_error_without_a_name_gets_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_name_gets_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     final = tmp_path / "out.npy"
     with pytest.raises(ConnectionResetError) as other, atomic_path(final):
         raise OSError(errno.ECONNRESET, "of a source that is read")
@@ -117,7 +121,18 @@ def test_an_error_without_a_name_gets_that_of_the_file(tmp_path: Path, monkeypat
 
 def test_a_full_disk_ends_a_stage_in_one_line_without_output(tmp_path: Path) -> None:
     out = tmp_path / "cells.h5ad"
-    command = [sys.executable, "-c", LIMITED, "simulate", "--out", str(out), "--cells", "500", "--genes", "300"]
+    command = [
+        sys.executable,
+        "-c",
+        LIMITED,
+        "simulate",
+        "--out",
+        str(out),
+        "--cells",
+        "500",
+        "--genes",
+        "300",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
@@ -171,13 +186,17 @@ def test_json_round_trips_and_nan_or_a_file_that_holds_none_is_refused(tmp_path:
 def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: Any) -> list[str]:
     """Lines of `progress` over blocks of `rows` cells, each of which takes its seconds."""
     now, blocks = [0.0], [np.empty((rows, 2)) for _ in seconds]
-    steps = progress(blocks, "preprocess kang", rows * len(blocks), clock=lambda: now[0], out=out, **options)
+    steps = progress(
+        blocks, "preprocess kang", rows * len(blocks), clock=lambda: now[0], out=out, **options
+    )
     for took, _ in zip(seconds, steps):
         now[0] += took
     return out.getvalue().splitlines()
 
 
-def test_a_log_gets_a_line_after_5_s_and_then_every_30_s_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_after_5_s_and_then_every_30_s_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert shown(io.StringIO(), [0.5] * 9) == []
     assert shown(io.StringIO(), [2.5] * 20) == [
         "preprocess kang: 2,000 of 20,000 cells (10%), 400 cells/s, 45 s left",
@@ -200,8 +219,12 @@ def test_a_terminal_gets_a_bar_that_is_cleared(monkeypatch: pytest.MonkeyPatch) 
     assert not shown(out, [1.0] * 4)
     shown(out, [5.0] * 3)
     first, second, cleared = out.getvalue().split("\r")[1:]
-    assert first == "preprocess kang:  33%|█████▋           | 1.00k/3.00k [00:05<00:10, 200 cells/s]"
-    assert second == "preprocess kang:  67%|███████████▎     | 2.00k/3.00k [00:10<00:05, 200 cells/s]"
+    assert (
+        first == "preprocess kang:  33%|█████▋           | 1.00k/3.00k [00:05<00:10, 200 cells/s]"
+    )
+    assert (
+        second == "preprocess kang:  67%|███████████▎     | 2.00k/3.00k [00:10<00:05, 200 cells/s]"
+    )
     assert cleared == "\x1b[K"
 
 

@@ -1,9 +1,10 @@
-"""What holds for every family, objective and tokenizer: losses are sums over cells, in one order, without padding.
+"""What holds for every family, objective and tokenizer: losses are sums over cells, in one order,
+without padding.
 
-A step on a device mixes no devices, copies nothing to it, and waits for no value. Torch without CUDA cannot run a
-backward pass on fake CUDA tensors: autograd asks the driver for a stream. So the meta device stands for the GPU, on
-which every value that the host would wait for is an error, as on fake tensors. Attention's CUDA path is seen by a
-forward pass.
+A step on a device mixes no devices, copies nothing to it, and waits for no value. Torch without
+CUDA cannot run a backward pass on fake CUDA tensors: autograd asks the driver for a stream. So the
+meta device stands for the GPU, on which every value that the host would wait for is an error, as on
+fake tensors. Attention's CUDA path is seen by a forward pass.
 """
 
 from dataclasses import replace
@@ -90,19 +91,26 @@ def spec_of(row: str, **options: Any) -> Any:
 
 
 def model_of(row: str, **options: Any) -> Any:
-    """A model in training whose weights are larger than those of the start, so that what leaks is seen."""
+    """A model in training whose weights are larger than those of the start, so that what leaks is
+    seen.
+    """
     model = initialized(spec_of(row, **options))
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "norm" not in name:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter += 0.2 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                )
     return model.train()
 
 
 def cells_of(row: str) -> Batch:
     levels = np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32)
     draws = np.random.default_rng(1)
-    more = {"numbers": draws.normal(size=(6, 1)), "teacher": draws.normal(size=(6, 6)).astype(np.float32)}
+    more = {
+        "numbers": draws.normal(size=(6, 1)),
+        "teacher": draws.normal(size=(6, 6)).astype(np.float32),
+    }
     return to_tensors(random_cells(LENGTHS, row_of(row)[0], N_GENES, levels=levels, **more))
 
 
@@ -135,7 +143,9 @@ def test_no_cells_have_no_loss_and_a_zero_gradient_of_every_parameter(row: str) 
     prepared = prepare(model, cells_of(row).cut(0, 0))
     loss, gradients = run(model, prepared)
     assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
-    assert [name for name, gradient in gradients.items() if gradient is None or gradient.any()] == []
+    assert [
+        name for name, gradient in gradients.items() if gradient is None or gradient.any()
+    ] == []
     assert model.eval().embed(cells_of(row).cut(0, 0)).shape == (0, model.vector_width)
     none = to_tensors(empty_batch(row_of(row)[0].load().dtype))
     assert padded(none, 0) is none
@@ -153,7 +163,9 @@ def test_the_loss_of_cells_is_the_sum_of_their_losses_in_any_batching(row: str) 
 @every_row
 def test_an_embedding_depends_on_neither_other_cells_nor_the_order_of_genes(row: str) -> None:
     model, batch = model_of(row, dropout=0.5).eval(), cells_of(row)
-    order = torch.cat([start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)])
+    order = torch.cat(
+        [start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)]
+    )
     with torch.no_grad():
         vectors = model.embed(batch)
         apart = torch.cat([model.embed(batch.cut(cell, cell + 1)) for cell in range(len(LENGTHS))])
@@ -173,7 +185,9 @@ def test_autocast_to_bf16_stays_near_float32_and_every_parameter_is_trained(row:
         near, gradients = run(model, prepared)
     assert near.dtype == torch.float32
     assert near.item() == pytest.approx(exact.item(), rel=0.05)
-    assert [name for name, gradient in gradients.items() if gradient is None or not gradient.any()] == []
+    assert [
+        name for name, gradient in gradients.items() if gradient is None or not gradient.any()
+    ] == []
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
 
@@ -191,23 +205,33 @@ def test_recomputed_activations_give_the_same_gradients_with_dropout(row: str) -
 
 
 class InOneOrder(TorchDispatchMode):
-    """Refuses operations whose result depends on the order of additions on a GPU, or on several CPU threads."""
+    """Refuses operations whose result depends on the order of additions on a GPU, or on several CPU
+    threads.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__.strip("_")
         assert name not in ("index_add", "scatter_add"), f"{name} adds in any order"
         if name == "scatter_reduce":
             assert args[4] in ("amax", "amin"), f"{name} {args[4]} adds in any order"
-        if name in ("index_put", "index_put_impl", "unsafe_index_put") and len(args) > 3 and args[3]:
+        if (
+            name in ("index_put", "index_put_impl", "unsafe_index_put")
+            and len(args) > 3
+            and args[3]
+        ):
             self._check_alone(*args[:3])
         return func(*args, **(kwargs or {}))
 
     def _check_alone(self, into: torch.Tensor, indices: Any, values: torch.Tensor) -> None:
-        """Several additions to one place, other than of zeros, are on several CPU threads in any order."""
+        """Several additions to one place, other than of zeros, are on several CPU threads in any
+        order.
+        """
         given = [index for index in indices if index is not None]
         where = torch.stack([index.flatten() for index in torch.broadcast_tensors(*given)])
         added = values.reshape(where.shape[1], -1).ne(0).any(1)
-        assert where[:, added].unique(dim=1).shape[1] == added.sum(), "index_put adds to one place in any order"
+        assert where[:, added].unique(dim=1).shape[1] == added.sum(), (
+            "index_put adds to one place in any order"
+        )
 
 
 @pytest.mark.parametrize("row", TABLE | MORE)
@@ -230,8 +254,12 @@ class OnDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # a number without dimensions is passed by value, and waits for nothing
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.ndim]
-        assert len({x.device.type for x in tensors}) < 2, f"{func} copies between devices or mixes them"
+        tensors = [
+            x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.ndim
+        ]
+        assert len({x.device.type for x in tensors}) < 2, (
+            f"{func} copies between devices or mixes them"
+        )
         return out
 
 
@@ -266,4 +294,6 @@ def test_attention_on_cuda_reads_no_lengths(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("row", quick(TABLE, ["genes", "autoregressive", "profile"]))
 def test_the_plan_counts_every_parameter(row: str) -> None:
     given = spec_of(row)
-    assert measure(given).parameters == sum(parameter.numel() for parameter in build(given).parameters())
+    assert measure(given).parameters == sum(
+        parameter.numel() for parameter in build(given).parameters()
+    )

@@ -1,4 +1,6 @@
-"""Estimated counts: refused, rounded, or drawn with their expectation. Logarithms and others never pass for them."""
+"""Estimated counts: refused, rounded, or drawn with their expectation. Logarithms and others never
+pass for them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +37,9 @@ def estimated(seed: int = 0) -> np.ndarray:
 def half_mapped(seed: int = 0) -> np.ndarray:
     """Counts of RSEM or an EM: some reads are shared between genes."""
     counts, random = counts_of(seed=seed), np.random.default_rng(seed)
-    return counts + np.where(random.random(counts.shape) < 0.3, np.round(random.random(counts.shape), 2), 0)
+    return counts + np.where(
+        random.random(counts.shape) < 0.3, np.round(random.random(counts.shape), 2), 0
+    )
 
 
 def read(path: Path, rule: Any, block: int = 4096) -> np.ndarray:
@@ -62,11 +66,14 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 OTHERS = {
     "log-transformed": lambda counts: np.log1p(mean_normalised(counts)),
-    "log-transformed ": lambda counts: np.log2(mean_normalised(counts)[:, :20] + 1),  # of chosen genes
+    # of chosen genes
+    "log-transformed ": lambda counts: np.log2(mean_normalised(counts)[:, :20] + 1),
     "normalised: all cells have one sum": mean_normalised,
     "normalised": lambda counts: mean_normalised(counts)[:, :20],
     "like square roots of counts": np.sqrt,
-    "like square roots of counts ": lambda counts: np.where(counts > 0, np.sqrt(counts) + np.sqrt(counts + 1), 0),
+    "like square roots of counts ": lambda counts: np.where(
+        counts > 0, np.sqrt(counts) + np.sqrt(counts + 1), 0
+    ),
     "imputed": smoothed,
     "imputed ": lambda counts: smoothed(counts_of(depth=0.2)),
 }
@@ -84,8 +91,12 @@ def test_values_that_no_rounding_makes_counts_of_are_refused_by_name(
     assert "set counts_rule" not in message
 
 
-@pytest.mark.parametrize("values", [estimated(), half_mapped(), 20 * estimated(), counts_of() + np.eye(60, 40) / 2])
-def test_estimated_counts_are_refused_with_the_option_that_reads_them(make_h5ad: Make, values: np.ndarray) -> None:
+@pytest.mark.parametrize(
+    "values", [estimated(), half_mapped(), 20 * estimated(), counts_of() + np.eye(60, 40) / 2]
+)
+def test_estimated_counts_are_refused_with_the_option_that_reads_them(
+    make_h5ad: Make, values: np.ndarray
+) -> None:
     message = refusal(make_h5ad(sp.csr_matrix(values)))
     assert "is fractional: it looks like estimated counts, as of RSEM, SoupX" in message
     assert message.endswith("; set counts_rule to stochastic or round, if they are counts")
@@ -120,7 +131,9 @@ def test_the_mean_of_many_draws_is_the_value() -> None:
 def test_genes_of_a_cell_are_drawn_nearly_independently() -> None:
     # of two genes with one half each, among 40, every pair of outcomes occurs
     matrix = sp.csr_matrix(np.full((1, 40), 0.5))
-    pairs = {tuple(StochasticRounding("f", GENES, seed).round(matrix, 0)[:2]) for seed in range(100)}
+    pairs = {
+        tuple(StochasticRounding("f", GENES, seed).round(matrix, 0)[:2]) for seed in range(100)
+    }
     assert pairs == {(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)}
 
 
@@ -132,7 +145,10 @@ def test_a_draw_depends_on_file_cell_and_gene_only(make_h5ad: Make, tmp_path: Pa
     assert (read(make_h5ad(values, genes=GENES), "stochastic") == wanted).all()  # dense
     order = np.random.default_rng(1).permutation(len(GENES))
     columns = [GENES[i] for i in order]
-    assert (read(make_h5ad(sp.csr_matrix(values[:, order]), genes=columns), "stochastic") == wanted[:, order]).all()
+    assert (
+        read(make_h5ad(sp.csr_matrix(values[:, order]), genes=columns), "stochastic")
+        == wanted[:, order]
+    ).all()
     other = make_h5ad(sp.csr_matrix(values), "other.h5ad", genes=GENES)
     assert (read(other, "stochastic") != wanted).any()
 
@@ -147,12 +163,25 @@ def test_whole_numbers_are_read_as_they_are_under_any_rule(make_h5ad: Make) -> N
 def test_the_rule_is_recorded_with_cells_and_report(
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = PreprocessOptions.model_validate({"preprocess": {"organism": None, "min_genes": 0, "max_mito_frac": 1}})
+    options = PreprocessOptions.model_validate(
+        {"preprocess": {"organism": None, "min_genes": 0, "max_mito_frac": 1}}
+    )
     values, out = half_mapped(), tmp_path / "out.h5ad"
     n_rounded = int((values != np.floor(values)).sum())
-    for rule, path in (("stochastic", make_h5ad(sp.csr_matrix(values))), ("round", make_h5ad(counts_of(), "w.h5ad"))):
+    for rule, path in (
+        ("stochastic", make_h5ad(sp.csr_matrix(values))),
+        ("round", make_h5ad(counts_of(), "w.h5ad")),
+    ):
         report = tmp_path / f"{rule}.json"
-        stage.preprocess(options=options, input=path, counts="X", dataset="d", counts_rule=rule, out=out, report=report)
+        stage.preprocess(
+            options=options,
+            input=path,
+            counts="X",
+            dataset="d",
+            counts_rule=rule,
+            out=out,
+            report=report,
+        )
         source, made = read_json(report)["source"], ad.read_h5ad(out)
         printed = capsys.readouterr().out
         if rule == "round":  # nothing was rounded
@@ -162,7 +191,10 @@ def test_the_rule_is_recorded_with_cells_and_report(
             continue
         assert (source["counts_rule"], source["n_rounded"]) == ("stochastic", n_rounded)
         assert made.uns["cellmill"]["counts_rule"] == "stochastic"
-        assert f"d: {n_rounded:,} values had fractions and were rounded (counts_rule stochastic)\n" in printed
+        assert (
+            f"d: {n_rounded:,} values had fractions and were rounded (counts_rule stochastic)\n"
+            in printed
+        )
         with open_counts(out) as reader:
             assert reader.recorded == {"counts_rule": "stochastic"}
 

@@ -15,7 +15,13 @@ from cellmill.evaluate.scores import failures
 from tests.unit.evaluated import evaluate
 
 ROWS = [
-    {"name": "embedding + kNN", "kind": "model", "accuracy_mean": 0.7, "accuracy_repetitions": [0.7], "cells": 3},
+    {
+        "name": "embedding + kNN",
+        "kind": "model",
+        "accuracy_mean": 0.7,
+        "accuracy_repetitions": [0.7],
+        "cells": 3,
+    },
     {"name": "embedding + LR", "kind": "model", "accuracy_mean": 0.8},
     {"name": "all genes + kNN", "kind": "baseline", "accuracy_mean": 0.6},
     {"name": "all genes + LR", "kind": "baseline", "accuracy_mean": 0.82},
@@ -25,27 +31,46 @@ ROWS = [
 
 def _datasets(**tasks: Any) -> dict[str, Any]:
     empty = {"rows": ROWS, "metric": "accuracy", "skipped": None}
-    return {"blood": {"tasks": {name.replace("_", " "): empty | changed for name, changed in tasks.items()}}}
+    return {
+        "blood": {
+            "tasks": {name.replace("_", " "): empty | changed for name, changed in tasks.items()}
+        }
+    }
 
 
 def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
     datasets = _datasets(probe={}, probe_of_donor={}, other={})
     assert failures([BaselineGate(task="probe", baseline="majority")], datasets) == []
-    assert failures([BaselineGate(task="probe", baseline="all genes", margin=-0.05)], datasets) == []
+    assert (
+        failures([BaselineGate(task="probe", baseline="all genes", margin=-0.05)], datasets) == []
+    )
     failed = "embedding + LR has 0.800 accuracy, expected 0.820 of all genes + LR"
     assert failures([BaselineGate(task="probe", baseline="all genes")], datasets) == [
         f"blood: probe: {failed}",
         f"blood: probe of donor: {failed}",
     ]
     [line] = failures([BaselineGate(task="other", baseline="majority", margin=0.6)], datasets)
-    assert line == "blood: other: embedding + LR has 0.800 accuracy, expected 0.300 of majority and 0.6 more"
+    assert (
+        line
+        == "blood: other: embedding + LR has 0.800 accuracy, expected 0.300 of majority and 0.6 more"
+    )
 
 
 def test_a_gate_of_an_error_takes_the_lowest_of_its_finite_values() -> None:
     errors = [{"name": "a", "kind": "model", "MAE": value} for value in (float("nan"), 0.5, 0.4)]
-    datasets = _datasets(change={"rows": [*errors, {"name": "mean", "kind": "baseline", "MAE": 0.45}], "metric": "MAE"})
-    assert failures([BaselineGate(task="change", baseline="mean", lower_is_better=True)], datasets) == []
-    [line] = failures([BaselineGate(task="change", baseline="mean", lower_is_better=True, margin=0.1)], datasets)
+    datasets = _datasets(
+        change={
+            "rows": [*errors, {"name": "mean", "kind": "baseline", "MAE": 0.45}],
+            "metric": "MAE",
+        }
+    )
+    assert (
+        failures([BaselineGate(task="change", baseline="mean", lower_is_better=True)], datasets)
+        == []
+    )
+    [line] = failures(
+        [BaselineGate(task="change", baseline="mean", lower_is_better=True, margin=0.1)], datasets
+    )
     assert line == "blood: change: a has 0.400 MAE, expected 0.450 of mean and 0.1 less"
 
 
@@ -53,19 +78,40 @@ def test_a_gate_of_an_error_takes_the_lowest_of_its_finite_values() -> None:
     ("gate", "changed", "message"),
     [
         ({"baseline": "PCA"}, {}, "no baseline 'PCA'; there are: all genes"),
-        ({"baseline": "majority", "column": "F1"}, {}, r"no numbers in column 'F1'; there are: accuracy, cells$"),
-        ({"baseline": "majority"}, {"metric": None}, "blood: probe: no column ranks its rows; set column$"),
-        ({"baseline": "majority"}, {"skipped": "no label"}, "task probe was skipped on every dataset: no row to"),
+        (
+            {"baseline": "majority", "column": "F1"},
+            {},
+            r"no numbers in column 'F1'; there are: accuracy, cells$",
+        ),
+        (
+            {"baseline": "majority"},
+            {"metric": None},
+            "blood: probe: no column ranks its rows; set column$",
+        ),
+        (
+            {"baseline": "majority"},
+            {"skipped": "no label"},
+            "task probe was skipped on every dataset: no row to",
+        ),
     ],
 )
-def test_a_gate_that_compares_nothing_is_an_error(gate: dict[str, Any], changed: Any, message: str) -> None:
+def test_a_gate_that_compares_nothing_is_an_error(
+    gate: dict[str, Any], changed: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         failures([BaselineGate(task="probe", **gate)], _datasets(probe=changed))
 
 
-def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_options_as_they_were() -> None:
-    with pytest.raises(ValidationError, match=r"task 'prob' is not in evaluate\.tasks, which are: probe, reconstruct"):
-        EvaluateOptions.model_validate({"evaluate": {"gate": [{"task": "prob", "baseline": "majority"}]}})
+def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_options_as_they_were() -> (
+    None
+):
+    with pytest.raises(
+        ValidationError,
+        match=r"task 'prob' is not in evaluate\.tasks, which are: probe, reconstruct",
+    ):
+        EvaluateOptions.model_validate(
+            {"evaluate": {"gate": [{"task": "prob", "baseline": "majority"}]}}
+        )
     given = EvaluateOptions.model_validate({"evaluate": {}}).evaluate
     assert "gate" not in given.model_dump(mode="json")
 
@@ -76,11 +122,16 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(
     out = tmp_path / "evaluate" / "metrics.json"
     tasks: dict[str, Any] = {"probe": {"seeds": 1}, "throughput": {}}
     gate = {"task": "probe", "baseline": "majority"}
-    with pytest.raises(DataError, match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*failed"):
+    with pytest.raises(
+        DataError,
+        match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*failed",
+    ):
         evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": 2}])
     assert not out.exists()
     kept = json.loads((out.parent / "metrics.failed.json").read_text())
-    evaluated = evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": -1}])["datasets"]["simulated"]["tasks"]
+    evaluated = evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": -1}])["datasets"][
+        "simulated"
+    ]["tasks"]
     assert not (out.parent / "metrics.failed.json").exists()
     assert evaluated["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
     [row] = evaluated["throughput"]["rows"]
@@ -88,8 +139,14 @@ def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(
     assert row["cells per s"] == pytest.approx(600 / row["seconds"])
     assert 0.05 < row["peak memory, GB"] < 50
     lines = list(csv.DictReader((out.parent / "scores.csv").read_text().splitlines()))
-    of_row = [line for line in lines if line["name"] == "embedding + kNN" and line["column"] == "accuracy"]
-    assert [line["statistic"] + line["repetition"] for line in of_row] == ["mean", "sd", "repetition0"]
+    of_row = [
+        line for line in lines if line["name"] == "embedding + kNN" and line["column"] == "accuracy"
+    ]
+    assert [line["statistic"] + line["repetition"] for line in of_row] == [
+        "mean",
+        "sd",
+        "repetition0",
+    ]
     rows = {row["name"]: row for row in evaluated["probe"]["rows"]}
     assert float(of_row[0]["value"]) == rows["embedding + kNN"]["accuracy_mean"]
     assert [line["column"] for line in lines if line["task"] == "throughput"][1] == "seconds"

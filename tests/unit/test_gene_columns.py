@@ -1,4 +1,6 @@
-"""Names of genes as other tools write them: in any column of var, made unique, with a prefix, or of another family."""
+"""Names of genes as other tools write them: in any column of var, made unique, with a prefix, or of
+another family.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,11 @@ from tests.unit.test_preprocess import run
 Make = Callable[..., Path]
 N_GENES, N_CELLS = 60, 12
 TABLE = gene_table("human")
-IDS = [gene for gene in sorted(TABLE.protein_coding) if TABLE.ids["symbol"].get(TABLE.symbols[gene]) == gene][:N_GENES]
+IDS = [
+    gene
+    for gene in sorted(TABLE.protein_coding)
+    if TABLE.ids["symbol"].get(TABLE.symbols[gene]) == gene
+][:N_GENES]
 SYMBOLS = [TABLE.symbols[gene] for gene in IDS]
 COUNTS = np.random.default_rng(7).poisson(1.5, (N_CELLS, N_GENES)).astype(np.float32)
 COUNTS[:, 0] += 1
@@ -45,7 +51,9 @@ def assert_truth(path: Path, out: Path, counts: np.ndarray = COUNTS) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["-1", ".1", "-12"])
-@pytest.mark.parametrize("names", [SYMBOLS, IDS, [f"{gene}.7" for gene in IDS], [f"GRCh38_{name}" for name in SYMBOLS]])
+@pytest.mark.parametrize(
+    "names", [SYMBOLS, IDS, [f"{gene}.7" for gene in IDS], [f"GRCh38_{name}" for name in SYMBOLS]]
+)
 def test_counts_of_names_made_unique_are_added_to_their_gene(
     tmp_path: Path, names: list[str], suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,7 +61,8 @@ def test_counts_of_names_made_unique_are_added_to_their_gene(
     var = pd.DataFrame(index=[*names, *(name + suffix for name in names)])
     assert_truth(written(tmp_path, twice, var), tmp_path / "out.h5ad", 4 * COUNTS)
     printed = capsys.readouterr().out
-    if names[0].count(".") + suffix.count("-"):  # otherwise an id with a version, which needs no second name
+    # otherwise an id with a version, which needs no second name
+    if names[0].count(".") + suffix.count("-"):
         line = f"d: {N_GENES} names repeat another name with a suffix that made them unique, as '{names[0]}{suffix}' "
         assert f"{line}repeats '{names[0]}': their counts are added to its gene\n" in printed
     assert f"d: {2 * N_GENES} names are of {N_GENES} genes: their counts are summed, as " in printed
@@ -66,7 +75,9 @@ def test_names_that_scanpy_and_R_make_unique_are_one_gene() -> None:
     assert {*found.made_unique} == {"TBCE-2", "TBCE-1", "TBCE.1", "TBCE.2", "TBCE-1-1"}
 
 
-@pytest.mark.parametrize("name", ["HLA-A", "NKX2-1", "AC012345.1", "MT-CO1", "KRTAP4-11", "RP11-34P13.7", "FOO-1"])
+@pytest.mark.parametrize(
+    "name", ["HLA-A", "NKX2-1", "AC012345.1", "MT-CO1", "KRTAP4-11", "RP11-34P13.7", "FOO-1"]
+)
 def test_a_suffix_whose_stem_the_file_lacks_is_left_alone(name: str) -> None:
     together = match_names([name, "ACTB", "TP53"], "human")
     assert together.gene_ids[0] == match_names([name], "human").gene_ids[0]
@@ -80,15 +91,28 @@ def test_a_symbol_that_ends_like_a_copy_stays_itself() -> None:
     assert len({*found.gene_ids} - {""}) == 5  # HLA is no gene
 
 
-COLUMNS = ["features", "gene_short_name", "Symbol", "feature_name", "gene_name", "gene", "Gene", "my names"]
+COLUMNS = [
+    "features",
+    "gene_short_name",
+    "Symbol",
+    "feature_name",
+    "gene_name",
+    "gene",
+    "Gene",
+    "my names",
+]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("index", [[str(i) for i in range(N_GENES)], [str(7157 + 3 * i) for i in range(N_GENES)]])
+@pytest.mark.parametrize(
+    "index", [[str(i) for i in range(N_GENES)], [str(7157 + 3 * i) for i in range(N_GENES)]]
+)
 def test_symbols_are_found_in_any_column_of_text(
     tmp_path: Path, column: str, index: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    var = pd.DataFrame({"chromosome": "1", column: pd.Categorical(SYMBOLS), "mean": 0.5}, index=index)
+    var = pd.DataFrame(
+        {"chromosome": "1", column: pd.Categorical(SYMBOLS), "mean": 0.5}, index=index
+    )
     assert_truth(written(tmp_path, COUNTS, var), tmp_path / "out.h5ad")
     shares = f"the index 0.0%, chromosome 0.0%, {column} 100.0%"
     line = f"d: genes are named by var[{column!r}] (share of names that are genes: {shares})\n"
@@ -98,7 +122,9 @@ def test_symbols_are_found_in_any_column_of_text(
 @pytest.mark.parametrize("column", ["featureid", "Accession", "gene_id", "ENSEMBL"])
 def test_ids_in_any_column_come_before_symbols(tmp_path: Path, column: str) -> None:
     names = [*SYMBOLS[:40], *(f"unknown_{i}" for i in range(20))]
-    assert_truth(written(tmp_path, COUNTS, pd.DataFrame({column: IDS}, index=names)), tmp_path / "out.h5ad")
+    assert_truth(
+        written(tmp_path, COUNTS, pd.DataFrame({column: IDS}, index=names)), tmp_path / "out.h5ad"
+    )
 
 
 def test_gaps_of_the_best_column_are_filled_from_others(tmp_path: Path) -> None:
@@ -106,7 +132,8 @@ def test_gaps_of_the_best_column_are_filled_from_others(tmp_path: Path) -> None:
     symbols = [None, None, *SYMBOLS[2:]]
     for missing in (None, float("nan")):
         var = pd.DataFrame(
-            {"a": [missing if gene is None else gene for gene in ids], "b": symbols}, index=map(str, range(N_GENES))
+            {"a": [missing if gene is None else gene for gene in ids], "b": symbols},
+            index=map(str, range(N_GENES)),
         )
         found = choose_names([*var.index], var, "human")
         assert found.gene_ids == IDS
@@ -129,7 +156,8 @@ def test_a_column_that_names_as_many_other_genes_is_a_conflict() -> None:
 
 @pytest.mark.parametrize("names", [IDS, SYMBOLS])
 @pytest.mark.parametrize(
-    "prefix", ["GRCh38_", "GRCh38-", "hg19_", "GRCh38______", "GRCh38-2020-A_", "hg19_premrna___", "human:"]
+    "prefix",
+    ["GRCh38_", "GRCh38-", "hg19_", "GRCh38______", "GRCh38-2020-A_", "hg19_premrna___", "human:"],
 )
 def test_a_prefix_that_names_share_is_left_out_and_printed(
     tmp_path: Path, prefix: str, names: list[str], capsys: pytest.CaptureFixture[str]
@@ -147,7 +175,9 @@ def test_of_two_genomes_each_organism_takes_its_own(tmp_path: Path) -> None:
     assert match_names(names[-3:], "mouse").n_genes == 3
 
 
-@pytest.mark.parametrize("form", ["adt_{}", "ADT-{}", "sg_{}", "{}:UCHT1|{}|AHS0231|pAbO", "guide_{}", "HTO:{}"])
+@pytest.mark.parametrize(
+    "form", ["adt_{}", "ADT-{}", "sg_{}", "{}:UCHT1|{}|AHS0231|pAbO", "guide_{}", "HTO:{}"]
+)
 def test_antibodies_and_guides_are_never_their_target_gene(form: str) -> None:
     assert match_names([form.replace("{}", name) for name in SYMBOLS], "human").n_matched == 0
 
@@ -179,10 +209,19 @@ def test_names_that_R_or_a_second_id_changed_are_read() -> None:
 
 
 FAMILIES = [
-    ("ENST{:011d}.2", "60 look like Ensembl ids of transcripts: add up the transcripts of each gene first"),
-    ("ENSRNOG{:011d}", "60 look like Ensembl ids of another organism: set preprocess.organism to null"),
+    (
+        "ENST{:011d}.2",
+        "60 look like Ensembl ids of transcripts: add up the transcripts of each gene first",
+    ),
+    (
+        "ENSRNOG{:011d}",
+        "60 look like Ensembl ids of another organism: set preprocess.organism to null",
+    ),
     ("{:d}", "60 are row numbers: the names of the genes were lost when the file was written"),
-    ("{:d}7", "60 are numbers, such as the gene ids of NCBI (Entrez): replace them by Ensembl gene ids"),
+    (
+        "{:d}7",
+        "60 are numbers, such as the gene ids of NCBI (Entrez): replace them by Ensembl gene ids",
+    ),
     ("{:d}_x_at", "60 look like Affymetrix probes: map probes to genes first"),
     ("ILMN_{:d}", "60 look like probes of an array: map probes to genes first"),
     ("NM_{:06d}.4", "60 look like RefSeq transcripts"),
@@ -198,7 +237,9 @@ def refusal(path: Path, out: Path, **options: object) -> str:
 
 
 @pytest.mark.parametrize(("form", "line"), FAMILIES)
-def test_a_family_of_names_is_recognised_with_the_way_on(tmp_path: Path, form: str, line: str) -> None:
+def test_a_family_of_names_is_recognised_with_the_way_on(
+    tmp_path: Path, form: str, line: str
+) -> None:
     path = written(tmp_path, COUNTS, pd.DataFrame(index=[form.format(i) for i in range(N_GENES)]))
     message = refusal(path, tmp_path / "out.h5ad")
     assert message.startswith("0 of 60 genes (0.0%) map to a human Ensembl id")
@@ -208,24 +249,38 @@ def test_a_family_of_names_is_recognised_with_the_way_on(tmp_path: Path, form: s
 
 def test_names_of_another_case_are_said_to_be_that(tmp_path: Path) -> None:
     path = written(tmp_path, COUNTS, pd.DataFrame(index=[name.lower() for name in SYMBOLS]))
-    assert "differ from human symbols in upper and lower case, as " in refusal(path, tmp_path / "out.h5ad")
+    assert "differ from human symbols in upper and lower case, as " in refusal(
+        path, tmp_path / "out.h5ad"
+    )
 
 
 def test_another_organism_is_advised_only_if_it_fits_well(tmp_path: Path) -> None:
     few = pd.DataFrame(index=["Trp53", *(f"x{i}" for i in range(N_GENES - 1))])
-    assert "set preprocess.organism" not in refusal(written(tmp_path, COUNTS, few), tmp_path / "out.h5ad")
-    mouse = [name for name in gene_table("mouse").symbols.values() if "Rik" not in name and name[:1].isalpha()][:60]
+    assert "set preprocess.organism" not in refusal(
+        written(tmp_path, COUNTS, few), tmp_path / "out.h5ad"
+    )
+    mouse = [
+        name
+        for name in gene_table("mouse").symbols.values()
+        if "Rik" not in name and name[:1].isalpha()
+    ][:60]
     path = written(tmp_path, COUNTS, pd.DataFrame(index=mouse))
-    assert refusal(path, tmp_path / "out.h5ad").endswith("map as mouse: set preprocess.organism to mouse")
+    assert refusal(path, tmp_path / "out.h5ad").endswith(
+        "map as mouse: set preprocess.organism to mouse"
+    )
 
 
 def test_coverage_is_listed_by_column_if_none_is_good(tmp_path: Path) -> None:
-    var = pd.DataFrame({"probe": [*SYMBOLS[:6], *["x"] * 54]}, index=[f"row {i}" for i in range(N_GENES)])
+    var = pd.DataFrame(
+        {"probe": [*SYMBOLS[:6], *["x"] * 54]}, index=[f"row {i}" for i in range(N_GENES)]
+    )
     message = refusal(written(tmp_path, COUNTS, var), tmp_path / "out.h5ad")
     assert "share of names that are genes, by column of var: the index 0.0%, probe 10.0%" in message
 
 
-@pytest.mark.parametrize("kinds", [["Gene"], ["protein_coding", "lncRNA"], ["GENE EXPRESSION"], [""]])
+@pytest.mark.parametrize(
+    "kinds", [["Gene"], ["protein_coding", "lncRNA"], ["GENE EXPRESSION"], [""]]
+)
 def test_biotypes_among_feature_types_are_genes(tmp_path: Path, kinds: list[str]) -> None:
     types = [kinds[i % len(kinds)] for i in range(N_GENES)]
     path = written(tmp_path, COUNTS, pd.DataFrame({"feature_types": types}, index=SYMBOLS))
@@ -244,7 +299,9 @@ def test_feature_types_without_genes_are_listed(tmp_path: Path) -> None:
 def test_a_model_reads_genes_from_the_column_that_has_them(tmp_path: Path, make_h5ad: Make) -> None:
     run(make_h5ad(sp.csr_matrix(COUNTS), genes=IDS), tmp_path / "plain.h5ad")
     vocabulary = build_vocabulary([tmp_path / "plain.h5ad"])
-    var = pd.DataFrame({"features": [f"GRCh38_{name}" for name in SYMBOLS]}, index=[str(i) for i in range(N_GENES)])
+    var = pd.DataFrame(
+        {"features": [f"GRCh38_{name}" for name in SYMBOLS]}, index=[str(i) for i in range(N_GENES)]
+    )
     with open_counts(written(tmp_path, COUNTS, var)) as reader:
         target = match_columns(reader, vocabulary).target
     assert target.tolist() == vocabulary.rows_of(IDS).tolist()
@@ -254,8 +311,13 @@ def test_a_model_of_another_organism_says_so(tmp_path: Path, make_h5ad: Make) ->
     mouse, to_mouse = gene_table("mouse"), orthologs("human", "mouse")
     human = written(tmp_path, COUNTS, pd.DataFrame(index=SYMBOLS))
     line = "its genes are of human, the model's of mouse: they are matched by orthologs"
-    for panel in ([to_mouse[gene] for gene in IDS if gene in to_mouse], sorted(mouse.protein_coding)[:N_GENES]):
-        own = make_h5ad(sp.csr_matrix(COUNTS[:, : len(panel)]), genes=[mouse.symbols[gene] for gene in panel])
+    for panel in (
+        [to_mouse[gene] for gene in IDS if gene in to_mouse],
+        sorted(mouse.protein_coding)[:N_GENES],
+    ):
+        own = make_h5ad(
+            sp.csr_matrix(COUNTS[:, : len(panel)]), genes=[mouse.symbols[gene] for gene in panel]
+        )
         run(own, tmp_path / "mouse.h5ad", organism="mouse")
         vocabulary = build_vocabulary([tmp_path / "mouse.h5ad"])
         with open_counts(own) as reader:
@@ -264,7 +326,9 @@ def test_a_model_of_another_organism_says_so(tmp_path: Path, make_h5ad: Make) ->
             if panel[0] in to_mouse.values() and {*panel} <= {to_mouse.get(gene) for gene in IDS}:
                 assert match_columns(reader, vocabulary).mismatch == line
                 continue
-            with pytest.raises(DataError, match=f"no genes in common with the model: {line}, and none is left"):
+            with pytest.raises(
+                DataError, match=f"no genes in common with the model: {line}, and none is left"
+            ):
                 match_columns(reader, vocabulary)
 
 
@@ -272,9 +336,14 @@ def test_a_model_says_which_names_it_sums(tmp_path: Path, make_h5ad: Make) -> No
     run(make_h5ad(sp.csr_matrix(COUNTS), genes=IDS), tmp_path / "plain.h5ad")
     vocabulary = build_vocabulary([tmp_path / "plain.h5ad"])
     twice = [*SYMBOLS, f"{SYMBOLS[0]}-1"]
-    with open_counts(written(tmp_path, COUNTS[:, [*range(60), 0]], pd.DataFrame(index=twice))) as reader:
+    with open_counts(
+        written(tmp_path, COUNTS[:, [*range(60), 0]], pd.DataFrame(index=twice))
+    ) as reader:
         notes = match_columns(reader, vocabulary).notes
-    assert notes[-1] == f"2 names are of 1 genes: their counts are summed, as {SYMBOLS[0]}, {twice[-1]} of {IDS[0]}"
+    assert (
+        notes[-1]
+        == f"2 names are of 1 genes: their counts are summed, as {SYMBOLS[0]}, {twice[-1]} of {IDS[0]}"
+    )
 
 
 def test_columns_that_name_other_genes_are_a_question_for_the_user(tmp_path: Path) -> None:
@@ -288,5 +357,7 @@ def test_columns_that_name_other_genes_are_a_question_for_the_user(tmp_path: Pat
         made, _ = run(path, tmp_path / "out.h5ad", gene_column=column)
         wanted = pd.DataFrame(truth, made.obs_names, IDS)[made.var_names]
         pd.testing.assert_frame_equal(made.to_df(), wanted, check_dtype=False, check_names=False)
-    with pytest.raises(DataError, match=r"no var column 'nerest' \(gene_column\); did you mean 'nearest'"):
+    with pytest.raises(
+        DataError, match=r"no var column 'nerest' \(gene_column\); did you mean 'nearest'"
+    ):
         run(path, tmp_path / "out.h5ad", gene_column="nerest")

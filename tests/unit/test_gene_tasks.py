@@ -1,4 +1,6 @@
-"""Tasks gene_embedding, grn and imputation: scores against references; nothing of hidden genes is read."""
+"""Tasks gene_embedding, grn and imputation: scores against references; nothing of hidden genes is
+read.
+"""
 
 import json
 from dataclasses import replace
@@ -75,7 +77,9 @@ def test_scores_of_rankings_are_those_of_scikit_learn_and_delong() -> None:
     member = random.random(300) < 0.2
     scores = np.round(random.normal(size=300) + member, 1)  # with ties
     assert auroc(member, scores) == pytest.approx(roc_auc_score(member, scores))
-    assert average_precision(member, scores) == pytest.approx(average_precision_score(member, scores))
+    assert average_precision(member, scores) == pytest.approx(
+        average_precision_score(member, scores)
+    )
     terms = auroc_terms(member, scores)
     assert terms.mean() == pytest.approx(roc_auc_score(member, scores))
     own, other = scores[member], scores[~member]
@@ -99,18 +103,32 @@ def test_a_planted_set_is_found_a_set_of_chance_is_not_and_small_or_unknown_ones
     symbols, ids = planted.model.vocabulary.symbols, planted.model.vocabulary.gene_ids
     chance = np.random.default_rng(3).permutation(np.arange(60, 300))[:40]
     lines = [
-        ["planted", "by symbol and id", *(symbols[row] for row in SET[:15]), *(ids[row] for row in SET[15:])],
+        [
+            "planted",
+            "by symbol and id",
+            *(symbols[row] for row in SET[:15]),
+            *(ids[row] for row in SET[15:]),
+        ],
         ["chance", "", *(symbols[row] for row in chance), "NO-SUCH-GENE"],
         ["small", "", *symbols[:3]],
     ]
     gmt = _tsv(tmp_path / "sets.gmt", lines)
     factors = _tsv(tmp_path / "factors.txt", [[symbols[row]] for row in SET])
     config = GeneEmbeddingConfig(
-        name="gene_embedding", gene_sets=str(gmt), transcription_factors=str(factors), seeds=2, max_others=100
+        name="gene_embedding",
+        gene_sets=str(gmt),
+        transcription_factors=str(factors),
+        seeds=2,
+        max_others=100,
     )
     result = GeneEmbedding(config).run(planted)
     rows = {row["name"]: row for row in result.rows}
-    assert {"embedding of genes", "untrained embedding of genes", "PCA50 of genes", "random vectors"} <= set(rows)
+    assert {
+        "embedding of genes",
+        "untrained embedding of genes",
+        "PCA50 of genes",
+        "random vectors",
+    } <= set(rows)
     own, random = rows["embedding of genes"], rows["random vectors"]
     assert min(own["AUROC of planted_repetitions"]) > 0.95
     assert own["AUROC, transcription factors_mean"] > 0.95
@@ -127,23 +145,51 @@ def test_a_planted_set_is_found_a_set_of_chance_is_not_and_small_or_unknown_ones
     json.dumps(result.to_json(), allow_nan=False)
     assert GeneEmbedding(config).run(planted).to_json() == result.to_json()
     whole = _tsv(tmp_path / "whole", [["whole", "", *ids]])
-    mouse, broken = _tsv(tmp_path / "mouse", [["set", "", "Actb"]]), _tsv(tmp_path / "bad", [["set", ""]])
+    mouse, broken = (
+        _tsv(tmp_path / "mouse", [["set", "", "Actb"]]),
+        _tsv(tmp_path / "bad", [["set", ""]]),
+    )
     for error, message, changed in (
         (Skipped, "no set has 50 genes that", {"transcription_factors": None, "min_genes": 50}),
-        (Skipped, "express, and lacks as many", {"transcription_factors": None, "gene_sets": str(whole)}),
-        (DataError, "mouse: none of its 1 genes is one of the model's, such as 'Actb'", {"gene_sets": str(mouse)}),
-        (DataError, "bad, line 1: expected a name, a description and genes", {"gene_sets": str(broken)}),
+        (
+            Skipped,
+            "express, and lacks as many",
+            {"transcription_factors": None, "gene_sets": str(whole)},
+        ),
+        (
+            DataError,
+            "mouse: none of its 1 genes is one of the model's, such as 'Actb'",
+            {"gene_sets": str(mouse)},
+        ),
+        (
+            DataError,
+            "bad, line 1: expected a name, a description and genes",
+            {"gene_sets": str(broken)},
+        ),
     ):
         with pytest.raises(error, match=message):
             GeneEmbedding(config.model_copy(update=changed)).run(planted)
-    with pytest.raises(ValueError, match="expected gene_sets or transcription_factors, got neither"):
+    with pytest.raises(
+        ValueError, match="expected gene_sets or transcription_factors, got neither"
+    ):
         Evaluate.model_validate({"tasks": {"gene_embedding": {}}})
 
 
-def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(planted: Context, tmp_path: Path) -> None:
+def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(
+    planted: Context, tmp_path: Path
+) -> None:
     symbols = planted.model.vocabulary.symbols
-    lines = [[symbols[factor], symbols[target], "1"] for factor in FACTORS for target in TARGETS[factor::2]]
-    lines += [[symbols[50], symbols[TARGETS[0]]], [symbols[0], symbols[0]], ["absent", symbols[3]], lines[0]]
+    lines = [
+        [symbols[factor], symbols[target], "1"]
+        for factor in FACTORS
+        for target in TARGETS[factor::2]
+    ]
+    lines += [
+        [symbols[50], symbols[TARGETS[0]]],
+        [symbols[0], symbols[0]],
+        ["absent", symbols[3]],
+        lines[0],
+    ]
     edges = _tsv(tmp_path / "edges.tsv", lines)
     config = GrnConfig(name="grn", edges=str(edges), min_targets=2)
     result = Grn(config).run(planted)
@@ -156,15 +202,27 @@ def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(planted: Co
     # two factors are two units: the difference is large, and undecided
     assert result.verdicts[0].difference > 0.3
     assert (result.verdicts[0].outcome, result.verdicts[0].n) == ("undecided", 2)
-    found = {key: result.figures[key] for key in ("edges", "known_edges", "factors", "targets", "left_out")}
-    assert found == {"edges": 43, "known_edges": 41, "factors": 2, "targets": 40, "left_out": symbols[50]}
+    found = {
+        key: result.figures[key]
+        for key in ("edges", "known_edges", "factors", "targets", "left_out")
+    }
+    assert found == {
+        "edges": 43,
+        "known_edges": 41,
+        "factors": 2,
+        "targets": 40,
+        "left_out": symbols[50],
+    }
     json.dumps(result.to_json(), allow_nan=False)
     task = Grn(config)
     first = task.run(planted)
     assert task.run(replace(planted, dataset="another")) is first  # its cells play no part
     alone = _tsv(tmp_path / "alone.tsv", lines[:20])  # of one factor: every target is its own
     for message, changed in (
-        ("2 of 43 edges have a gene .* expected 100 others, got 41: .*, not absent, or", {"min_edges": 100}),
+        (
+            "2 of 43 edges have a gene .* expected 100 others, got 41: .*, not absent, or",
+            {"min_edges": 100},
+        ),
         ("0 factors have 2 targets or more", {"edges": str(alone)}),
     ):
         with pytest.raises(DataError, match=message):
@@ -174,16 +232,26 @@ def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(planted: Co
     rows_of_factors = slice(len(SPECIAL), len(SPECIAL) + len(FACTORS))
     with torch.no_grad():
         table[rows_of_factors] *= -1
-        signed, absolute = (Grn(config.model_copy(update={"absolute": of})).run(planted) for of in (False, True))
+        signed, absolute = (
+            Grn(config.model_copy(update={"absolute": of})).run(planted) for of in (False, True)
+        )
         table[rows_of_factors] *= -1
     assert signed.rows[0]["AUROC_mean"] < 0.1
     assert absolute.rows[0]["AUROC_mean"] > 0.6
 
 
 def test_edges_are_matched_by_alias_and_those_of_unexpressed_genes_are_left_out() -> None:
-    ids, symbols = ["ENSG00000115415", "ENSG00000173166", "ENSG00000111640"], ["STAT1", "RAPH1", "GAPDH"]
+    ids, symbols = (
+        ["ENSG00000115415", "ENSG00000173166", "ENSG00000111640"],
+        ["STAT1", "RAPH1", "GAPDH"],
+    )
     vocabulary = Vocabulary(ids, symbols, np.ones(3, np.int64), np.ones(3, np.float32))
-    edges = [("ISGF-3", "RAPH1"), ("STAT1", "ENSG00000173166"), ("STAT1", "GAPDH"), ("STAT1", "nothing")]
+    edges = [
+        ("ISGF-3", "RAPH1"),
+        ("STAT1", "ENSG00000173166"),
+        ("STAT1", "GAPDH"),
+        ("STAT1", "nothing"),
+    ]
     pairs = known_edges(edges, vocabulary, np.array([True, True, False]))
     assert pairs.tolist() == [[0, 1]]
     factors, _, _, left_out = network_of(np.array([[0, 1], [1, 0], [2, 1]]), 1)
@@ -202,7 +270,9 @@ CONFIG = ImputationConfig(name="imputation", seeds=2, max_genes=80)
 
 @pytest.fixture(scope="module", params=MODELS)
 def context(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus: dict[str, Path],
 ) -> Context:
     model = dict(MODELS[request.param])
     tokens = {"tokenizer": "continuous"} | model.pop("tokens", {})
@@ -211,7 +281,9 @@ def context(
 
 def _hidden(context: Context, counts: sp.csr_matrix | None = None) -> HiddenGenes:
     genes = context.measured_genes[5:150:2]  # more than are asked at once
-    return HiddenGenes(context, read_rows(context.reader, np.arange(20)) if counts is None else counts, genes)
+    return HiddenGenes(
+        context, read_rows(context.reader, np.arange(20)) if counts is None else counts, genes
+    )
 
 
 def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
@@ -225,7 +297,10 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
         assert not np.isin(batch.genes, hidden.genes + len(SPECIAL)).any()
     vectors = hidden.embedded(context.model.network)
     np.testing.assert_array_equal(changed.embedded(context.model.network), vectors)
-    assert (vectors != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embedded(context.model.network)).any()
+    assert (
+        vectors
+        != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embedded(context.model.network)
+    ).any()
     own, of_changed = own_expression(hidden, vectors), own_expression(changed, vectors)
     assert own is not None
     assert of_changed is not None
@@ -234,18 +309,28 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
     assert (own >= 0).all()
     assert own.std(0).min() > 0
     total = np.asarray(hidden.counts.sum(1)).ravel()
-    place = np.flatnonzero(match_columns(context.reader, context.model.vocabulary).target == hidden.genes[2])
+    place = np.flatnonzero(
+        match_columns(context.reader, context.model.vocabulary).target == hidden.genes[2]
+    )
     expected = np.log1p(hidden.counts[:, place].toarray().ravel() * 1e4 / total)
     np.testing.assert_allclose(hidden.expression()[:, 2], expected, rtol=1e-5)
 
 
-def test_masked_values_are_those_of_the_asked_gene_and_cell(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_masked_values_are_those_of_the_asked_gene_and_cell(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
     options = {"objective": "masked_value", "layers": 0, "pooling": "cls"}
     context = make_context(tmp_path, corpus, tokens={"tokenizer": "continuous"}, **options)
     hidden, network = _hidden(context), context.model.network
     own = own_expression(hidden, np.zeros((20, 16), np.float32))
     assert own is not None
-    centers = np.array([b.values[s:e].mean() for b in hidden.tokens() for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])])
+    centers = np.array(
+        [
+            b.values[s:e].mean()
+            for b in hidden.tokens()
+            for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])
+        ]
+    )
     with torch.no_grad():  # without layers a token's state depends on its gene alone
         state = network.gene_embedding.weight[len(SPECIAL) + hidden.genes] + network.hidden_value  # type: ignore[union-attr,index,operator]
         of_genes = network.value_out(network.head(network.norm(state))).squeeze(1).numpy()  # type: ignore[operator]
@@ -273,8 +358,13 @@ def test_scores_are_those_of_scipy_and_undefined_for_a_constant() -> None:
     predicted[:, 3], seen[4] = 0.1, 0.7
     scores = expression_scores(predicted, seen)
     for name, reference in (("Pearson", pearsonr), ("Spearman", spearmanr)):
-        by_gene = [np.nan if gene == 3 else reference(predicted[:, gene], seen[:, gene])[0] for gene in range(7)]
-        by_cell = [np.nan if cell == 4 else reference(predicted[cell], seen[cell])[0] for cell in range(12)]
+        by_gene = [
+            np.nan if gene == 3 else reference(predicted[:, gene], seen[:, gene])[0]
+            for gene in range(7)
+        ]
+        by_cell = [
+            np.nan if cell == 4 else reference(predicted[cell], seen[cell])[0] for cell in range(12)
+        ]
         np.testing.assert_allclose(scores[f"{name} by gene"], by_gene)
         np.testing.assert_allclose(scores[f"{name} by cell"], by_cell)
     np.testing.assert_allclose(scores["MSE"], ((predicted - seen) ** 2).mean(1))
@@ -288,7 +378,10 @@ def test_regressions_are_those_of_scikit_learn_in_both_scalings() -> None:
     found = regressions({"f": fitted}, expression[:20], {"f": tested}, 3)
     alphas = np.logspace(-2, 4, 13)
     means, deviations = fitted.mean(0), fitted.std(0)
-    for ending, scale in (("", lambda values: (values - means) / deviations), (", unscaled", lambda values: values)):
+    for ending, scale in (
+        ("", lambda values: (values - means) / deviations),
+        (", unscaled", lambda values: values),
+    ):
         ridge = RidgeCV(alphas).fit(scale(fitted), expression[:20]).predict(scale(tested))
         np.testing.assert_allclose(found[f"f + ridge{ending}"], ridge)
         for cell, own in enumerate(scale(tested)):
@@ -301,10 +394,16 @@ def tables(result: TaskResult) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result.rows}
 
 
-def test_a_decoder_that_copies_the_baseline_is_level(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder's place is taken by the slow, obvious baseline: ridge on PCA50 of the training shards' cells."""
+def test_a_decoder_that_copies_the_baseline_is_level(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder's place is taken by the slow, obvious baseline: ridge on PCA50 of the training
+    shards' cells.
+    """
     manifest, genes = context.model.manifest, context.model.vocabulary.n_genes
-    shards = [ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
+    shards = [
+        ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
+    ]
     counts = np.asarray(sp.vstack(shards).todense(), np.float64)
 
     def copied(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
@@ -318,7 +417,9 @@ def test_a_decoder_that_copies_the_baseline_is_level(context: Context, monkeypat
         seen = profiles(own)[:, hidden.genes]
         dense = np.asarray(hidden.of_vocabulary(hidden.counts).todense(), np.float64)
         components = PCA(50, svd_solver="full").fit(profiles(own[:, shown]))
-        ridge = RidgeCV(np.logspace(-2, 4, 13)).fit(components.transform(profiles(own[:, shown])), seen)
+        ridge = RidgeCV(np.logspace(-2, 4, 13)).fit(
+            components.transform(profiles(own[:, shown])), seen
+        )
         return np.asarray(ridge.predict(components.transform(profiles(dense[:, shown]))))
 
     monkeypatch.setattr(imputation, "own_expression", copied)
@@ -326,10 +427,13 @@ def test_a_decoder_that_copies_the_baseline_is_level(context: Context, monkeypat
     rows = tables(result)
     for metric in ("Pearson by gene", "Spearman by gene", "Pearson by cell", "MSE"):
         copy, baseline = (
-            rows[name][f"{metric}_mean"] for name in ("embedding + decoder", "PCA50 of visible genes + ridge, unscaled")
+            rows[name][f"{metric}_mean"]
+            for name in ("embedding + decoder", "PCA50 of visible genes + ridge, unscaled")
         )
         assert copy == pytest.approx(baseline, abs=2e-3)
-    by_gene = next(verdict for verdict in result.verdicts if verdict.metric == "Pearson of a gene over cells")
+    by_gene = next(
+        verdict for verdict in result.verdicts if verdict.metric == "Pearson of a gene over cells"
+    )
     assert by_gene.outcome != "ahead"
 
 
@@ -339,7 +443,10 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
     other = hidden.counts.copy()
     other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
     changed = _hidden(context, other)
-    vectors = {"embedding": hidden.embedded(context.model.network), "untrained": np.ones((20, 16), np.float32)}
+    vectors = {
+        "embedding": hidden.embedded(context.model.network),
+        "untrained": np.ones((20, 16), np.float32),
+    }
     trained = TrainingCells.of(hidden)
     assert trained is not None
     assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
@@ -350,7 +457,9 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
 
 
 def test_cells_of_the_dataset_are_fitted_apart_from_others(context: Context) -> None:
-    trained = TrainingCells.of(replace(_hidden(context), context=replace(context, dataset="elsewhere")))
+    trained = TrainingCells.of(
+        replace(_hidden(context), context=replace(context, dataset="elsewhere"))
+    )
     assert trained is not None
     assert [*trained.groups()] == [""]  # a dataset that the model was not trained on
     some = replace(trained, of_dataset=np.arange(len(trained.of_dataset)) % 3 == 0)
@@ -358,7 +467,10 @@ def test_cells_of_the_dataset_are_fitted_apart_from_others(context: Context) -> 
     assert [*groups] == ["", ", training cells of the dataset"]
     assert (groups[", training cells of the dataset"] % 3 == 0).all()
     hidden = _hidden(context)
-    vectors = {"embedding": np.ones((20, 16), np.float32), "untrained": np.ones((20, 16), np.float32)}
+    vectors = {
+        "embedding": np.ones((20, 16), np.float32),
+        "untrained": np.ones((20, 16), np.float32),
+    }
     means = trained.hidden.expression()[some.of_dataset].mean(0)
     predicted = some.predict(hidden, vectors, 3)["gene means, training cells of the dataset"]
     np.testing.assert_allclose(predicted, np.tile(means, (20, 1)))
@@ -375,7 +487,8 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     fitted = [f"{kind} + {method}" for kind in kinds for method in methods]
     folded = [f"{kind}, folds of scored cells + {method}" for kind in kinds for method in methods]
     means = ["gene means", "gene means, folds of scored cells"]
-    assert list(rows) == ["embedding + decoder", *fitted, *folded, *means]  # means have no Pearson by gene
+    # means have no Pearson by gene
+    assert list(rows) == ["embedding + decoder", *fitted, *folded, *means]
     assert {name for name, row in rows.items() if row["kind"] == "variant"} == {*folded, means[1]}
     assert all("folds of scored cells" not in verdict.against for verdict in result.verdicts)
     assert rows["gene means"]["Pearson by gene_mean"] is None
@@ -399,5 +512,7 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     with pytest.raises(DataError, match=r"imputation\.genes: 0 of 1 are genes of the model"):
         Imputation(CONFIG.model_copy(update={"genes": ["NOTHING"]})).run(context)
     few = replace(context, scored=np.arange(context.reader.n_obs) < 9)
-    assert run_task(Imputation(CONFIG), few).skipped == "9 scored cells make no two folds of 4 or more"
+    assert (
+        run_task(Imputation(CONFIG), few).skipped == "9 scored cells make no two folds of 4 or more"
+    )
     assert Evaluate.model_validate({"tasks": {"imputation": {}}}).tasks["imputation"].paths() == {}

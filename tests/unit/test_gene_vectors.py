@@ -1,4 +1,6 @@
-"""Given gene vectors: what is read of a file, what a model makes of them, and what an export carries."""
+"""Given gene vectors: what is read of a file, what a model makes of them, and what an export
+carries.
+"""
 
 import csv
 from pathlib import Path
@@ -32,11 +34,16 @@ TOKENS = Tokens.model_validate({"max_tokens": 32})
 GENES = [f"ENSG{i:011d}" for i in range(N_GENES)]
 SYMBOLS = [f"g{i}" for i in range(N_GENES)]
 SIZES: dict[str, Any] = {"hidden": 16, "layers": 1, "gene_vector_dim": DIM}
-MODELS = {"encoder": {"family": "encoder", "heads": 2}, "profile": {"family": "profile", "objective": "cell_decoding"}}
+MODELS = {
+    "encoder": {"family": "encoder", "heads": 2},
+    "profile": {"family": "profile", "objective": "cell_decoding"},
+}
 
 
 def vocabulary(genes: list[str], symbols: list[str]) -> Vocabulary:
-    return Vocabulary(genes, symbols, np.ones(len(genes), np.int64), np.ones(len(genes), np.float32))
+    return Vocabulary(
+        genes, symbols, np.ones(len(genes), np.int64), np.ones(len(genes), np.float32)
+    )
 
 
 VOCABULARY = vocabulary(GENES, SYMBOLS)
@@ -60,17 +67,33 @@ def write_safetensors(path: Path, names: list[str], vectors: np.ndarray) -> Path
 def write_table(path: Path, names: list[str], vectors: Any) -> Path:
     """With a header in a .csv, without one in a .tsv."""
     pd.DataFrame(vectors, index=names).rename(columns="x{}".format).to_csv(
-        path, sep="\t" if path.suffix == ".tsv" else ",", header=path.suffix == ".csv", quoting=csv.QUOTE_NONNUMERIC
+        path,
+        sep="\t" if path.suffix == ".tsv" else ",",
+        header=path.suffix == ".csv",
+        quoting=csv.QUOTE_NONNUMERIC,
     )
     return path
 
 
-WRITERS = {".npy": write_npy, ".safetensors": write_safetensors, ".tsv": write_table, ".csv": write_table}
+WRITERS = {
+    ".npy": write_npy,
+    ".safetensors": write_safetensors,
+    ".tsv": write_table,
+    ".csv": write_table,
+}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(suffix: str, tmp_path: Path) -> None:
-    names = [*GENES[30:], *SYMBOLS[5:15], "unknown", "ENSG99", *["other" + str(i) for i in range(3)]]
+def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(
+    suffix: str, tmp_path: Path
+) -> None:
+    names = [
+        *GENES[30:],
+        *SYMBOLS[5:15],
+        "unknown",
+        "ENSG99",
+        *["other" + str(i) for i in range(3)],
+    ]
     given = vectors_of(len(names))
     path = WRITERS[suffix](tmp_path / f"vectors{suffix}", names, given)
     table, n_found = read_gene_vectors(path, VOCABULARY, DIM)
@@ -86,14 +109,46 @@ FIRST = GENES[:45]
 NAN = vectors_of()
 NAN[3, 2] = np.nan
 WRONG: dict[str, tuple[list[str], Any, str]] = {
-    "another length": (FIRST, vectors_of(45, 6), r"dim is 5, the vectors of \S+ have 6 numbers; set it to 6$"),
-    "a pickle": (FIRST, np.array([{"harm": 1}] * 45), "Object arrays cannot be loaded when allow_pickle=False$"),
-    "one number a gene": (FIRST, vectors_of()[:, 0], r"\(genes, numbers\) of floats, got \(45,\) of torch.float32$"),
-    "whole numbers": (FIRST, vectors_of().astype(int), r"\(genes, numbers\) of floats, got \(45, 5\) of torch.int64$"),
-    "names of others": ([f"x{i}" for i in range(45)], vectors_of(), "none of its 45 names is an Ensembl id or symbol"),
-    "fewer names": (FIRST[:44], vectors_of(), r"a.genes.txt: 44 names for the 45 vectors of a.npy$"),
-    "a name twice": ([*FIRST[:44], FIRST[0]], vectors_of(), "'ENSG00000000000' names two vectors; leave one out$"),
-    "not finite": (FIRST, NAN, "the vector of ENSG00000000003 has a value that is not finite; correct it or leave"),
+    "another length": (
+        FIRST,
+        vectors_of(45, 6),
+        r"dim is 5, the vectors of \S+ have 6 numbers; set it to 6$",
+    ),
+    "a pickle": (
+        FIRST,
+        np.array([{"harm": 1}] * 45),
+        "Object arrays cannot be loaded when allow_pickle=False$",
+    ),
+    "one number a gene": (
+        FIRST,
+        vectors_of()[:, 0],
+        r"\(genes, numbers\) of floats, got \(45,\) of torch.float32$",
+    ),
+    "whole numbers": (
+        FIRST,
+        vectors_of().astype(int),
+        r"\(genes, numbers\) of floats, got \(45, 5\) of torch.int64$",
+    ),
+    "names of others": (
+        [f"x{i}" for i in range(45)],
+        vectors_of(),
+        "none of its 45 names is an Ensembl id or symbol",
+    ),
+    "fewer names": (
+        FIRST[:44],
+        vectors_of(),
+        r"a.genes.txt: 44 names for the 45 vectors of a.npy$",
+    ),
+    "a name twice": (
+        [*FIRST[:44], FIRST[0]],
+        vectors_of(),
+        "'ENSG00000000000' names two vectors; leave one out$",
+    ),
+    "not finite": (
+        FIRST,
+        NAN,
+        "the vector of ENSG00000000003 has a value that is not finite; correct it or leave",
+    ),
     "cut": (FIRST, vectors_of(), r"a.npy: cannot be read: "),
 }
 
@@ -112,7 +167,10 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.safetensors", r": expected a vector per gene, all of one length, got shapes \(3,\) of a, "),
+        (
+            "a.safetensors",
+            r": expected a vector per gene, all of one length, got shapes \(3,\) of a, ",
+        ),
         ("a.pt", r": expected a file of gene vectors, \.npy or \.safetensors or \.tsv or"),
         ("b.npy", r"b\.genes\.txt: no such file; expected the names of the genes of b\.npy"),
         ("c.tsv", r": no such file$"),
@@ -128,15 +186,33 @@ def test_files_of_other_kinds_are_refused(name: str, message: str, tmp_path: Pat
 
 
 WRONG_TABLES = {
-    "a short line": ("STAT1\t1\t2\nJAK2\t1\n", ", line 2: expected 3 columns as in the first line, separated by tabs"),
-    "another separator": ("STAT1,1,2\n", ", line 1: expected a gene and its numbers, separated by tabs, got 1; compl"),
-    "a word": ("gene\ta\tb\n\nSTAT1\t1\thigh\n", ", line 3: 'STAT1' has a value that is not a number; correct it"),
-    "no value": ("STAT1\t1\t2\nJAK2\t\t2\n", ", line 2: 'JAK2' has a value that is not a number; correct it"),
+    "a short line": (
+        "STAT1\t1\t2\nJAK2\t1\n",
+        ", line 2: expected 3 columns as in the first line, separated by tabs",
+    ),
+    "another separator": (
+        "STAT1,1,2\n",
+        ", line 1: expected a gene and its numbers, separated by tabs, got 1; compl",
+    ),
+    "a word": (
+        "gene\ta\tb\n\nSTAT1\t1\thigh\n",
+        ", line 3: 'STAT1' has a value that is not a number; correct it",
+    ),
+    "no value": (
+        "STAT1\t1\t2\nJAK2\t\t2\n",
+        ", line 2: 'JAK2' has a value that is not a number; correct it",
+    ),
     "a gene twice": ("STAT1\t1\t2\nSTAT1\t1\t2\n", ": 'STAT1' names two vectors; leave one out$"),
     "no line": ("gene\ta\tb\n", ": no vectors; expected a line for each gene$"),
     "nothing": ("", ": no vectors; expected a line for each gene$"),
-    "names of others": ("Q9Y6K9\t1\t2\n", ": none of its 1 names is an Ensembl id or symbol of the vocabulary;"),
-    "not finite": ("STAT1\t1\tnan\n", ": the vector of STAT1 has a value that is not finite; correct it or leave"),
+    "names of others": (
+        "Q9Y6K9\t1\t2\n",
+        ": none of its 1 names is an Ensembl id or symbol of the vocabulary;",
+    ),
+    "not finite": (
+        "STAT1\t1\tnan\n",
+        ": the vector of STAT1 has a value that is not finite; correct it or leave",
+    ),
     "no text": ("STAT1\t\xff", ": cannot be read: 'utf-8' codec can't decode byte 0xff"),
 }
 
@@ -152,8 +228,14 @@ def test_a_table_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> N
 
 
 def test_a_gene_without_a_vector_has_nan_and_the_first_of_its_names_counts(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "a.csv", ["STAT1", "JAK2", "ENSG00000096968"], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    found = read_vectors(path, [("MYC",), ("JAK2", "ENSG00000096968"), ("ENSG00000115415", "STAT1")])
+    path = write_table(
+        tmp_path / "a.csv",
+        ["STAT1", "JAK2", "ENSG00000096968"],
+        [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
+    )
+    found = read_vectors(
+        path, [("MYC",), ("JAK2", "ENSG00000096968"), ("ENSG00000115415", "STAT1")]
+    )
     np.testing.assert_array_equal(found, [[np.nan, np.nan], [3, 4], [1, 2]])
 
 
@@ -167,18 +249,26 @@ def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Te
     freeze(model, trained_names(load_method(train_options().finetune), model))
     path = write_npy(tmp_path / f"{family}.npy", GENES[:45], vectors_of())
     table, _ = read_gene_vectors(path, VOCABULARY, DIM)
-    materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, VOCABULARY, given={TABLE: table}))
+    materialize(
+        model,
+        torch.device("cpu"),
+        initial_tensors(model, 0, None, VOCABULARY, given={TABLE: table}),
+    )
     return model, table
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(family: str, tmp_path: Path) -> None:
+def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(
+    family: str, tmp_path: Path
+) -> None:
     model, table = model_of(family, tmp_path)
     batch = to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES))
     own, project = model.gene_embedding.weight, model.gene_vectors.project.weight
     whole = own + table @ project.T
     assert torch.equal(whole[47:], own[47:]), "no vector: the learned one alone"
-    assert (table @ project.T)[2:47].std().item() == pytest.approx(0.02, rel=0.2), "as large as a learned embedding"
+    assert (table @ project.T)[2:47].std().item() == pytest.approx(0.02, rel=0.2), (
+        "as large as a learned embedding"
+    )
     with torch.no_grad():
         ours = model.embed(batch)
         model.gene_embedding.weight.copy_(whole)
@@ -188,7 +278,9 @@ def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(family: 
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("family", MODELS)
-def test_vectors_train_only_if_asked_and_their_projection_always(family: str, trained: bool, tmp_path: Path) -> None:
+def test_vectors_train_only_if_asked_and_their_projection_always(
+    family: str, trained: bool, tmp_path: Path
+) -> None:
     model, _ = model_of(family, tmp_path, train_gene_vectors=trained)
     prepared = prepare(model, to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES)))
     model(prepared).backward()
@@ -203,7 +295,8 @@ def test_vectors_train_only_if_asked_and_their_projection_always(family: str, tr
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_planner_counts_the_vectors_and_trains_what_trains(trained: bool) -> None:
     plain, size = (
-        measure(spec_of("encoder", **given)) for given in ({"gene_vector_dim": None}, {"train_gene_vectors": trained})
+        measure(spec_of("encoder", **given))
+        for given in ({"gene_vector_dim": None}, {"train_gene_vectors": trained})
     )
     assert size.parameters - plain.parameters == 62 * DIM + 16 * DIM
     own = size.begin.trained - size.tied.trained + size.finish.trained
@@ -223,18 +316,26 @@ def test_an_export_carries_the_vectors_and_a_finetune_takes_them_by_gene(tmp_pat
 
 def test_a_run_is_that_of_the_vectors_and_not_of_their_path(tmp_path: Path) -> None:
     paths = [write_npy(tmp_path / name, GENES[:45], vectors_of()) for name in ("a.npy", "b.npy")]
-    runs = [train_options(model={"gene_vectors": str(path), "gene_vector_dim": DIM}) for path in paths]
+    runs = [
+        train_options(model={"gene_vectors": str(path), "gene_vector_dim": DIM}) for path in paths
+    ]
     first, second = (identity(run, None, vectors_digest(run, None)) for run in runs)
     assert first == second
     stored = {"options": runs[0].model_dump(mode="json"), "identity": first}
     assert changed_keys(stored, second, "run.json") == {}
     write_npy(paths[1], GENES[:45], vectors_of() + 1)
-    changed = changed_keys(stored, identity(runs[1], None, vectors_digest(runs[1], None)), "run.json")
+    changed = changed_keys(
+        stored, identity(runs[1], None, vectors_digest(runs[1], None)), "run.json"
+    )
     assert list(changed) == ["model.gene_vectors"]
-    with pytest.raises(ConfigError, match=r"model\.gene_vector_dim is set, but no vectors; set model\.gene_vectors"):
+    with pytest.raises(
+        ConfigError, match=r"model\.gene_vector_dim is set, but no vectors; set model\.gene_vectors"
+    ):
         vectors_digest(train_options(model={"gene_vector_dim": DIM}), None)
     paths[0].unlink()
     with pytest.raises(ConfigError, match=r"model\.gene_vectors: \S+a\.npy: no such file"):
         vectors_digest(runs[0], None)
-    with pytest.raises(ValueError, match="gene_vectors and train_gene_vectors require gene_vector_dim"):
+    with pytest.raises(
+        ValueError, match="gene_vectors and train_gene_vectors require gene_vector_dim"
+    ):
         FamilyConfig.model_validate({"gene_vectors": "a.npy"})

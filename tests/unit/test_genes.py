@@ -1,4 +1,6 @@
-"""Names to Ensembl ids, never by a guess; one-to-one orthologs, to a corpus of both organisms; the Cell Ontology."""
+"""Names to Ensembl ids, never by a guess; one-to-one orthologs, to a corpus of both organisms; the
+Cell Ontology.
+"""
 
 import os
 from collections.abc import Callable
@@ -12,7 +14,13 @@ import scipy.sparse as sp
 
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.names import map_genes, match_columns
-from cellmill.data.genes.tables import CellOntology, cell_ontology, gene_table, organism_of, orthologs
+from cellmill.data.genes.tables import (
+    CellOntology,
+    cell_ontology,
+    gene_table,
+    organism_of,
+    orthologs,
+)
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
 from tests.unit.test_preprocess import run as preprocessed
@@ -31,10 +39,30 @@ HLA_DRA, BRCA2 = "ENSG00000204287", "ENSG00000139618"
         ("human", BRCA2, [BRCA2, f"{BRCA2}.12"]),
         ("human", "ENSG00000182378", ["ENSG00000182378.14_PAR_Y"]),
         ("mouse", "ENSMUSG00000041147", ["ENSMUSG00000041147.8"]),
-        ("human", HLA_DRA, [f"HLA-DRA_{HLA_DRA}", f"HLA-DRA_{HLA_DRA}.12", f"{HLA_DRA}.12_HLA-DRA", f"7SK|{HLA_DRA}"]),
+        (
+            "human",
+            HLA_DRA,
+            [
+                f"HLA-DRA_{HLA_DRA}",
+                f"HLA-DRA_{HLA_DRA}.12",
+                f"{HLA_DRA}.12_HLA-DRA",
+                f"7SK|{HLA_DRA}",
+            ],
+        ),
         ("human", HLA_DRA, [f"GRCh38_{HLA_DRA}"]),
         ("mouse", "ENSMUSG00000029580", ["Actb_ENSMUSG00000029580"]),
-        ("human", "", ["ENSMUSG00000041147", f"x{BRCA2}", "ENSG1", f"{BRCA2}-1", f"HLADRA{HLA_DRA}", f"A_{HLA_DRA}1"]),
+        (
+            "human",
+            "",
+            [
+                "ENSMUSG00000041147",
+                f"x{BRCA2}",
+                "ENSG1",
+                f"{BRCA2}-1",
+                f"HLADRA{HLA_DRA}",
+                f"A_{HLA_DRA}1",
+            ],
+        ),
         ("human", "", [f"{HLA_DRA}_1", f"{HLA_DRA}_{BRCA2}"]),
         ("mouse", "", [f"HLA-DRA_{HLA_DRA}"]),
     ],
@@ -53,32 +81,62 @@ def test_an_id_in_a_column_takes_precedence_over_the_name(column: str) -> None:
 
 
 def test_current_symbols_take_precedence_over_previous_ones_and_those_over_aliases() -> None:
-    mapped = map_genes(["BRCA2", "C10orf11", "FANCD1", "SEP15", "C10ORF11"], pd.DataFrame(index=range(5)), "human")
+    mapped = map_genes(
+        ["BRCA2", "C10orf11", "FANCD1", "SEP15", "C10ORF11"], pd.DataFrame(index=range(5)), "human"
+    )
     assert mapped.gene_ids[0] == mapped.gene_ids[2] == "ENSG00000139618"
     assert mapped.gene_ids[1] == mapped.gene_ids[4] == "ENSG00000148655"
     assert mapped.symbols == ["BRCA2", "LRMDA", "BRCA2", "SELENOF", "LRMDA"]
     previous = "FANCD1" in gene_table("human").ids["previous"]
-    found = {"id": 0, "symbol": 1, "previous": 1 + previous, "alias": 3 - previous, "ambiguous": 0, "unmapped": 0}
-    assert mapped.coverage.as_json() == {"organism": "human", "n_genes": 5, **found, "examples": [], "frac": 1.0}
+    found = {
+        "id": 0,
+        "symbol": 1,
+        "previous": 1 + previous,
+        "alias": 3 - previous,
+        "ambiguous": 0,
+        "unmapped": 0,
+    }
+    assert mapped.coverage.as_json() == {
+        "organism": "human",
+        "n_genes": 5,
+        **found,
+        "examples": [],
+        "frac": 1.0,
+    }
 
 
 def test_an_ambiguous_name_maps_to_no_gene() -> None:
     mapped = map_genes(["QARS", "no-such-gene", "TP53"], pd.DataFrame(index=range(3)), "human")
     assert mapped.gene_ids[:2] == ["", ""]
-    assert (mapped.coverage.ambiguous, mapped.coverage.unmapped, mapped.coverage.symbol) == (1, 1, 1)
+    assert (mapped.coverage.ambiguous, mapped.coverage.unmapped, mapped.coverage.symbol) == (
+        1,
+        1,
+        1,
+    )
     assert mapped.coverage.examples == ("QARS", "no-such-gene")
     assert mapped.coverage.frac == pytest.approx(1 / 3)
 
 
 def test_mitochondrial_genes_are_recognised_by_symbol_when_named_by_id() -> None:
     names = ["ENSG00000198804", "MT-CO1", "ENSG00000139618", "MT1X"]
-    assert map_genes(names, pd.DataFrame(index=names), "human").is_mito.tolist() == [True, True, False, False]
-    assert map_genes(["mt-Co1", "Mtor"], pd.DataFrame(index=range(2)), "mouse").is_mito.tolist() == [True, False]
+    assert map_genes(names, pd.DataFrame(index=names), "human").is_mito.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert map_genes(
+        ["mt-Co1", "Mtor"], pd.DataFrame(index=range(2)), "mouse"
+    ).is_mito.tolist() == [True, False]
 
 
 def test_without_an_organism_names_are_used_as_ids() -> None:
     mapped = map_genes(["a", "b"], pd.DataFrame({"symbol": ["MT-X", None]}, index=["a", "b"]), None)
-    assert (mapped.gene_ids, mapped.symbols, mapped.is_mito.tolist()) == (["a", "b"], ["MT-X", "b"], [True, False])
+    assert (mapped.gene_ids, mapped.symbols, mapped.is_mito.tolist()) == (
+        ["a", "b"],
+        ["MT-X", "b"],
+        [True, False],
+    )
     assert mapped.coverage.frac == 1.0
 
 
@@ -90,7 +148,14 @@ def test_without_an_organism_names_are_used_as_ids() -> None:
 #   |
 #   CD4
 SMALL = CellOntology(
-    {"cell": (), "blood": ("cell",), "nerve": ("cell",), "T": ("blood",), "both": ("blood", "nerve"), "CD4": ("T",)}
+    {
+        "cell": (),
+        "blood": ("cell",),
+        "nerve": ("cell",),
+        "T": ("blood",),
+        "both": ("blood", "nerve"),
+        "CD4": ("T",),
+    }
 )
 
 
@@ -106,7 +171,9 @@ SMALL = CellOntology(
         ("cell", "CD4", 1 / 4, 3),
     ],
 )
-def test_nearness_and_steps_are_those_counted_by_hand(one: str, other: str, nearness: float, steps: int) -> None:
+def test_nearness_and_steps_are_those_counted_by_hand(
+    one: str, other: str, nearness: float, steps: int
+) -> None:
     for a, b in ((one, other), (other, one)):
         assert SMALL.nearness(a, b) == pytest.approx(nearness)
         assert SMALL.steps(a, b) == steps
@@ -116,7 +183,8 @@ def test_terms_of_the_packaged_table_lead_to_cell_and_known_types_are_where_they
     ontology = cell_ontology()
     t_cell, b_cell, lymphocyte, neuron = "CL:0000084", "CL:0000236", "CL:0000542", "CL:0000540"
     assert ontology.ancestors(t_cell)[lymphocyte] == 1
-    assert ontology.steps(t_cell, b_cell) == 3  # a B cell is a lymphocyte of B lineage, which is a lymphocyte
+    # a B cell is a lymphocyte of B lineage, which is a lymphocyte
+    assert ontology.steps(t_cell, b_cell) == 3
     assert ontology.nearness(t_cell, b_cell) > ontology.nearness(t_cell, neuron) > 0
     assert "CL:0000003" not in ontology  # obsolete
     assert len(ontology.parents) == 3316
@@ -142,7 +210,9 @@ def test_the_packaged_table_is_one_to_one_of_known_genes_and_its_own_inverse() -
     assert CD8B1 not in to_human
 
 
-def test_genes_are_mapped_and_those_without_an_ortholog_counted(make_h5ad: Make, tmp_path: Path) -> None:
+def test_genes_are_mapped_and_those_without_an_ortholog_counted(
+    make_h5ad: Make, tmp_path: Path
+) -> None:
     genes = ["Trp53", "mt-Co1", "H2-Oa", "Cd8b1", "nothing"]
     path = make_h5ad(sp.csr_matrix(np.arange(1.0, 16).reshape(3, 5)), genes=genes)
     got, report = run(path, tmp_path / "m.h5ad", organism="mouse", reference_organism="human")
@@ -155,7 +225,13 @@ def test_genes_are_mapped_and_those_without_an_ortholog_counted(make_h5ad: Make,
     assert (dropped["no Ensembl id"], dropped["no ortholog"]) == (1, 1)
     assert report["genes"]["in"] - sum(dropped.values()) == report["genes"]["out"]
     with open_counts(path) as raw:
-        assert match_columns(raw, build_vocabulary([tmp_path / "m.h5ad"])).target.tolist() == [0, 1, 2, -1, -1]
+        assert match_columns(raw, build_vocabulary([tmp_path / "m.h5ad"])).target.tolist() == [
+            0,
+            1,
+            2,
+            -1,
+            -1,
+        ]
     # mitochondrial genes are those of the mouse
     assert report["quantiles"]["mito_frac"]["after"][0] == pytest.approx(1 / 3)
 
@@ -187,9 +263,18 @@ def test_of_a_users_table_pairs_that_occur_once_are_used(make_h5ad: Make, tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("human\trat\n", "expected a header with the columns mouse and human, of Ensembl ids; mouse is not there"),
-        ("human\tmouse\nTP53\tTrp53\n", r"line 2: expected an Ensembl id of mouse \(ENSMUSG...\), got 'Trp53'"),
-        (f"human\tmouse\n{TRP53}\t{TRP53}\n", r"line 2: expected an Ensembl id of human \(ENSG...\), got 'ENSMUSG"),
+        (
+            "human\trat\n",
+            "expected a header with the columns mouse and human, of Ensembl ids; mouse is not there",
+        ),
+        (
+            "human\tmouse\nTP53\tTrp53\n",
+            r"line 2: expected an Ensembl id of mouse \(ENSMUSG...\), got 'Trp53'",
+        ),
+        (
+            f"human\tmouse\n{TRP53}\t{TRP53}\n",
+            r"line 2: expected an Ensembl id of human \(ENSG...\), got 'ENSMUSG",
+        ),
         ("human\tmouse\n", "has no pair of genes that occur in no other pair"),
         (None, "no such file"),
     ],
@@ -206,10 +291,19 @@ def test_a_wrong_table_is_named(tmp_path: Path, text: str | None, message: str) 
         orthologs("mouse", "human", path)
 
 
-def test_human_and_mouse_stand_side_by_side_with_a_column_of_the_organism(make_h5ad: Make, tmp_path: Path) -> None:
+def test_human_and_mouse_stand_side_by_side_with_a_column_of_the_organism(
+    make_h5ad: Make, tmp_path: Path
+) -> None:
     cells = {}
-    for name, genes in {"human": ["TP53", "MYC", "CD3E"], "mouse": ["Trp53", "Myc"], "mice": ["Cd3e", "Cd4"]}.items():
-        organism, path = "human" if name == "human" else "mouse", make_h5ad(np.ones((9, len(genes))), genes=genes)
+    for name, genes in {
+        "human": ["TP53", "MYC", "CD3E"],
+        "mouse": ["Trp53", "Myc"],
+        "mice": ["Cd3e", "Cd4"],
+    }.items():
+        organism, path = (
+            "human" if name == "human" else "mouse",
+            make_h5ad(np.ones((9, len(genes))), genes=genes),
+        )
         cells[name] = tmp_path / f"{name}.cells.h5ad"
         made, _ = run(path, cells[name], organism=organism, organism_column=True)
         assert set(made.obs["organism"]) == {organism}
@@ -220,5 +314,7 @@ def test_human_and_mouse_stand_side_by_side_with_a_column_of_the_organism(make_h
     with pytest.raises(DataError, match="no genes in common with the other datasets"):
         build_vocabulary([*both, cells["mice"]])  # mice share an organism, and no gene
     for option, value in (("organism_column", True), ("reference_organism", "human")):
-        with pytest.raises(ConfigError, match=f"preprocess.{option} requires the organism of each dataset"):
+        with pytest.raises(
+            ConfigError, match=f"preprocess.{option} requires the organism of each dataset"
+        ):
             run(path, tmp_path / "none.h5ad", organism=None, **{option: value})

@@ -27,14 +27,22 @@ from cellmill.models.export import initial_tensors, load_model
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.size import measure
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'cellmill[hf]'")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install 'cellmill[hf]'"
+)
 pytestmark = pytest.mark.full
 
 ESM = [*("<cls>", "<pad>", "<eos>", "<unk>"), *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
 """Lines of the vocab.txt of ESM-2."""
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 TYPES: dict[str, dict[str, Any]] = {
-    "esm": SHAPE | {"max_position_embeddings": 130, "position_embedding_type": "rotary", "pad_token_id": 0},
+    "esm": SHAPE
+    | {"max_position_embeddings": 130, "position_embedding_type": "rotary", "pad_token_id": 0},
     "bert": SHAPE | {"hidden_dropout_prob": 0.3},
     "roberta": SHAPE | {"max_position_embeddings": 130},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -51,12 +59,16 @@ BEHIND: dict[str, set[str]] = {
 }
 """Parameters behind the blocks; the blocks of the other types end with a norm of their own."""
 SEQUENCES = ("MQIFVKTLTG", "GIVEQCCTSICSLYQLENYCN", "MKU")
-VOCABULARY = Vocabulary(list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES)))
+VOCABULARY = Vocabulary(
+    list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES))
+)
 
 
 def spec_of(model: dict[str, Any]) -> ModelSpec:
     tokens, objective = Tokens.model_validate(TOKENS), ObjectiveConfig.model_validate(MASKED)
-    return ModelSpec(FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES))
+    return ModelSpec(
+        FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES)
+    )
 
 
 def made(model: dict[str, Any]) -> Any:
@@ -67,18 +79,27 @@ def made(model: dict[str, Any]) -> Any:
 
 
 def batch() -> Any:
-    rows = [np.array([RESIDUES.index(letter) for letter in sequence], np.int32) for sequence in SEQUENCES]
+    rows = [
+        np.array([RESIDUES.index(letter) for letter in sequence], np.int32)
+        for sequence in SEQUENCES
+    ]
     lengths = [len(row) for row in rows]
     places = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    return to_tensors(Batch(np.concatenate(rows) + len(SPECIAL), places, cu_seqlens, np.arange(len(rows))))
+    return to_tensors(
+        Batch(np.concatenate(rows) + len(SPECIAL), places, cu_seqlens, np.arange(len(rows)))
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small ESM-2 with its language-model head and random weights, as transformers saves it."""
     path = tmp_path_factory.mktemp("esm")
-    shape = SHAPE | {"max_position_embeddings": 130, "position_embedding_type": "rotary", "token_dropout": True}
+    shape = SHAPE | {
+        "max_position_embeddings": 130,
+        "position_embedding_type": "rotary",
+        "token_dropout": True,
+    }
     torch.manual_seed(0)
     config = transformers.EsmConfig(vocab_size=len(ESM), pad_token_id=1, mask_token_id=32, **shape)
     network = transformers.EsmForMaskedLM(config)
@@ -93,34 +114,75 @@ def padded_ids(hidden: set[tuple[int, int]] = frozenset()) -> torch.Tensor:  # t
     """(cells, longest) token ids of ESM-2, with <mask> at the (cell, place) in `hidden`."""
     rows = []
     for cell, sequence in enumerate(SEQUENCES):
-        letters = ["<mask>" if (cell, place) in hidden else letter for place, letter in enumerate(sequence)]
+        letters = [
+            "<mask>" if (cell, place) in hidden else letter for place, letter in enumerate(sequence)
+        ]
         rows.append(torch.tensor([ESM.index(token) for token in ("<cls>", *letters, "<eos>")]))
     return pad_sequence(rows, batch_first=True, padding_value=ESM.index("<pad>"))
 
 
-def check_vectors(network: Any, theirs: Any, ids: torch.Tensor, pad: int = 0, first: int = 0) -> None:
-    """The vectors of our model are the means of transformers' states of `ids`, from place `first` on."""
+def check_vectors(
+    network: Any, theirs: Any, ids: torch.Tensor, pad: int = 0, first: int = 0
+) -> None:
+    """The vectors of our model are the means of transformers' states of `ids`, from place `first`
+    on.
+    """
     with torch.inference_mode():
         states = theirs.eval()(input_ids=ids, attention_mask=(ids != pad).long()).last_hidden_state
-        expected = torch.stack([row[first : first + len(cell)].mean(0) for row, cell in zip(states, SEQUENCES)])
+        expected = torch.stack(
+            [row[first : first + len(cell)].mean(0) for row, cell in zip(states, SEQUENCES)]
+        )
         torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Path) -> None:
-    check_vectors(made({"path": str(folder)}), transformers.EsmModel.from_pretrained(folder), padded_ids(), 1, 1)
+    check_vectors(
+        made({"path": str(folder)}),
+        transformers.EsmModel.from_pretrained(folder),
+        padded_ids(),
+        1,
+        1,
+    )
 
 
-def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(folder: Path, tmp_path: Path) -> None:
+def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(
+    folder: Path, tmp_path: Path
+) -> None:
     VOCABULARY.write(tmp_path / "vocabulary.tsv")
-    model: dict[str, Any] = dict.fromkeys(SMALL) | {"family": "hf", "objective": "masked_gene", "path": str(folder)}
+    model: dict[str, Any] = dict.fromkeys(SMALL) | {
+        "family": "hf",
+        "objective": "masked_gene",
+        "path": str(folder),
+    }
     exported = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS, **model)
-    assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--format",
+                "transformers",
+                "--model",
+                str(exported),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "out")
     check_vectors(load_model(exported)[0], theirs, padded_ids(), 1, 1)
     weights = (exported / "model.safetensors").read_bytes()
-    assert main(["export", "--format", "transformers", "--model", str(exported), "--out", str(exported)]) == 2
-    assert (exported / "model.safetensors").read_bytes() == weights  # the model's own file has that name too
-    table = dict(line.split("\t") for line in (tmp_path / "out" / "tokens.tsv").read_text().splitlines())
+    assert (
+        main(
+            ["export", "--format", "transformers", "--model", str(exported), "--out", str(exported)]
+        )
+        == 2
+    )
+    # the model's own file has that name too
+    assert (exported / "model.safetensors").read_bytes() == weights
+    table = dict(
+        line.split("\t") for line in (tmp_path / "out" / "tokens.tsv").read_text().splitlines()
+    )
     assert all(table[residue] == str(ESM.index(residue)) for residue in RESIDUES)
 
 
@@ -128,13 +190,21 @@ def test_the_head_of_the_folder_predicts_as_that_of_transformers(folder: Path) -
     network: Any = made({"path": str(folder)})
     prepared = network.prepare(batch(), seed=0, step=0)
     starts = np.cumsum([0, *map(len, SEQUENCES)])
-    hidden = [(cell, int(at) - starts[cell]) for at in prepared.targets for cell in [int(prepared.cell[at])]]
+    hidden = [
+        (cell, int(at) - starts[cell])
+        for at in prepared.targets
+        for cell in [int(prepared.cell[at])]
+    ]
     ids = padded_ids(set(hidden))
     with torch.inference_mode():
-        logits = network.objective.predict(network, network.head(network.states(prepared)[prepared.targets]), prepared)
+        logits = network.objective.predict(
+            network, network.head(network.states(prepared)[prepared.targets]), prepared
+        )
         theirs = transformers.EsmForMaskedLM.from_pretrained(folder).eval()
         out = theirs(input_ids=ids, attention_mask=(ids != ESM.index("<pad>")).long()).logits
-    expected = torch.stack([out[cell, place + 1] for cell, place in hidden])[:, [ESM.index(r) for r in RESIDUES]]
+    expected = torch.stack([out[cell, place + 1] for cell, place in hidden])[
+        :, [ESM.index(r) for r in RESIDUES]
+    ]
     torch.testing.assert_close(logits[:, len(SPECIAL) :], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -157,17 +227,29 @@ def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) ->
     empty = network(network.prepare(to_tensors(empty_batch(np.dtype(np.int32))), seed=0, step=0))
     empty.backward()
     assert empty.item() == 0
-    assert not any(parameter.grad.any() for parameter in network.parameters() if parameter.grad is not None)
+    assert not any(
+        parameter.grad.any() for parameter in network.parameters() if parameter.grad is not None
+    )
 
     theirs = transformers.AutoModel.from_config(network.body.config).eval()
-    names = {name: name.removeprefix("body.") for name in network.state_dict() if name.startswith("body.")}
+    names = {
+        name: name.removeprefix("body.")
+        for name in network.state_dict()
+        if name.startswith("body.")
+    }
     blocks = {name for name in network.state_dict() if name.startswith("blocks.")}
     names |= {name: f"{network.blocks_path}{name.removeprefix('blocks')}" for name in blocks}
     state = network.state_dict()
-    wrong = theirs.load_state_dict({full: state[name] for name, full in names.items()}, strict=False)
+    wrong = theirs.load_state_dict(
+        {full: state[name] for name, full in names.items()}, strict=False
+    )
     assert not wrong.unexpected_keys
     assert all(name.startswith(("pooler", "contact_head")) for name in wrong.missing_keys)
-    check_vectors(network.eval(), theirs, pad_sequence(batch().genes.split([*map(len, SEQUENCES)]), batch_first=True))
+    check_vectors(
+        network.eval(),
+        theirs,
+        pad_sequence(batch().genes.split([*map(len, SEQUENCES)]), batch_first=True),
+    )
 
     size = measure(spec_of(options))
     assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
@@ -180,11 +262,16 @@ def test_a_folder_is_read_once_and_its_pickle_never(folder: Path, tmp_path: Path
     stored = config.model_dump(mode="json")
     assert stored["residue_ids"]["A"] == ESM.index("A")
     assert stored["residue_ids"]["begin"] == ESM.index("<cls>")
-    assert FamilyConfig.model_validate(stored | {"path": "/gone"}) == config.model_copy(update={"path": "/gone"})
+    assert FamilyConfig.model_validate(stored | {"path": "/gone"}) == config.model_copy(
+        update={"path": "/gone"}
+    )
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "vocab.txt").write_text((folder / "vocab.txt").read_text())
     (tmp_path / "pytorch_model.bin").write_text("not opened")
-    with pytest.raises(DataError, match=r"pytorch_model\.bin is a pickle, which is never opened; where you trust it,"):
+    with pytest.raises(
+        DataError,
+        match=r"pytorch_model\.bin is a pickle, which is never opened; where you trust it,",
+    ):
         made({"path": str(tmp_path)})
 
 
@@ -198,29 +285,59 @@ def test_a_hub_name_is_looked_up_in_the_cache_at_its_revision(
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("abc123")
     for revision in (None, "main", "abc123"):
-        config: Any = FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": revision})
+        config: Any = FamilyConfig.model_validate(
+            {"family": "hf", "path": "facebook/esm2", "revision": revision}
+        )
         assert config.architecture["hidden_size"] == 32
-    with pytest.raises(ValueError, match=r"snapshots/v2 does not exist; run: hf download facebook/esm2"):
+    with pytest.raises(
+        ValueError, match=r"snapshots/v2 does not exist; run: hf download facebook/esm2"
+    ):
         FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": "v2"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parallel": {"tp": 2}}, "parallel.tp 2: family hf does not support tensor parallelism; set tp to 1"),
-        ({"parallel": {"pp": 2}}, "parallel.pp 2: family hf does not support pipelines; set pp to 1"),
-        ({"parallel": {"compile": True}}, "parallel.compile: family hf is not compiled; set compile to no"),
+        (
+            {"parallel": {"tp": 2}},
+            "parallel.tp 2: family hf does not support tensor parallelism; set tp to 1",
+        ),
+        (
+            {"parallel": {"pp": 2}},
+            "parallel.pp 2: family hf does not support pipelines; set pp to 1",
+        ),
+        (
+            {"parallel": {"compile": True}},
+            "parallel.compile: family hf is not compiled; set compile to no",
+        ),
         (
             {"objective": {"name": "masked_gene"}},
             "objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0",
         ),
-        ({"tokens": TOKENS | {"max_tokens": 200}}, "tokens.max_tokens: expected at most 126 for model.path, got 200"),
-        ({"tokens": {"tokenizer": "continuous"}}, "has values of kind scalar, family hf embeds none, place"),
-        ({"tokens": TOKENS, "model": {"residue_ids": {"A": 0}}}, "model.residue_ids: no id of B, C, D, E"),
+        (
+            {"tokens": TOKENS | {"max_tokens": 200}},
+            "tokens.max_tokens: expected at most 126 for model.path, got 200",
+        ),
+        (
+            {"tokens": {"tokenizer": "continuous"}},
+            "has values of kind scalar, family hf embeds none, place",
+        ),
+        (
+            {"tokens": TOKENS, "model": {"residue_ids": {"A": 0}}},
+            "model.residue_ids: no id of B, C, D, E",
+        ),
     ],
 )
-def test_options_that_cannot_work_are_refused(change: dict[str, Any], message: str, folder: Path) -> None:
-    base: dict[str, Any] = {"tokens": TOKENS, "stream": {}, "parallel": {}, "train": {"steps": 1}, "objective": MASKED}
+def test_options_that_cannot_work_are_refused(
+    change: dict[str, Any], message: str, folder: Path
+) -> None:
+    base: dict[str, Any] = {
+        "tokens": TOKENS,
+        "stream": {},
+        "parallel": {},
+        "train": {"steps": 1},
+        "objective": MASKED,
+    }
     model = {"family": "hf", "path": str(folder)} | change.get("model", {})
     with pytest.raises(ConfigError) as caught:
         check_together(check_options(TrainOptions, base | change | {"model": model}, "test"))
@@ -228,6 +345,8 @@ def test_options_that_cannot_work_are_refused(change: dict[str, Any], message: s
 
 
 def test_a_config_that_asks_for_remote_code_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "esm", "auto_map": {"AutoModel": "x.Y"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "esm", "auto_map": {"AutoModel": "x.Y"}})
+    )
     with pytest.raises(ValueError, match=r"asks for remote code \(auto_map\), which is never run"):
         FamilyConfig.model_validate({"family": "hf", "path": str(tmp_path)})

@@ -54,7 +54,9 @@ class _Hub(BaseHTTPRequestHandler):
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
             server.repos[name] = {}
-            server.private[name] = asked.get("visibility") == "private" or asked.get("private", False)
+            server.private[name] = asked.get("visibility") == "private" or asked.get(
+                "private", False
+            )
             self._answer({"url": f"{server.url}/{name}", "name": name, "id": name})
         elif self.path == "/api/validate-yaml":
             self._answer({"errors": [], "warnings": []})
@@ -66,7 +68,9 @@ class _Hub(BaseHTTPRequestHandler):
             name = "/".join(self.path.split("/")[3:5])
             for entry in map(json.loads, body.splitlines()):
                 if entry["key"] == "file":
-                    server.repos[name][entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+                    server.repos[name][entry["value"]["path"]] = base64.b64decode(
+                        entry["value"]["content"]
+                    )
             self._answer({"commitUrl": f"{server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self._answer({"error": self.path}, 404)
@@ -80,7 +84,10 @@ class _Hub(BaseHTTPRequestHandler):
         if repo is None:
             self._answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
         elif parts[0] == "api" and "tree" in parts:
-            listed = [{"type": "file", "path": path, "size": len(repo[path]), "oid": "0" * 40} for path in repo]
+            listed = [
+                {"type": "file", "path": path, "size": len(repo[path]), "oid": "0" * 40}
+                for path in repo
+            ]
             self._answer(json.dumps(listed).encode())
         elif parts[0] == "api":
             siblings = [{"rfilename": path} for path in repo]
@@ -115,8 +122,16 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Pat
     export_model(folder / "model", corpus["vocabulary"])
     (folder / "model" / "README.md").write_text("---\nlibrary_name: cellmill\n---\n# A model\n")
     (folder / "model" / "run.pkl").write_bytes(b"never")
-    record = {"manifest": str(corpus["manifest"]), "init_from": None, "nodes": "1", "nproc_per_node": 2}
-    record |= {"options": {"train": {"lr": 0.5}, "track": {"to": {}}}, "environment": {"torch": "2.13"}}
+    record = {
+        "manifest": str(corpus["manifest"]),
+        "init_from": None,
+        "nodes": "1",
+        "nproc_per_node": 2,
+    }
+    record |= {
+        "options": {"train": {"lr": 0.5}, "track": {"to": {}}},
+        "environment": {"torch": "2.13"},
+    }
     write(folder / "train/run.json", record)
     metrics = folder / "evaluate/metrics.json"
     write(metrics, metrics.read_text().replace("all genes +", "all|genes +"))
@@ -139,27 +154,48 @@ print("DONE" + json.dumps(done))
 
 
 def _cellmill(hub: Any, home: Path, *calls: tuple[list[str], str | None]) -> list[Any]:
-    """Exit code, stdout and stderr of commands, each with its token, in one process that knows this hub alone."""
+    """Exit code, stdout and stderr of commands, each with its token, in one process that knows this
+    hub alone.
+    """
     done = _python(hub, home, DRIVER, json.dumps(calls))
     return json.loads(done.partition("DONE")[2])
 
 
 def _python(hub: Any, home: Path, *words: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    environment |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+    }
     environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    environment.pop("PYTHONWARNINGS", None)  # huggingface_hub 2.4 uploads by a deprecated argument of httpx
+    # huggingface_hub 2.4 uploads by a deprecated argument of httpx
+    environment.pop("PYTHONWARNINGS", None)
     command = [sys.executable, "-c", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(hub: Any, run_folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(
+    hub: Any, run_folder: Path, tmp_path: Path
+) -> None:
     model, out = run_folder / "model", tmp_path / "pulled"
-    push = ["push", "--model", str(model), "--repo", "me/sim", "--licence", "apache-2.0", "--private"]
+    push = [
+        "push",
+        "--model",
+        str(model),
+        "--repo",
+        "me/sim",
+        "--licence",
+        "apache-2.0",
+        "--private",
+    ]
     pull = ["pull", "me/sim@main", "--out", str(out)]
-    without, pushed, pulled = _cellmill(hub, tmp_path / "home", (push, None), (push, "hf_secret"), (pull, None))
+    without, pushed, pulled = _cellmill(
+        hub, tmp_path / "home", (push, None), (push, "hf_secret"), (pull, None)
+    )
     assert (without[0], without[2].count("\n")) == (2, 1)
     assert "HF_TOKEN is not set" in without[2]
     assert pushed[0] == 0, pushed[2]
@@ -171,7 +207,9 @@ def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(hub: Any, run_fold
     assert card.startswith("---\nlibrary_name: cellmill\nlicense: apache-2.0\n---\n# A model\n")
     assert "\npbmc: 95 cells (heldout).\n\n| probe | accuracy | macro_f1 |\n|---|---|---|\n" in card
     assert f"| all\\|genes + logistic regression | 0.840 | 0.740 |\n\n{LOSS}\n" in card
-    assert re.search(r"^\| simulated \| not said \| not said \| `[0-9a-f]{64}` \| 600 \|$", card, re.M)
+    assert re.search(
+        r"^\| simulated \| not said \| not said \| `[0-9a-f]{64}` \| 600 \|$", card, re.M
+    )
     assert "runs:\n  one:\n    corpus: sim\n    train:\n      lr: 0.5\n```\n" in card
     assert "secret" not in card + pushed[1] + pushed[2]
 
@@ -185,7 +223,9 @@ def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(hub: Any, run_fold
 def test_a_model_of_the_hub_is_loaded_by_its_name_and_its_other_files_stay(
     hub: Any, run_folder: Path, simulated: Path, tmp_path: Path
 ) -> None:
-    hub.repos["me/named"] = {path.name: path.read_bytes() for path in (run_folder / "model").iterdir()}
+    hub.repos["me/named"] = {
+        path.name: path.read_bytes() for path in (run_folder / "model").iterdir()
+    }
     assert "run.pkl" in hub.repos["me/named"]
     code = (
         f"import anndata, cellmill, numpy; adata = anndata.read_h5ad({str(simulated)!r})[:9]\n"
@@ -198,7 +238,9 @@ def test_a_model_of_the_hub_is_loaded_by_its_name_and_its_other_files_stay(
     assert "run.pkl" not in hub.asked
 
 
-def test_what_is_no_model_is_one_line_and_leaves_nothing(hub: Any, run_folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_model_is_one_line_and_leaves_nothing(
+    hub: Any, run_folder: Path, tmp_path: Path
+) -> None:
     files = {path.name: path.read_bytes() for path in (run_folder / "model").iterdir()}
     hub.repos["me/empty"] = {"README.md": b"a"}
     damaged = bytearray(files["model.safetensors"])

@@ -1,4 +1,6 @@
-"""Input formats: the same cells from every format, filters, links, sizes, damage; and rounded values."""
+"""Input formats: the same cells from every format, filters, links, sizes, damage; and rounded
+values.
+"""
 
 import gzip
 import importlib.util
@@ -58,11 +60,15 @@ def h5ad(matrix: Any, path: Path) -> Path:
     return path
 
 
-def in_zarr(counts: sp.csr_matrix, folder: Path, form: Any = sp.csr_matrix, version: int = 3) -> Path:
+def in_zarr(
+    counts: sp.csr_matrix, folder: Path, form: Any = sp.csr_matrix, version: int = 3
+) -> Path:
     cells = ad.AnnData(form(counts), OBS, pd.DataFrame(index=GENES))
     with warnings.catch_warnings(), ad.settings.override(zarr_write_format=version):
         warnings.simplefilter("ignore")
-        cells.write_zarr(folder / "cells.zarr", chunks=(7, 5) if form is sp.csr_matrix.toarray else None)
+        cells.write_zarr(
+            folder / "cells.zarr", chunks=(7, 5) if form is sp.csr_matrix.toarray else None
+        )
     return folder / "cells.zarr"
 
 
@@ -91,10 +97,16 @@ def of_dtype(counts: sp.csr_matrix, folder: Path, dtype: str) -> Path:
 def big_endian(counts: sp.csr_matrix, folder: Path, form: Any) -> Path:
     path = h5ad(form(counts), folder / "big.h5ad")
     with h5py.File(path, "a") as file:
-        for name in ["X"] if isinstance(file["X"], h5py.Dataset) else [f"X/{n}" for n in ("data", "indices", "indptr")]:
+        for name in (
+            ["X"]
+            if isinstance(file["X"], h5py.Dataset)
+            else [f"X/{n}" for n in ("data", "indices", "indptr")]
+        ):
             values, attributes = file[name][()], dict(file[name].attrs)
             del file[name]
-            file.create_dataset(name, data=values.astype(values.dtype.newbyteorder(">"))).attrs.update(attributes)
+            file.create_dataset(
+                name, data=values.astype(values.dtype.newbyteorder(">"))
+            ).attrs.update(attributes)
     return path
 
 
@@ -121,8 +133,15 @@ def tenx_v3(counts: sp.csr_matrix, folder: Path) -> Path:
         write_arrays(file.create_group("matrix"), counts.astype(np.int32))
         file["matrix/shape"] = counts.shape[::-1]
         file["matrix/barcodes"] = np.array(CELLS, "S")
-        kinds = ["Gene Expression", "gene expression", "GENE EXPRESSION", ""] * 9 + ["Antibody Capture"]
-        columns = {"id": GENES, "name": [f"S{j}" for j in range(37)], "feature_type": kinds, "genome": ["GRCh38"] * 37}
+        kinds = ["Gene Expression", "gene expression", "GENE EXPRESSION", ""] * 9 + [
+            "Antibody Capture"
+        ]
+        columns = {
+            "id": GENES,
+            "name": [f"S{j}" for j in range(37)],
+            "feature_type": kinds,
+            "genome": ["GRCh38"] * 37,
+        }
         for name, column in columns.items():
             file[f"matrix/features/{name}"] = np.array(column, "S")
     return folder / "filtered_feature_bc_matrix.h5"
@@ -139,12 +158,22 @@ def tenx_v2(counts: sp.csr_matrix, folder: Path, genome: str = "GRCh38") -> Path
 
 
 def matrix_market(
-    counts: sp.csr_matrix, folder: Path, end: str = "", genes: str = "features", field: str = "integer"
+    counts: sp.csr_matrix,
+    folder: Path,
+    end: str = "",
+    genes: str = "features",
+    field: str = "integer",
 ) -> Path:
     """Sorted by cell if counts are integers, else by gene."""
-    stored = counts.T.tocsc().tocoo().astype(int) if field == "integer" else counts.T.tocoo().astype(float)
+    stored = (
+        counts.T.tocsc().tocoo().astype(int)
+        if field == "integer"
+        else counts.T.tocoo().astype(float)
+    )
     scipy.io.mmwrite(folder / "sample_matrix.mtx", stored, field=field, comment="from a test")
-    (folder / f"sample_{genes}.tsv").write_text("".join(f"{g}\t{g}\tGene Expression\n" for g in GENES))
+    (folder / f"sample_{genes}.tsv").write_text(
+        "".join(f"{g}\t{g}\tGene Expression\n" for g in GENES)
+    )
     (folder / "sample_barcodes.tsv").write_text("".join(f"{cell}\n" for cell in CELLS))
     for file in list(folder.glob("sample_*")) if end else []:
         with gzip.open(f"{file}{end}", "wb") as packed:
@@ -155,9 +184,14 @@ def matrix_market(
 
 def loom(counts: sp.csr_matrix, folder: Path, chunks: Any = None) -> Path:
     with h5py.File(folder / "cells.loom", "w") as file:
-        file.create_dataset("matrix", data=counts.toarray().T, chunks=chunks, compression=chunks and "gzip")
+        file.create_dataset(
+            "matrix", data=counts.toarray().T, chunks=chunks, compression=chunks and "gzip"
+        )
         file["layers/spliced"] = counts.toarray().T + 1
-        file["row_attrs/Gene"], file["row_attrs/Accession"] = np.array(["G"] * 37, "S"), np.array(GENES, "S")
+        file["row_attrs/Gene"], file["row_attrs/Accession"] = (
+            np.array(["G"] * 37, "S"),
+            np.array(GENES, "S"),
+        )
         file["col_attrs/CellID"], file["col_attrs/depth"] = np.array(CELLS, "S"), np.arange(230.0)
         file.create_group("row_graphs")
     return folder / "cells.loom"
@@ -176,7 +210,11 @@ FORMATS: dict[str, Callable[[sp.csr_matrix, Path], Path]] = {
     **{kind: partial(of_dtype, dtype=kind) for kind in ("f8", "i8", "u1")},
     "anndata 0.6": legacy,
     **{f"big-endian {form.__name__}": partial(big_endian, form=form) for form in FORMS},
-    **{f"zarr {v} {form.__name__}": partial(in_zarr, form=form, version=v) for v in (2, 3) for form in FORMS},
+    **{
+        f"zarr {v} {form.__name__}": partial(in_zarr, form=form, version=v)
+        for v in (2, 3)
+        for form in FORMS
+    },
     "zarr zip": zarr_zip,
     "10x v3": tenx_v3,
     "10x v2": tenx_v2,
@@ -193,7 +231,8 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
     name: str, counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = FORMATS[name](counts, tmp_path)
-    monkeypatch.setattr(matrices, "_SLAB_BYTES", 3000)  # several slabs, and transposition where chunks are wide
+    # several slabs, and transposition where chunks are wide
+    monkeypatch.setattr(matrices, "_SLAB_BYTES", 3000)
     monkeypatch.setattr(matrices, "_ROWS", 16)
     monkeypatch.setattr(matrices, "_PIECE", 100)
     monkeypatch.setattr(lines, "_PIECE", 1000)
@@ -209,23 +248,32 @@ def test_the_same_cells_are_the_same_blocks_in_every_format(
                     assert getattr(got, part).dtype == (np.uint32 if part == "data" else np.int32)
                     assert getattr(got, part).tolist() == getattr(same, part).tolist()
             assert (number + 1) * block >= len(CELLS)
-            monkeypatch.setattr(matrices, "RowBuckets", None)  # what was transposed is not transposed again
+            # what was transposed is not transposed again
+            monkeypatch.setattr(matrices, "RowBuckets", None)
 
 
-def test_a_package_adds_a_format(counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_adds_a_format(
+    counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points = {"toy": "tests.plugin.cellmill_toy.input:FORMAT"}
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [EntryPoint(*one, group) for one in points.items()])
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [EntryPoint(*one, group) for one in points.items()]
+    )
     path = tmp_path / "cells.counts.csv"
     pd.DataFrame(counts.toarray(), CELLS, GENES).to_csv(path)
     assert (read(path) != counts).nnz == 0
     with declared_names(path) as names:
         assert names == DeclaredNames([], ["X"])
     points["broken"] = "json:loads"
-    with pytest.raises(ConfigError, match=r"^input 'broken' is not a cellmill.data.inputs.source.Format; repair or"):
+    with pytest.raises(
+        ConfigError, match=r"^input 'broken' is not a cellmill.data.inputs.source.Format; repair or"
+    ):
         read(tmp_path / "cells.tsv")
 
 
-def test_names_types_and_categories_of_genes_and_cells_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_names_types_and_categories_of_genes_and_cells_are_read(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     with open_counts(tenx_v3(counts, tmp_path)) as reader:
         assert reader.var.symbol.tolist() == [f"S{j}" for j in range(37)]
         assert is_expression(reader.var).tolist() == [True] * 36 + [False]
@@ -237,21 +285,30 @@ def test_names_types_and_categories_of_genes_and_cells_are_read(counts: sp.csr_m
     with open_counts(path) as reader:
         assert reader.obs["depth"].tolist()[:2] == [0.0, 1.0]
         assert reader.var["symbol"].tolist() == ["G"] * 37
-    assert "no matrix 'splcied' (the dataset's `counts`); did you mean 'spliced'?" in refusal(path, "splcied")
+    assert "no matrix 'splcied' (the dataset's `counts`); did you mean 'spliced'?" in refusal(
+        path, "splcied"
+    )
 
 
-def test_a_10x_file_of_several_genomes_is_read_whole_or_by_genome(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_a_10x_file_of_several_genomes_is_read_whole_or_by_genome(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     path = tenx_v3(counts, tmp_path)
     genomes = ["GRCh38", "mm10"] * 18 + ["GRCh38"]
     with h5py.File(path, "a") as file:
-        for name, column in {"genome": genomes, "id": [f"{g}_{n}" for g, n in zip(genomes, GENES)]}.items():
+        for name, column in {
+            "genome": genomes,
+            "id": [f"{g}_{n}" for g, n in zip(genomes, GENES)],
+        }.items():
             del file[f"matrix/features/{name}"]
             file[f"matrix/features/{name}"] = np.array(column, "S")
     assert (read(path) != counts).nnz == 0
     assert (read(path, "mm10") != counts[:, 1::2]).nnz == 0
     with open_counts(path, "GRCh38") as reader:
         assert reader.var_names == GENES[::2]
-    assert refusal(path, "GRCh37").endswith("no matrix 'GRCh37' (the dataset's `counts`); did you mean 'GRCh38'?")
+    assert refusal(path, "GRCh37").endswith(
+        "no matrix 'GRCh37' (the dataset's `counts`); did you mean 'GRCh38'?"
+    )
     old = tenx_v2(counts, tmp_path)
     tenx_v2(counts * 2, tmp_path, "mm10")
     assert (read(old, "mm10") != counts * 2).nnz == 0
@@ -269,10 +326,16 @@ def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_p
         whole.replace(first, "1 1 5.5"): "damaged: ",
         whole.replace(first, "1 1 5 7"): "damaged: ",
         whole[:-20]: "damaged: ",
-        "\n".join(whole.splitlines()[:-3]): f"truncated or damaged: {counts.nnz - 3:,} values of {counts.nnz:,}; copy",
-        whole.replace(f"37 230 {counts.nnz}", f"37 230 {10**12}"): f"{counts.nnz:,} values of 1,000,000,000,000",
+        "\n".join(
+            whole.splitlines()[:-3]
+        ): f"truncated or damaged: {counts.nnz - 3:,} values of {counts.nnz:,}; copy",
+        whole.replace(
+            f"37 230 {counts.nnz}", f"37 230 {10**12}"
+        ): f"{counts.nnz:,} values of 1,000,000,000,000",
         whole.replace("37 230", "230 37"): "damaged: an index is outside 1 to 37",
-        whole.replace("integer", "complex"): "expected '%%MatrixMarket matrix coordinate integer general' (or real)",
+        whole.replace(
+            "integer", "complex"
+        ): "expected '%%MatrixMarket matrix coordinate integer general' (or real)",
         whole.replace("37 230", "37"): "expected a line of rows, columns and values",
     }
     for text, message in cases.items():
@@ -318,22 +381,38 @@ def test_arrays_of_odd_form_are_one_line(counts: sp.csr_matrix, tmp_path: Path) 
         return refusal(path).removeprefix(f"{path}: ")
 
     for value in (None, 5, [1, 2, 3], "wide", [2.5, 1.0], [[1, 2], [3, 4]]):
-        assert spoiled(shape=value).startswith("X is damaged: expected a shape of two whole numbers, got ")
+        assert spoiled(shape=value).startswith(
+            "X is damaged: expected a shape of two whole numbers, got "
+        )
     assert "is outside 0 to" in spoiled(shape=[-1, 37])
-    assert spoiled(shape=[10**12, 37]).startswith("X is damaged: shape (1000000000000, 37) is outside 0 to")
+    assert spoiled(shape=[10**12, 37]).startswith(
+        "X is damaged: shape (1000000000000, 37) is outside 0 to"
+    )
     for name in ("data", "indices", "indptr"):
-        assert spoiled(**{name: 3}).startswith(f"X/{name} is damaged: expected 1 dimensions, got shape ()")
+        assert spoiled(**{name: 3}).startswith(
+            f"X/{name} is damaged: expected 1 dimensions, got shape ()"
+        )
         assert "expected 1 dimensions" in spoiled(**{name: counts.toarray()})
         assert f"X/{name} expected " in spoiled(**{name: np.array([b"text"] * 3)})
         assert spoiled(**{name: None}) == f"X/{name} is missing"
         assert spoiled(**{name: h5py.SoftLink(f"/X/{name}")}).startswith("damaged: ")
-    for name, at, value in (("indices", 3, 10_000), ("indices", 3, -1), ("indptr", 4, 10**6), ("indptr", -1, 1)):
+    for name, at, value in (
+        ("indices", 3, 10_000),
+        ("indices", 3, -1),
+        ("indptr", 4, 10**6),
+        ("indptr", -1, 1),
+    ):
         array = getattr(counts, name).copy()
         array[at] = value
         assert spoiled(**{name: array}).startswith("X is damaged: ")
     assert spoiled(indptr=np.arange(5.0)) == "X/indptr expected whole numbers, got float64"
-    huge = {name: {"shape": (10**12,), "dtype": "i4", "chunks": (1 << 16,)} for name in ("data", "indices")}
-    declared = "is damaged: it declares 4,000,000,000,000 bytes in shape (1000000000000,) and stores 0"
+    huge = {
+        name: {"shape": (10**12,), "dtype": "i4", "chunks": (1 << 16,)}
+        for name in ("data", "indices")
+    }
+    declared = (
+        "is damaged: it declares 4,000,000,000,000 bytes in shape (1000000000000,) and stores 0"
+    )
     assert declared in spoiled(**huge, indptr=np.array([0] + [10**12] * 230))
     assert "cannot be read" in spoiled(obs="loop")
 
@@ -356,7 +435,9 @@ def test_special_files_are_refused(counts: sp.csr_matrix, tmp_path: Path) -> Non
     assert refusal(folder) == f"{folder}/matrix.mtx: expected a file, got a FIFO"
 
 
-def test_a_zarr_of_pickles_or_of_declared_size_is_refused(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_a_zarr_of_pickles_or_of_declared_size_is_refused(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     stored = in_zarr(counts, tmp_path, version=2)
     group = zarr.open_group(stored, mode="a", use_consolidated=False)
     del group["X/data"]
@@ -365,7 +446,10 @@ def test_a_zarr_of_pickles_or_of_declared_size_is_refused(counts: sp.csr_matrix,
     assert "X/data is damaged: it declares 4,000,000,000,000 bytes in shape" in refusal(stored)
     shutil.rmtree(stored / "X" / "data")
     group.create_array("X/data", data=counts.data)
-    for name, key, value in (("indptr", "compressor", {"id": "pickle"}), ("indices", "filters", [{"id": "pickle"}])):
+    for name, key, value in (
+        ("indptr", "compressor", {"id": "pickle"}),
+        ("indices", "filters", [{"id": "pickle"}]),
+    ):
         metadata = stored / "X" / name / ".zarray"
         whole = metadata.read_text()
         metadata.write_text(json.dumps(json.loads(whole) | {key: value}))
@@ -395,14 +479,23 @@ def test_a_missing_filter_is_named_with_the_extra(counts: sp.csr_matrix, tmp_pat
     [
         (lambda c: c, None),
         (lambda c: c[:10], None),
-        (lambda c: np.rint(c / c.sum(1, keepdims=True) * 1e4), "of cells have no gene with a count of 1"),
-        (lambda c: np.rint(c / c.sum(1, keepdims=True) * np.median(c.sum(1))), "the sums of 90% of cells lie between"),
+        (
+            lambda c: np.rint(c / c.sum(1, keepdims=True) * 1e4),
+            "of cells have no gene with a count of 1",
+        ),
+        (
+            lambda c: np.rint(c / c.sum(1, keepdims=True) * np.median(c.sum(1))),
+            "the sums of 90% of cells lie between",
+        ),
         (lambda c: np.rint(np.log1p(np.tile(c, (1, 5)))), "no count above 10, as in logarithms"),
         (lambda c: 2 * c, "100% of cells have no gene with a count of 1"),
     ],
 )
 def test_normalised_values_that_were_rounded_are_warned_of(
-    change: Callable[[np.ndarray], np.ndarray], sign: str | None, make_h5ad: Make, capsys: pytest.CaptureFixture[str]
+    change: Callable[[np.ndarray], np.ndarray],
+    sign: str | None,
+    make_h5ad: Make,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     draw = np.random.default_rng(0)
     cells = draw.poisson(draw.gamma(0.3, 1, (1, 400)) * draw.lognormal(0, 0.5, (100, 1)) * 3)
@@ -421,10 +514,23 @@ def test_normalised_values_that_were_rounded_are_warned_of(
 
 @pytest.mark.parametrize(
     ("files", "seed"),
-    [(40, 1), pytest.param(500, random.SystemRandom().randrange(10**9), id="random seed", marks=pytest.mark.full)],
+    [
+        (40, 1),
+        pytest.param(
+            500, random.SystemRandom().randrange(10**9), id="random seed", marks=pytest.mark.full
+        ),
+    ],
 )
 def test_mutated_inputs_are_read_or_refused_in_one_line(files: int, seed: int) -> None:
-    words = [sys.executable, "-W", "ignore", "-m", "tests.unit.fuzzed_inputs", str(files), str(seed)]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.unit.fuzzed_inputs",
+        str(files),
+        str(seed),
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"seed {seed}: {done.stderr}"
     assert done.stdout == f"{files} of {files} are read or refused in one line\n"

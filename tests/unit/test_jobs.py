@@ -30,7 +30,9 @@ def test_a_job_belongs_to_its_run_alone_and_squeue_shows_the_run_s_name(tmp_path
     names = [Jobs(tmp_path / run / "train").new()[1] for run in runs]
     assert [name.split(".")[0] for name in names] == ["x", "x-y", "x001", "xy", "X"]
     for place, run in enumerate(runs):
-        assert [Jobs(tmp_path / run / "train").owns(name) for name in names] == [n == place for n in range(len(runs))]
+        assert [Jobs(tmp_path / run / "train").owns(name) for name in names] == [
+            n == place for n in range(len(runs))
+        ]
 
 
 def test_a_folder_is_itself_by_every_path_and_a_copy_is_another(tmp_path: Path) -> None:
@@ -96,7 +98,9 @@ def test_of_many_jobs_at_once_one_has_the_folder(tmp_path: Path) -> None:
     (own,) = [one for one in found if isinstance(one, Claim)]
     refused = [one for one in found if isinstance(one, str)]
     assert sorted(refused) == sorted(
-        f"job {own.job} is training in {tmp_path}; job {job} ends" for job in range(16) if str(job) != own.job
+        f"job {own.job} is training in {tmp_path}; job {job} ends"
+        for job in range(16)
+        if str(job) != own.job
     )
 
 
@@ -134,7 +138,9 @@ def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Pat
 def test_a_requeued_job_whose_first_start_still_trains_is_refused(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
     assert claimant(tmp_path) == "1"
-    with pytest.raises(Claimed, match=rf"^an earlier start of job 1 is training in {tmp_path}; this start ends$"):
+    with pytest.raises(
+        Claimed, match=rf"^an earlier start of job 1 is training in {tmp_path}; this start ends$"
+    ):
         claim(tmp_path, "1", wait=lambda seconds: os.utime(own.file))
     own.release()
     assert claimant(tmp_path) == ""
@@ -157,7 +163,9 @@ def test_a_job_that_was_silent_for_too_long_learns_that_another_has_its_run(tmp_
     assert claimant(tmp_path) == ""
     other = claim(tmp_path, "2", wait=never)
     own.renewed -= module.RENEW_S
-    with pytest.raises(Claimed, match="job 2 has taken over from job 1, which was silent for too long"):
+    with pytest.raises(
+        Claimed, match="job 2 has taken over from job 1, which was silent for too long"
+    ):
         own.renew()
     other.renewed -= module.RENEW_S
     other.renew()

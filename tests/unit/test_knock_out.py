@@ -1,4 +1,6 @@
-"""A knock-out equals embedding the cells again without the gene, and its null the nearest genes in expression."""
+"""A knock-out equals embedding the cells again without the gene, and its null the nearest genes in
+expression.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ def _shifts(corpus: dict[str, Path], cells: ad.AnnData, gene: str) -> np.ndarray
     counts[:, column] = 0
     without.X = sp.csr_matrix(counts)
     before, after = (
-        vectors / np.linalg.norm(vectors, axis=1)[:, None] for vectors in map(model.embed, (cells, without))
+        vectors / np.linalg.norm(vectors, axis=1)[:, None]
+        for vectors in map(model.embed, (cells, without))
     )
     return np.where(expressed, 1 - (before * after).sum(1), np.nan)
 
@@ -56,20 +59,28 @@ def test_a_shift_is_one_minus_the_cosine_to_the_embedding_without_the_gene(
         np.testing.assert_allclose(stored.data, expected[stored.row], atol=2e-6)
         assert row["n_cells"] == n_expressing[column]
         np.testing.assert_allclose(
-            row[["expression", "shift"]].astype(float), [expression[column], np.nanmean(expected)], rtol=1e-3
+            row[["expression", "shift"]].astype(float),
+            [expression[column], np.nanmean(expected)],
+            rtol=1e-3,
         )
         others = [j for j in np.flatnonzero(n_expressing >= 20) if j != column]
         nearest = sorted(others, key=lambda j: abs(expression[j] - expression[column]))[:5]
         null = np.array([np.nanmean(_shifts(corpus, cells, cells.var_names[j])) for j in nearest])
-        np.testing.assert_allclose(row[["null_mean", "null_sd"]].astype(float), [null.mean(), null.std()], rtol=1e-3)
+        np.testing.assert_allclose(
+            row[["null_mean", "null_sd"]].astype(float), [null.mean(), null.std()], rtol=1e-3
+        )
         assert row["p"] == pytest.approx((1 + (null >= row["shift"]).sum()) / 6)
         assert row["z"] == pytest.approx((row["shift"] - null.mean()) / null.std(), rel=1e-3)
     printed = capsys.readouterr().out
     assert f"2 genes removed one by one from {cells.n_obs} cells -> " in printed
-    assert f"{made.var['symbol'].iloc[0]} moves {made.var['n_cells'].iloc[0]:,} cells by " in printed
+    assert (
+        f"{made.var['symbol'].iloc[0]} moves {made.var['n_cells'].iloc[0]:,} cells by " in printed
+    )
 
 
-def test_all_genes_of_enough_drawn_cells_are_removed_by_default(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_all_genes_of_enough_drawn_cells_are_removed_by_default(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
     made, again, other = (
         _made(corpus, tmp_path / f"{at}.h5ad", cells=50, min_cells=25, null_genes=3, seed=seed)
         for at, seed in enumerate((4, 4, 5))
@@ -82,7 +93,9 @@ def test_all_genes_of_enough_drawn_cells_are_removed_by_default(tmp_path: Path, 
     assert made.obs_names.tolist() != other.obs_names.tolist()
 
 
-def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
     cells = ad.read_h5ad(corpus["cells"])
     symbol, n = str(cells.var["symbol"].iloc[0]), int((cells.X[:, 0] > 0).sum())
     known = rf" is not a gene of the model; did you mean '{symbol}'\?$"
@@ -103,7 +116,9 @@ def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(tmp_path:
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_only_gene_of_a_cell_has_no_shift_and_no_small_p(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_the_only_gene_of_a_cell_has_no_shift_and_no_small_p(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
     """Without it these cells have no embedding, so nothing was compared."""
     cells = ad.read_h5ad(corpus["cells"])
     counts = cells.X.toarray()
@@ -113,17 +128,23 @@ def test_the_only_gene_of_a_cell_has_no_shift_and_no_small_p(tmp_path: Path, cor
     cells.X = sp.csr_matrix(counts)
     cells.write_h5ad(tmp_path / "cells.h5ad")
     given = {**corpus, "cells": tmp_path / "cells.h5ad"}
-    row = _made(given, tmp_path / "out.h5ad", genes=[cells.var_names[gene]], null_genes=5).var.iloc[0]
+    row = _made(given, tmp_path / "out.h5ad", genes=[cells.var_names[gene]], null_genes=5).var.iloc[
+        0
+    ]
     assert row["n_cells"] == 0
     assert row[["shift", "z"]].isna().all()
     assert row["p"] == 1
 
 
-def test_the_cells_are_not_overwritten_by_their_shifts(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_the_cells_are_not_overwritten_by_their_shifts(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
     given = tmp_path / "cells.h5ad"
     given.write_bytes(before := corpus["cells"].read_bytes())
     (tmp_path / "link.h5ad").symlink_to(given)
     for out in (given, tmp_path / "link.h5ad"):
-        with pytest.raises(ConfigError, match=rf"^--out {out} is --input, which would be lost; name another "):
+        with pytest.raises(
+            ConfigError, match=rf"^--out {out} is --input, which would be lost; name another "
+        ):
             _made(corpus | {"cells": given}, out, min_cells=1)
     assert given.read_bytes() == before

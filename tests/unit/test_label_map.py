@@ -1,4 +1,6 @@
-"""Labels of datasets with other columns and vocabularies become one, under one name, before anything reads them."""
+"""Labels of datasets with other columns and vocabularies become one, under one name, before
+anything reads them.
+"""
 
 import re
 from collections.abc import Callable
@@ -34,7 +36,14 @@ def _dataset(make: Make, name: str, obs: dict[str, object]) -> Path:
 def raw(make_h5ad: Make) -> Path:
     kinds = pd.Categorical(["T", "B", None, "HSC", "junk", "T"] * 4)
     return _dataset(
-        make_h5ad, "one", {"kind": kinds, "cluster": [1.0, 2.0, np.nan] * 8, "cell_type": ["x"] * N, "batch": ["T"] * N}
+        make_h5ad,
+        "one",
+        {
+            "kind": kinds,
+            "cluster": [1.0, 2.0, np.nan] * 8,
+            "cell_type": ["x"] * N,
+            "batch": ["T"] * N,
+        },
     )
 
 
@@ -44,12 +53,17 @@ def _map(folder: Path, text: str, name: str = "map.tsv") -> Path:
     return folder / name
 
 
-def test_mapped_labels_have_the_name_of_the_table_and_others_stay(raw: Path, tmp_path: Path) -> None:
+def test_mapped_labels_have_the_name_of_the_table_and_others_stay(
+    raw: Path, tmp_path: Path
+) -> None:
     path = _map(tmp_path, "T\tT cell\njunk\t\n")
     columns = {"label": "kind", "label_name": "cell_type", "label_map": str(path)}
     choice, obs = chosen(raw, None, **columns), ad.read_h5ad(raw).obs
     expected = obs["kind"].astype(object).map({"T": "T cell", "B": "B", "HSC": "HSC"})
-    assert choice.obs["cell_type"].astype(object).fillna("none").tolist() == expected.fillna("none").tolist()
+    assert (
+        choice.obs["cell_type"].astype(object).fillna("none").tolist()
+        == expected.fillna("none").tolist()
+    )
     assert choice.obs["kind"].equals(obs["kind"])
     assert set(choice.obs["cell_type_original"]) == {"x"}  # a column of that name, as for roles
     assert list(chosen(raw, ["cluster"], **columns).obs) == ["cluster", "cell_type"]
@@ -60,13 +74,21 @@ def test_mapped_labels_have_the_name_of_the_table_and_others_stay(raw: Path, tmp
 def test_one_column_may_be_two_labels_each_with_a_map_of_its_own(raw: Path, tmp_path: Path) -> None:
     coarse = _map(tmp_path, "B\tall\nHSC\tall\nT\tall\njunk\tall\n", "coarse.tsv")
     fine = _map(tmp_path, "B\tfirst\n", "fine.tsv")
-    obs = chosen(raw, None, label="kind|kind|kind", label_name="coarse|fine|kind", label_map=f"{coarse}|{fine}|").obs
+    obs = chosen(
+        raw,
+        None,
+        label="kind|kind|kind",
+        label_name="coarse|fine|kind",
+        label_map=f"{coarse}|{fine}|",
+    ).obs
     assert set(obs["coarse"].dropna()) == {"all"}
     assert set(obs["fine"].dropna()) == {"first", "HSC", "T", "junk"}
     assert set(obs["kind"].dropna()) == {"B", "HSC", "T", "junk"}
 
 
-def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(raw: Path, tmp_path: Path) -> None:
+def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(
+    raw: Path, tmp_path: Path
+) -> None:
     path = _map(tmp_path, "1\tone\n2\ttwo\n")
     obs = chosen(raw, None, label="kind|cluster", label_map=f"|{path}").obs
     assert obs["cluster"].astype(object).fillna("none").tolist() == ["one", "two", "none"] * 8
@@ -117,18 +139,25 @@ def test_columns_that_do_not_fit_the_labels_are_refused(raw: Path, tmp_path: Pat
         ({"label_map": "m.tsv"}, "label_map: expected one for each label, 0, got 1"),
         ({"label": "a|b", "label_name": "c"}, "label_name: expected one for each label, 2, got 1"),
         ({"label": "a|b", "label_name": "c|c"}, "label_name: two labels are called 'c'"),
-        ({"label": "a", "label_name": "batch"}, "label_name: expected a name of its own for label 'a', got 'batch'"),
+        (
+            {"label": "a", "label_name": "batch"},
+            "label_name: expected a name of its own for label 'a', got 'batch'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ObsColumns.model_validate(columns)
     path = _map(tmp_path, "T\tT cell\n")
-    with pytest.raises(UserError, match="label 'batch' is also a role, which the table gives to 'kind'"):
+    with pytest.raises(
+        UserError, match="label 'batch' is also a role, which the table gives to 'kind'"
+    ):
         chosen(raw, None, label="batch", batch="kind", label_map=str(path))
     renamed = chosen(raw, [], label="batch", label_name="lane", batch="kind").obs
     assert (list(renamed), set(renamed["lane"])) == (["batch", "lane"], {"T"})
     pipeline = load_config(write_config(tmp_path, OPTIONS, one=_row(raw, "kind", "none.tsv")))
     check_datasets(pipeline)
-    with pytest.raises(UserError, match=r"t\.tsv: dataset one: label_map: none\.tsv: no such file$"):
+    with pytest.raises(
+        UserError, match=r"t\.tsv: dataset one: label_map: none\.tsv: no such file$"
+    ):
         check_inputs(pipeline)
 
 
@@ -136,7 +165,9 @@ def test_two_datasets_of_other_columns_and_vocabularies_are_one_label_in_shards(
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = _dataset(make_h5ad, "first", {"kind": ["T", "B"] * (N // 2)})
-    second = _dataset(make_h5ad, "second", {"annotation": ["T lymphocyte", "B cell", "HSC"] * (N // 3)})
+    second = _dataset(
+        make_h5ad, "second", {"annotation": ["T lymphocyte", "B cell", "HSC"] * (N // 3)}
+    )
     one = _map(tmp_path, "T\tT cell\nB\tB cell\n", "1.tsv")
     two = _map(tmp_path, "T lymphocyte\tT cell\n", "2.tsv")
     rows = {"first": _row(first, "kind", one), "second": _row(second, "annotation", two)}
@@ -152,6 +183,8 @@ def test_two_datasets_of_other_columns_and_vocabularies_are_one_label_in_shards(
     }
     said = "second: label cell_type: renamed 8 cells of 1 labels; left as they are 16 cells of 2 labels ("
     assert f"{said}'B cell' 8, 'HSC' 8)" in capsys.readouterr().out
-    assert Manifest.read(manifest).levels({"cell_type": "label"}) == {"cell_type": ("B cell", "HSC", "T cell")}
+    assert Manifest.read(manifest).levels({"cell_type": "label"}) == {
+        "cell_type": ("B cell", "HSC", "T cell")
+    }
     joined = pd.concat([ad.read_h5ad(path).obs for path in sorted(manifest.parent.glob("*.h5ad"))])
     assert joined["cell_type"].value_counts().to_dict() == {"B cell": 20, "T cell": 20, "HSC": 8}

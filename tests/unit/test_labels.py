@@ -1,4 +1,6 @@
-"""Labels and numbers from vectors: losses, weights, cells without one, rows of the head, and calibration."""
+"""Labels and numbers from vectors: losses, weights, cells without one, rows of the head, and
+calibration.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,13 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.shards.obs import numbers_in
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import STEPS, calibrate, classifications_of, fit_temperature, run_head
+from cellmill.evaluate.calibration import (
+    STEPS,
+    calibrate,
+    classifications_of,
+    fit_temperature,
+    run_head,
+)
 from cellmill.models.batch import to_tensors, with_ends, with_genes
 from cellmill.models.objectives.labels import anticorrelation
 from cellmill.planner.inputs import check_levels, fitted
@@ -28,7 +36,13 @@ from cellmill.stages import cells as predict
 from tests.checks import refused
 from tests.models import KEYS, initialized, prepare, random_cells, spec, train_options
 from tests.unit.exported import export_model
-from tests.unit.small_corpus import genes_named, random_counts, vocabulary_of, write_corpus, write_dataset
+from tests.unit.small_corpus import (
+    genes_named,
+    random_counts,
+    vocabulary_of,
+    write_corpus,
+    write_dataset,
+)
 
 GENES, LEVELS = 12, {"batch": ("1", "2"), "kind": ("b", "m", "t", "<missing>")}
 LABELS = [1, 3, 0, 2, 4, 3]  # numbers of levels: 0 is unknown, 4 missing
@@ -38,7 +52,12 @@ CLASSIFY: dict[str, Any] = {"objective": "classification", "label_column": "kind
 
 def _model(**options: Any) -> Any:
     return initialized(
-        spec(GENES, TOKENS, LEVELS, **{"family": "profile", "hidden": 8, "layers": 1} | CLASSIFY | options)
+        spec(
+            GENES,
+            TOKENS,
+            LEVELS,
+            **{"family": "profile", "hidden": 8, "layers": 1} | CLASSIFY | options,
+        )
     )
 
 
@@ -47,7 +66,9 @@ def _batch() -> Any:
     return to_tensors(random_cells([4] * len(LABELS), TOKENS, GENES, levels=levels))
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> None:
+def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> (
+    None
+):
     model, batch = _model(class_weights={"m": 0.5, "t": 2.0}), _batch()
     labelled = [0, 1, 3, 5]
     expected = torch.tensor([LABELS[i] - 1 for i in labelled])
@@ -56,15 +77,22 @@ def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation
     for training, weights in ((True, [1, 2, 0.5, 2]), (False, [1, 1, 1, 1])):
         prepared = prepare(model.train(training), batch)
         assert prepared.n_targets == 4
-        loss = F.cross_entropy(logits, expected, reduction="none") @ torch.tensor(weights, dtype=torch.float32)
+        loss = F.cross_entropy(logits, expected, reduction="none") @ torch.tensor(
+            weights, dtype=torch.float32
+        )
         torch.testing.assert_close(model(prepared), loss)
     labels, observed = model.objective.observe(model, prepared)
     torch.testing.assert_close(
-        torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.predict)), observed
+        torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.predict)),
+        observed,
     )
     figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)
-    assert figures["cross_entropy"] == pytest.approx(F.cross_entropy(logits, expected).item(), rel=1e-5)
-    assert figures["cross_entropy_frequencies"] == pytest.approx(-(0.5 * np.log(0.5) + 0.5 * np.log(0.25)))
+    assert figures["cross_entropy"] == pytest.approx(
+        F.cross_entropy(logits, expected).item(), rel=1e-5
+    )
+    assert figures["cross_entropy_frequencies"] == pytest.approx(
+        -(0.5 * np.log(0.5) + 0.5 * np.log(0.25))
+    )
     assert verdicts[0].against == "the frequencies of labels"
 
 
@@ -74,8 +102,13 @@ def _expected_error(logits: np.ndarray, labels: np.ndarray, temperature: float) 
     for row, label in zip(logits / temperature, labels):
         probabilities = np.exp(row) / np.exp(row).sum()
         highest = float(probabilities.max())
-        members.setdefault(min(int(highest * 15), 14), []).append((highest, probabilities.argmax() == label))
-    gaps = [len(own) * abs(np.mean([r for _, r in own]) - np.mean([p for p, _ in own])) for own in members.values()]
+        members.setdefault(min(int(highest * 15), 14), []).append(
+            (highest, probabilities.argmax() == label)
+        )
+    gaps = [
+        len(own) * abs(np.mean([r for _, r in own]) - np.mean([p for p, _ in own]))
+        for own in members.values()
+    ]
     return float(sum(gaps) / len(labels))
 
 
@@ -87,8 +120,12 @@ def test_the_judge_measures_calibration_with_and_without_the_temperature() -> No
     objective.temperature = 2.5
     figures, _ = objective.judge(labels, logits, train=None)
     assert figures["calibration_error"] == pytest.approx(_expected_error(logits, labels, 2.5))
-    assert figures["calibration_error_uncalibrated"] == pytest.approx(_expected_error(logits, labels, 1.0))
-    assert figures["calibration_error"] != pytest.approx(figures["calibration_error_uncalibrated"], rel=0.05)
+    assert figures["calibration_error_uncalibrated"] == pytest.approx(
+        _expected_error(logits, labels, 1.0)
+    )
+    assert figures["calibration_error"] != pytest.approx(
+        figures["calibration_error_uncalibrated"], rel=0.05
+    )
     assert figures["temperature"] == 2.5
 
 
@@ -111,13 +148,21 @@ def test_a_hidden_label_reverses_the_gradient_of_the_vector_alone_and_is_not_pre
     for name, expected in gradients[0].items():
         factor = 1 if name.startswith("label_head") else -0.25
         torch.testing.assert_close(gradients[1][name], factor * expected, msg=name)
-    assert (len(classifications_of(_model().objective)), classifications_of(model.objective)) == (1, {})
-    assert (_model().objective.config.supervised_by, model.objective.config.supervised_by) == (("kind",), ())
+    assert (len(classifications_of(_model().objective)), classifications_of(model.objective)) == (
+        1,
+        {},
+    )
+    assert (_model().objective.config.supervised_by, model.objective.config.supervised_by) == (
+        ("kind",),
+        (),
+    )
 
 
 def test_a_model_that_only_hides_a_label_is_refused() -> None:
     objective = {"name": "classification", "label_column": "kind", "adversarial_scale": 0.1}
-    with pytest.raises(ConfigError, match=r"^objective\.adversarial_scale: expected another objective beside it"):
+    with pytest.raises(
+        ConfigError, match=r"^objective\.adversarial_scale: expected another objective beside it"
+    ):
         check_together(train_options(objective=objective))
 
 
@@ -139,23 +184,32 @@ def test_a_classification_reads_labelled_cells_evenly_unless_the_run_weights_cel
     assert _stream(alone) == drawn
     assert _stream({"name": "sum", "parts": {"kind": alone}}) == drawn
     assert _stream(alone | {"class_weights": "balanced"}) == drawn | {"weight_exponent": 0.0}
-    assert _stream(alone, labelled_frac=0.8, max_repeats=3) == drawn | {"labelled_frac": 0.8, "max_repeats": 3.0}
+    assert _stream(alone, labelled_frac=0.8, max_repeats=3) == drawn | {
+        "labelled_frac": 0.8,
+        "max_repeats": 3.0,
+    }
     assert _stream(alone, weight_by=None) == plain
     assert _stream(alone, weight_by="donor") == plain | {"weight_by": "donor"}
-    assert _stream({"name": "sum", "parts": {"classification": label, "cell_decoding": {}}}) == plain
+    assert (
+        _stream({"name": "sum", "parts": {"classification": label, "cell_decoding": {}}}) == plain
+    )
     assert _stream({"name": "supervised_contrastive"} | label) == plain
 
 
 def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_path: Path) -> None:
     donors = np.where(np.arange(90) % 5 == 0, np.nan, np.arange(90) % 3 % 2)
-    manifest = write_corpus(tmp_path, 90, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64)
+    manifest = write_corpus(
+        tmp_path, 90, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64
+    )
     shards = [manifest.shard_path(shard) for shard in manifest.splits["train"].shards]
     column = np.concatenate([ad.read_h5ad(path).obs["donor"].astype(float) for path in shards])
     names, sizes = np.unique(column[~np.isnan(column)], return_counts=True)
     expected = {str(int(name)): sizes.sum() / (len(sizes) * n) for name, n in zip(names, sizes)}
     given = {"name": "classification", "label_column": "donor", "class_weights": "balanced"}
     for objective in (given, {"name": "sum", "parts": {"classification": given | {"weight": 2.0}}}):
-        options = fitted(train_options(model={"family": "profile"}, objective=objective), tmp_path, manifest)
+        options = fitted(
+            train_options(model={"family": "profile"}, objective=objective), tmp_path, manifest
+        )
         (part,) = options.objective.each()
         assert part.class_weights == pytest.approx(expected)
 
@@ -164,27 +218,43 @@ def test_columns_without_use_are_refused() -> None:
     objective = {"name": "classification", "label_column": "kind"}
     options = train_options(model={"family": "profile"}, objective=objective)
     check_levels(options, {"kind": ("a", "b", "<missing>")}, 100)
-    with pytest.raises(ConfigError, match=r"objective\.label_column kind: all labelled cells of the corpus have"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.label_column kind: all labelled cells of the corpus have"
+    ):
         check_levels(options, {"kind": ("a", "<missing>")}, 100)
     levels = tuple(map(str, range(51)))
     check_levels(options, {"kind": levels[:50]}, 100)
-    with pytest.raises(ConfigError, match=r"label_column kind: 51 values for 100 training cells, so most cells"):
+    with pytest.raises(
+        ConfigError, match=r"label_column kind: 51 values for 100 training cells, so most cells"
+    ):
         check_levels(options, {"kind": levels}, 100)
     by_batch = {"name": "cell_decoding", "batch_column": "dataset"}
-    with pytest.raises(ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"):
-        check_levels(train_options(model={"family": "profile"}, objective=by_batch), {"dataset": ("one",)}, 100)
+    with pytest.raises(
+        ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"
+    ):
+        check_levels(
+            train_options(model={"family": "profile"}, objective=by_batch),
+            {"dataset": ("one",)},
+            100,
+        )
     weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
     parts = {"classification": {"label_column": "kind"} | weights}
     for weighted in (objective | weights, {"name": "sum", "parts": parts}):
         given = train_options(model={"family": "profile"}, objective=weighted)
-        with refused("objective.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"):
+        with refused(
+            "objective.class_weights: no cell of the corpus has kind 'T cels'; did you mean 'T cell'?"
+        ):
             check_levels(given, {"kind": ("B cell", "T cell", "<missing>")}, 100)
 
 
 def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() -> None:
     model, batch = _model(family="encoder", heads=2, pooling="cls"), _batch()
     lengths = torch.tensor([4, 0, 4, 4, 4, 8], dtype=torch.int32)
-    batch = replace(batch, cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), lengths=lengths.tolist())
+    batch = replace(
+        batch,
+        cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        lengths=lengths.tolist(),
+    )
     view = model.view(batch, **KEYS)
     assert min(view.lengths) > 0
     assert model.prepare(view, **KEYS).target_cells.tolist() == [0, 3, 5]
@@ -208,7 +278,8 @@ def test_calibration_finds_the_temperature_of_simulated_logits() -> None:
 def test_a_temperature_that_raises_the_error_of_held_out_cells_is_not_kept() -> None:
     rng = np.random.default_rng(0)
     logits = np.log(np.tile([0.8, 0.2], (500, 1)))
-    labels = (rng.random(500) > 0.8).astype(np.int64)  # calibrated, but for a few wrong labels that it is sure of
+    # calibrated, but for a few wrong labels that it is sure of
+    labels = (rng.random(500) > 0.8).astype(np.int64)
     logits[::100], labels[::100] = [40.0, 0.0], 1
     assert fit_temperature(logits, labels) > 1.5
     found = calibrate(logits, labels)
@@ -216,7 +287,9 @@ def test_a_temperature_that_raises_the_error_of_held_out_cells_is_not_kept() -> 
     assert found.calibration_error == found.calibration_error_uncalibrated
 
 
-def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_refused(tmp_path: Path) -> None:
+def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_refused(
+    tmp_path: Path,
+) -> None:
     family = FamilyConfig.model_validate({"family": "bert", "embed_layer": -1})
     objective = ObjectiveConfig.model_validate({"name": "classification", "label_column": "a"})
     with pytest.raises(ValueError, match="classification reads the last block"):
@@ -226,8 +299,12 @@ def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_r
     vocabulary_of(genes_named(GENES)).write(genes)
     model = export_model(tmp_path / "model", genes)
     options = check_options(predict.PredictOptions, {"embed": {}, "predict": {}}, "test")
-    with pytest.raises(ConfigError, match="it predicts no labels; export a run with objective classification"):
-        predict.predict(options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad")
+    with pytest.raises(
+        ConfigError, match="it predicts no labels; export a run with objective classification"
+    ):
+        predict.predict(
+            options=options, model=model, input=path, counts="X", out=tmp_path / "out.h5ad"
+        )
 
 
 def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
@@ -236,14 +313,22 @@ def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
     table[:9, 0] = 1
     table[:9, 2] += 0.5 * table[:9, 1]
     x, y = table[:9, 1].numpy(), table[:9, 2].numpy()
-    assert anticorrelation(table).item() == pytest.approx(9 * (1 - np.corrcoef(x, y)[0, 1]), abs=1e-6)
+    assert anticorrelation(table).item() == pytest.approx(
+        9 * (1 - np.corrcoef(x, y)[0, 1]), abs=1e-6
+    )
     moved = table * torch.tensor([1.0, 3.0, 1.0]) + table[:, :1] * torch.tensor([0.0, 7.0, 0.0])
     assert anticorrelation(moved).item() == pytest.approx(anticorrelation(table).item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["mse", "pearson"])
 def test_the_judge_has_rank_correlation_and_errors_in_the_unit_of_the_column(loss: str) -> None:
-    given = {"name": "regression", "target_column": "age", "loss": loss, "target_mean": 40.0, "target_std": 12.0}
+    given = {
+        "name": "regression",
+        "target_column": "age",
+        "loss": loss,
+        "target_mean": 40.0,
+        "target_std": 12.0,
+    }
     config, rng = ObjectiveConfig.model_validate(given), np.random.default_rng(0)
     numbers = rng.integers(0, 6, 50).astype(np.float32)  # many ties
     predicted = (numbers + rng.normal(0, 2, 50)).round(1).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Sizes of the mesh axes, and the layouts that are refused; test_config.py has those that other options exclude."""
+"""Sizes of the mesh axes, and the layouts that are refused; test_config.py has those that other
+options exclude.
+"""
 
 from typing import Any
 
@@ -23,7 +25,8 @@ from tests.models import train_options
         ({"sharding_strategy": "HYBRID_SHARD"}, 8, 4, Layout(2, 4)),
         ({"sharding_strategy": "HYBRID_SHARD"}, 1, 1, Layout(1, 1)),
         ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}, 8, 8, Layout(4, 2)),
-        ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 32}, 512, 8, Layout(16, 32)),  # whole nodes
+        # whole nodes
+        ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 32}, 512, 8, Layout(16, 32)),
         ({"sharding_strategy": "FULL_SHARD", "tp": 8}, 8, 4, Layout(1, 1, 8)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 8}, 16, 4, Layout(2, 1, 8)),
         ({"sharding_strategy": "HYBRID_SHARD", "tp": 2, "shard_size": 2}, 8, 8, Layout(2, 2, 2)),
@@ -32,22 +35,45 @@ from tests.models import train_options
         ({"sharding_strategy": "HYBRID_SHARD", "pp": 2, "tp": 2}, 32, 8, Layout(2, 4, 2, 2)),
     ],
 )
-def test_the_layout_of_each_strategy(options: dict[str, Any], world: int, local_world: int, expected: Layout) -> None:
+def test_the_layout_of_each_strategy(
+    options: dict[str, Any], world: int, local_world: int, expected: Layout
+) -> None:
     assert layout(Parallel.model_validate(options), world, local_world) == expected
 
 
 OR_PROFILE = ", or change the profile"
 HYBRID = "parallel.shard_size requires HYBRID_SHARD, got {}; set it to null"
-TWO_GROUPS = "parallel.cpu_offload full requires two data-parallel processes, got one; set optimizer"
+TWO_GROUPS = (
+    "parallel.cpu_offload full requires two data-parallel processes, got one; set optimizer"
+)
 IMPOSSIBLE: list[tuple[dict[str, Any], int, int, str]] = [
-    ({"shard_size": 4}, 6, 6, "parallel.shard_size 4 does not divide 6 processes; use 3" + OR_PROFILE),
+    (
+        {"shard_size": 4},
+        6,
+        6,
+        "parallel.shard_size 4 does not divide 6 processes; use 3" + OR_PROFILE,
+    ),
     ({"tp": 3}, 8, 8, "parallel.tp 3 does not divide 8 processes; use 2" + OR_PROFILE),
-    ({"pp": 2, "tp": 3}, 8, 8, "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2" + OR_PROFILE),
+    (
+        {"pp": 2, "tp": 3},
+        8,
+        8,
+        "parallel.tp 3 does not divide the 4 processes of each of pp 2; use 2" + OR_PROFILE,
+    ),
     (
         {"pp": 2, "tp": 2, "shard_size": 3},
-        *(16, 8, "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; use 2" + OR_PROFILE),
+        *(
+            16,
+            8,
+            "parallel.shard_size 3 does not divide 4 groups of tp 2 x pp 2; use 2" + OR_PROFILE,
+        ),
     ),
-    ({"tp": 4}, 12, 6, "parallel.tp 4 does not divide the 6 processes of a node; use 3" + OR_PROFILE),
+    (
+        {"tp": 4},
+        12,
+        6,
+        "parallel.tp 4 does not divide the 6 processes of a node; use 3" + OR_PROFILE,
+    ),
     ({"strategy": "ddp", "shard_size": 2}, 4, 4, HYBRID.format("strategy ddp")),
     ({"sharding_strategy": "FULL_SHARD", "shard_size": 2}, 4, 4, HYBRID.format("FULL_SHARD")),
     ({"cpu_offload": "full", "tp": 2, "pp": 2}, 4, 4, TWO_GROUPS),
@@ -73,7 +99,12 @@ class Plain(EncoderConfig):
 
 def test_a_layout_is_checked_against_what_the_family_can_cut() -> None:
     assert layout(Parallel.model_validate({"cpu_offload": "full", "tp": 2}), 4, 4).dp == 2
-    compiled = {"compile": True, "activation_checkpointing": "full", "pp": 2, "schedule": "Interleaved1F1B"}
+    compiled = {
+        "compile": True,
+        "activation_checkpointing": "full",
+        "pp": 2,
+        "schedule": "Interleaved1F1B",
+    }
     for parallel in ({"cpu_offload": "optimizer", "strategy": "ddp"}, compiled):
         check_together(train_options(model=EncoderConfig(), parallel=parallel))
     check_together(train_options(model=Plain()))
@@ -90,16 +121,26 @@ LANES = "stream.lanes 8 is not a multiple of"
     ("batch", "processes", "message"),
     [
         (48, 6, f"{LANES} 6 processes; set 4 in the profile, or stream.lanes 6"),
-        (32, 3, f"{LANES} 3 processes; set 2 in the profile, or stream.lanes 3 with train.global_batch 33"),
+        (
+            32,
+            3,
+            f"{LANES} 3 processes; set 2 in the profile, or stream.lanes 3 with train.global_batch 33",
+        ),
     ],
 )
-def test_lanes_that_a_batch_or_processes_cannot_share_are_refused(batch: int, processes: int, message: str) -> None:
+def test_lanes_that_a_batch_or_processes_cannot_share_are_refused(
+    batch: int, processes: int, message: str
+) -> None:
     with refused(message):
-        check_nodes(train_options(train={"steps": 1, "global_batch": batch}), range(1, 2), processes)
+        check_nodes(
+            train_options(train={"steps": 1, "global_batch": batch}), range(1, 2), processes
+        )
 
 
 def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
-    options, more = (train_options(train={"steps": 1, "global_batch": 96}, stream={"lanes": n}) for n in (8, 24))
+    options, more = (
+        train_options(train={"steps": 1, "global_batch": 96}, stream={"lanes": n}) for n in (8, 24)
+    )
     data_parallel = "4 and of 6 and of 8, the numbers of data-parallel processes on 2 to 4 nodes"
     with refused(f"{LANES} {data_parallel}; set stream.lanes 24"):
         check_nodes(options, range(2, 5), 2)
@@ -116,8 +157,15 @@ def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
     assert peak_flops("something else", bf16) is None
     assert peak_flops("NVIDIA RTX A1000", bf16) is None
-    names = {"A100-SXM4-40GB": "a100-40gb", "a100_80g": "a100-80gb", "a100_3g.20gb": "a100", "V100-16GB": "v100-16gb"}
+    names = {
+        "A100-SXM4-40GB": "a100-40gb",
+        "a100_80g": "a100-80gb",
+        "a100_3g.20gb": "a100",
+        "V100-16GB": "v100-16gb",
+    }
     assert {name: known_device(name) for name in names} == names
     assert [DEVICES[name].memory_gb for name in ("a100-40gb", "a100", "v100-16gb")] == [40, 80, 16]
-    with refused(f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}"):
+    with refused(
+        f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}"
+    ):
         device_named("h1000")

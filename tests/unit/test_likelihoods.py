@@ -25,11 +25,16 @@ STARTS = torch.tensor([0, *ENTRIES]).cumsum(0)
 LIKELIHOODS = ["token", "profile", "nb"]
 
 
-def _numbers(likelihood: str = "token", requires: tuple[bool, ...] = (True,) * 4) -> list[torch.Tensor]:
+def _numbers(
+    likelihood: str = "token", requires: tuple[bool, ...] = (True,) * 4
+) -> list[torch.Tensor]:
     """States, table and bias; with nb the dispersion."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((TARGETS, HIDDEN), (ROWS, HIDDEN), (ROWS,), (ROWS,))[: 4 if likelihood == "nb" else 3]
-    return [torch.randn(shape, generator=generator).requires_grad_(on) for shape, on in zip(shapes, requires)]
+    return [
+        torch.randn(shape, generator=generator).requires_grad_(on)
+        for shape, on in zip(shapes, requires)
+    ]
 
 
 def _loss(numbers: list[torch.Tensor], likelihood: str = "token") -> torch.Tensor:
@@ -46,7 +51,11 @@ def _torchs(numbers: list[torch.Tensor], likelihood: str = "token") -> torch.Ten
     if likelihood == "token":
         return F.cross_entropy(logits, ANSWERS, reduction="sum")
     at = torch.repeat_interleave(torch.tensor(ENTRIES)), GENES
-    dense = torch.zeros(TARGETS, ROWS).index_put(at, SHARES if likelihood == "profile" else COUNTS).double()
+    dense = (
+        torch.zeros(TARGETS, ROWS)
+        .index_put(at, SHARES if likelihood == "profile" else COUNTS)
+        .double()
+    )
     if likelihood == "profile":
         return F.cross_entropy(logits, dense, reduction="sum")
     mean, inverse = dense.sum(1, keepdim=True) * logits.softmax(1), dispersion[0].exp()
@@ -54,7 +63,9 @@ def _torchs(numbers: list[torch.Tensor], likelihood: str = "token") -> torch.Ten
     return -(log_p.sum(1) / dense.sum(1)).sum()
 
 
-def _check_gradients(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-5) -> None:
+def _check_gradients(
+    ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-5
+) -> None:
     for one, other in zip(ours, theirs):
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None:
@@ -92,7 +103,9 @@ def test_in_bf16_loss_and_gradients_stay_near_torchs(chunk: int) -> None:
     _check_gradients(ours, exact, 0.05)
 
 
-@pytest.mark.parametrize("requires", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "requires", [(True, False, False), (False, True, False), (False, False, True)], ids=str
+)
 def test_only_trained_inputs_get_a_gradient(requires: tuple[bool, ...]) -> None:
     ours, theirs = _numbers(requires=requires), _numbers(requires=requires)
     _loss(ours).backward()
@@ -115,16 +128,21 @@ def test_without_gradients_the_loss_is_the_same_and_none_are_made() -> None:
     assert (ROWS, HIDDEN) not in seen.shapes
 
 
-def test_no_tensor_as_large_as_all_logits_is_allocated_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_as_large_as_all_logits_is_allocated_or_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(likelihoods.ELEMENTS, "cpu", 4 * ROWS)
     kept: list[int] = []
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x.numel()) or x, lambda x: x
+        ),
         _Allocated() as seen,
     ):
         _loss(_numbers()).backward()
     assert max(torch.Size(shape).numel() for shape in seen.shapes) == ROWS * HIDDEN < TARGETS * ROWS
-    assert sum(kept) == TARGETS * HIDDEN + ROWS * HIDDEN + ROWS  # the gradients themselves, to be scaled
+    # the gradients themselves, to be scaled
+    assert sum(kept) == TARGETS * HIDDEN + ROWS * HIDDEN + ROWS
 
 
 def test_a_second_backward_pass_is_refused() -> None:
@@ -143,7 +161,11 @@ class _Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(x.shape) for x in (out if isinstance(out, tuple) else (out,)) if hasattr(x, "shape")}
+        self.shapes |= {
+            tuple(x.shape)
+            for x in (out if isinstance(out, tuple) else (out,))
+            if hasattr(x, "shape")
+        }
         return out
 
 
@@ -161,7 +183,10 @@ def test_sums_are_those_of_torch_on_one_thread_bit_by_bit_on_any_number(two_thre
     cell = torch.repeat_interleave(lengths)
     starts = F.pad(lengths.cumsum(0), (1, 0)).int()
     index = cell[torch.randperm(len(cell), generator=generator)]
-    rows, few = torch.randn(len(cell), 64, generator=generator), torch.randn(7, 64, generator=generator)
+    rows, few = (
+        torch.randn(len(cell), 64, generator=generator),
+        torch.randn(7, 64, generator=generator),
+    )
 
     def ours() -> list[Any]:
         x, y = rows.clone().requires_grad_(), few.clone().requires_grad_()
@@ -173,6 +198,11 @@ def test_sums_are_those_of_torch_on_one_thread_bit_by_bit_on_any_number(two_thre
     assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(found, ours()))
     torch.set_num_threads(1)
     into = torch.zeros(7, 64)
-    expected = [into.index_add(0, cell, rows), few[cell], few[index], into.index_add(0, index, rows)]
+    expected = [
+        into.index_add(0, cell, rows),
+        few[cell],
+        few[index],
+        into.index_add(0, index, rows),
+    ]
     expected.append(torch.zeros(7).index_add(0, cell, rows[:, 0]))
     assert all(torch.equal(a, b) for a, b in zip(found, expected))

@@ -1,4 +1,6 @@
-"""A model in Python gives the vectors and labels that the commands write; labels that it does not know are named."""
+"""A model in Python gives the vectors and labels that the commands write; labels that it does not
+know are named.
+"""
 
 import subprocess
 import sys
@@ -38,7 +40,9 @@ def folder(corpus: dict[str, Path]) -> Path:
 def test_vectors_are_those_of_the_command_in_any_batch_and_order(
     tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path
 ) -> None:
-    expected = np.asarray(ad.read_h5ad(embed(folder, simulated, tmp_path / "out.h5ad")).obsm["X_cellmill"])
+    expected = np.asarray(
+        ad.read_h5ad(embed(folder, simulated, tmp_path / "out.h5ad")).obsm["X_cellmill"]
+    )
     model = cellmill.load(str(folder))
     assert (model.embed(raw) == expected).all()
     order = np.random.default_rng(0).permutation(raw.n_obs)
@@ -52,16 +56,25 @@ def test_every_kind_of_matrix_gives_the_same_vectors(raw: ad.AnnData, folder: Pa
     expected = model.embed(some)
     dense = np.asarray(some.X.todense())
     log = np.log1p(dense)
-    for matrix in (dense, np.asfortranarray(dense), sp.csc_matrix(dense), sp.coo_array(dense).tocsr()):
+    for matrix in (
+        dense,
+        np.asfortranarray(dense),
+        sp.csc_matrix(dense),
+        sp.coo_array(dense).tocsr(),
+    ):
         assert (model.embed(ad.AnnData(matrix, var=some.var)) == expected).all()
     normalised = ad.AnnData(log, var=some.var, layers={"counts": dense})
     assert (model.embed(normalised, "counts") == expected).all()
     normalised.raw = ad.AnnData(dense, var=some.var)
     narrow = normalised[:, :50]
     assert (model.embed(narrow, "raw") == expected).all()  # raw has genes of its own
-    with pytest.raises(DataError, match=r"looks log-transformed; raw counts may be in raw or counts: set argument"):
+    with pytest.raises(
+        DataError, match=r"looks log-transformed; raw counts may be in raw or counts: set argument"
+    ):
         model.embed(normalised)
-    with pytest.raises(DataError, match=r"^adata: no matrix 'count' \(argument `counts`\); did you mean 'counts'"):
+    with pytest.raises(
+        DataError, match=r"^adata: no matrix 'count' \(argument `counts`\); did you mean 'counts'"
+    ):
         model.embed(normalised, "count")
 
 
@@ -70,7 +83,9 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
 ) -> None:
     model = cellmill.load(folder)
     backed = ad.read_h5ad(simulated, backed="r")
-    with pytest.raises(DataError, match=r"simulated\.h5ad; pass adata\.to_memory\(\), or embed the file"):
+    with pytest.raises(
+        DataError, match=r"simulated\.h5ad; pass adata\.to_memory\(\), or embed the file"
+    ):
         model.embed(backed)
     backed.file.close()
     twice = raw[:3].copy()
@@ -85,23 +100,36 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
 def test_labels_are_those_of_the_command(
     tmp_path: Path, simulated: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = export_classifier(tmp_path / "model", folder / "vocabulary.tsv", "cell_type", ["a", "b", "c"])
-    few, out, model = ad.read_h5ad(simulated)[:9, :20].copy(), tmp_path / "out.h5ad", cellmill.load(folder)
+    folder = export_classifier(
+        tmp_path / "model", folder / "vocabulary.tsv", "cell_type", ["a", "b", "c"]
+    )
+    few, out, model = (
+        ad.read_h5ad(simulated)[:9, :20].copy(),
+        tmp_path / "out.h5ad",
+        cellmill.load(folder),
+    )
     few.write_h5ad(tmp_path / "few.h5ad")
 
     def run(stage: str, cells: Path, *flags: str) -> str:
         """What the command prints, or its error."""
-        code = main([stage, "--model", str(folder), "--input", str(cells), "--out", str(out), *flags])
+        code = main(
+            [stage, "--model", str(folder), "--input", str(cells), "--out", str(out), *flags]
+        )
         printed = capsys.readouterr()
         return printed.err if code else printed.out
 
     for flags, options in (([], {}), (["--min-probability", "0.45"], {"min_probability": 0.45})):
         run("predict", simulated, *flags)
-        labels, written = model.predict(ad.read_h5ad(simulated), **options).labels, ad.read_h5ad(out)
+        labels, written = (
+            model.predict(ad.read_h5ad(simulated), **options).labels,
+            ad.read_h5ad(out),
+        )
         assert list(labels.astype(str)) == list(written.obs["cellmill_label"].astype(str))
     assert 0 < labels.isna().sum() < len(labels)
     for stage in ("embed", "predict"):
-        assert "embed.min_expressed_frac is 0.9; " in run(stage, tmp_path / "few.h5ad", "--min-expressed-frac", "0.9")
+        assert "embed.min_expressed_frac is 0.9; " in run(
+            stage, tmp_path / "few.h5ad", "--min-expressed-frac", "0.9"
+        )
     assert run("predict", tmp_path / "few.h5ad", "--min-coverage-frac", "2") == (
         "cellmill predict: the command: embed.min_coverage_frac: input should be less than or equal to 1, got '2'\n"
     )
@@ -111,19 +139,43 @@ def test_labels_are_those_of_the_command(
         model.predict(few, min_coverage_frac=0)
 
 
-def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simulated: Path, folder: Path) -> None:
+def test_predictions_of_all_heads_are_those_of_the_command(
+    tmp_path: Path, simulated: Path, folder: Path
+) -> None:
     levels = {"cell_type": ("a", "b", "c", "<missing>"), "tissue": ("lung", "skin")}
-    parts: dict[str, Any] = {name: {"name": "classification", "label_column": name} for name in levels}
-    numbers = {"age": {"name": "regression", "target_column": "age", "target_mean": 40.0, "target_std": 12.0}}
-    entries = {name: {"label_column": name, "labels": [*levels[name][:3]], "calibration": None} for name in levels}
-    about = {"temperature": 0.5, "calibration_error": 0.1, "n_cells": 9, "accuracy_above": [0.5], "labelled_above": [1]}
+    parts: dict[str, Any] = {
+        name: {"name": "classification", "label_column": name} for name in levels
+    }
+    numbers = {
+        "age": {
+            "name": "regression",
+            "target_column": "age",
+            "target_mean": 40.0,
+            "target_std": 12.0,
+        }
+    }
+    entries = {
+        name: {"label_column": name, "labels": [*levels[name][:3]], "calibration": None}
+        for name in levels
+    }
+    about = {
+        "temperature": 0.5,
+        "calibration_error": 0.1,
+        "n_cells": 9,
+        "accuracy_above": [0.5],
+        "labelled_above": [1],
+    }
     entries["tissue"]["calibration"] = about
     heads = {"classifier": entries["cell_type"], "more_classifiers": {"tissue": entries["tissue"]}}
     for name, given, written in (("all", parts | numbers, heads), ("numbers", numbers, {})):
         objective: dict[str, Any] = {"objective": "sum", "parts": given, "levels": levels}
-        model = with_config(export_model(tmp_path / name, folder / "vocabulary.tsv", seed=1, **objective), **written)
+        model = with_config(
+            export_model(tmp_path / name, folder / "vocabulary.tsv", seed=1, **objective), **written
+        )
         options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": 0.4}})
-        predict.predict(options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad")
+        predict.predict(
+            options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad"
+        )
         expected, adata = ad.read_h5ad(tmp_path / "out.h5ad"), ad.read_h5ad(simulated)
         made = cellmill.load(model).predict(adata, min_probability=0.4)
         made.add_to(adata)
@@ -138,7 +190,9 @@ def test_predictions_of_all_heads_are_those_of_the_command(tmp_path: Path, simul
             assert list(made.labels.astype(str)) == list(expected.obs["cellmill_label"].astype(str))
             assert made.obs["cellmill_label_tissue"].categories.tolist() == ["lung", "skin"]
     assert {"cellmill_value"} == {*made.obs}
-    with pytest.raises(ConfigError, match=r"^the model predicts no labels; its numbers are in obs: cellmill_value$"):
+    with pytest.raises(
+        ConfigError, match=r"^the model predicts no labels; its numbers are in obs: cellmill_value$"
+    ):
         _ = made.labels
 
 
@@ -151,7 +205,9 @@ def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
 def test_the_folder_of_a_run_is_not_its_model(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model").symlink_to(folder)
-    with pytest.raises(DataError, match=rf"run: this is the folder of a run; its model is {tmp_path}/run/model$"):
+    with pytest.raises(
+        DataError, match=rf"run: this is the folder of a run; its model is {tmp_path}/run/model$"
+    ):
         cellmill.load(tmp_path / "run")
 
 
@@ -169,23 +225,33 @@ def _cells(folder: Path, corpus: dict[str, Path], kinds: list[Any]) -> Path:
 
 def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path) -> dict[str, Any]:
     embedding = embed(model, cells, folder / "embedding" / "cells.h5ad")
-    files, out = {**corpus, "model": model, "cells": cells, "embedding": embedding}, folder / "run" / "evaluate"
+    files, out = (
+        {**corpus, "model": model, "cells": cells, "embedding": embedding},
+        folder / "run" / "evaluate",
+    )
     metrics = evaluate(files, out / "metrics.json", "-", tasks={"reconstruct": {}}, cells="all")
     result: dict[str, Any] = metrics["datasets"]["cells"]["tasks"]["reconstruct"]
     return result
 
 
-def test_evaluation_measures_calibration_with_the_exported_temperature(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_evaluation_measures_calibration_with_the_exported_temperature(
+    tmp_path: Path, corpus: dict[str, Path]
+) -> None:
     calibration = {"temperature": 0.25, "accuracy_above": [], "labelled_above": []}
-    model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", LABELS, calibration=calibration)
+    model = export_classifier(
+        tmp_path / "model", corpus["vocabulary"], "kind", LABELS, calibration=calibration
+    )
     cells = _cells(tmp_path, corpus, LABELS)
     figures = _reconstruct(corpus, tmp_path, model, cells)["figures"]
     predicted = cellmill.load(model).predict(ad.read_h5ad(cells))
     right = np.asarray(predicted.labels, object) == ad.read_h5ad(cells).obs["kind"].to_numpy(object)
-    expected = calibration_error(predicted.obs["cellmill_probability"].astype(np.float64), right.astype(np.float64))
+    expected = calibration_error(
+        predicted.obs["cellmill_probability"].astype(np.float64), right.astype(np.float64)
+    )
     assert figures["calibration_error"] == pytest.approx(expected, abs=1e-5)
     assert figures["temperature"] == 0.25
-    assert figures["calibration_error_uncalibrated"] < figures["calibration_error"]  # random weights, made surer
+    # random weights, made surer
+    assert figures["calibration_error_uncalibrated"] < figures["calibration_error"]
 
 
 def test_evaluation_names_labels_that_the_model_does_not_know(
@@ -225,7 +291,11 @@ def test_evaluation_says_that_it_judges_no_cell(
 ) -> None:
     parts = {"kind": {"name": "classification", "label_column": "kind"}}
     model = export_model(
-        tmp_path / "model", corpus["vocabulary"], levels={"kind": (*LABELS, "<missing>")}, objective="sum", parts=parts
+        tmp_path / "model",
+        corpus["vocabulary"],
+        levels={"kind": (*LABELS, "<missing>")},
+        objective="sum",
+        parts=parts,
     )
     with_config(model, classifier={"label_column": "kind", "labels": LABELS, "calibration": None})
     result = _reconstruct(corpus, tmp_path, model, _cells(tmp_path, corpus, kinds))
@@ -236,12 +306,17 @@ def test_evaluation_says_that_it_judges_no_cell(
 
 @pytest.mark.parametrize("smallest", [None, 0.6])
 def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
-    tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str], smallest: float | None
+    tmp_path: Path,
+    corpus: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    smallest: float | None,
 ) -> None:
     model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", LABELS)
     cells = _cells(tmp_path, corpus, ["T cell", "HSC", None, "B cell"])
     options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": smallest}})
-    predict.predict(options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad")
+    predict.predict(
+        options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad"
+    )
     obs = ad.read_h5ad(tmp_path / "out.h5ad").obs
     known, n_other = obs["kind"].isin(LABELS), (obs["kind"] == "HSC").sum()
     equal = int((obs["kind"].astype(str) == obs["cellmill_label"].astype(str))[known].sum())
@@ -271,7 +346,9 @@ def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shard
         "kind: 435 of 465 labelled cells have a label that the model does not know: '28' 29, '27' 28,"
     )
     assert line.endswith("'9' 10 and 9 more")
-    assert list(counts.numbers()["unknown_labels"]) == [str(i) for i in range(28, 28 - MOST_NAMES, -1)]
+    assert list(counts.numbers()["unknown_labels"]) == [
+        str(i) for i in range(28, 28 - MOST_NAMES, -1)
+    ]
     assert count_labels(obs, "one", "dataset", ["two"]).unknown == {"one": 466}
 
 
@@ -294,8 +371,22 @@ def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expec
     exec(compile(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name, "exec"), {})
     made, before = ad.read_h5ad("analysed.h5ad"), ad.read_h5ad(simulated)
     np.testing.assert_array_equal(made.X.toarray(), before.X.toarray())
-    torch.set_num_threads(threads)  # numba, in UMAP, has set all cores, with which sums may end in another bit
-    assert main(["embed", "--model", str(corpus["model"]), "--input", str(simulated), "--out", "embedded.h5ad"]) == 0
+    # numba, in UMAP, has set all cores, with which sums may end in another bit
+    torch.set_num_threads(threads)
+    assert (
+        main(
+            [
+                "embed",
+                "--model",
+                str(corpus["model"]),
+                "--input",
+                str(simulated),
+                "--out",
+                "embedded.h5ad",
+            ]
+        )
+        == 0
+    )
     embedded = ad.read_h5ad("embedded.h5ad")
     np.testing.assert_array_equal(made.obsm["X_cellmill"], embedded.obsm["X_cellmill"])
     assert made.uns["cellmill"]["model_digest"] == embedded.uns["cellmill"]["model_digest"]

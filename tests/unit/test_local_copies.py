@@ -1,4 +1,6 @@
-"""Copies of shards on a node's own disk: the same batches whatever happens to them, and nothing left behind."""
+"""Copies of shards on a node's own disk: the same batches whatever happens to them, and nothing
+left behind.
+"""
 
 import fcntl
 import json
@@ -40,21 +42,30 @@ def stream_of(manifest: Manifest, folder: Path | None, rank: int = 0, world: int
 
 def digests(stream: CellStream, steps: int = STEPS) -> list[bytes]:
     try:
-        return [b"".join(b.genes.tobytes() + b.values.tobytes() for b in step) for step in islice(stream, steps)]
+        return [
+            b"".join(b.genes.tobytes() + b.values.tobytes() for b in step)
+            for step in islice(stream, steps)
+        ]
     finally:
         stream.close()
 
 
-def copier(manifest: Manifest, folder: Path, limit: float | None = None, largest: int | None = None) -> Any:
+def copier(
+    manifest: Manifest, folder: Path, limit: float | None = None, largest: int | None = None
+) -> Any:
     """The process that copies, which may write files of `largest` bytes."""
     process = subprocess.Popen(
         [sys.executable, "-m", "cellmill.data.shards.local_copies"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: largest and resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+        preexec_fn=lambda: (
+            largest and resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+        ),
     )
-    shards = {str(manifest.shard_path(shard)): shard.sha256 for shard in manifest.splits["train"].shards}
+    shards = {
+        str(manifest.shard_path(shard)): shard.sha256 for shard in manifest.splits["train"].shards
+    }
     assert process.stdin is not None
     process.stdin.write(json.dumps(asdict(CopyTask(str(folder), shards, limit))).encode() + b"\n")
     process.stdin.flush()
@@ -75,7 +86,8 @@ def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
         next(batches)
     process = copier(manifest, folder)
     assert "copied 6 of 6 shards" in line_of(process.stdout)
-    process.send_signal(signal.SIGTERM)  # SLURM's, to all processes of a job: the training still has to save
+    # SLURM's, to all processes of a job: the training still has to save
+    process.send_signal(signal.SIGTERM)
     for shard in manifest.path.parent.glob("train-*.h5ad"):
         shard.write_bytes(b"gone")
     assert digests(stream) == expected[3:] + digests(stream_of(manifest, folder), STEPS + 3)[STEPS:]
@@ -89,7 +101,11 @@ def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
     ("failure", "n_copies", "line"),
     [
         ("full disk", 0, "File too large; shards without a copy are read from the shared folder"),
-        ("folder is a file", 0, "File exists; shards without a copy are read from the shared folder"),
+        (
+            "folder is a file",
+            0,
+            "File exists; shards without a copy are read from the shared folder",
+        ),
         ("damaged copy", 2, "expected sha256 000000000000 as in the manifest, got "),
         ("limit", 2, "copied 2 of 6 shards"),
     ],
@@ -116,7 +132,9 @@ def test_a_failure_is_one_line_and_the_batches_are_the_same(
     assert not folder.exists()
 
 
-def test_copies_of_a_killed_process_are_used_and_alone_removed_by_the_next(manifest: Manifest, tmp_path: Path) -> None:
+def test_copies_of_a_killed_process_are_used_and_alone_removed_by_the_next(
+    manifest: Manifest, tmp_path: Path
+) -> None:
     expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
     process, stream = copier(manifest, folder), stream_of(manifest, folder)
     while not list(folder.glob("train-*")):
@@ -145,7 +163,10 @@ def test_copies_lost_while_they_are_read_are_one_warning_and_the_same_batches(
     next(batches)
     for copy in folder.glob("train-*.h5ad"):
         os.truncate(copy, 5000)
-    assert digests(stream) == [*expected[1:], *digests(stream_of(manifest, None), STEPS + 1)[STEPS:]]
+    assert digests(stream) == [
+        *expected[1:],
+        *digests(stream_of(manifest, None), STEPS + 1)[STEPS:],
+    ]
     warning = capfd.readouterr().err.splitlines()
     assert len(warning) == 1
     assert "a copy cannot be read (" in warning[0]
@@ -160,6 +181,7 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, 
     cells = [int(cell) for step in islice(stream, 2) for batch in step for cell in batch.cells]
     stream.close()
     names = [shard.name for shard in manifest.splits["train"].shards]
-    assert {names[cell // 100] for cell in cells} <= set(named)  # the window's other cells are read too
+    # the window's other cells are read too
+    assert {names[cell // 100] for cell in cells} <= set(named)
     assert len(stream.shards_read({1}, 0, 1)) < len(names)
     assert [path.name for path in stream.shards_read({0, 1, 2, 3}, 0, 17)] == names

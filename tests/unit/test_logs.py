@@ -1,4 +1,6 @@
-"""logs, attach and cancel on files and real processes; a real SLURM is in tests/cluster/test_commands.py."""
+"""logs, attach and cancel on files and real processes; a real SLURM is in
+tests/cluster/test_commands.py.
+"""
 
 import json
 import os
@@ -17,7 +19,19 @@ from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
 from cellmill.runs.jobs import JobRecord, JobState
 from tests.distributed.command import wait_for
-from tests.unit.test_status import RUNNING, Cli, Hold, checkpoint, cli, command, hold, job, results, run_of, squeue
+from tests.unit.test_status import (
+    RUNNING,
+    Cli,
+    Hold,
+    checkpoint,
+    cli,
+    command,
+    hold,
+    job,
+    results,
+    run_of,
+    squeue,
+)
 
 __all__ = ["cli", "hold", "results"]
 
@@ -65,7 +79,9 @@ class Listing:
 
 
 def attach(results: Path, state: str) -> tuple[JobRecord, Listing, Command]:
-    """A job in this state, with a checkpoint of step 100, its squeue, and the command that follows it."""
+    """A job in this state, with a checkpoint of step 100, its squeue, and the command that follows
+    it.
+    """
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train)
@@ -89,14 +105,18 @@ def test_the_log_is_that_of_the_newest_training(results: Path, cli: Cli) -> None
     beside = results.parent / "logs/train/one.log"
     assert logs() == f"cellmill logs: one: no log: it has no job, and {beside} does not exist\n"
     record = job(train)
-    assert logs() == (f"cellmill logs: one: job 41 (PENDING) has no log yet; it will be {record.path}/41_0_log.out\n")
+    assert logs() == (
+        f"cellmill logs: one: job 41 (PENDING) has no log yet; it will be {record.path}/41_0_log.out\n"
+    )
     local_log(results, "job 41: PENDING (Resources)\n")
     assert logs() == "job 41: PENDING (Resources)\n"
     record.log.write_text("of the first job\n")
     assert logs() == "of the first job\n"
     job(train, 2).log.write_text("of the second job\n")
     assert logs() == "of the second job\n"
-    (train / "local.json").write_text(json.dumps([{"started_at": time.time(), "ended_at": None, "how": None}]))
+    (train / "local.json").write_text(
+        json.dumps([{"started_at": time.time(), "ended_at": None, "how": None}])
+    )
     assert logs() == "job 41: PENDING (Resources)\n"
 
 
@@ -104,7 +124,9 @@ def test_a_closed_pipe_is_no_error(results: Path) -> None:
     run_of(results, "one")
     local_log(results, "a line\n" * 100_000)
     words = [sys.executable, "-m", "cellmill.cli", "logs", "one", "--results", str(results)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reading:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as reading:
         assert reading.stdout.readline() == "a line\n"
         reading.stdout.close()
         assert (reading.wait(200), reading.stderr.read()) == (0, "")
@@ -125,7 +147,10 @@ def test_a_local_training_is_followed_until_its_lock_is_free(results: Path, hold
     assert following[0].end() == (0, "step 100/600\nstep 200/600\nthe end\n", "")
     code, attached, told = following[1].end()
     first, rest = attached.split("\n", 1)
-    assert re.fullmatch(rf"following process {process.pid} of \S+ on \S+, its log: {log}; Ctrl-C ends only .*", first)
+    assert re.fullmatch(
+        rf"following process {process.pid} of \S+ on \S+, its log: {log}; Ctrl-C ends only .*",
+        first,
+    )
     assert rest == "step 100/600\nstep 200/600\nthe end\n"
     assert (code, told) == (75, "cellmill attach: the training ended; saved at step 100\n")
 
@@ -153,7 +178,12 @@ def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> No
     ("word", "error", "code", "line"),
     [
         ("FAILED", "node1: out of memory", 2, "job 41 ended with FAILED: node1: out of memory"),
-        ("FAILED", "", 2, "job 41 ended with FAILED; saved at step 100; `cellmill logs one` shows its output"),
+        (
+            "FAILED",
+            "",
+            2,
+            "job 41 ended with FAILED; saved at step 100; `cellmill logs one` shows its output",
+        ),
         ("TIMEOUT", "", 75, "job 41 ended with TIMEOUT; saved at step 100"),
     ],
 )
@@ -205,7 +235,9 @@ def test_a_run_without_a_job_or_training_is_one_line(results: Path, cli: Cli, st
     line = "one: no job is queued or running, and no training runs on this machine"
     # nothing left to cancel is success; nothing to attach to is an error
     how = "its state is failed, saved at step 0: rank 1 on node2: no"
-    expected = (0, f"{line}\n", "") if stage == "cancel" else (2, "", f"cellmill attach: {line}; {how}\n")
+    expected = (
+        (0, f"{line}\n", "") if stage == "cancel" else (2, "", f"cellmill attach: {line}; {how}\n")
+    )
     assert cli(stage, "one") == expected
     command(results, "squeue", "echo down >&2; exit 1")
     silent = f"cellmill {stage}: no usable answer from squeue (squeue: down); try again\n"
@@ -252,7 +284,9 @@ def test_a_training_on_this_machine_is_asked_to_end(results: Path, hold: Hold, c
     )
 
 
-def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(results: Path, hold: Hold, cli: Cli) -> None:
+def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(
+    results: Path, hold: Hold, cli: Cli
+) -> None:
     train = run_of(results, "one", state=RUNNING)
     process = hold(train)
     holder = json.loads((train / "lock").read_text())

@@ -1,4 +1,6 @@
-"""Options of the machine: impossible ones are refused in one line, and none of them becomes a command."""
+"""Options of the machine: impossible ones are refused in one line, and none of them becomes a
+command.
+"""
 
 import re
 import subprocess
@@ -30,7 +32,9 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     texts = [
-        name for name, field in Machine.model_fields.items() if field.default == "" and name not in ("setup", "gres")
+        name
+        for name, field in Machine.model_fields.items()
+        if field.default == "" and name not in ("setup", "gres")
     ]
     options = dict.fromkeys(texts, HOSTILE) | {
         "sbatch_options": "a=$(touch${IFS}made)",
@@ -47,7 +51,9 @@ def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
     assert "--b=`touch;made`" in (tmp_path / "words").read_text().splitlines()
     assert str(Path(HOSTILE).resolve()) in (tmp_path / "words").read_text(), "the container"
     assert not (tmp_path / "made").exists()
-    written = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", (tmp_path / "script").read_text(), re.M))
+    written = dict(
+        re.findall(r"^#SBATCH --([\w-]+)=(.*)$", (tmp_path / "script").read_text(), re.M)
+    )
     quoted = "'a;b $(touch made) `touch made` '\"'\"'c\" \\'"
     for name in ("partition", "account", "qos", "constraint", "reservation", "gpus-per-node"):
         assert written[name] == quoted
@@ -89,7 +95,9 @@ def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], mess
     ],
     ids=str,
 )
-def test_gpus_are_counted_in_every_form_of_request(given: dict[str, Any], gpus: dict[str, int]) -> None:
+def test_gpus_are_counted_in_every_form_of_request(
+    given: dict[str, Any], gpus: dict[str, int]
+) -> None:
     machine = Machine(**given)
     assert (machine.gpus_by_type, machine.gpus) == (gpus, sum(gpus.values()))
 

@@ -1,4 +1,6 @@
-"""The masked encoder: hidden content reaches nothing, masks are fair, and losses judge the predictions."""
+"""The masked encoder: hidden content reaches nothing, masks are fair, and losses judge the
+predictions.
+"""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +29,10 @@ KINDS = [
 ]
 every_kind = pytest.mark.parametrize(
     ("tokenizer", "objective"),  # each tokenizer and each objective in `make test`
-    [pytest.param(*kind, marks=() if kind in (KINDS[0], KINDS[3]) else pytest.mark.full) for kind in KINDS[:4]]
+    [
+        pytest.param(*kind, marks=() if kind in (KINDS[0], KINDS[3]) else pytest.mark.full)
+        for kind in KINDS[:4]
+    ]
     + [KINDS[4]],
 )
 
@@ -43,7 +48,9 @@ def _model(tokenizer: str, objective: str, **options: Any) -> Any:
     with torch.no_grad():  # larger weights than those of the start, so that what leaks is seen
         for name, parameter in sorted(model.named_parameters()):
             if "norm" not in name:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter += 0.2 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                )
     return model
 
 
@@ -53,7 +60,9 @@ def _tensors(tokenizer: str, lengths: tuple[int, ...] = (9, 14, 1, 14)) -> Batch
 
 def _predicted(model: Any, prepared: MaskedBatch) -> torch.Tensor:
     """Predictions from the states of masked tokens."""
-    return model.objective.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
+    return model.objective.predict(
+        model, model.head(model.states(prepared)[prepared.targets]), prepared
+    )
 
 
 def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float]]:
@@ -84,17 +93,23 @@ def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, obje
     other = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
     assert torch.equal(other.targets, prepared.targets)
     assert not torch.equal(other.answers, prepared.answers)
-    assert all(torch.equal(now, before) for (now, _), (before, _) in zip(_judged(model, other), said))
+    assert all(
+        torch.equal(now, before) for (now, _), (before, _) in zip(_judged(model, other), said)
+    )
 
 
 @every_kind
 def test_what_is_not_hidden_changes_what_the_model_says(tokenizer: str, objective: str) -> None:
     model, batch = _model(tokenizer, objective), _tensors(tokenizer)
     prepared = model.prepare(batch, seed=1, step=2)
-    shown = next(place for place in range(len(batch.genes)) if place not in prepared.targets.tolist())
+    shown = next(
+        place for place in range(len(batch.genes)) if place not in prepared.targets.tolist()
+    )
     for field in ("genes", "values"):
         content = getattr(batch, field).clone()
-        content[shown] = content[shown] % 5 + 1.5 if content.is_floating_point() else content[shown] % 5 + 1
+        content[shown] = (
+            content[shown] % 5 + 1.5 if content.is_floating_point() else content[shown] % 5 + 1
+        )
         other = model.prepare(replace(batch, **{field: content}), seed=1, step=2)
         assert not torch.equal(_predicted(model, other), _predicted(model, prepared))
     # at a target the half of the token that is not asked for is seen
@@ -122,7 +137,9 @@ def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target()
     edges = batch.cu_seqlens.tolist()
     for step in range(50):
         chosen = np.array(targets(seed=0, step=step))
-        assert all(((chosen >= low) & (chosen < high)).any() for low, high in itertools.pairwise(edges))
+        assert all(
+            ((chosen >= low) & (chosen < high)).any() for low, high in itertools.pairwise(edges)
+        )
 
 
 def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> None:
@@ -151,7 +168,9 @@ def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> 
 
 
 @every_kind
-def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(tokenizer: str, objective: str) -> None:
+def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(
+    tokenizer: str, objective: str
+) -> None:
     model, twice = (_model(tokenizer, objective, cell_loss_weight=weight) for weight in (1, 2))
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
     (said, by_token), (_, by_cell) = _judged(model, prepared)
@@ -161,7 +180,10 @@ def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(tokenizer:
 
 
 def test_the_embedding_of_a_cell_without_tokens_is_zero() -> None:
-    model, batch = _model("continuous", "masked_value").eval(), _tensors("continuous", lengths=(4, 0, 3))
+    model, batch = (
+        _model("continuous", "masked_value").eval(),
+        _tensors("continuous", lengths=(4, 0, 3)),
+    )
     with torch.no_grad():
         found = model.embed(batch)
         apart = torch.cat([model.embed(batch.cut(cell, cell + 1)) for cell in (0, 2)])
@@ -188,7 +210,9 @@ def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:
 
 
 def test_first_weights_have_the_spread_of_gpt_2() -> None:
-    first = initialized(spec(N_GENES, _tokens("continuous"), hidden=16, layers=8, heads=2)).state_dict()
+    first = initialized(
+        spec(N_GENES, _tokens("continuous"), hidden=16, layers=8, heads=2)
+    ).state_dict()
     assert first["gene_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert first["blocks.0.out.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.1)
     assert (first["blocks.1.ffn_norm.weight"] == 1).all()
@@ -196,9 +220,14 @@ def test_first_weights_have_the_spread_of_gpt_2() -> None:
 
 
 @every_kind
-def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(tokenizer: str, objective: str) -> None:
+def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(
+    tokenizer: str, objective: str
+) -> None:
     split = {"mask_frac": 0.5, "random_frac": 0.2, "keep_frac": 0.3}
-    model, plain = _model(tokenizer, objective, **split), _model(tokenizer, objective, mask_frac=0.5)
+    model, plain = (
+        _model(tokenizer, objective, **split),
+        _model(tokenizer, objective, mask_frac=0.5),
+    )
     batch = _tensors(tokenizer, lengths=(32,) * 60)
     prepared, hidden = (m.prepare(batch, seed=1, step=2) for m in (model, plain))
     at = prepared.targets
@@ -208,7 +237,8 @@ def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(tokenizer: st
     shown, own = getattr(prepared, field)[at], getattr(batch, field)[at]
     masked = shown == 1 if objective == "masked_gene" else prepared.value_hidden[at]
     assert masked.float().mean() == pytest.approx(0.5, abs=0.06)
-    assert (shown == own).float().mean() == pytest.approx(0.3, abs=0.1)  # a random bin is often the same
+    # a random bin is often the same
+    assert (shown == own).float().mean() == pytest.approx(0.3, abs=0.1)
     others = ~torch.isin(torch.arange(len(batch.genes)), at)
     assert torch.equal(getattr(prepared, field)[others], getattr(batch, field)[others])
     if objective == "masked_gene":
@@ -219,7 +249,11 @@ def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(tokenizer: st
         assert random.max() == N_GENES + 1
     else:
         in_cell = (prepared.cell[at][:, None] == prepared.cell[None]) & others
-        assert ((shown[:, None] == batch.values[None]) & in_cell).any(1)[~masked & (shown != own)].all()
+        assert (
+            ((shown[:, None] == batch.values[None]) & in_cell)
+            .any(1)[~masked & (shown != own)]
+            .all()
+        )
     model.eval()
     assert torch.equal(getattr(model.prepare(batch, seed=1, step=2), field), getattr(hidden, field))
     assert torch.equal(prepared.center, hidden.center), "of tokens that are no targets alone"
@@ -241,7 +275,9 @@ def test_the_cell_loss_is_asked_with_every_target_hidden(tokenizer: str, objecti
 
 
 def test_a_split_that_hides_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"random_frac \+ keep_frac = 1 hides none of the masked tokens"):
+    with pytest.raises(
+        ValueError, match=r"random_frac \+ keep_frac = 1 hides none of the masked tokens"
+    ):
         MaskedGeneConfig(random_frac=0.5, keep_frac=0.5)
 
 
@@ -254,7 +290,9 @@ def test_hidden_counts_change_what_the_model_is_given_only_without_renormalize(
     tokenizer: str, renormalize: bool
 ) -> None:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
-    objective = MaskedValue(spec(60, tokens, objective="masked_value", renormalize=renormalize).objective, tokens)
+    objective = MaskedValue(
+        spec(60, tokens, objective="masked_value", renormalize=renormalize).objective, tokens
+    )
     cells = random_cells((20, 31, 1, 14, 2), tokens, 60)
 
     def prepared(counts: np.ndarray) -> tuple[Any, Batch]:
@@ -267,7 +305,9 @@ def test_hidden_counts_change_what_the_model_is_given_only_without_renormalize(
     louder = cells.counts.copy()
     louder[one.targets.numpy()] *= 10
     other, _ = prepared(louder)
-    assert torch.equal(one.answers, batch.values[one.targets]), "the answers are the whole cell's values"
+    assert torch.equal(one.answers, batch.values[one.targets]), (
+        "the answers are the whole cell's values"
+    )
     assert torch.equal(one.values, other.values) == renormalize
     assert torch.equal(one.center, other.center) == (renormalize or tokenizer == "binned")
 

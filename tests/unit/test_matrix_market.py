@@ -1,4 +1,6 @@
-"""Matrix Market as other programs write it: each layout gives the counts of a truth, or a line that says what to do."""
+"""Matrix Market as other programs write it: each layout gives the counts of a truth, or a line that
+says what to do.
+"""
 
 import gzip
 import random
@@ -19,18 +21,27 @@ SYMBOLS = [f"SYM{number}" for number in range(1, 14)]
 CELLS = ["".join(DRAW.choice("ACGT") for _ in range(16)) for _ in range(9)]
 Counts = dict[tuple[str, str], int]
 TRUTH: Counts = {
-    (cell, gene): DRAW.randint(1, 9) for cell in CELLS for gene in GENES if DRAW.random() < 0.5 or gene == GENES[0]
+    (cell, gene): DRAW.randint(1, 9)
+    for cell in CELLS
+    for gene in GENES
+    if DRAW.random() < 0.5 or gene == GENES[0]
 }
 
 
 def write_mtx(
-    path: Path, counts: Counts = TRUTH, by_cell: bool = False, genes: list[str] | None = None, field: str = "integer"
+    path: Path,
+    counts: Counts = TRUTH,
+    by_cell: bool = False,
+    genes: list[str] | None = None,
+    field: str = "integer",
 ) -> None:
     """Coordinates in order of genes if cells are in columns, and the other way round."""
     genes, cells = genes or GENES, CELLS
     rows, columns = (cells, genes) if by_cell else (genes, cells)
     with open(path, "w") as file:
-        file.write(f"%%MatrixMarket matrix coordinate {field} general\n%\n{len(rows)} {len(columns)} {len(counts)}\n")
+        file.write(
+            f"%%MatrixMarket matrix coordinate {field} general\n%\n{len(rows)} {len(columns)} {len(counts)}\n"
+        )
         for i, row in enumerate(rows, 1):
             for j, column in enumerate(columns, 1):
                 key = (row, column) if by_cell else (column, row)
@@ -38,7 +49,9 @@ def write_mtx(
                     file.write(f"{i} {j} {counts[key]}\n")
 
 
-def write_names(path: Path, *columns: list[str], separator: str = "\t", header: str | None = None) -> None:
+def write_names(
+    path: Path, *columns: list[str], separator: str = "\t", header: str | None = None
+) -> None:
     body = [separator.join(row) for row in zip(*columns)]
     path.write_text("\n".join([*([header] if header is not None else []), *body]) + "\n")
 
@@ -70,14 +83,25 @@ def parse(folder: Path) -> None:
     write_mtx(folder / "count_matrix.mtx", by_cell=True)
     names = ["" if number % 3 else symbol for number, symbol in enumerate(SYMBOLS)]
     genomes = ["hg38"] * len(GENES)
-    write_names(folder / "all_genes.csv", GENES, names, genomes, separator=",", header="gene_id,gene_name,genome")
+    write_names(
+        folder / "all_genes.csv",
+        GENES,
+        names,
+        genomes,
+        separator=",",
+        header="gene_id,gene_name,genome",
+    )
     samples = ["s1"] * len(CELLS)
-    write_names(folder / "cell_metadata.csv", CELLS, samples, separator=",", header="bc_wells,sample")
+    write_names(
+        folder / "cell_metadata.csv", CELLS, samples, separator=",", header="bc_wells,sample"
+    )
 
 
 def alevin(folder: Path) -> None:
     write_mtx(folder / "quants_mat.mtx", by_cell=True)
-    (folder / "quants_mat.mtx.gz").write_bytes(gzip.compress((folder / "quants_mat.mtx").read_bytes()))
+    (folder / "quants_mat.mtx.gz").write_bytes(
+        gzip.compress((folder / "quants_mat.mtx").read_bytes())
+    )
     (folder / "quants_mat.mtx").unlink()
     write_names(folder / "quants_mat_rows.txt", CELLS)
     write_names(folder / "quants_mat_cols.txt", GENES)
@@ -96,7 +120,10 @@ def star(folder: Path) -> None:
 def quoted(folder: Path) -> None:
     """As R's write.table writes names: quotes, row names, and a header that does not name them."""
     write_mtx(folder / "matrix.mtx")
-    rows = [f'"{number}" "{gene}" "{symbol}"' for number, (gene, symbol) in enumerate(zip(GENES, SYMBOLS), 1)]
+    rows = [
+        f'"{number}" "{gene}" "{symbol}"'
+        for number, (gene, symbol) in enumerate(zip(GENES, SYMBOLS), 1)
+    ]
     (folder / "genes.tsv").write_text("\n".join(['"V1" "V2"', *rows]) + "\n")
     (folder / "barcodes.tsv").write_text("".join(f'"{cell}"\n' for cell in CELLS))
 
@@ -106,7 +133,9 @@ def csv_barcodes(folder: Path) -> None:
     write_names(folder / "features.tsv", GENES)
     numbers, ident = [f'"{n}"' for n in range(1, 10)], ['"p"'] * 9
     texts = [f'"{cell}"' for cell in CELLS]
-    write_names(folder / "barcodes.csv", numbers, texts, ident, separator=",", header='"","cell","ident"')
+    write_names(
+        folder / "barcodes.csv", numbers, texts, ident, separator=",", header='"","cell","ident"'
+    )
 
 
 def excel(folder: Path) -> None:
@@ -148,7 +177,9 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_of_matrix_market_has_the_counts_of_the_truth(name: str, tmp_path: Path) -> None:
+def test_every_layout_of_matrix_market_has_the_counts_of_the_truth(
+    name: str, tmp_path: Path
+) -> None:
     write, file = LAYOUTS[name]
     write(tmp_path)
     assert read(tmp_path / file) == TRUTH
@@ -165,7 +196,9 @@ def test_columns_of_text_tables_become_obs_and_var(tmp_path: Path) -> None:
         assert reader.var["symbol"].tolist() == SYMBOLS
 
 
-def test_types_that_10x_does_not_have_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_that_10x_does_not_have_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     biotypes(tmp_path)
     read(tmp_path)
     said = "its third column is no type of 10x ('protein_coding' 10, 'lncRNA' 3); all rows are read as genes"
@@ -186,7 +219,10 @@ def test_matrices_of_nascent_and_mature_molecules_are_summed(
     for part, counts in parts.items():
         write_mtx(tmp_path / f"cells_x_genes.{part}.mtx", counts, by_cell=True)
     assert read(tmp_path) == read(tmp_path, "total") == TRUTH
-    assert "X is mature + nascent + ambiguous; set the dataset's `counts` to another one: " in capsys.readouterr().err
+    assert (
+        "X is mature + nascent + ambiguous; set the dataset's `counts` to another one: "
+        in capsys.readouterr().err
+    )
     for name, members in {"mature": ["mature"], "cell": ["mature", "ambiguous"]}.items():
         wanted = {key: sum(parts[member][key] for member in members) for key in TRUTH}
         assert read(tmp_path, name) == {key: value for key, value in wanted.items() if value}
@@ -195,13 +231,18 @@ def test_matrices_of_nascent_and_mature_molecules_are_summed(
 @pytest.mark.parametrize("mode", ["X", "S", "U", "A", "S+A", "S+U+A"])
 def test_spliced_and_ambiguous_counts_of_alevin_fry_are_summed(mode: str, tmp_path: Path) -> None:
     ends = {"S": "", "U": "-U", "A": "-A"}
-    split = {(cell, gene + end): DRAW.randint(1, 9) for cell, gene in TRUTH for end in ends.values()}
+    split = {
+        (cell, gene + end): DRAW.randint(1, 9) for cell, gene in TRUTH for end in ends.values()
+    }
     columns = [gene + end for end in ends.values() for gene in GENES]
     write_mtx(tmp_path / "quants_mat.mtx", split, by_cell=True, genes=columns)
     write_names(tmp_path / "quants_mat_rows.txt", CELLS)
     write_names(tmp_path / "quants_mat_cols.txt", columns)
     letters = "S+A" if mode == "X" else mode
-    wanted = {(cell, gene): sum(split[cell, gene + ends[x]] for x in letters.split("+")) for cell, gene in TRUTH}
+    wanted = {
+        (cell, gene): sum(split[cell, gene + ends[x]] for x in letters.split("+"))
+        for cell, gene in TRUTH
+    }
     assert read(tmp_path, mode) == wanted
 
 
@@ -226,8 +267,12 @@ def test_a_table_of_another_matrix_is_refused_with_three_numbers(tmp_path: Path)
 def test_tables_of_another_sample_are_not_taken(tmp_path: Path) -> None:
     samples(tmp_path)
     (tmp_path / "GSM1_barcodes.tsv").unlink()
-    assert "no GSM1_barcodes.tsv; expected it beside GSM1_matrix.mtx" in refusal(tmp_path / "GSM1_matrix.mtx")
-    assert "has 2 matrices (GSM1_matrix.mtx, GSM2_matrix.mtx); name one of the files" in refusal(tmp_path)
+    assert "no GSM1_barcodes.tsv; expected it beside GSM1_matrix.mtx" in refusal(
+        tmp_path / "GSM1_matrix.mtx"
+    )
+    assert "has 2 matrices (GSM1_matrix.mtx, GSM2_matrix.mtx); name one of the files" in refusal(
+        tmp_path
+    )
 
 
 def test_fractions_of_multi_mappers_point_to_the_matrix_of_counts(tmp_path: Path) -> None:
@@ -245,10 +290,15 @@ def test_missing_values_of_writemm_are_refused_by_name(text: str, tmp_path: Path
     rows = file.read_text().replace("integer", "real").splitlines()
     rows[-1] = rows[-1].rsplit(" ", 1)[0] + f" {text}"
     file.write_text("\n".join(rows) + "\n")
-    assert "has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these to 0" in refusal(tmp_path)
+    assert (
+        "has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these to 0"
+        in refusal(tmp_path)
+    )
 
 
-@pytest.mark.parametrize("kind", ["coordinate pattern general", "array integer general", "coordinate real symmetric"])
+@pytest.mark.parametrize(
+    "kind", ["coordinate pattern general", "array integer general", "coordinate real symmetric"]
+)
 def test_matrices_without_counts_of_cells_are_refused_by_kind(kind: str, tmp_path: Path) -> None:
     star(tmp_path)
     file = tmp_path / "matrix.mtx"
@@ -267,7 +317,13 @@ def test_compiled_parsing_gives_the_numbers_that_python_reads(
     monkeypatch.setattr(lines, "_PIECE", 200)
     monkeypatch.setattr(matrices, "_ROWS", 2)
     star(tmp_path)
-    spellings: list[Callable[[int], str]] = [str, "{}.0".format, "{}e+00".format, "{}.000".format, " {}".format]
+    spellings: list[Callable[[int], str]] = [
+        str,
+        "{}.0".format,
+        "{}e+00".format,
+        "{}.000".format,
+        " {}".format,
+    ]
     rows = []
     for number, ((cell, gene), value) in enumerate(TRUTH.items()):
         spell = str if field == "integer" else spellings[number % len(spellings)]
@@ -276,7 +332,8 @@ def test_compiled_parsing_gives_the_numbers_that_python_reads(
         rows.append((CELLS.index(cell), row))
     rows.sort(key=lambda row: row[0] if is_sorted else DRAW.random())
     head = f"%%MatrixMarket matrix coordinate {field} general\n13 9 {len(rows)}\n"
-    (tmp_path / "matrix.mtx").write_text(head + "\n".join(text for _, text in rows))  # no line feed at the end
+    # no line feed at the end
+    (tmp_path / "matrix.mtx").write_text(head + "\n".join(text for _, text in rows))
     assert read(tmp_path) == TRUTH
 
 
@@ -300,4 +357,6 @@ def test_whole_numbers_of_more_than_31_bits_are_refused(tmp_path: Path) -> None:
     rows = file.read_text().splitlines()
     rows[-1] = rows[-1].rsplit(" ", 1)[0] + " 2147483648"
     file.write_text("\n".join(rows) + "\n")
-    assert "a value is too large: expected at most 2,147,483,647, got 2,147,483,648" in refusal(tmp_path)
+    assert "a value is too large: expected at most 2,147,483,647, got 2,147,483,648" in refusal(
+        tmp_path
+    )

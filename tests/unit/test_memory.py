@@ -1,4 +1,6 @@
-"""Planned memory of each layout (tests/distributed compares it with processes), and idle time of pipelines."""
+"""Planned memory of each layout (tests/distributed compares it with processes), and idle time of
+pipelines.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +20,14 @@ from cellmill.config.parallel import Parallel, layout
 from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import stages_of
 from cellmill.parallel.pipeline import SCHEDULES
-from cellmill.planner.memory import Memory, PlannedModel, host_bytes, idle_frac, kept_micro_batches, peak_memory
+from cellmill.planner.memory import (
+    Memory,
+    PlannedModel,
+    host_bytes,
+    idle_frac,
+    kept_micro_batches,
+    peak_memory,
+)
 from cellmill.planner.size import measure
 from tests.checks import quick
 from tests.models import spec
@@ -40,7 +49,9 @@ def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: A
 
 
 def _activations(of_block: float, recomputed: float = 0.0) -> float:
-    """Elements kept per token if each block keeps `of_block`, and one block recomputes `recomputed` more."""
+    """Elements kept per token if each block keeps `of_block`, and one block recomputes `recomputed`
+    more.
+    """
     outside = SIZE.begin.activations_per_token + SIZE.finish.activations_per_token
     return SIZE.blocks * of_block + recomputed + outside
 
@@ -52,7 +63,9 @@ def test_one_process_holds_weights_and_moments_in_float32_and_gradients_or_activ
         assert (memory.parameters, memory.optimizer) == (4 * parameters, 8 * parameters)
         assert (memory.gathered, memory.communication, memory.pipeline) == (0, 0, 0)
     assert begun.gradients == 4 * SIZE.block.parameters
-    assert begun.activations == pytest.approx(4 * _activations(SIZE.block.activations_per_token) * LONG, rel=0.1)
+    assert begun.activations == pytest.approx(
+        4 * _activations(SIZE.block.activations_per_token) * LONG, rel=0.1
+    )
     assert ended.gradients == 4 * parameters
     assert ended.logits == 0 < begun.logits
 
@@ -72,27 +85,38 @@ def test_full_shard_divides_weights_and_moments_by_the_processes() -> None:
         ended = _memory(world, tokens=SHORT, sharding_strategy="FULL_SHARD")
         assert ended.gradients >= 4 * share
         assert ended.communication > 0
-        twice = _memory(world, micro_batches=2, sharding_strategy="FULL_SHARD")  # unsharded until they are reduced
+        # unsharded until they are reduced
+        twice = _memory(world, micro_batches=2, sharding_strategy="FULL_SHARD")
         assert twice.total - memory.total == 4 * SIZE.parameters
 
 
 def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_activations() -> None:
     whole, cut, shared = (
-        _memory(4, strategy="ddp", **options) for options in ({}, {"tp": 4}, {"tp": 4, "sequence_parallel": True})
+        _memory(4, strategy="ddp", **options)
+        for options in ({}, {"tp": 4}, {"tp": 4, "sequence_parallel": True})
     )
-    assert cut.parameters == shared.parameters < whole.parameters / 3.3  # all but norms, two biases and heads
-    # three quarters of what is cut: a chunk's logits of 15 % of the tokens, and three gradients of the gene table (two
-    # losses, and a product that is added). The gradient of the states and the heads' activations are whole on each rank
+    # all but norms, two biases and heads
+    assert cut.parameters == shared.parameters < whole.parameters / 3.3
+    # three quarters of what is cut: a chunk's logits of 15 % of the tokens, and three gradients of
+    # the gene table (two losses, and a product that is added). The gradient of the states and the
+    # heads' activations are whole on each rank
     genes = SPEC.n_genes + 2
-    assert whole.logits - cut.logits == pytest.approx(4 * 0.75 * genes * (0.15 * LONG + 3 * SIZE.width), rel=0.1)
+    assert whole.logits - cut.logits == pytest.approx(
+        4 * 0.75 * genes * (0.15 * LONG + 3 * SIZE.width), rel=0.1
+    )
     assert shared.activations < cut.activations < 0.7 * whole.activations
 
 
 def test_bf16_halves_activations_and_gathered_weights_but_no_weights_and_moments() -> None:
     exact, low = (
-        _memory(4, sharding_strategy="FULL_SHARD", precision=precision) for precision in ("32-true", "bf16-mixed")
+        _memory(4, sharding_strategy="FULL_SHARD", precision=precision)
+        for precision in ("32-true", "bf16-mixed")
     )
-    assert (low.parameters, low.optimizer, low.logits) == (exact.parameters, exact.optimizer, exact.logits)
+    assert (low.parameters, low.optimizer, low.logits) == (
+        exact.parameters,
+        exact.optimizer,
+        exact.logits,
+    )
     assert low.activations == exact.activations // 2  # whole bytes
     assert 2 * low.gathered == exact.gathered
 
@@ -103,12 +127,16 @@ def test_activation_checkpointing_keeps_the_inputs_of_all_blocks_and_one_block()
     )
     assert 1.8 * recomputed < chosen < 0.8 * kept
     block, selective, width = SIZE.block.activations_per_token, SIZE.selective_per_token, SIZE.width
-    assert chosen == pytest.approx(4 * _activations(selective, block - selective + width) * LONG, rel=0.15)
+    assert chosen == pytest.approx(
+        4 * _activations(selective, block - selective + width) * LONG, rel=0.15
+    )
     assert recomputed < kept / 2.5
     assert recomputed == pytest.approx(4 * _activations(width, block - width) * LONG, rel=0.15)
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"])
+@pytest.mark.parametrize(
+    "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
+)
 def test_a_pipeline_has_each_block_once_and_tied_parameters_twice(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
@@ -116,8 +144,12 @@ def test_a_pipeline_has_each_block_once_and_tied_parameters_twice(schedule: str)
     assert sum(stage.blocks for stage in stages) == SIZE.blocks
     tied = SIZE.tied.parameters
     assert sum(model.counts(rank).parameters for rank in range(3)) == SIZE.parameters + tied
-    assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(SIZE.flops.of(10, 100, 2))
-    assert sorted(stage for rank in range(3) for stage in stages_of(rank, parallel)) == list(range(parallel.stages))
+    assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(
+        SIZE.flops.of(10, 100, 2)
+    )
+    assert sorted(stage for rank in range(3) for stage in stages_of(rank, parallel)) == list(
+        range(parallel.stages)
+    )
 
 
 def test_the_peak_is_that_of_the_pipeline_rank_that_needs_the_most() -> None:
@@ -125,7 +157,8 @@ def test_the_peak_is_that_of_the_pipeline_rank_that_needs_the_most() -> None:
     each = [peak_memory(model, LONG, 6, [rank]) for rank in range(3)]
     assert peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
     assert each[0].logits == each[1].logits == 0 < each[2].logits
-    few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))  # 1F1B keeps one per following stage
+    # 1F1B keeps one per following stage
+    few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))
     assert (many.activations, many.pipeline) == (few.activations, 4 * few.pipeline)
 
 
@@ -138,13 +171,18 @@ def test_offloaded_parts_are_in_host_memory_and_not_on_the_device(pp: int) -> No
     assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
     assert moments.total == plain.total - plain.optimizer
     assert full.total < moments.total - plain.parameters
-    assert host_bytes(_model(4, cpu_offload="optimizer", **strategy))[0] == pytest.approx(2 * plain.optimizer, abs=16)
+    assert host_bytes(_model(4, cpu_offload="optimizer", **strategy))[0] == pytest.approx(
+        2 * plain.optimizer, abs=16
+    )
     assert host_bytes(_model(4, **strategy))[0] == 0
 
 
 def test_a_checkpoint_is_staged_in_twelve_bytes_per_parameter_of_the_shard() -> None:
     sharded = host_bytes(_model(4, sharding_strategy="FULL_SHARD"))[1]
-    assert (host_bytes(_model(1))[1], sharded) == (12 * SIZE.parameters, pytest.approx(3 * SIZE.parameters, abs=4))
+    assert (host_bytes(_model(1))[1], sharded) == (
+        12 * SIZE.parameters,
+        pytest.approx(3 * SIZE.parameters, abs=4),
+    )
 
 
 @pytest.mark.parametrize("how", [None, "optimizer", "full"])
@@ -154,7 +192,9 @@ def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) ->
     device, host = (0, share) if how == "full" else (share, 0)
     memory = peak_memory(model, SHORT, 1)
     assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)
-    pinned, staged = (after - before for after, before in zip(host_bytes(model), host_bytes(without)))
+    pinned, staged = (
+        after - before for after, before in zip(host_bytes(model), host_bytes(without))
+    )
     assert (pinned, staged) == (pytest.approx(host, abs=16), pytest.approx(share, abs=4))
 
 
@@ -173,13 +213,19 @@ def pp(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("schedule", "times", "pp"), quick(product(TABLED, (1, 2), (2, 4)), QUICK), indirect=["pp"])
-def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "times", "pp"), quick(product(TABLED, (1, 2), (2, 4)), QUICK), indirect=["pp"]
+)
+def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(
+    pp: int, schedule: str, times: int
+) -> None:
     parallel = Parallel(pp=pp, schedule=schedule)
     micro_batches = times * parallel.stages
     table = _table(parallel, micro_batches)
     busy = 3.0 * micro_batches * parallel.stages / pp
-    assert idle_frac(parallel, micro_batches) == pytest.approx(1 - busy / _play(table, parallel), abs=1e-9)
+    assert idle_frac(parallel, micro_batches) == pytest.approx(
+        1 - busy / _play(table, parallel), abs=1e-9
+    )
     most = [_most_kept(actions) for actions in table]
     planned = [kept_micro_batches(parallel, rank, micro_batches) for rank in range(pp)]
     assert planned == most
@@ -196,7 +242,11 @@ def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
     cpu = torch.device("cpu")
     stages = [PipelineStage(nn.Identity(), n, parallel.stages, cpu) for n in stages_of(0, parallel)]
     kind: Any = get_schedule_class(SCHEDULES.get(parallel.schedule, parallel.schedule))
-    made = kind(stages if len(stages) > 1 else stages[0], n_microbatches=micro_batches, loss_fn=lambda a, b: a)
+    made = kind(
+        stages if len(stages) > 1 else stages[0],
+        n_microbatches=micro_batches,
+        loss_fn=lambda a, b: a,
+    )
     order = made.pipeline_order
     return [
         [part for action in order[rank] if action for part in [action.sub_actions or (action,)]]
@@ -209,7 +259,11 @@ def _play(table: list[list[Any]], parallel: Parallel) -> float:
     done: dict[tuple[bool, int, int], float] = {}
     clocks, queues = [0.0] * len(table), [deque(actions) for actions in table]
     while any(queues):
-        ready = [rank for rank, queue in enumerate(queues) if queue and _needs(queue[0], parallel) <= done.keys()]
+        ready = [
+            rank
+            for rank, queue in enumerate(queues)
+            if queue and _needs(queue[0], parallel) <= done.keys()
+        ]
         assert ready, "deadlock"
         for rank in ready:
             needs, parts = _needs(queues[rank][0], parallel), queues[rank].popleft()
@@ -226,7 +280,11 @@ def _needs(parts: list[Any], parallel: Parallel) -> set[tuple[bool, int, int]]:
     """(Whether of a forward pass, stage, micro-batch) of the results that an action needs."""
     needs = set()
     for part in parts:
-        stage, micro_batch, kind = part.stage_index, part.microbatch_index, part.computation_type.name
+        stage, micro_batch, kind = (
+            part.stage_index,
+            part.microbatch_index,
+            part.computation_type.name,
+        )
         if kind == "FORWARD" and stage > 0:
             needs.add((True, stage - 1, micro_batch))
         elif kind in COMPUTED and kind != "FORWARD" and stage < parallel.stages - 1:

@@ -1,4 +1,6 @@
-"""Every fine-tuning method with every family: what is frozen stays, what trains moves, and merged is as adapted."""
+"""Every fine-tuning method with every family: what is frozen stays, what trains moves, and merged
+is as adapted.
+"""
 
 import warnings
 from importlib.util import find_spec
@@ -28,11 +30,22 @@ from tests.models import FAMILIES as BUILT_IN
 from tests.models import random_cells
 
 N_GENES, LENGTHS = 60, (20, 31, 1, 14, 2, 9)
-BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
 FAMILIES = BUILT_IN | {
-    "hf bert": ("rank", {"family": "hf", "weights": "random", "architecture": {"model_type": "bert"} | BERT}),
-    "hf gpt2": ("rank", {"family": "hf", "weights": "random", "architecture": {"model_type": "gpt2"} | GPT2}),
+    "hf bert": (
+        "rank",
+        {"family": "hf", "weights": "random", "architecture": {"model_type": "bert"} | BERT},
+    ),
+    "hf gpt2": (
+        "rank",
+        {"family": "hf", "weights": "random", "architecture": {"model_type": "gpt2"} | GPT2},
+    ),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora", "rank": 2, "alpha": 6, "trunk_lr_frac": 1},
@@ -40,8 +53,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "head_only": {"method": "head_only"},
     "full": {"method": "full", "layer_decay": 0.5},
 }
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-NAMES = [pytest.param(name, marks=needs_transformers if name.startswith("hf") else ()) for name in FAMILIES]
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+NAMES = [
+    pytest.param(name, marks=needs_transformers if name.startswith("hf") else ())
+    for name in FAMILIES
+]
 
 
 def spec_of(family: str) -> ModelSpec:
@@ -49,7 +67,9 @@ def spec_of(family: str) -> ModelSpec:
     tokenizer, options = FAMILIES[family]
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})
     objective = ObjectiveConfig.model_validate({"name": "classification", "label_column": "kind"})
-    return ModelSpec(FamilyConfig.model_validate(options), objective, tokens, N_GENES, {"kind": ("a", "b")})
+    return ModelSpec(
+        FamilyConfig.model_validate(options), objective, tokens, N_GENES, {"kind": ("a", "b")}
+    )
 
 
 def cells(tokens: Tokens) -> Batch:
@@ -60,7 +80,9 @@ def cells(tokens: Tokens) -> Batch:
 
 def tensors_of(model: Model) -> dict[str, torch.Tensor]:
     """A copy of every parameter, by plain name."""
-    return {plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {
+        plain_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -70,7 +92,9 @@ def test_matrices_of_blocks_decay_and_nothing_of_one_dimension_does(family: str)
     parameters = dict(model.named_parameters())
     assert decayed
     assert all(parameters[name].dim() == 2 for name in decayed)
-    matrices = {name for name, parameter in parameters.items() if name.startswith(model.plan.blocks)}
+    matrices = {
+        name for name, parameter in parameters.items() if name.startswith(model.plan.blocks)
+    }
     assert {name for name in matrices if parameters[name].dim() == 2} <= decayed
 
 
@@ -82,9 +106,13 @@ def tuned(family: str, method: str) -> tuple[Model, Method, dict[str, torch.Tens
     freeze(model, trained_names(made, model))
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))
     before, batch = tensors_of(model), cells(given.tokens)
-    optimizer = build_optimizer(model, Train.model_validate({"steps": 2, "lr": 1e-2}), None, made.group)
+    optimizer = build_optimizer(
+        model, Train.model_validate({"steps": 2, "lr": 1e-2}), None, made.group
+    )
     for step in range(2):
-        model(model.prepare(model.view(batch, seed=0, step=step), seed=0, step=step)).sum().backward()
+        model(
+            model.prepare(model.view(batch, seed=0, step=step), seed=0, step=step)
+        ).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.eval(), made, before
@@ -105,7 +133,9 @@ def test_frozen_stays_trained_moves_and_merged_is_as_adapted(family: str, method
     model, made, before = tuned(family, method)
     given = spec_of(family)
     after, trains = tensors_of(model), trained_names(made, model)
-    assert {name for name in after if not torch.equal(after[name], before[name])} == {*filter(trains, after)}
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {
+        *filter(trains, after)
+    }
     plain, batch = build(given), cells(given.tokens)
     with torch.inference_mode():
         adapted = model.embed(batch)
@@ -118,15 +148,24 @@ def test_frozen_stays_trained_moves_and_merged_is_as_adapted(family: str, method
     assert in_blocks == (method != "head_only")
 
 
-@pytest.mark.parametrize("family", [name for name in NAMES if name.values[0] in ("encoder", "hf bert", "hf gpt2")])
-def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(family: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed: envs/requirements-hf.lock has it")
+@pytest.mark.parametrize(
+    "family", [name for name in NAMES if name.values[0] in ("encoder", "hf bert", "hf gpt2")]
+)
+def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(
+    family: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip(
+        "peft", reason="peft is not installed: envs/requirements-hf.lock has it"
+    )
     transformers = pytest.importorskip("transformers")
     model, made, before = tuned(family, "lora")
     given = made.adapter(model)
     assert given is not None
     config, tensors = given
-    write_tensors(tmp_path / "adapter_model.safetensors", {name: tensor.clone() for name, tensor in tensors.items()})
+    write_tensors(
+        tmp_path / "adapter_model.safetensors",
+        {name: tensor.clone() for name, tensor in tensors.items()},
+    )
     write_json(tmp_path / "adapter_config.json", config)
     made.merge(model)
     base: Any = build(spec_of(family))
@@ -142,4 +181,5 @@ def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(family: str, tmp
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(tensor, ours[name], atol=1e-6, rtol=0, msg=name)
         moved += name in before and not torch.equal(tensor, before[name])
-    assert moved >= len(config["target_modules"]) + 2  # adapted layers, and the head's weight and bias
+    # adapted layers, and the head's weight and bias
+    assert moved >= len(config["target_modules"]) + 2

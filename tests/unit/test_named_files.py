@@ -16,7 +16,9 @@ from cellmill.errors import UserError
 
 def write_config(folder: Path, options: str = "", **datasets: dict[str, object]) -> Path:
     """Run `r` on corpus `c` of `datasets`, of which each has columns of the table."""
-    pd.DataFrame.from_dict(datasets, orient="index").to_csv(folder / "t.tsv", sep="\t", index_label="dataset")
+    pd.DataFrame.from_dict(datasets, orient="index").to_csv(
+        folder / "t.tsv", sep="\t", index_label="dataset"
+    )
     corpus = f"corpora: {{c: {{table: {folder / 't.tsv'}}}}}\nruns: {{r: {{corpus: c}}}}\ntrain: {{steps: 1}}\n"
     (folder / "c.yaml").write_text(corpus + options)
     return folder / "c.yaml"
@@ -29,15 +31,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in ("data/raw.h5ad", "results/corpora/c/cells/one.h5ad"):
         Path(file).parent.mkdir(parents=True)
         Path(file).touch()
-    Path("results/corpora/c/cells/one.json").write_text(json.dumps({"source": {"file": "raw.h5ad"}}))
+    Path("results/corpora/c/cells/one.json").write_text(
+        json.dumps({"source": {"file": "raw.h5ad"}})
+    )
     return tmp_path
 
 
 def checked(
-    options: str = "", made: str = "", change: tuple[str, str] = ("", ""), **datasets: dict[str, object]
+    options: str = "",
+    made: str = "",
+    change: tuple[str, str] = ("", ""),
+    **datasets: dict[str, object],
 ) -> str | None:
-    """Its line on files that are gone, or its error; of `change` in the configuration the second text stands for the
-    first."""
+    """Its line on files that are gone, or its error; of `change` in the configuration the second
+    text stands for the first.
+    """
     config = write_config(Path(), options, **(datasets or {"one": {"path": "data/raw.h5ad"}}))
     config.write_text(config.read_text().replace(*change))
     try:
@@ -52,13 +60,21 @@ def checked(
     [
         ("vocabulary: {genes: nope}", "corpora.c.vocabulary.genes: "),
         ("vocabulary: {medians: nope}", "corpora.c.vocabulary.medians: "),
-        ("preprocess: {reference_organism: human, orthologs: nope}", "corpora.c.preprocess.orthologs: "),
+        (
+            "preprocess: {reference_organism: human, orthologs: nope}",
+            "corpora.c.preprocess.orthologs: ",
+        ),
         ("model: {gene_vectors: nope, gene_vector_dim: 4}", "runs.r.model.gene_vectors: "),
         ("evaluate: {tasks: {grn: {edges: nope}}}", "runs.r.evaluate.tasks.grn.edges: "),
-        ("evaluate: {tasks: {perturbation: {priors: {p: nope}}}}", "runs.r.evaluate.tasks.perturbation.priors.p: "),
+        (
+            "evaluate: {tasks: {perturbation: {priors: {p: nope}}}}",
+            "runs.r.evaluate.tasks.perturbation.priors.p: ",
+        ),
     ],
 )
-def test_a_missing_file_of_an_option_is_named_unless_a_rule_makes_it(project: Path, options: str, where: str) -> None:
+def test_a_missing_file_of_an_option_is_named_unless_a_rule_makes_it(
+    project: Path, options: str, where: str
+) -> None:
     assert checked(options) == f"{where}nope: no such file"
     assert checked(options, made="nope") is None
     Path("nope").mkdir()
@@ -89,7 +105,9 @@ def test_missing_files_of_another_model_are_named(project: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["hf://owner", "hf://own/a:b", "hf://own/../x", "hf://own/name@", "hf://own/name@a@b"]
 )
-def test_a_misspelt_model_on_the_hub_is_named_although_results_stand(project: Path, model: str) -> None:
+def test_a_misspelt_model_on_the_hub_is_named_although_results_stand(
+    project: Path, model: str
+) -> None:
     said = f"expected hf://owner/name or hf://owner/name@revision, got '{model}'"
     parent = ("{corpus: c}", f"{{corpus: c, init_from: {model}}}")
     assert checked(change=parent) == f"runs.r.init_from: {said}"
@@ -103,7 +121,9 @@ def test_a_misspelt_model_on_the_hub_is_named_although_results_stand(project: Pa
 def test_tasks_without_a_label_are_named_once_for_all_runs(project: Path) -> None:
     Path("data/b.h5ad").touch()
     tasks = "evaluate: {tasks: {probe: {}, few_shot: {}, reconstruct: {}}}\nruns: {q: {corpus: c}, r: {corpus: c}}\n"
-    path = write_config(Path(), "", one={"path": "data/raw.h5ad"}, b={"path": "data/b.h5ad", "label": "kind"})
+    path = write_config(
+        Path(), "", one={"path": "data/raw.h5ad"}, b={"path": "data/b.h5ad", "label": "kind"}
+    )
     path.write_text(path.read_text().replace("runs: {r: {corpus: c}}\n", tasks))
     line = "one: no label, so probe, few_shot will be skipped; fill column label of t.tsv"
     assert check_inputs(load_config(path)) == [line]
@@ -115,7 +135,10 @@ def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project
     others = f"{none}, and results/corpora/c/cells/one.h5ad is of raw.h5ad; correct the path, or delete the cells"
     assert checked() is None
     Path("data/raw.h5ad").unlink()  # to save its space, say
-    assert checked() == "used as they are, since their inputs are gone: results/corpora/c/cells/one.h5ad"
+    assert (
+        checked()
+        == "used as they are, since their inputs are gone: results/corpora/c/cells/one.h5ad"
+    )
     assert checked(made="data/raw.h5ad") is None
     assert checked(one=new) == others
     # a dataset that no run is trained or evaluated on: its cells were made for a prediction, say
@@ -135,7 +158,10 @@ def test_an_input_that_is_a_fifo_is_named_and_not_waited_for(project: Path) -> N
     fifo: dict[str, object] = {"path": "data/fifo.h5ad"}
     with limited():
         check_datasets(load_config(write_config(Path(), one=fifo)))
-        assert checked(one=fifo) == "t.tsv: dataset one: data/fifo.h5ad: expected a file or folder, got a FIFO"
+        assert (
+            checked(one=fifo)
+            == "t.tsv: dataset one: data/fifo.h5ad: expected a file or folder, got a FIFO"
+        )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,16 @@ from tests.unit.test_named_files import write_config
 
 Make = Callable[..., Path]
 
-REAL = ["T cell", "B cell", "null cell", "HSC", "native regulatory T", "unknown-like B", "1", "other"]
+REAL = [
+    "T cell",
+    "B cell",
+    "null cell",
+    "HSC",
+    "native regulatory T",
+    "unknown-like B",
+    "1",
+    "other",
+]
 EMPTY = [
     "unknown",
     "",
@@ -56,19 +65,35 @@ def test_a_name_that_contains_such_a_word_is_a_label(text: str) -> None:
 def test_the_documented_list_is_the_one_that_is_used() -> None:
     docs = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
     listed = docs.split("<!-- no label -->")[1]
-    assert [text.strip() for text in listed.replace("\n", " ").strip().split(",")] == [f"`{text}`" for text in NO_LABEL]
+    assert [text.strip() for text in listed.replace("\n", " ").strip().split(",")] == [
+        f"`{text}`" for text in NO_LABEL
+    ]
     assert [plain_label(text) for text in NO_LABEL] == list(NO_LABEL)
 
 
 @pytest.fixture
 def raw(make_h5ad: Make) -> Path:
     """Twelve cells of each of nine texts, and twelve without a value."""
-    kinds = ["T cell", "B cell", "unknown", "", "nan", "Unassigned", "doublet", "HSC", "other", None] * 12
+    kinds = [
+        "T cell",
+        "B cell",
+        "unknown",
+        "",
+        "nan",
+        "Unassigned",
+        "doublet",
+        "HSC",
+        "other",
+        None,
+    ] * 12
     matrix = np.random.default_rng(0).poisson(3, (len(kinds), 4)).astype(np.float32) + 1
     obs = pd.DataFrame(
-        {"kind": kinds, "disease": ["unknown", "normal"] * 60}, index=[f"cell_{i}" for i in range(len(kinds))]
+        {"kind": kinds, "disease": ["unknown", "normal"] * 60},
+        index=[f"cell_{i}" for i in range(len(kinds))],
     )
-    return make_h5ad(sp.csr_matrix(matrix), "one.h5ad", genes=["TP53", "MYC", "BRCA2", "DPM1"], obs=obs)
+    return make_h5ad(
+        sp.csr_matrix(matrix), "one.h5ad", genes=["TP53", "MYC", "BRCA2", "DPM1"], obs=obs
+    )
 
 
 def labels_of(raw: Path, **columns: str) -> Counter[str]:
@@ -84,7 +109,9 @@ def test_only_labels_lose_these_texts_and_the_table_replaces_the_list(raw: Path)
     assert labels_of(raw, label="disease") == classes | empty, "kind is no label here"
     assert labels_of(raw, label="kind", no_label="-") == classes | empty
     given = labels_of(raw, label="kind", no_label="OTHER| hsc")
-    assert given == {name: n for name, n in (classes | empty).items() if name not in ("other", "HSC")}
+    assert given == {
+        name: n for name, n in (classes | empty).items() if name not in ("other", "HSC")
+    }
 
 
 OPTIONS = (
@@ -103,17 +130,32 @@ def test_such_cells_are_counted_in_log_and_page_and_missing_in_shards(
         "12, 'nan' 12, 'unknown' 12; set no_label of dataset one in the table if these are classes"
     ) in capsys.readouterr().out.splitlines()
     report = json.loads(cells.with_suffix(".json").read_text())
-    assert report["no_label"] == {"kind": {"": 12, "Unassigned": 12, "doublet": 12, "nan": 12, "unknown": 12}}
+    assert report["no_label"] == {
+        "kind": {"": 12, "Unassigned": 12, "doublet": 12, "nan": 12, "unknown": 12}
+    }
     stored = ad.read_h5ad(cells).obs
     assert stored["kind"].isna().sum() == 72
     assert set(stored["disease"]) == {"unknown", "normal"}, "a role or covariate keeps its values"
-    assert Manifest.read(manifest).obs_levels["kind"]["levels"] == ["B cell", "HSC", "T cell", "other", "<missing>"]
+    assert Manifest.read(manifest).obs_levels["kind"]["levels"] == [
+        "B cell",
+        "HSC",
+        "T cell",
+        "other",
+        "<missing>",
+    ]
     page = render("x", [], [read_corpus(manifest.parents[1])])
-    assert "Label kind: 60 cells have a text that means no label and are without one: “” 12, “Unassigned” 12," in page
+    assert (
+        "Label kind: 60 cells have a text that means no label and are without one: “” 12, “Unassigned” 12,"
+        in page
+    )
 
 
-def test_a_training_on_an_undeclared_label_names_such_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    options = train_options(objective={"name": "classification", "label_column": "kind"}, model={"family": "profile"})
+def test_a_training_on_an_undeclared_label_names_such_classes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = train_options(
+        objective={"name": "classification", "label_column": "kind"}, model={"family": "profile"}
+    )
     check_levels(options, {"kind": ("T cell", "Unassigned", "unknown", "<missing>")}, 100)
     assert capsys.readouterr().out == (
         "warning: objective.label_column kind: 'Unassigned', 'unknown' of 3 classes may mean no label; name kind as a "
@@ -125,7 +167,9 @@ def test_predictions_compare_no_text_that_means_no_label() -> None:
     obs = pd.DataFrame({"kind": ["T", "unknown", "nan", "HSC", None]}, index=list("abcde"))
     assert count_labels(obs, "one", "kind", ["T"]).unknown == {"HSC": 1}
     assert count_labels(obs, "one", "kind", ["T"]).n_labelled == 2
-    assert count_labels(obs, "one", "kind", ["T", "unknown"]).n_labelled == 3, "a class of the model"
+    assert count_labels(obs, "one", "kind", ["T", "unknown"]).n_labelled == 3, (
+        "a class of the model"
+    )
 
 
 def test_a_control_value_stays_in_a_label_although_it_is_on_the_list(make_h5ad: Make) -> None:
@@ -133,4 +177,7 @@ def test_a_control_value_stays_in_a_label_although_it_is_on_the_list(make_h5ad: 
     matrix = np.random.default_rng(0).poisson(3, (len(kinds), 2)).astype(np.float32) + 1
     obs = pd.DataFrame({"kind": kinds}, index=[f"cell_{i}" for i in range(len(kinds))])
     raw = make_h5ad(sp.csr_matrix(matrix), "one.h5ad", genes=["TP53", "MYC"], obs=obs)
-    assert labels_of(raw, label="kind", perturbation="kind", control="none") == {"none": 8, "TP53": 8}
+    assert labels_of(raw, label="kind", perturbation="kind", control="none") == {
+        "none": 8,
+        "TP53": 8,
+    }

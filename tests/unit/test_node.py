@@ -1,4 +1,6 @@
-"""The processes of a job: the task of a node as SLURM runs it, also on 64 of them, and agents on this machine."""
+"""The processes of a job: the task of a node as SLURM runs it, also on 64 of them, and agents on
+this machine.
+"""
 
 import json
 import os
@@ -44,7 +46,9 @@ time.sleep(600)
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
-    """A job's folder, two levels inside of its run's, which the first node claims: no other test has that run."""
+    """A job's folder, two levels inside of its run's, which the first node claims: no other test
+    has that run.
+    """
     (folder := tmp_path / "submitit" / "7").mkdir(parents=True)
     return folder
 
@@ -76,15 +80,21 @@ def test_lost_processes_are_restarted_if_that_can_help(
     for noise in ("Traceback", "ChildFailedError", "master_addr", "client socket"):
         assert noise not in printed_all
     assert "SIGKILL" in (tmp_path / "node-0.log").read_text()
-    assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (0 if starts == 3 else 1)
+    assert json.loads((tmp_path / "attempt-000.json").read_text())["exit_code"] == (
+        0 if starts == 3 else 1
+    )
 
 
 HUNG = "rank 1 on node2 does not respond; the other ranks have waited 600 s"
 
 
-def test_a_hang_is_restarted_once_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_is_restarted_once_from_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     error, state = tmp_path / "error.txt", tmp_path / "state.json"
-    restarts = Restarts(Job("trains", [], 1, 2, max_restarts=5, error_file=str(error), state_file=str(state)))
+    restarts = Restarts(
+        Job("trains", [], 1, 2, max_restarts=5, error_file=str(error), state_file=str(state))
+    )
 
     def hang_at(step: int) -> bool:
         state.write_text(json.dumps({"step": step}))
@@ -110,7 +120,9 @@ def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> No
     write_task(Job("waits", [str(tmp_path)], 2, 1, join_s=1.0), Machine(), tmp_path)
     printed, _ = (first := start(tmp_path, 0, nodes=2)).communicate(timeout=500)
     assert first.returncode == 1, printed
-    assert (tmp_path / "error.txt").read_text().startswith("1 of 2 nodes have not joined: 127.0.0.2; ")
+    assert (
+        (tmp_path / "error.txt").read_text().startswith("1 of 2 nodes have not joined: 127.0.0.2; ")
+    )
     assert "Traceback" not in printed
 
 
@@ -159,7 +171,13 @@ NODES, GPUS = 64, 8
 def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = Machine(launcher="slurm", nodes=str(NODES), nproc_per_node=GPUS, gpus_per_node="h100:8", interface="ib0")
+    machine = Machine(
+        launcher="slurm",
+        nodes=str(NODES),
+        nproc_per_node=GPUS,
+        gpus_per_node="h100:8",
+        interface="ib0",
+    )
     path = write_task(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"secret": "of the job"}))
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
@@ -177,8 +195,12 @@ def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     assert {(place.host, place.nodes) for place in found} == {("gpu-001", NODES)}
     (secret,) = {place.secret for place in found}
     ports = found[0].ports
-    assert all(20_000 <= port < 32_000 for port in ports), "outside the ports Linux gives to outgoing connections"
-    assert {(len(place.hosts), place.hosts[-1], place.join_s) for place in found} == {(NODES, "gpu-132", 600.0)}
+    assert all(20_000 <= port < 32_000 for port in ports), (
+        "outside the ports Linux gives to outgoing connections"
+    )
+    assert {(len(place.hosts), place.hosts[-1], place.join_s) for place in found} == {
+        (NODES, "gpu-132", 600.0)
+    }
     again = place(0, restart=1)
     assert again.join_s == 0, "SLURM ends a job that has lost a node, and starts it again"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -186,13 +208,20 @@ def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
     assert not set(again.ports) & set(ports), "nothing of an earlier start listens there"
     command = NodeTask(path).job.command()
     assert {f"--nnodes={NODES}", f"--nproc-per-node={GPUS}"} <= set(command)
-    assert not any(text in word for word in command for text in ("of the job", secret, *map(str, ports)))
+    assert not any(
+        text in word for word in command for text in ("of the job", secret, *map(str, ports))
+    )
 
 
 def start(folder: Path, node: int, nodes: int) -> subprocess.Popen[str]:
     """The task in `folder`, as SLURM starts it on a node."""
     hosts = ",".join(f"127.0.0.{number + 1}" for number in range(nodes))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node),
+        "SLURM_LOCALID": "0",
+    }
     slurm |= {"SLURM_NTASKS": str(nodes), "SLURM_STEP_NODELIST": hosts}
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
@@ -212,11 +241,17 @@ def test_the_exit_code_is_that_of_the_agent_that_failed_first(victim: int) -> No
     assert agents[1 - victim].returncode == -signal.SIGTERM
 
 
-def test_processes_share_the_cores_reserved_for_them_and_waiting_threads_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_cores_reserved_for_them_and_waiting_threads_yield(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
-    assert [agent_environment(2, cores)["OMP_NUM_THREADS"] for cores in (0, 6, 1)] == ["8", "3", "1"]
+    assert [agent_environment(2, cores)["OMP_NUM_THREADS"] for cores in (0, 6, 1)] == [
+        "8",
+        "3",
+        "1",
+    ]
     assert agent_environment(2)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert agent_environment(2)["OMP_WAIT_POLICY"] == "ACTIVE", "the user wants them to spin"

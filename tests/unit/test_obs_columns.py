@@ -1,4 +1,6 @@
-"""Columns of the table of datasets: filters as pandas evaluates them, roles, and refusals before counts are read."""
+"""Columns of the table of datasets: filters as pandas evaluates them, roles, and refusals before
+counts are read.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,9 @@ def obs() -> pd.DataFrame:
     random = np.random.default_rng(3)
     frame = pd.DataFrame(
         {
-            "assay": pd.Categorical(random.choice(["10x 3' v3", "10x 3' v2", "Smart-seq2 & co"], N)),
+            "assay": pd.Categorical(
+                random.choice(["10x 3' v3", "10x 3' v2", "Smart-seq2 & co"], N)
+            ),
             "is_primary_data": random.random(N) < 0.7,
             "in text": pd.Categorical(random.random(N) < 0.5),
             "age": random.integers(10, 90, N),
@@ -80,7 +84,9 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("condition", FILTERS)
-def test_a_filter_keeps_the_cells_that_pandas_query_keeps(raw: Path, obs: pd.DataFrame, condition: str) -> None:
+def test_a_filter_keeps_the_cells_that_pandas_query_keeps(
+    raw: Path, obs: pd.DataFrame, condition: str
+) -> None:
     keep = chosen(raw, None, filter=condition).keep
     obs["in text"] = obs["in text"].astype(bool)
     wanted = obs.query(condition.replace("(1, 3)", "[1, 3]").strip(), engine="python").index
@@ -97,9 +103,18 @@ def test_the_columns_of_a_filter_are_known_without_pandas() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, str], str]] = {
-    "one of labels": ({"label": "age | asay"}, "no obs column 'asay' (the dataset's label); did you mean 'assay'?"),
-    "a role": ({"donor": "man"}, "no obs column 'man' (the dataset's donor); there are: assay, is_primary_data"),
-    "a column": ({"filter": "assy == 'a'"}, "no obs column 'assy' (the dataset's filter); did you mean 'assay'?"),
+    "one of labels": (
+        {"label": "age | asay"},
+        "no obs column 'asay' (the dataset's label); did you mean 'assay'?",
+    ),
+    "a role": (
+        {"donor": "man"},
+        "no obs column 'man' (the dataset's donor); there are: assay, is_primary_data",
+    ),
+    "a column": (
+        {"filter": "assy == 'a'"},
+        "no obs column 'assy' (the dataset's filter); did you mean 'assay'?",
+    ),
     "a control": (
         {"perturbation": "guide", "control": "nt"},
         "no 'nt' (the dataset's control) in obs column 'guide'; did you mean 'NT'?",
@@ -109,7 +124,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
         "filter \"assay == '10x 3 v3'\" keeps none of 40 cells: "
         "assay is \"10x 3' v2\", \"10x 3' v3\", 'Smart-seq2 & co'",
     ),
-    "no condition": ({"filter": "age"}, "filter 'age' is not a condition: age is int64; compare it with a value"),
+    "no condition": (
+        {"filter": "age"},
+        "filter 'age' is not a condition: age is int64; compare it with a value",
+    ),
     "types": ({"filter": "guide > 3"}, "filter 'guide > 3': "),
     "a dose": ({"dose": "assay"}, "obs column 'assay' (the dataset's dose) expected numbers, got "),
 }
@@ -132,9 +150,19 @@ def test_a_wrong_column_is_named_before_anything_runs_and_before_counts_are_read
         assert str(early.value).startswith(f"t.tsv: dataset one: {raw} has {fault}")
 
 
-def test_roles_are_columns_of_preprocessed_cells_and_of_shards(raw: Path, obs: pd.DataFrame, tmp_path: Path) -> None:
-    row = {"path": raw, "label": "assay|in text", "filter": "age > 20", "batch": "lane", "perturbation": "guide"}
-    options = "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: [age]}\nshard: {split_by: batch}\n"
+def test_roles_are_columns_of_preprocessed_cells_and_of_shards(
+    raw: Path, obs: pd.DataFrame, tmp_path: Path
+) -> None:
+    row = {
+        "path": raw,
+        "label": "assay|in text",
+        "filter": "age > 20",
+        "batch": "lane",
+        "perturbation": "guide",
+    }
+    options = (
+        "preprocess: {min_genes: 1, max_mito_frac: 1, keep_obs: [age]}\nshard: {split_by: batch}\n"
+    )
     config = write_config(tmp_path, options, one=row | {"control": "NT", "dose": "nM"})
     [cells], manifest = prepare_by_commands(config, tmp_path)
     wanted = obs[obs["age"] > 20]
@@ -146,14 +174,18 @@ def test_roles_are_columns_of_preprocessed_cells_and_of_shards(raw: Path, obs: p
     assert got["dose"].tolist() == [float(value) for value in wanted["nM"]]
     assert got["is_control"].tolist() == (wanted["guide"] == "NT").tolist()
     parts = [ad.read_h5ad(path).obs for path in sorted(manifest.parent.glob("*.h5ad"))]
-    assert sorted(name for part in parts for name in part.index) == sorted(f"one:{name}" for name in wanted.index)
+    assert sorted(name for part in parts for name in part.index) == sorted(
+        f"one:{name}" for name in wanted.index
+    )
     lanes = [set(part["batch"]) for part in parts]
     assert sum(map(len, lanes)) == wanted["lane"].nunique()  # each lane in one split
     joined = pd.concat(parts)
     assert joined["is_control"].tolist() == (joined["perturbation"] == "NT").tolist()
 
 
-def test_a_column_with_the_name_of_a_role_is_kept_under_another(raw: Path, obs: pd.DataFrame) -> None:
+def test_a_column_with_the_name_of_a_role_is_kept_under_another(
+    raw: Path, obs: pd.DataFrame
+) -> None:
     frame = chosen(raw, None, batch="lane").obs
     assert frame["batch_original"].tolist() == obs["batch"].tolist()
     assert frame["batch"].tolist() == frame["lane"].tolist() == obs["lane"].tolist()
@@ -166,7 +198,9 @@ def test_a_dataset_has_options_of_its_own() -> None:
     corpus = Preprocess(min_genes=200, organism="human", keep_obs=["a"])
     own = {"organism": "none", "min_genes": "20", "max_mito_frac": "1"}
     row = Dataset.model_validate({"dataset": "d", "path": "p"} | own)
-    assert row.preprocess(corpus) == Preprocess(min_genes=20, organism=None, max_mito_frac=1, keep_obs=["a"])
+    assert row.preprocess(corpus) == Preprocess(
+        min_genes=20, organism=None, max_mito_frac=1, keep_obs=["a"]
+    )
     assert Dataset(dataset="d", path="p").preprocess(corpus) == corpus
     with pytest.raises(ValueError, match="control is a value of the perturbation or the condition"):
         ObsColumns(control="NT")
@@ -182,14 +216,20 @@ def test_columns_and_counts_of_other_formats_are_looked_for_too(
 ) -> None:
     path = FORMATS[form](counts, tmp_path)
     check(path, counts="X", label="depth")
-    with pytest.raises(UserError, match=r"has no obs column 'dept' \(label\); did you mean 'depth'\?"):
+    with pytest.raises(
+        UserError, match=r"has no obs column 'dept' \(label\); did you mean 'depth'\?"
+    ):
         check(path, counts="X", label="dept")
     with pytest.raises(UserError, match=r"has no matrix 'unspliced' \(counts\)"):
         check(path, counts="unspliced", label="depth")
 
 
-def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Path, tmp_path: Path) -> None:
-    def names_after(change: Callable[[h5py.File], None]) -> tuple[list[str], list[str] | None] | None:
+def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(
+    raw: Path, tmp_path: Path
+) -> None:
+    def names_after(
+        change: Callable[[h5py.File], None],
+    ) -> tuple[list[str], list[str] | None] | None:
         with h5py.File(raw, "a") as file:
             change(file)
         with declared_names(raw) as names:
@@ -216,9 +256,21 @@ def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(raw: Pa
 
 
 CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
-    "counts": ({"counts": "spliced"}, "", "t.tsv: dataset one: {raw} has no matrix 'spliced' (counts)"),
-    "keep_obs": ({}, "preprocess: {keep_obs: [aged]}", "{raw}: no obs column 'aged' (preprocess.keep_obs)"),
-    "split": ({}, "shard: {split_by: donor}", "corpora.c.shard.split_by: not all datasets have an obs"),
+    "counts": (
+        {"counts": "spliced"},
+        "",
+        "t.tsv: dataset one: {raw} has no matrix 'spliced' (counts)",
+    ),
+    "keep_obs": (
+        {},
+        "preprocess: {keep_obs: [aged]}",
+        "{raw}: no obs column 'aged' (preprocess.keep_obs)",
+    ),
+    "split": (
+        {},
+        "shard: {split_by: donor}",
+        "corpora.c.shard.split_by: not all datasets have an obs",
+    ),
     "covariate": (
         {"donor": "lane"},
         "tokens: {covariates: [donors]}",
@@ -228,10 +280,13 @@ CHECKED: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CHECKED)
-def test_names_of_options_are_looked_for_before_anything_runs(raw: Path, check: Callable[..., None], case: str) -> None:
+def test_names_of_options_are_looked_for_before_anything_runs(
+    raw: Path, check: Callable[..., None], case: str
+) -> None:
     columns, options, message = CHECKED[case]
     with pytest.raises(UserError) as caught:
         check(raw, options, **columns)
     assert str(caught.value).startswith(message.format(raw=raw))
     check("not-made-yet.h5ad", options, **columns)  # left to stage preprocess
-    check(raw, "shard: {split_by: donor}", donor="lane", label="guide")  # a column that the table gives is known
+    # a column that the table gives is known
+    check(raw, "shard: {split_by: donor}", donor="lane", label="guide")

@@ -52,7 +52,9 @@ def test_singular_values_of_an_update_are_about_one_and_its_directions_those_of_
 def test_two_steps_are_muon_for_matrices_of_blocks_and_adamw_for_the_rest() -> None:
     model, plain = _model(), _model()
     optimizer = build_optimizer(model, TRAIN)
-    adamw = build_optimizer(plain, TRAIN.model_copy(update={"optimizer": AdamWConfig(name="adamw")}))
+    adamw = build_optimizer(
+        plain, TRAIN.model_copy(update={"optimizer": AdamWConfig(name="adamw")})
+    )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in range(2):
         optimizer.step()
@@ -78,7 +80,11 @@ def test_a_skipped_step_changes_nothing_even_if_gradients_are_not_finite() -> No
     optimizer = build_optimizer(model, TRAIN)
     assert isinstance(optimizer, Muon)
     optimizer.step()
-    states = [state for parameter in model.parameters() for state in state_of(optimizer, parameter).values()]
+    states = [
+        state
+        for parameter in model.parameters()
+        for state in state_of(optimizer, parameter).values()
+    ]
     before = [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
     for parameter in model.parameters():
         parameter.grad.fill_(torch.nan)
@@ -90,25 +96,37 @@ def test_a_skipped_step_changes_nothing_even_if_gradients_are_not_finite() -> No
 def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
     matrices = [nn.Parameter(torch.eye(3)) for _ in range(2)]
     matrices[0].grad = torch.ones(3, 3)
-    Muon([{"params": matrices, "weight_decay": 0.5, "matrices": True}], Train(steps=1, lr=0.1)).step()
+    Muon(
+        [{"params": matrices, "weight_decay": 0.5, "matrices": True}], Train(steps=1, lr=0.1)
+    ).step()
     assert [torch.equal(matrix, torch.eye(3)) for matrix in matrices] == [False, True]
 
 
 def test_owners_have_about_the_same_work() -> None:
     shapes = [(64, 192), (64, 64), (64, 256), (256, 64)] * 5
     chosen = owners(shapes, 4)
-    work = [sum(m * n * min(m, n) for (m, n), owner in zip(shapes, chosen) if owner == rank) for rank in range(4)]
+    work = [
+        sum(m * n * min(m, n) for (m, n), owner in zip(shapes, chosen) if owner == rank)
+        for rank in range(4)
+    ]
     assert max(work) / min(work) < 1.2
     assert owners([(8, 8)], 4) == [0]
 
 
-def test_an_installed_optimizer_is_planned_stepped_stored_and_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_optimizer_is_planned_stepped_stored_and_not_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     point = EntryPoint("toy_momentum", "cellmill_toy.options:ToyMomentum", "cellmill.optimizer")
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [point] if group == point.group else []
+    )
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugin")
     given = {"name": "toy_momentum", "decay": 0.5}
     train = Train.model_validate({"steps": 1, "lr": 0.1, "weight_decay": 0.0, "optimizer": given})
-    assert (train.optimizer.states_per_parameter, train.model_dump(mode="json")["optimizer"]) == (1, given)
+    assert (train.optimizer.states_per_parameter, train.model_dump(mode="json")["optimizer"]) == (
+        1,
+        given,
+    )
     model = nn.Linear(2, 2)
     before, optimizer = model.weight.detach().clone(), build_optimizer(model, train)
     for finite in (True, False):
@@ -117,14 +135,20 @@ def test_an_installed_optimizer_is_planned_stepped_stored_and_not_offloaded(monk
     torch.testing.assert_close(model.weight.detach(), before - 0.1 * 0.5)
     assert list(state_of(optimizer, model.bias)) == ["momentum"]
     for other in (given, "muon"):
-        options = train_options(train={"steps": 1, "optimizer": other}, parallel={"cpu_offload": "optimizer"})
-        with pytest.raises(ConfigError, match=r"requires train\.optimizer adamw, got (toy_momentum|muon); set"):
+        options = train_options(
+            train={"steps": 1, "optimizer": other}, parallel={"cpu_offload": "optimizer"}
+        )
+        with pytest.raises(
+            ConfigError, match=r"requires train\.optimizer adamw, got (toy_momentum|muon); set"
+        ):
             check_together(options)
     monkeypatch.delitem(sys.modules, "cellmill_toy.options")
 
 
 def test_an_optimizer_without_options_is_stored_as_its_name() -> None:
-    assert [Train(steps=1).model_dump(mode=mode)["optimizer"] for mode in ("json", "python")] == ["adamw"] * 2
+    assert [Train(steps=1).model_dump(mode=mode)["optimizer"] for mode in ("json", "python")] == [
+        "adamw"
+    ] * 2
     for name, choice in OptimizerConfig.built_in().items():
         train = Train.model_validate({"steps": 1, "optimizer": name})
         assert (type(train.optimizer), train.model_dump()["optimizer"]) == (choice, name)
@@ -136,12 +160,16 @@ def test_an_optimizer_without_options_is_stored_as_its_name() -> None:
 def test_offloaded_adamw_equals_torchs_bit_for_bit_also_where_weights_are_written_between_steps(
     monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
-    monkeypatch.setattr(optimizers, "_needs_copy", lambda shard: copied)  # as if the parameters were on a GPU
+    # as if the parameters were on a GPU
+    monkeypatch.setattr(optimizers, "_needs_copy", lambda shard: copied)
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     train = Train(steps=1, weight_decay=0.3)
-    theirs, ours = (build_optimizer(model, train, offload) for model, offload in zip(models, (None, "optimizer")))
+    theirs, ours = (
+        build_optimizer(model, train, offload)
+        for model, offload in zip(models, (None, "optimizer"))
+    )
     assert type(ours) is OffloadedAdamW
     for step in range(6):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
@@ -158,12 +186,16 @@ def test_offloaded_adamw_equals_torchs_bit_for_bit_also_where_weights_are_writte
             optimizer.found_inf = torch.tensor(float(step == 4))
             optimizer.step()
             optimizer.zero_grad()
-        assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models))), step
+        assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models))), (
+            step
+        )
         skipped = torch.equal(next(models[1].parameters()), before)
         assert skipped == (step == 4), "the step that overflowed alone is skipped"
     for own, other in zip(models[1].parameters(), models[0].parameters()):
         assert ours.state[own].keys() == theirs.state[other].keys()
-        assert all(torch.equal(ours.state[own][key], theirs.state[other][key]) for key in ours.state[own])
+        assert all(
+            torch.equal(ours.state[own][key], theirs.state[other][key]) for key in ours.state[own]
+        )
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer"])
@@ -176,9 +208,13 @@ def test_an_optimizer_of_a_stage_without_trained_parameters_steps(offload: str |
 
 SCHEDULED = Train(steps=100, lr=2.0, warmup_steps=10, min_lr_frac=0.1)
 WSD = {"schedule": "wsd", "decay_frac": 0.2}
-COSINE = {step: 0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * (step - 9) / 90)) for step in (10, 55, 99)}
+COSINE = {
+    step: 0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * (step - 9) / 90)) for step in (10, 55, 99)
+}
 LINEAR = {step: 2 - 1.8 * (step - 9) / 90 for step in (10, 55, 99)}
-CONSTANT_AND_LINEAR = dict.fromkeys(range(10, 80), 2.0) | {step: 2 - 1.8 * (step - 79) / 20 for step in range(80, 100)}
+CONSTANT_AND_LINEAR = dict.fromkeys(range(10, 80), 2.0) | {
+    step: 2 - 1.8 * (step - 79) / 20 for step in range(80, 100)
+}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +225,8 @@ CONSTANT_AND_LINEAR = dict.fromkeys(range(10, 80), 2.0) | {step: 2 - 1.8 * (step
         ({"schedule": "linear"}, {9: 2.0} | LINEAR),
         ({"schedule": "constant"}, {4: 1.0} | dict.fromkeys(range(9, 100), 2.0)),
         (WSD, {4: 1.0} | CONSTANT_AND_LINEAR),
-        (WSD | {"decay_frac": 1.0}, {9: 2.0, 54: 1.1, 99: 0.2}),  # warm-up and decay do not fit: after the warm-up
+        # warm-up and decay do not fit: after the warm-up
+        (WSD | {"decay_frac": 1.0}, {9: 2.0, 54: 1.1, 99: 0.2}),
         # the decay is rounded up to whole steps: 12.5 of 100 are the last 13
         (WSD | {"decay_frac": 0.125}, {86: 2.0, 87: 2.0 - 1.8 / 13, 99: 0.2}),
     ],

@@ -1,7 +1,7 @@
 """Every option has an effect: changing it changes a corpus, a plan or the numbers of a training.
 
-A new option needs another value here, in CORPUS, PLAN or TRAIN, or a test elsewhere that sets it and sees its effect,
-and is named in SHARED if another section has an option of that name.
+A new option needs another value here, in CORPUS, PLAN or TRAIN, or a test elsewhere that sets it
+and sees its effect, and is named in SHARED if another section has an option of that name.
 """
 
 import json
@@ -77,7 +77,9 @@ SHARED = {
     "unit/test_preprocess.py": "preprocess.min_coverage_frac",
     "unit/test_vocabulary.py": "vocabulary.genes",
 }
-"""Options set elsewhere whose names several sections have, by the file below tests/ whose tests change them."""
+"""Options set elsewhere whose names several sections have, by the file below tests/ whose tests
+change them.
+"""
 
 
 def cases(changes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -91,7 +93,9 @@ def options_of(section: type[Any]) -> set[str]:
 
 
 def test_every_option_is_set_by_a_test() -> None:
-    sections = {name: options_of(section) for name, section in top_level().items() if section is not None}
+    sections = {
+        name: options_of(section) for name, section in top_level().items() if section is not None
+    }
     for name, owner in ENTRIES.items():
         sections[name] = set(owner.model_fields) - set(sections_of(owner))
     every = {(section, option) for section, options in sections.items() for option in options}
@@ -99,15 +103,26 @@ def test_every_option_is_set_by_a_test() -> None:
     assert here - every == set(), "values of options that do not exist"
     files = {*TESTS.rglob("*.py")} - {Path(__file__).resolve(), TESTS / "golden.py"}
     texts = {path.relative_to(TESTS).as_posix(): path.read_text(encoding="utf-8") for path in files}
-    own = {tuple(option.split(".")): file for file, options in SHARED.items() for option in options.split()}
+    own = {
+        tuple(option.split(".")): file
+        for file, options in SHARED.items()
+        for option in options.split()
+    }
     n_sections = Counter(option for _, option in every)
     assert own.keys() == {case for case in every - here if n_sections[case[1]] > 1}
-    set_in = {case: texts[own[case]] if case in own else "\n".join(texts.values()) for case in every - here}
-    unset = {case for case, text in set_in.items() if not re.search(rf"\b{case[1]}\b[\"']?\s*[:=]", text)}
+    set_in = {
+        case: texts[own[case]] if case in own else "\n".join(texts.values())
+        for case in every - here
+    }
+    unset = {
+        case for case, text in set_in.items() if not re.search(rf"\b{case[1]}\b[\"']?\s*[:=]", text)
+    }
     assert unset == set(), "options that no test sets"
 
 
-def with_option(changes: dict[str, dict[str, Any]], section: str, option: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_option(
+    changes: dict[str, dict[str, Any]], section: str, option: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """BASE with what the option needs, and the same with the option changed."""
     before = yaml.safe_load(BASE)
     for needed, values in NEEDS.get(f"{section}.{option}", {}).items():
@@ -115,14 +130,23 @@ def with_option(changes: dict[str, dict[str, Any]], section: str, option: str) -
     return before, before | {section: before.get(section, {}) | {option: changes[section][option]}}
 
 
-def make_corpus(tree: dict[str, Any], folder: Path, raw: Path, first: str = "preprocess") -> dict[str, str]:
-    """Digests of the data files that the stages from `first` on write; files of earlier stages are in `raw`."""
+def make_corpus(
+    tree: dict[str, Any], folder: Path, raw: Path, first: str = "preprocess"
+) -> dict[str, str]:
+    """Digests of the data files that the stages from `first` on write; files of earlier stages are
+    in `raw`.
+    """
     folder.mkdir(parents=True)
     (folder / "datasets.tsv").write_text("dataset\tpath\nsim\traw.h5ad\n")
     config = folder / "config.yaml"
-    entries = {"corpora": {"sim": {"table": str(folder / "datasets.tsv")}}, "runs": {"a": {"corpus": "sim"}}}
+    entries = {
+        "corpora": {"sim": {"table": str(folder / "datasets.tsv")}},
+        "runs": {"a": {"corpus": "sim"}},
+    }
     config.write_text(yaml.safe_dump(tree | entries))
-    stages = ("preprocess", "vocabulary", "shard")[("preprocess", "vocabulary", "shard").index(first) :]
+    stages = ("preprocess", "vocabulary", "shard")[
+        ("preprocess", "vocabulary", "shard").index(first) :
+    ]
     cells = (folder if "preprocess" in stages else raw) / "sim.h5ad"
     genes = (folder if "vocabulary" in stages else raw) / "vocabulary.tsv"
     commands = {
@@ -162,14 +186,18 @@ def test_the_option_changes_the_corpus(
 @cache  # many options change the same plan
 def planned(tree: str, manifest: Path) -> dict[str, Any]:
     sections, out = yaml.safe_load(tree), manifest.with_name("plan.json")
-    options = PlanOptions.model_validate({name: sections.get(name, {}) for name in PlanOptions.model_fields})
+    options = PlanOptions.model_validate(
+        {name: sections.get(name, {}) for name in PlanOptions.model_fields}
+    )
     machine = Machine(nodes="2", nproc_per_node=2, launcher="slurm")
     plan.plan(options=options, manifest=manifest, out=out, machine=machine, device="h100")
     return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize(("section", "option"), cases(PLAN))
-def test_the_option_changes_the_plan(section: str, option: str, corpus: tuple[Path, dict[str, str]]) -> None:
+def test_the_option_changes_the_plan(
+    section: str, option: str, corpus: tuple[Path, dict[str, str]]
+) -> None:
     manifest = corpus[0] / "shards" / "manifest.json"
     before, after = map(yaml.safe_dump, with_option(PLAN, section, option))
     assert planned(before, manifest) != planned(after, manifest)
@@ -190,7 +218,9 @@ def train(process: Pool, corpus: tuple[Path, dict[str, str]]) -> Train:
 
     def run(tree: dict[str, Any], folder: Path) -> tuple[list[Any], list[str]]:
         options = {name: tree.get(name, {}) for name in TrainOptions.model_fields}
-        lines = process.run("trained", corpus=str(corpus[0]), options=options, folder=str(folder), steps=4)[0]["lines"]
+        lines = process.run(
+            "trained", corpus=str(corpus[0]), options=options, folder=str(folder), steps=4
+        )[0]["lines"]
         return lines, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
     return run
@@ -201,12 +231,16 @@ def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
     return train(yaml.safe_load(BASE), tmp_path_factory.mktemp("trained"))
 
 
-def test_the_same_options_give_the_same_training(train: Train, trained: Any, tmp_path: Path) -> None:
+def test_the_same_options_give_the_same_training(
+    train: Train, trained: Any, tmp_path: Path
+) -> None:
     assert train(yaml.safe_load(BASE), tmp_path) == trained
 
 
 @pytest.mark.parametrize(("section", "option"), cases(TRAIN))
-def test_the_option_changes_the_training(section: str, option: str, train: Train, trained: Any, tmp_path: Path) -> None:
+def test_the_option_changes_the_training(
+    section: str, option: str, train: Train, trained: Any, tmp_path: Path
+) -> None:
     before, after = with_option(TRAIN, section, option)
     if f"{section}.{option}" in NEEDS:
         trained = train(before, tmp_path / "before")

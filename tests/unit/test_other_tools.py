@@ -1,4 +1,6 @@
-"""HDF5 files and folders of other tools: probes, loom files with other names, and what to do with the rest."""
+"""HDF5 files and folders of other tools: probes, loom files with other names, and what to do with
+the rest.
+"""
 
 from pathlib import Path
 
@@ -26,8 +28,15 @@ def flex(counts: sp.csr_matrix, folder: Path, columns: bool = True) -> Path:
         write_arrays(file.create_group("matrix"), counts.astype(np.int32))
         file["matrix/shape"] = counts.shape[::-1]
         file["matrix/barcodes"] = np.array(CELLS, "S")
-        probes = [f"{gene}|{symbol}|{n:07x}" for n, (gene, symbol) in enumerate(zip(IDS, SYMBOL_OF_PROBE))]
-        features = {"id": probes, "name": probes, "feature_type": ["Gene Expression"] * N, "genome": ["GRCh38"] * N}
+        probes = [
+            f"{gene}|{symbol}|{n:07x}" for n, (gene, symbol) in enumerate(zip(IDS, SYMBOL_OF_PROBE))
+        ]
+        features = {
+            "id": probes,
+            "name": probes,
+            "feature_type": ["Gene Expression"] * N,
+            "genome": ["GRCh38"] * N,
+        }
         if columns:
             features |= {"gene_id": IDS, "gene_name": SYMBOL_OF_PROBE}
             file["matrix/features/filtered_probes"] = np.array(KEPT)
@@ -71,13 +80,19 @@ def test_probes_named_by_gene_and_hash_are_summed_by_the_gene(
         assert reader.var_names == list(wanted)
         got = np.vstack([block.toarray() for block in reader.rows(50)])
         assert got.T.tolist() == list(wanted.values())
-    assert "37 probes are summed into 13 genes by the Ensembl id in their names" in capsys.readouterr().err
+    assert (
+        "37 probes are summed into 13 genes by the Ensembl id in their names"
+        in capsys.readouterr().err
+    )
 
 
 def test_probes_of_an_anndata_are_summed_too(counts: sp.csr_matrix, tmp_path: Path) -> None:
     path = h5ad(counts, tmp_path / "probes.h5ad")
     with h5py.File(path, "a") as file:
-        for name, values in {"gene_id": np.array(IDS, "O"), "filtered_probes": np.array(KEPT)}.items():
+        for name, values in {
+            "gene_id": np.array(IDS, "O"),
+            "filtered_probes": np.array(KEPT),
+        }.items():
             file[f"var/{name}"] = values
             kind = "array" if name == "filtered_probes" else "string-array"
             file[f"var/{name}"].attrs.update({"encoding-type": kind, "encoding-version": "0.2.0"})
@@ -85,11 +100,15 @@ def test_probes_of_an_anndata_are_summed_too(counts: sp.csr_matrix, tmp_path: Pa
     with open_counts(path) as reader:
         wanted = sums_by_gene(counts, KEPT)
         assert reader.var_names == list(wanted)
-        assert np.vstack([block.toarray() for block in reader.rows(50)]).T.tolist() == list(wanted.values())
+        assert np.vstack([block.toarray() for block in reader.rows(50)]).T.tolist() == list(
+            wanted.values()
+        )
 
 
 @pytest.mark.parametrize("mode", ["X", "S+U+A", "U"])
-def test_columns_of_usa_mode_are_summed_in_an_anndata(mode: str, counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_columns_of_usa_mode_are_summed_in_an_anndata(
+    mode: str, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     names = [f"ENSG{number:011d}{end}" for end in ("", "-U", "-A") for number in range(12)]
     path = h5ad(counts, tmp_path / "usa.h5ad")
     with h5py.File(path, "a") as file:
@@ -101,13 +120,17 @@ def test_columns_of_usa_mode_are_summed_in_an_anndata(mode: str, counts: sp.csr_
         index = file["var"].attrs["_index"]
         del file["var"][index]
         file["var"][index] = np.array(names, "O")
-        file["var"][index].attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+        file["var"][index].attrs.update(
+            {"encoding-type": "string-array", "encoding-version": "0.2.0"}
+        )
     dense = counts.toarray()
     parts = {"S": dense[:, :12], "U": dense[:, 12:24], "A": dense[:, 24:36]}
     wanted = sum(parts[letter] for letter in ("S+A" if mode == "X" else mode).split("+"))
     assert (read(path, mode).toarray() == wanted).all()
     other = h5ad(counts, tmp_path / "plain.h5ad")
-    assert refusal(other, "S+U+A").endswith("no matrix 'S+U+A' (the dataset's `counts`); there are: X")
+    assert refusal(other, "S+U+A").endswith(
+        "no matrix 'S+U+A' (the dataset's `counts`); there are: X"
+    )
 
 
 def rename_attributes(path: Path, genes: str, cells: str) -> Path:
@@ -119,15 +142,21 @@ def rename_attributes(path: Path, genes: str, cells: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("names", [("target_name", "barcode"), ("rownames", "colnames"), ("some_genes", "some_cells")])
-def test_loom_files_with_other_names_are_read(names: tuple[str, str], counts: sp.csr_matrix, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("target_name", "barcode"), ("rownames", "colnames"), ("some_genes", "some_cells")]
+)
+def test_loom_files_with_other_names_are_read(
+    names: tuple[str, str], counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     path = rename_attributes(loom(counts, tmp_path), *names)
     assert (read(path) != counts).nnz == 0
     with open_counts(path) as reader:
         assert (reader.var_names, reader.obs.index.tolist()) == (GENES, CELLS)
 
 
-def test_of_several_loom_attributes_the_best_names_genes(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_of_several_loom_attributes_the_best_names_genes(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     path = rename_attributes(loom(counts, tmp_path), "some", "CellID2")
     with h5py.File(path, "a") as file:
         file["row_attrs/more"] = np.array([f"m{n}" for n in range(len(GENES))], "S")
@@ -151,7 +180,9 @@ def test_folders_below_are_named(tmp_path: Path) -> None:
         (tmp_path / "Solo.out" / name).mkdir(parents=True)
         star(tmp_path / "Solo.out" / name)
     (tmp_path / "Solo.out" / "Summary.csv").write_text("a,b\n")
-    assert refusal(tmp_path / "Solo.out").endswith("; it has Gene/filtered/, Gene/raw/: give one of these")
+    assert refusal(tmp_path / "Solo.out").endswith(
+        "; it has Gene/filtered/, Gene/raw/: give one of these"
+    )
 
 
 @pytest.mark.parametrize(

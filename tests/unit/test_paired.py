@@ -32,7 +32,9 @@ def _predicted(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weights_of_cells(metric: str) -> None:
+def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weights_of_cells(
+    metric: str,
+) -> None:
     labels, predicted = _predicted()
     scores = cell_scores(metric, labels, predicted)
     function, options = METRICS[metric]
@@ -49,7 +51,9 @@ def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weight
             assert (row[tested][cell] - value) / len(seen) == pytest.approx(slope, abs=1e-6)
 
 
-def test_identical_predictions_differ_by_nothing_and_a_difference_in_every_cell_has_no_width() -> None:
+def test_identical_predictions_differ_by_nothing_and_a_difference_in_every_cell_has_no_width() -> (
+    None
+):
     labels, predicted = _predicted()
     for metric in METRICS:
         scores = cell_scores(metric, labels, predicted)
@@ -81,13 +85,20 @@ def test_the_table_has_means_over_repetitions_and_every_difference() -> None:
         made.record("y", repetition, np.arange(2), {"PCA + kNN": labels[2 * repetition :][:2]})
     x, y = made.accuracies()
     rows = table_rows([x, y])
-    assert [(row["name"], row["kind"]) for row in rows] == [("embedding + kNN", "model"), ("PCA + kNN", "baseline")]
+    assert [(row["name"], row["kind"]) for row in rows] == [
+        ("embedding + kNN", "model"),
+        ("PCA + kNN", "baseline"),
+    ]
     assert rows[0]["x_repetitions"] == [1.0, 0.75]
     assert (rows[0]["x_mean"], rows[1]["x_mean"]) == (0.875, 0.75)
     assert rows[0]["x_sd"] == pytest.approx(np.std([1, 0.75], ddof=1))
     assert (rows[0]["y_mean"], rows[1]["y_repetitions"]) == (None, [1.0, 0.0])
     [entry] = differences([x])
-    assert (entry["column"], entry["compared"], entry["against"]) == ("x", "embedding + kNN", "PCA + kNN")
+    assert (entry["column"], entry["compared"], entry["against"]) == (
+        "x",
+        "embedding + kNN",
+        "PCA + kNN",
+    )
     assert entry["mean"] == 0.125
 
 
@@ -97,13 +108,33 @@ def test_the_table_has_means_over_repetitions_and_every_difference() -> None:
         (0.05, (0.01, 0.09), None, "own is ahead of other by 0.050 accuracy (+0.010 to +0.090)."),
         (-0.05, (-0.09, -0.01), None, "own is behind other by 0.050 accuracy (-0.090 to -0.010)."),
         (0.05, (-0.01, 0.11), None, "own is level with other: +0.050 accuracy (-0.010 to +0.110)."),
-        (-0.05, (-0.11, 0.01), None, "own is level with other: -0.050 accuracy (-0.110 to +0.010)."),
+        (
+            -0.05,
+            (-0.11, 0.01),
+            None,
+            "own is level with other: -0.050 accuracy (-0.110 to +0.010).",
+        ),
         (0.0, (0.0, 0.0), 1, "own is level with other: +0.000 accuracy (+0.000 to +0.000)."),
-        (0.0004, (0.0003, 0.0005), None, "own is level with other: +0.000 accuracy (+0.000 to +0.001)."),
+        (
+            0.0004,
+            (0.0003, 0.0005),
+            None,
+            "own is level with other: +0.000 accuracy (+0.000 to +0.001).",
+        ),
         (-0.05, None, None, "own is behind other by 0.050 accuracy."),
         (-0.025, (-0.025, -0.025), 1, "own against other: -0.025 accuracy, undecided, n = 1."),
-        (0.3, (0.1, 0.5), 2, "own against other: +0.300 accuracy (+0.100 to +0.500), undecided, n = 2."),
-        (0.3, (0.3, 0.3), 1200, "own against other: +0.300 accuracy, undecided, all 1,200 differ by the same."),
+        (
+            0.3,
+            (0.1, 0.5),
+            2,
+            "own against other: +0.300 accuracy (+0.100 to +0.500), undecided, n = 2.",
+        ),
+        (
+            0.3,
+            (0.3, 0.3),
+            1200,
+            "own against other: +0.300 accuracy, undecided, all 1,200 differ by the same.",
+        ),
         (0.3, (0.1, 0.5), 3, "own is ahead of other by 0.300 accuracy (+0.100 to +0.500)."),
     ],
 )
@@ -130,20 +161,32 @@ def test_the_share_of_a_gap_by_hand() -> None:
     found = share_closed(own, zero, ceiling)
     assert found is not None
     # means 2/8, 7/8 and 3/8: a fifth of a gap of 5/8
-    half = 2.364624 * (np.var(own - 0.2 * ceiling - 0.8 * zero, ddof=1) / 8) ** 0.5 / 0.625  # 7 degrees of freedom
+    # 7 degrees of freedom
+    half = 2.364624 * (np.var(own - 0.2 * ceiling - 0.8 * zero, ddof=1) / 8) ** 0.5 / 0.625
     assert found == pytest.approx((0.2, 0.2 - half, 0.2 + half), rel=1e-6)
     more = [np.hstack([scores, np.ones((1, 2))]) for scores in (own, zero, ceiling)]
-    more[0][0, -1] = more[2][0, -2] = np.nan  # cells that one of the three does not test count for none
+    # cells that one of the three does not test count for none
+    more[0][0, -1] = more[2][0, -2] = np.nan
     assert share_closed(*more) == pytest.approx(found)
     assert share_closed(own, ceiling, zero) is None
     assert share_closed(own, zero, zero) is None
     for scores, share in ((zero, 0), (ceiling, 1)):  # exact, and so without a width
-        assert share_closed(scores, zero, ceiling) == pytest.approx((share, share, share), abs=1e-12)
+        assert share_closed(scores, zero, ceiling) == pytest.approx(
+            (share, share, share), abs=1e-12
+        )
 
 
-def test_a_column_names_what_is_0_and_100_percent_and_has_no_scale_where_these_may_be_equal() -> None:
+def test_a_column_names_what_is_0_and_100_percent_and_has_no_scale_where_these_may_be_equal() -> (
+    None
+):
     random = np.random.default_rng(0)
-    errors = {"embedding + ridge": 0.4, "embedding + kNN": 0.6, "all genes": 0.5, "mean": 0.9, "no change": 0.8}
+    errors = {
+        "embedding + ridge": 0.4,
+        "embedding + kNN": 0.6,
+        "all genes": 0.5,
+        "mean": 0.9,
+        "no change": 0.8,
+    }
     scores = {name: value + 0.05 * random.random((1, 40)) for name, value in errors.items()}
     trivial = {name: scores[name] for name in ("mean", "no change")}
     column = ScoreColumn("MAE", "error", scores, lower_is_better=True, trivial=trivial)
@@ -159,7 +202,12 @@ def test_a_column_names_what_is_0_and_100_percent_and_has_no_scale_where_these_m
     assert (gap.model.percent, gap.baseline.percent) == pytest.approx((80, 60), abs=2)
     assert gap.model.low < gap.model.percent < gap.model.high
     unknown = np.where(np.arange(40) < 38, np.nan, ceiling)  # of all but two cells
-    for other in (trivial["no change"], trivial["mean"], scores["no change"] + random.normal(size=(1, 40)), unknown):
+    for other in (
+        trivial["no change"],
+        trivial["mean"],
+        scores["no change"] + random.normal(size=(1, 40)),
+        unknown,
+    ):
         none = replace(column, ceiling=("split halves", other)).gap()
         assert none is not None
         assert (none.model, none.baseline) == (None, None)
@@ -170,7 +218,9 @@ def test_a_column_names_what_is_0_and_100_percent_and_has_no_scale_where_these_m
 def test_a_gap_in_words() -> None:
     gap = Gap("accuracy", ("majority", 0.3527), ("all genes with half of the labels", 0.8101))
     closed = replace(
-        gap, model=Closed("embedding + kNN", 87.4, 79.6, 94.2), baseline=Closed("all genes", 101.4, 90, 110)
+        gap,
+        model=Closed("embedding + kNN", 87.4, 79.6, 94.2),
+        baseline=Closed("all genes", 101.4, 90, 110),
     )
     assert gap_words(closed) == (
         "closes 87 % (80 to 94) of the gap from majority (0.353) to all genes with half of the labels (0.810); "
@@ -181,11 +231,16 @@ def test_a_gap_in_words() -> None:
     )
 
 
-def test_the_scale_of_labels_is_over_the_tested_cells_from_the_largest_class_to_the_halves() -> None:
+def test_the_scale_of_labels_is_over_the_tested_cells_from_the_largest_class_to_the_halves() -> (
+    None
+):
     labels, halves = np.array(list("aaabbc")), np.array(list("aabbbx"))
     made = Predictions(labels, 2, halves=halves)
     for repetition, cells in enumerate(([0, 1, 3, 5], [0, 1, 2, 3, 4])):
-        predicted = {name: np.array(list(text))[cells] for name, text in (("embedding", "abaabc"), ("other", "bbbbbb"))}
+        predicted = {
+            name: np.array(list(text))[cells]
+            for name, text in (("embedding", "abaabc"), ("other", "bbbbbb"))
+        }
         made.record("x", repetition, np.array(cells), predicted)
     column = made.column("x", "accuracy", "x", "accuracy")
     assert column.ceiling is not None

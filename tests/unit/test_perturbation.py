@@ -14,7 +14,12 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.changes import CO_EXPRESSION, HeldOut, of_new_contexts, of_new_perturbations
+from cellmill.evaluate.tasks.changes import (
+    CO_EXPRESSION,
+    HeldOut,
+    of_new_contexts,
+    of_new_perturbations,
+)
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
 
 CONFIG = PerturbationConfig(min_cells=4, seeds=2, top_genes=5)
@@ -59,7 +64,10 @@ def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -
     perturbation = np.where(np.arange(len(cells)) % 3 == 0, "control", "trained").astype(object)
     for split, name in (("val", "validated"), ("test", "tested")):
         perturbation[cells.isin([*names[split]]) & (perturbation != "control")] = name
-    roles = {"perturbation": pd.Series(perturbation), "is_control": pd.Series(perturbation == "control")}
+    roles = {
+        "perturbation": pd.Series(perturbation),
+        "is_control": pd.Series(perturbation == "control"),
+    }
     context = replace(screen, roles=roles, scored=perturbation == "tested")
     config = PerturbationConfig(held_out=["perturbation"], min_cells=4)
     held = HeldOut.of(context, config, "perturbation")
@@ -76,7 +84,8 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
     names, states = np.array(list("ababcabd")), rng.normal(size=(8, 30))
     train, test = np.arange(5), np.arange(5, 8)
     found = of_new_perturbations(changes, train, test, features, 2)
-    np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))  # no features: the mean
+    # no features: the mean
+    np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))
     has = changes[[0, 2, 3, 4]]
     assert all((row == has).all(1).any() for row in found["f + nearest"][[0, 2]])
     pairs = {tuple((a + b) / 2) for number, a in enumerate(has) for b in has[number + 1 :]}
@@ -87,7 +96,8 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
     np.testing.assert_allclose(every["f + kNN"][[0, 2]], [has.mean(0)] * 2)
     contexts = of_new_contexts(changes, train, test, names, states)
     np.testing.assert_allclose(contexts["same perturbation + mean"][0], changes[[0, 2]].mean(0))
-    np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))  # d is new
+    # d is new
+    np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))
     other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
     for name, predicted in of_new_contexts(other, train, test, names, states).items():
         np.testing.assert_array_equal(predicted, contexts[name], "of expression of tested units")
@@ -96,7 +106,9 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
 def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
     ids, symbols = ["ENSG00000115415", "ENSG00000173166"], ["STAT1", "RAPH1"]
     vocabulary = Vocabulary(ids, symbols, np.ones(2, np.int64), np.ones(2, np.float32))
-    found = perturbed_genes(["STAT1+RAPH1", "ENSG00000115415", "ISGF-3", "nothing", "nothing + STAT1"], vocabulary)
+    found = perturbed_genes(
+        ["STAT1+RAPH1", "ENSG00000115415", "ISGF-3", "nothing", "nothing + STAT1"], vocabulary
+    )
     assert found == {
         "STAT1+RAPH1": [0, 1],
         "ENSG00000115415": [0],
@@ -106,15 +118,24 @@ def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
     }
 
 
-def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(screen: Context) -> None:
+def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(
+    screen: Context,
+) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
     profiles = held.profiles
     assert len(held.group) == 5
     assert set(held.group[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
     # the first cell of an untrained perturbation has no stratum: its other cells count
-    none = np.where(np.arange(len(profiles.stratum)) == held.unit_of_cell.tolist().index(3), -1, profiles.stratum)
+    none = np.where(
+        np.arange(len(profiles.stratum)) == held.unit_of_cell.tolist().index(3),
+        -1,
+        profiles.stratum,
+    )
     without = HeldOut.of(screen, CONFIG, "perturbation", replace(profiles, stratum=none))
-    assert (without.group.tolist(), without.unseen.tolist()) == (held.group.tolist(), held.unseen.tolist())
+    assert (without.group.tolist(), without.unseen.tolist()) == (
+        held.group.tolist(),
+        held.unseen.tolist(),
+    )
     known = profiles.expression.toarray()
     half = profiles.half
     assert abs(int((half == 0).sum()) - int((half == 1).sum())) <= 2
@@ -123,7 +144,9 @@ def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_contro
     batch = screen.roles["batch"].to_numpy()
     for unit in range(5):
         cells = np.flatnonzero(held.unit_of_cell == unit)
-        of_cells = [known[cell] - known[(half == 1) & (batch == batch[cell])].mean(0) for cell in cells]
+        of_cells = [
+            known[cell] - known[(half == 1) & (batch == batch[cell])].mean(0) for cell in cells
+        ]
         np.testing.assert_allclose(found[unit], np.mean(of_cells, axis=0), atol=1e-5)
 
 
@@ -139,24 +162,40 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
     assert rows["embedding of genes + linear"]["kind"] == "model"
     assert result.metric == "Pearson, new perturbation"
     assert {verdict.against for verdict in result.verdicts}.isdisjoint({"split halves"})
-    error = next(verdict for verdict in result.verdicts if verdict.metric == "mean absolute error, new perturbation")
-    means = {row["name"]: row["MAE, new perturbation_mean"] for row in result.rows if row["kind"] == "baseline"}
+    error = next(
+        verdict
+        for verdict in result.verdicts
+        if verdict.metric == "mean absolute error, new perturbation"
+    )
+    means = {
+        row["name"]: row["MAE, new perturbation_mean"]
+        for row in result.rows
+        if row["kind"] == "baseline"
+    }
     assert means[error.against] == min(means.values())
-    assert {verdict.outcome for verdict in result.verdicts} <= {"undecided", "level"}  # two perturbations are tested
+    # two perturbations are tested
+    assert {verdict.outcome for verdict in result.verdicts} <= {"undecided", "level"}
     json.dumps(result.to_json(), allow_nan=False)
     assert {gap.model for gap in result.gaps} == {None}
     for change, reason in (
         ({"scored": np.zeros_like(screen.scored)}, r"shard\.split_by"),
-        ({"roles": {"batch": screen.roles["batch"]}}, r"^the dataset has no perturbation and control columns$"),
+        (
+            {"roles": {"batch": screen.roles["batch"]}},
+            r"^the dataset has no perturbation and control columns$",
+        ),
     ):
         with pytest.raises(Skipped, match=reason):
             task.run(replace(screen, **change))
-    as_text = replace(screen, roles={**screen.roles, "is_control": screen.roles["is_control"].astype(str)})
+    as_text = replace(
+        screen, roles={**screen.roles, "is_control": screen.roles["is_control"].astype(str)}
+    )
     with pytest.raises(DataError, match=r"'is_control': expected True or False, got 'False'$"):
         task.run(as_text)
 
 
-def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_folds(screen: Context) -> None:
+def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_folds(
+    screen: Context,
+) -> None:
     result = Perturbation(CONFIG).run(replace(screen, scored=np.ones_like(screen.scored)))
     rows, gaps = {row["name"]: row for row in result.rows}, {gap.column: gap for gap in result.gaps}
     assert (result.figures["perturbation_folds"], result.figures["batch_folds"]) == (2 * 3, 2)
@@ -173,18 +212,25 @@ def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_
 def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
     profiles, found = held.profiles, held.features[CO_EXPRESSION]
-    starts = profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
+    starts = (
+        profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
+    )
     spread = starts.std(0)
     correlation = np.corrcoef(starts[:, spread > 0].T)
     n = len(starts)
-    rows = [held.perturbation.tolist().index(screen.model.vocabulary.symbols[gene]) for gene in range(4)]
+    rows = [
+        held.perturbation.tolist().index(screen.model.vocabulary.symbols[gene]) for gene in range(4)
+    ]
     place = [np.flatnonzero(profiles.genes[spread > 0] == gene)[0] for gene in range(4)]
-    # loadings whose products are the correlation, as far as their components go: never more of a gene than all of it
+    # loadings whose products are the correlation, as far as their components go: never more of a
+    # gene than all of it
     assert found.shape[1] == min(50, n - 1, len(profiles.genes) - 1)
     products = found[rows] @ found[rows].T * (n - 1) / n
     expected = correlation[np.ix_(place, place)]
     values, vectors = np.linalg.eigh(correlation)
-    leading = vectors[:, ::-1][:, : found.shape[1]] * np.sqrt(values[::-1][: found.shape[1]].clip(0))
+    leading = vectors[:, ::-1][:, : found.shape[1]] * np.sqrt(
+        values[::-1][: found.shape[1]].clip(0)
+    )
     np.testing.assert_allclose(products, leading[place] @ leading[place].T, atol=1e-4)
     assert (np.diag(products) <= np.diag(expected) + 1e-6).all()
     assert np.isnan(found[held.perturbation.tolist().index("unheard")]).all()
@@ -198,21 +244,36 @@ def test_a_prior_may_have_genes_that_no_cell_measures_and_is_compared_with_the_m
     screen: Context, tmp_path: Path
 ) -> None:
     symbols, ids = screen.model.vocabulary.symbols, screen.model.vocabulary.gene_ids
-    perturbation = screen.roles["perturbation"].replace({symbols[1]: "TP63 + " + symbols[1], "unheard": "TP53"})
-    context = replace(screen, scored=np.ones_like(screen.scored), roles=screen.roles | {"perturbation": perturbation})
+    perturbation = screen.roles["perturbation"].replace(
+        {symbols[1]: "TP63 + " + symbols[1], "unheard": "TP53"}
+    )
+    context = replace(
+        screen,
+        scored=np.ones_like(screen.scored),
+        roles=screen.roles | {"perturbation": perturbation},
+    )
     table = tmp_path / "string.tsv"
-    lines = [(symbols[0], 1, 0), (ids[1], 0, 1), ("ENSG00000141510", 4, 4), ("TP63", 2, 3), (symbols[2], 5, 6)]
+    lines = [
+        (symbols[0], 1, 0),
+        (ids[1], 0, 1),
+        ("ENSG00000141510", 4, 4),
+        ("TP63", 2, 3),
+        (symbols[2], 5, 6),
+    ]
     table.write_text("gene\ta\tb\n" + "".join("\t".join(map(str, line)) + "\n" for line in lines))
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
     held = HeldOut.of(context, config, "perturbation")
     vectors = dict(zip(held.perturbation, held.features["prior string"]))
     assert vectors[symbols[0]].tolist() == [1, 0]
-    assert vectors["TP53"].tolist() == [4, 4]  # found by the id of its gene, which the vocabulary lacks
+    # found by the id of its gene, which the vocabulary lacks
+    assert vectors["TP53"].tolist() == [4, 4]
     assert vectors["TP63 + " + symbols[1]].tolist() == [1, 2]  # the mean of its genes
     assert np.isnan(vectors[symbols[3]]).all()
     result = Perturbation(config).run(context)
     rows = {row["name"]: row for row in result.rows}
-    assert {rows[f"prior string + {method}"]["kind"] for method in ("linear", "nearest", "kNN")} == {"baseline"}
+    assert {
+        rows[f"prior string + {method}"]["kind"] for method in ("linear", "nearest", "kNN")
+    } == {"baseline"}
     assert rows["co-expression of controls + kNN"]["kind"] == "baseline"
     assert result.figures["perturbation_perturbations_with_prior string"] == 4
     assert result.figures["perturbation_perturbations_with_co-expression of controls"] == 4
@@ -220,15 +281,25 @@ def test_a_prior_may_have_genes_that_no_cell_measures_and_is_compared_with_the_m
     assert len(said) == 4
     assert all(" mean" in note and "new perturbation (" in note for note in said)
     pairs = {(line["compared"], line["against"]) for line in result.differences}
-    assert {("prior string + linear", "mean"), ("embedding of genes + linear", "prior string + linear")} <= pairs
-    line = next(of for of in result.differences if of["compared"] == "prior string + kNN" and of["column"][:3] == "MAE")
+    assert {
+        ("prior string + linear", "mean"),
+        ("embedding of genes + linear", "prior string + linear"),
+    } <= pairs
+    line = next(
+        of
+        for of in result.differences
+        if of["compared"] == "prior string + kNN" and of["column"][:3] == "MAE"
+    )
     means = [rows[name]["MAE, new perturbation_mean"] for name in ("prior string + kNN", "mean")]
     assert line["mean"] == pytest.approx(means[0] - means[1])
     without = Perturbation(CONFIG).run(context)
-    assert {row["name"] for row in without.rows} == {name for name in rows if not name.startswith("prior ")}
+    assert {row["name"] for row in without.rows} == {
+        name for name in rows if not name.startswith("prior ")
+    }
     table.write_text("Q9Y6K9\t1\t2\n")
     with pytest.raises(
-        DataError, match=r"string\.tsv: none of its 1 names is an Ensembl id or symbol of the vocabulary"
+        DataError,
+        match=r"string\.tsv: none of its 1 names is an Ensembl id or symbol of the vocabulary",
     ):
         Perturbation(config).run(context)
 

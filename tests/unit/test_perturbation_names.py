@@ -1,4 +1,6 @@
-"""A combination of genes has one name before any split; controls are counted, and those without a guide are named."""
+"""A combination of genes has one name before any split; controls are counted, and those without a
+guide are named.
+"""
 
 import html
 import json
@@ -46,7 +48,18 @@ COMBINATIONS = {
     "ctrl+ctrl": "ctrl",
     "ctrl": "ctrl",
 }
-WHOLE = ["TP53", "HLA-A", "Y_RNA", "NKX2-1", "TP53_1", "sgMYC_2", "MYC_guide", "drug A+drug B", "AC012345.1", "MT-ND1"]
+WHOLE = [
+    "TP53",
+    "HLA-A",
+    "Y_RNA",
+    "NKX2-1",
+    "TP53_1",
+    "sgMYC_2",
+    "MYC_guide",
+    "drug A+drug B",
+    "AC012345.1",
+    "MT-ND1",
+]
 
 
 @pytest.mark.parametrize(("text", "name"), COMBINATIONS.items())
@@ -70,7 +83,9 @@ def test_genes_joined_by_an_unknown_delimiter_are_named(delimiter: str) -> None:
 
 
 def test_other_names_of_the_same_parts_are_named_and_left_alone() -> None:
-    found = merge_names(["drug+TP53", "TP53+drug", "drug+MYC", "sg_1"], ["ctrl"], TargetNames(GENES, "human"))
+    found = merge_names(
+        ["drug+TP53", "TP53+drug", "drug+MYC", "sg_1"], ["ctrl"], TargetNames(GENES, "human")
+    )
     assert set(found.names.items()) == {(text, text) for text in found.names}
     assert found.reordered == [["TP53+drug", "drug+TP53"]]
     report = found.report(np.array(["drug+TP53", "TP53+drug", "drug+MYC"], object))
@@ -97,8 +112,20 @@ def write_cells(make: Make, obs: dict[str, Any], depth: np.ndarray | float = 1.0
 OPTIONS = "preprocess: {min_genes: 1, max_mito_frac: 1}\nshard: {cells_per_shard: 64, split_by: perturbation}\n"
 
 
-def test_no_combination_is_in_two_splits(make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = ["TP53+MYC", "MYC+TP53", "TP53+ctrl", "ctrl+TP53", "BRCA2", "DPM1", "ctrl", "BRCA2+MYC", "MYC+BRCA2"]
+def test_no_combination_is_in_two_splits(
+    make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [
+        "TP53+MYC",
+        "MYC+TP53",
+        "TP53+ctrl",
+        "ctrl+TP53",
+        "BRCA2",
+        "DPM1",
+        "ctrl",
+        "BRCA2+MYC",
+        "MYC+BRCA2",
+    ]
     raw = write_cells(make_h5ad, {"guides": texts * 20})
     row = {"path": raw, "perturbation": "guides", "control": "ctrl"}
     config = write_config(tmp_path, OPTIONS, one=row)
@@ -110,7 +137,9 @@ def test_no_combination_is_in_two_splits(make_h5ad: Make, tmp_path: Path, capsys
     assert (stored["is_control"] == (stored["guides"] == "ctrl")).all()
     by_split: dict[str, set[str]] = {}
     for path in manifest.parent.glob("*.h5ad"):
-        by_split.setdefault(path.name.split("-")[0], set()).update(ad.read_h5ad(path).obs["perturbation"])
+        by_split.setdefault(path.name.split("-")[0], set()).update(
+            ad.read_h5ad(path).obs["perturbation"]
+        )
     assert len(by_split) == 3
     assert Counter(name for names in by_split.values() for name in names) == dict.fromkeys(truth, 1)
     report = json.loads(cells.with_suffix(".json").read_text())
@@ -145,7 +174,9 @@ def test_several_values_are_controls_under_one_name(
 
 def test_combinations_of_a_condition_have_one_name_too(make_h5ad: Make, tmp_path: Path) -> None:
     """As in files that were made for GEARS, whose column is called condition."""
-    raw = write_cells(make_h5ad, {"condition": ["ctrl", "TP53+ctrl", "ctrl+TP53", "MYC+TP53", "TP53+MYC"] * 20})
+    raw = write_cells(
+        make_h5ad, {"condition": ["ctrl", "TP53+ctrl", "ctrl+TP53", "MYC+TP53", "TP53+MYC"] * 20}
+    )
     row = {"path": raw, "condition": "condition", "control": "ctrl"}
     config = write_config(tmp_path, OPTIONS.replace(", split_by: perturbation", ""), one=row)
     [cells], _ = prepare_by_commands(config, tmp_path)
@@ -167,7 +198,10 @@ def test_a_difference_in_depth_between_controls_and_others_is_said(
     ratio = report["median_counts_controls"] / report["median_counts_perturbed"]
     assert ratio == pytest.approx(1 / 4, rel=0.1)
     said = capsys.readouterr().out
-    assert f"one: warning: controls: their median counts are {ratio:.2g} times the perturbed cells': " in said
+    assert (
+        f"one: warning: controls: their median counts are {ratio:.2g} times the perturbed cells': "
+        in said
+    )
 
 
 @pytest.mark.parametrize("named", [True, False])

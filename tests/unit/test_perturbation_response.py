@@ -1,4 +1,6 @@
-"""Objective perturbation_response against its definition, and what it says of perturbations it was not trained on."""
+"""Objective perturbation_response against its definition, and what it says of perturbations it was
+not trained on.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,12 @@ from scipy.stats import poisson
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.changes import Profiles, expected_log_expression, predicted_changes, read_profiles
+from cellmill.evaluate.tasks.changes import (
+    Profiles,
+    expected_log_expression,
+    predicted_changes,
+    read_profiles,
+)
 from cellmill.models.batch import to_tensors
 from cellmill.planner.inputs import fitted
 from tests.models import genes_of, initialized, prepare, random_cells, spec, train_options
@@ -21,12 +28,20 @@ from tests.models import genes_of, initialized, prepare, random_cells, spec, tra
 N_GENES = 30
 LEVELS = {"assay": ("a", "b"), "guide": ("A", "A+B", "control", "unnamed", "<missing>")}
 GENES = {"A": [5], "A+B": [5, 9]}
-OPTIONS = {"objective": "perturbation_response", "perturbation_column": "guide", "control": "control"}
+OPTIONS = {
+    "objective": "perturbation_response",
+    "perturbation_column": "guide",
+    "control": "control",
+}
 TOKENS = Tokens.model_validate({"max_tokens": 64})
 
 
 def _model(levels: Any = LEVELS, **options: Any) -> Any:
-    given = {"family": "profile", "hidden": 16, "layers": 1, "perturbed_genes": GENES} | OPTIONS | options
+    given = (
+        {"family": "profile", "hidden": 16, "layers": 1, "perturbed_genes": GENES}
+        | OPTIONS
+        | options
+    )
     model = initialized(spec(N_GENES, TOKENS, levels, **given))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -36,7 +51,9 @@ def _model(levels: Any = LEVELS, **options: Any) -> Any:
 
 
 def _cells() -> Batch:
-    """Seven cells; of the fifth the perturbation is missing, of the sixth the corpus does not have it."""
+    """Seven cells; of the fifth the perturbation is missing, of the sixth the corpus does not have
+    it.
+    """
     levels = np.array([[1, 1], [2, 2], [1, 3], [2, 4], [1, 5], [2, 0], [1, 2]], np.int32)
     return to_tensors(random_cells([12] * 7, TOKENS, N_GENES, first=0, levels=levels))
 
@@ -45,7 +62,8 @@ def _cells() -> Batch:
 def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) -> None:
     model = _model()
     prepared = prepare(model, _cells(), length)
-    assert prepared.target_cells.tolist() == [0, 1, 2, 3, 6]  # cells of unknown perturbation are no targets
+    # cells of unknown perturbation are no targets
+    assert prepared.target_cells.tolist() == [0, 1, 2, 3, 6]
     table, project = model.profile_genes.weight, model.response_genes
     of_genes = {0: table[5], 1: (table[5] + table[9]) / 2, 3: torch.zeros_like(table[5])}
     of_genes[6] = of_genes[1]
@@ -55,9 +73,16 @@ def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) ->
     for cell, rows in zip(prepared.target_cells.tolist(), entries):
         vector = vectors[cell]
         if cell in of_genes:  # the other one is a control
-            vector = vector + project(of_genes[cell]) + model.response_terms.weight[prepared.levels[cell, 1] - 1]
+            vector = (
+                vector
+                + project(of_genes[cell])
+                + model.response_terms.weight[prepared.levels[cell, 1] - 1]
+            )
         logits = model.decoder(vector) @ table.T + model.profile_bias
-        expected = expected - (logits.log_softmax(0)[prepared.genes_hidden[rows]] * prepared.weights[rows]).sum()
+        expected = (
+            expected
+            - (logits.log_softmax(0)[prepared.genes_hidden[rows]] * prepared.weights[rows]).sum()
+        )
     torch.testing.assert_close(model(prepared), expected, atol=1e-4, rtol=1e-5)
 
 
@@ -79,7 +104,11 @@ def test_a_perturbation_that_was_not_trained_on_has_the_response_to_its_genes() 
     moved = vectors + model.response_genes(model.profile_genes.weight[7])
     torch.testing.assert_close(unheard, model.objective.log_profile(model, moved, None, []))
     named = model.objective.log_profile(model, vectors, "A", [5])
-    moved = vectors + model.response_genes(model.profile_genes.weight[5]) + model.response_terms.weight[0]
+    moved = (
+        vectors
+        + model.response_genes(model.profile_genes.weight[5])
+        + model.response_terms.weight[0]
+    )
     torch.testing.assert_close(named, model.objective.log_profile(model, moved, None, []))
 
 
@@ -87,7 +116,9 @@ def test_expected_logarithms_are_those_of_poisson_counts() -> None:
     shares, depth = np.array([[0.001, 0.2, 0.799], [0.0, 0.5, 0.5]]), np.array([150, 12])
     counts = np.arange(600)
     for row, n in zip(range(2), depth):
-        exact = [(poisson.pmf(counts, n * p) * np.log1p(counts * 1e4 / n)).sum() for p in shares[row]]
+        exact = [
+            (poisson.pmf(counts, n * p) * np.log1p(counts * 1e4 / n)).sum() for p in shares[row]
+        ]
         np.testing.assert_allclose(expected_log_expression(shares, depth)[row], exact, atol=0.02)
     np.testing.assert_allclose(expected_log_expression(shares, depth)[1], exact, atol=1e-9)
 
@@ -96,7 +127,9 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path) 
     vocabulary, path = genes_of(N_GENES), tmp_path / "vocabulary.tsv"
     vocabulary.write(path)
     gene, given = vocabulary.symbols[3], {"perturbation_column": "guide", "control": "control"}
-    shards: Any = SimpleNamespace(levels=lambda columns: {"guide": [gene, "control", "nothing", "<missing>"]})
+    shards: Any = SimpleNamespace(
+        levels=lambda columns: {"guide": [gene, "control", "nothing", "<missing>"]}
+    )
     found = fitted(train_options(objective={"name": "perturbation_response"} | given), path, shards)
     assert found.objective.perturbed_genes == {gene: [3 + len(SPECIAL)]}
     assert fitted(found, path, shards) == found
@@ -104,15 +137,23 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path) 
 
 def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(context: Context) -> None:
     sizes = {"family": "profile", "hidden": 16, "layers": 1}
-    model = initialized(spec(context.model.vocabulary.n_genes, context.model.tokens, LEVELS, **sizes | OPTIONS))
+    model = initialized(
+        spec(context.model.vocabulary.n_genes, context.model.tokens, LEVELS, **sizes | OPTIONS)
+    )
     with torch.no_grad():
         model.get_parameter("response_genes.bias").fill_(0.5)
     cells = np.arange(context.reader.n_obs)
     vectors = np.random.default_rng(0).normal(size=(len(cells), 16)).astype(np.float32)
     names, batches = np.where(cells % 2, "control", "A"), np.where(cells // 2 % 2, "x", "y")
     obs = context.reader.obs.assign(perturbation=names, batch=batches)
-    roles = {"perturbation": obs["perturbation"], "batch": obs["batch"], "is_control": obs["perturbation"] == "control"}
-    changed = replace(context, roles=roles, vectors=vectors, model=replace(context.model, network=model.eval()))
+    roles = {
+        "perturbation": obs["perturbation"],
+        "batch": obs["batch"],
+        "is_control": obs["perturbation"] == "control",
+    }
+    changed = replace(
+        context, roles=roles, vectors=vectors, model=replace(context.model, network=model.eval())
+    )
     profiles: Profiles = read_profiles(changed, ("batch",))
     strata = np.array([[1.0, 0.0], [0.25, 0.75]])
     found = predicted_changes(changed, profiles, strata, ["A", "A"], [[2], [2]])
@@ -123,9 +164,13 @@ def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(context:
         with torch.no_grad():
             given = torch.from_numpy(vectors[cells])
             moved = given + model.response_genes(model.profile_genes.weight[4])
-            logs = [model.objective.log_profile(model, v, None, [])[:, profiles.genes] for v in (given, moved)]
+            logs = [
+                model.objective.log_profile(model, v, None, [])[:, profiles.genes]
+                for v in (given, moved)
+            ]
         before, after = (
-            expected_log_expression(log.double().softmax(1).numpy(), profiles.depth[cells]).mean(0) for log in logs
+            expected_log_expression(log.double().softmax(1).numpy(), profiles.depth[cells]).mean(0)
+            for log in logs
         )
         of_strata.append(after - before)
     np.testing.assert_allclose(found, strata @ np.array(of_strata), atol=1e-6)

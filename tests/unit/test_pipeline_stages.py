@@ -72,7 +72,9 @@ def test_stages_together_are_the_model_and_only_ends_share(
         ({"pp": 3, "schedule": "DualPipeV", "microbatches": 4}, 6),
     ],
 )
-def test_a_step_has_enough_micro_batches_to_fill_a_pipeline(options: dict[str, Any], expected: int) -> None:
+def test_a_step_has_enough_micro_batches_to_fill_a_pipeline(
+    options: dict[str, Any], expected: int
+) -> None:
     assert min_microbatches(Parallel.model_validate(options)) == expected
 
 
@@ -83,7 +85,10 @@ def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
     assert cut_evenly(np.array([], int), 3) == [0]
     generator = np.random.default_rng(0)
     for _ in range(50):
-        lengths, most = generator.integers(1, 100, generator.integers(1, 30)), int(generator.integers(1, 9))
+        lengths, most = (
+            generator.integers(1, 100, generator.integers(1, 30)),
+            int(generator.integers(1, 9)),
+        )
         borders = cut_evenly(lengths, most)
         assert borders[0] == 0
         assert borders[-1] == len(lengths)

@@ -1,4 +1,6 @@
-"""A plan estimates a run, and refuses one that cannot work in one line; --suggest proposes layouts that it accepts."""
+"""A plan estimates a run, and refuses one that cannot work in one line; --suggest proposes layouts
+that it accepts.
+"""
 
 import itertools
 import json
@@ -19,7 +21,14 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import Hardware, amount
-from cellmill.planner.search import Suggestions, hardware_of, memory_needed, sections, suggest, table
+from cellmill.planner.search import (
+    Suggestions,
+    hardware_of,
+    memory_needed,
+    sections,
+    suggest,
+    table,
+)
 from cellmill.planner.search import remedy as remedy_of
 from cellmill.planner.size import measure
 from cellmill.planner.work import Cells, detected_genes
@@ -43,11 +52,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def _options(sections: dict[str, Any] = SECTIONS, **changes: dict[str, Any]) -> PlanOptions:
-    return PlanOptions.model_validate({name: value | changes.get(name, {}) for name, value in sections.items()})
+    return PlanOptions.model_validate(
+        {name: value | changes.get(name, {}) for name, value in sections.items()}
+    )
 
 
 def _plan(
-    corpus: Manifest, out: Path, *, nodes: int = 1, nproc: int = 1, device: str = "cpu", **changes: dict[str, Any]
+    corpus: Manifest,
+    out: Path,
+    *,
+    nodes: int = 1,
+    nproc: int = 1,
+    device: str = "cpu",
+    **changes: dict[str, Any],
 ) -> dict[str, Any]:
     plan.plan(
         options=_options(**changes),
@@ -69,7 +86,9 @@ def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_steps_tokens_and_micro_batches_are_those_of_the_stream(corpus: Manifest, tmp_path: Path, world: int) -> None:
+def test_steps_tokens_and_micro_batches_are_those_of_the_stream(
+    corpus: Manifest, tmp_path: Path, world: int
+) -> None:
     given: dict[str, Any] = {"tokens": _options().tokens, "token_budget": 64, "shuffle": False}
     streams = [stream_of(corpus, rank, world, SECTIONS["stream"], **given) for rank in range(world)]
     steps = [list(stream) for stream in streams]
@@ -80,7 +99,9 @@ def test_steps_tokens_and_micro_batches_are_those_of_the_stream(corpus: Manifest
     assert planned["tokens"] == pytest.approx(3 * tokens)
     assert planned["tokens_per_cell"] == pytest.approx(tokens / N_CELLS)
     assert planned["tokens_per_step"] == pytest.approx(32 * tokens / N_CELLS)
-    assert planned["micro_batches_per_step"] == pytest.approx(np.mean([len(step) for step in steps[0]]), rel=0.1)
+    assert planned["micro_batches_per_step"] == pytest.approx(
+        np.mean([len(step) for step in steps[0]]), rel=0.1
+    )
     inside_an_epoch = _plan(corpus, tmp_path, nproc=world, train={"steps": 11})
     assert inside_an_epoch["cells_seen"] == N_CELLS + 3 * 32
     for stream in streams:
@@ -99,16 +120,24 @@ def test_cells_that_are_read_more_often_count_as_often(tmp_path: Path) -> None:
     stream.close()
 
 
-def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     auto = Train.model_validate({"steps": "auto"})
     assert {n: auto.total_steps(n) for n in (1, 13, 533, 534, 3907)} == {
         1: 1600, 13: 1600, 533: 1600, 534: 1602, 3907: 11_721,
     }  # fmt: skip
     lines = []
     for cells in (250, 25_600):
-        given: dict[str, Any] = {"machine": Machine(nodes="1", nproc_per_node=1), "device": "cpu", "cells": cells}
+        given: dict[str, Any] = {
+            "machine": Machine(nodes="1", nproc_per_node=1),
+            "device": "cpu",
+            "cells": cells,
+        }
         plan.plan(options=_options(train={"steps": "auto"}), manifest=None, out=None, **given)
-        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
+        [line] = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")
+        ]
         lines.append(line.rpartition(", ")[0])
     assert lines == [
         "steps       1,600 (8 per epoch; auto: 3 epochs are 24, raised to the minimum)",
@@ -116,7 +145,9 @@ def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(caps
     ]
 
 
-def test_parameters_and_flops_are_those_of_the_model_and_its_cells(corpus: Manifest, tmp_path: Path) -> None:
+def test_parameters_and_flops_are_those_of_the_model_and_its_cells(
+    corpus: Manifest, tmp_path: Path
+) -> None:
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
     size = measure(ModelSpec.of(options, 40))
@@ -129,7 +160,9 @@ def test_parameters_and_flops_are_those_of_the_model_and_its_cells(corpus: Manif
     assert planned["hours"] == pytest.approx(planned["gpu_hours"] / 4)
     seconds = planned["step"]["step_s"] * planned["cells_seen"] / 32
     assert planned["hours"] == pytest.approx(seconds / 3600)
-    assert planned["mfu"] == pytest.approx(0.35 * planned["step"]["compute_s"] / planned["step"]["step_s"])
+    assert planned["mfu"] == pytest.approx(
+        0.35 * planned["step"]["compute_s"] / planned["step"]["step_s"]
+    )
 
     low = _plan(corpus, tmp_path, device="h100", nproc=4, parallel={"precision": "bf16-mixed"})
     assert low["step"]["compute_s"] == pytest.approx(planned["step"]["compute_s"] * 67 / 989)
@@ -137,7 +170,9 @@ def test_parameters_and_flops_are_those_of_the_model_and_its_cells(corpus: Manif
     assert (on_cpu["hours"], on_cpu["gpu_hours"]) == (None, None)
 
 
-def test_the_plan_is_printed_as_a_table(corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_is_printed_as_a_table(
+    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _plan(corpus, tmp_path, device="h100", nproc=4, train={"warmup_steps": 2, "lr": 2e-3})
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].rstrip() for line in lines] == [
@@ -163,9 +198,15 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"device": "a100"}, "assumed     a100 has 80 GB here; set device to a100-40gb if it has less"),
+        (
+            {"device": "a100"},
+            "assumed     a100 has 80 GB here; set device to a100-40gb if it has less",
+        ),
         (TP, "processes   4 x cpu, ddp (2 replicas of 1 shards x tp 2), 32-true"),
-        ({"train": {"warmup_steps": 20}}, "warning     train.warmup_steps 20 leaves no step at the peak learning rate"),
+        (
+            {"train": {"warmup_steps": 20}},
+            "warning     train.warmup_steps 20 leaves no step at the peak learning rate",
+        ),
         ({"train": {"global_batch": 16, "warmup_steps": 2}}, SCALED),
         ({}, f"warning     objective{LEAK}"),
         ({"objective": PARTS}, f"warning     objective.parts.masked_value{LEAK}"),
@@ -173,32 +214,53 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
     ids=str,
 )
 def test_assumptions_hints_and_warnings_are_lines_of_the_plan(
-    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], line: str
+    corpus: Manifest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    line: str,
 ) -> None:
     _plan(corpus, tmp_path, **changes)
     assert capsys.readouterr().out.splitlines().count(line) == 1
-    quiet: dict[str, Any] = {"objective": {"renormalize": True}, "train": {"global_batch": 256, "warmup_steps": 2}}
+    quiet: dict[str, Any] = {
+        "objective": {"renormalize": True},
+        "train": {"global_batch": 256, "warmup_steps": 2},
+    }
     _plan(corpus, tmp_path, device="a100-40gb", **quiet)
-    assert not {"assumed", "hint", "warning"} & {line[:12].rstrip() for line in capsys.readouterr().out.splitlines()}
+    assert not {"assumed", "hint", "warning"} & {
+        line[:12].rstrip() for line in capsys.readouterr().out.splitlines()
+    }
 
 
-def test_tensor_parallel_ranks_share_the_cells_of_their_group(corpus: Manifest, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_share_the_cells_of_their_group(
+    corpus: Manifest, tmp_path: Path
+) -> None:
     one = _plan(corpus, tmp_path, nproc=2, parallel={"strategy": "ddp"})
     cut = _plan(corpus, tmp_path, nproc=4, parallel={"strategy": "ddp", "tp": 2})
-    for same in ("parameters", "flops_per_step", "micro_batches_per_step", "tokens_per_step", "steps"):
+    for same in (
+        "parameters",
+        "flops_per_step",
+        "micro_batches_per_step",
+        "tokens_per_step",
+        "steps",
+    ):
         assert cut[same] == one[same]
     assert cut["memory"]["total_bytes"] < one["memory"]["total_bytes"]
 
 
 def test_cut_cells_are_reported(
-    corpus: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Manifest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned, detected = _plan(corpus, tmp_path, tokens={"max_tokens": 2}), detected_genes(corpus)
     assert planned["genes_per_cell"] == pytest.approx(detected.mean())
     assert planned["cut_cells_frac"] == pytest.approx((detected > 2).mean())
     said = f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts"
     assert said in capsys.readouterr().out
-    assert "max_tokens" not in " ".join(planned["warnings"])  # cells of a transformer cost what their tokens do
+    # cells of a transformer cost what their tokens do
+    assert "max_tokens" not in " ".join(planned["warnings"])
     monkeypatch.setitem(SECTIONS, "model", {"family": "profile", "hidden": 16})
     monkeypatch.setitem(SECTIONS, "objective", {"name": "cell_decoding"})
     assert _plan(corpus, tmp_path, tokens={"max_tokens": detected.max()})["warnings"] == []
@@ -210,10 +272,18 @@ def test_cut_cells_are_reported(
 def test_processes_share_the_memory_of_a_machine(corpus: Manifest, tmp_path: Path) -> None:
     one, two = (_plan(corpus, tmp_path, nproc=n)["memory"]["device_bytes"] for n in (1, 2))
     assert one == pytest.approx(2 * two, rel=1e-6)
-    assert _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["limit_bytes"] == 2_700_000_000
+    assert (
+        _plan(corpus, tmp_path, nproc=2, plan={"memory_gb": 3})["memory"]["limit_bytes"]
+        == 2_700_000_000
+    )
 
 
-WIDE: dict[str, Any] = {"nodes": 64, "nproc": 8, "stream": {"lanes": 512}, "train": {"global_batch": 512}}
+WIDE: dict[str, Any] = {
+    "nodes": 64,
+    "nproc": 8,
+    "stream": {"lanes": 512},
+    "train": {"global_batch": 512},
+}
 
 
 @pytest.mark.parametrize(
@@ -224,16 +294,25 @@ WIDE: dict[str, Any] = {"nodes": 64, "nproc": 8, "stream": {"lanes": 512}, "trai
             "stream.lanes 8 is not a multiple of 6 groups of tp 2; set 4 in the profile",
         ),
         (WIDE, "512 processes for 250 training cells; set fewer processes in the profile"),
-        ({"device": "h10"}, "unknown device 'h10'; set the profile's device to one of: cpu, v100, "),
+        (
+            {"device": "h10"},
+            "unknown device 'h10'; set the profile's device to one of: cpu, v100, ",
+        ),
     ],
     ids=["lanes", "cells", "device"],
 )
-def test_what_cannot_work_is_refused(corpus: Manifest, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused(
+    corpus: Manifest, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     assert _refused(corpus, tmp_path, **changes).startswith(message)
 
 
-# 59 million parameters: under ddp 1.18 GB with moments, buckets and accumulated gradients, 0.23 GB of activations
-BIG = {"model": {"hidden": 768, "layers": 8, "heads": 8}, "train": {"token_budget": 512, "global_batch": 256}}
+# 59 million parameters: under ddp 1.18 GB with moments, buckets and accumulated gradients, 0.23 GB
+# of activations
+BIG = {
+    "model": {"hidden": 768, "layers": 8, "heads": 8},
+    "train": {"token_budget": 512, "global_batch": 256},
+}
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_remedy(corpus: Manifest, tmp_path: Path) -> None:
@@ -252,8 +331,17 @@ SHARD = RECOMPUTE + "use fsdp with parallel.sharding_strategy FULL_SHARD"
 @pytest.mark.parametrize(
     ("nodes", "nproc", "memory_gb", "optimizer", "remedy"),
     [
-        pytest.param(1, 4, 1.251, "adamw", "lower train.token_budget to 128", marks=pytest.mark.full),
-        pytest.param(1, 4, 1.2285, "adamw", RECOMPUTE + "lower train.token_budget to 256", marks=pytest.mark.full),
+        pytest.param(
+            1, 4, 1.251, "adamw", "lower train.token_budget to 128", marks=pytest.mark.full
+        ),
+        pytest.param(
+            1,
+            4,
+            1.2285,
+            "adamw",
+            RECOMPUTE + "lower train.token_budget to 256",
+            marks=pytest.mark.full,
+        ),
         (1, 4, 0.594, "adamw", SHARD),
         (1, 4, 0.55, "adamw", SHARD + " and set parallel.tp to 2 with parallel.sequence_parallel"),
         (4, 1, 0.55, "adamw", SHARD + " and set parallel.pp to 2"),
@@ -266,7 +354,9 @@ SHARD = RECOMPUTE + "use fsdp with parallel.sharding_strategy FULL_SHARD"
 def test_the_remedy_is_the_first_change_that_fits(
     nodes: int, nproc: int, memory_gb: float, optimizer: str, remedy: str
 ) -> None:
-    options = _options(parallel={"strategy": "ddp"}, **BIG | {"train": BIG["train"] | {"optimizer": optimizer}})
+    options = _options(
+        parallel={"strategy": "ddp"}, **BIG | {"train": BIG["train"] | {"optimizer": optimizer}}
+    )
     cells = Cells(np.full(4096, 16), 40)
     limit = int(memory_gb * 1e9)
     hardware = Hardware(nodes, nproc, "h100", limit, limit)
@@ -281,7 +371,9 @@ def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path:
     assert staged["step"]["idle_s"] == pytest.approx(staged["step"]["step_s"] / 5)
 
 
-def test_the_largest_micro_batch_fits_and_one_more_token_does_not(corpus: Manifest, tmp_path: Path) -> None:
+def test_the_largest_micro_batch_fits_and_one_more_token_does_not(
+    corpus: Manifest, tmp_path: Path
+) -> None:
     changes: dict[str, Any] = {"parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 2.0}, **BIG}
     planned = _plan(corpus, tmp_path, nproc=4, **changes)
     options = _options(**changes)
@@ -304,7 +396,9 @@ LARGE: dict[str, Any] = {
 MACHINE = Machine(nodes="4", nproc_per_node=8)
 
 
-def _suggest(nodes: int = 4, device: str = "h100", **changes: dict[str, Any]) -> tuple[Suggestions, PlanOptions]:
+def _suggest(
+    nodes: int = 4, device: str = "h100", **changes: dict[str, Any]
+) -> tuple[Suggestions, PlanOptions]:
     options = _options(LARGE, **changes)
     cells = Cells(np.full(10_000, 2048), 20_000)
     return suggest(options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device), options
@@ -326,9 +420,17 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
         tree = yaml.safe_load(sections(suggestion.options, options))
         changed = PlanOptions.model_validate({**options.model_dump(), "parallel": tree["parallel"]})
         if "stream" in tree:
-            changed = changed.model_copy(update={"stream": changed.stream.model_copy(update=tree["stream"])})
+            changed = changed.model_copy(
+                update={"stream": changed.stream.model_copy(update=tree["stream"])}
+            )
         assert changed == suggestion.options
-        plan.plan(options=changed, manifest=corpus.path, out=tmp_path / "plan.json", machine=machine, device="h100")
+        plan.plan(
+            options=changed,
+            manifest=corpus.path,
+            out=tmp_path / "plan.json",
+            machine=machine,
+            device="h100",
+        )
         planned = json.loads((tmp_path / "plan.json").read_text())
         assert planned["memory"]["total_bytes"] == suggestion.memory.total
         assert planned["hours"] == pytest.approx(suggestion.hours)
@@ -341,7 +443,10 @@ def test_the_fastest_come_first_and_layouts_that_do_not_fit_are_counted() -> Non
     assert all(suggestion.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
     assert min(suggestions.too_large) > 0.9 * 12e9
     lines = table(suggestions, options, MACHINE, "h100").splitlines()
-    assert lines[:2] == ["4 nodes x 8 h100; memory per process, bytes sent per process and step", ""]
+    assert lines[:2] == [
+        "4 nodes x 8 h100; memory per process, bytes sent per process and step",
+        "",
+    ]
     assert lines[2].split() == ["memory", "hours", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
     fitting, too_large = len(suggestions.fitting), len(suggestions.too_large)
@@ -377,14 +482,19 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]
     return of
 
 
-def test_runs_and_layouts_are_planned_without_a_corpus(printed: Callable[..., tuple[str, str]]) -> None:
+def test_runs_and_layouts_are_planned_without_a_corpus(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
     out, _ = printed("--suggest --nodes 128 --nproc-per-node 8 --device a100 --cells 5000")
     assert out.startswith(
         "no --manifest given; assuming 5,000 cells of 2,048 tokens each, 20,000 genes, and 625 validation cells\n\n"
     )
     assert "# the best layout, for config.yaml\nparallel:\n  strategy: " in out
     # a range of nodes, as in an elastic profile, is planned for the fewest
-    machine, train = "--nodes 2-4 --nproc-per-node 4 --cells 5e7", {"global_batch": 1536, "val_cells": 1000}
+    machine, train = (
+        "--nodes 2-4 --nproc-per-node 4 --cells 5e7",
+        {"global_batch": 1536, "val_cells": 1000},
+    )
     with pytest.raises(SystemExit):
         printed(f"{machine} --genes 0")
     out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
@@ -407,7 +517,9 @@ def test_host_memory_that_is_pinned_beside_gpus_must_fit_into_the_jobs_memory(
     )
 
 
-def test_validation_time_is_counted_and_a_large_share_gets_a_hint(printed: Callable[..., tuple[str, str]]) -> None:
+def test_validation_time_is_counted_and_a_large_share_gets_a_hint(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
     # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each
     seen = 489 * 6_250_000 / 3
     share = seen / (seen + 50_000_000)
@@ -417,7 +529,9 @@ def test_validation_time_is_counted_and_a_large_share_gets_a_hint(printed: Calla
     ) in printed("--device h100 --cells 50000000")[0]
 
 
-def test_a_device_without_bfloat16_is_refused_with_the_alternative(printed: Callable[..., tuple[str, str]]) -> None:
+def test_a_device_without_bfloat16_is_refused_with_the_alternative(
+    printed: Callable[..., tuple[str, str]],
+) -> None:
     line = "parallel.precision bf16-mixed: a v100 has no bfloat16; set it to 16-mixed\n"
     assert printed("--device v100", code=2)[1] == f"cellmill plan: {line}"
     out, error = printed("--device v100 --suggest --nproc-per-node 4", code=2)

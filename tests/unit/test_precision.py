@@ -1,4 +1,6 @@
-"""Number formats outside of training steps: embeddings and tasks in bfloat16, and TF32. All of it on a CPU."""
+"""Number formats outside of training steps: embeddings and tasks in bfloat16, and TF32. All of it
+on a CPU.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +32,14 @@ def near_and_not_equal(rounded: np.ndarray, exact: np.ndarray) -> None:
     assert 1e-5 * scale < np.abs(rounded - exact).mean() < 0.03 * scale
 
 
-def test_embeddings_in_bfloat16_are_near_those_in_float32(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_embeddings_in_bfloat16_are_near_those_in_float32(
+    corpus: dict[str, Path], tmp_path: Path
+) -> None:
     vectors = {}
     for precision in ("32-true", "bf16-mixed"):
-        out = embed(corpus["model"], corpus["cells"], tmp_path / f"{precision}.h5ad", precision=precision)
+        out = embed(
+            corpus["model"], corpus["cells"], tmp_path / f"{precision}.h5ad", precision=precision
+        )
         written = ad.read_h5ad(out)
         assert written.uns["cellmill"]["precision"] == precision
         vectors[precision] = np.asarray(written.obsm["X_cellmill"])  # type: ignore[arg-type]
@@ -41,7 +47,9 @@ def test_embeddings_in_bfloat16_are_near_those_in_float32(corpus: dict[str, Path
 
 
 def test_tasks_run_the_model_in_the_precision_of_evaluate(context: Context) -> None:
-    rounded = replace(context, options=context.options.model_copy(update={"precision": "bf16-mixed"}))
+    rounded = replace(
+        context, options=context.options.model_copy(update={"precision": "bf16-mixed"})
+    )
     counts = next(context.reader.rows(64))
     features = [embed_counts(one, counts, one.model.network) for one in (rounded, context)]
     near_and_not_equal(*features)
@@ -68,7 +76,11 @@ def test_tf32_is_for_float32_on_devices_that_have_it(kept: None) -> None:
     tf32 = Parallel(tf32=True)
     assert DEVICES["h100"].flops(tf32) == 494e12
     check_precision(tf32, "cpu", DEVICES["cpu"])
-    with pytest.raises(ConfigError, match="a v100 has no TF32; set it to no, or precision to 16-mixed"):
+    with pytest.raises(
+        ConfigError, match="a v100 has no TF32; set it to no, or precision to 16-mixed"
+    ):
         check_precision(tf32, "v100", DEVICES["v100"])
-    with pytest.raises(ConfigError, match=r"parallel\.tf32 has no effect with precision bf16-mixed; set tf32 to no"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tf32 has no effect with precision bf16-mixed; set tf32 to no"
+    ):
         check_together(train_options(parallel={"tf32": True, "precision": "bf16-mixed"}))

@@ -1,4 +1,6 @@
-"""Predicted expression for other packages: what the task scores, of no tested cell, as cells with these means."""
+"""Predicted expression for other packages: what the task scores, of no tested cell, as cells with
+these means.
+"""
 
 import importlib
 import json
@@ -38,7 +40,9 @@ RESPONSE = {
 
 @pytest.fixture(scope="module")
 def screen(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> Context:
-    """Seven perturbations and controls in two batches of unequal size; five of them were not trained on."""
+    """Seven perturbations and controls in two batches of unequal size; five of them were not
+    trained on.
+    """
     context = make_context(tmp_path_factory.mktemp("screen"), corpus, **RESPONSE)
     n_obs, symbols = context.reader.n_obs, context.model.vocabulary.symbols
     names = [*symbols[:6], "unheard", "control"]
@@ -57,17 +61,27 @@ def perturbed_cells() -> Any:
 
 @pytest.fixture(scope="module", params=["unseen perturbations", "folds"])
 def cells(
-    request: pytest.FixtureRequest, screen: Context, perturbed_cells: Any, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    screen: Context,
+    perturbed_cells: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Context, Any, Path]:
-    """The context, what a bridge reads, and its file: of a model that saw two perturbations, or none."""
+    """The context, what a bridge reads, and its file: of a model that saw two perturbations, or
+    none.
+    """
     scored = screen.scored if request.param != "folds" else np.ones_like(screen.scored)
-    context, out = replace(screen, scored=scored), tmp_path_factory.mktemp("changes") / "simulated.h5ad"
+    context, out = (
+        replace(screen, scored=scored),
+        tmp_path_factory.mktemp("changes") / "simulated.h5ad",
+    )
     write_changes(out, context, CONFIG, "digest")
     return context, perturbed_cells.read_changes(out), out
 
 
 def measured_and_given(found: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(U, G) twice: changes measured from the cells of a file, and the controls that predictions start from."""
+    """(U, G) twice: changes measured from the cells of a file, and the controls that predictions
+    start from.
+    """
     obs, dense = found.measured.obs, found.measured.X.toarray().astype(float)
     start, seen, given = found.start.X.toarray().astype(float), [], []
     for name in found.perturbations:
@@ -103,16 +117,20 @@ def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any,
         symbols = [context.model.vocabulary.symbols[row] for row in genes[name]]
         perturbed[unit] = found.start.var_names.isin(symbols)
     for name, row in rows.items():
-        change = np.round(found.profiles(name) - given, 5)  # no change is 0, of which no Pearson is defined
+        # no change is 0, of which no Pearson is defined
+        change = np.round(found.profiles(name) - given, 5)
         scores = change_scores(change, seen, perturbed, CONFIG.top_genes)
-        # discrimination is among perturbations that are tested together: in folds fewer than a file has
+        # discrimination is among perturbations that are tested together: in folds fewer than a file
+        # has
         for metric in METRICS if folds == 1 else ("MAE", "Pearson", "direction"):
             first = (row.get(f"{metric}, new perturbation_repetitions") or [np.nan])[0]
             mean = np.nanmean(scores[metric]) if np.isfinite(scores[metric]).any() else np.nan
             assert mean == pytest.approx(first, abs=1e-4, nan_ok=True), (name, metric)
 
 
-def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(cells: tuple[Context, Any, Path]) -> None:
+def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(
+    cells: tuple[Context, Any, Path],
+) -> None:
     context, found, path = cells
     stored, names = ad.read_h5ad(path), context.reader.obs.index
     held = HeldOut.of(context, CONFIG, "perturbation")
@@ -123,18 +141,30 @@ def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(ce
     control = context.roles["is_control"].to_numpy()
     halves = {"start control": 0, "measured control": 1}
     for group, half in halves.items():
-        assert place[stored.obs.group == group].tolist() == np.flatnonzero(profiles.half == half).tolist()
+        assert (
+            place[stored.obs.group == group].tolist()
+            == np.flatnonzero(profiles.half == half).tolist()
+        )
     tested = context.roles["perturbation"].isin(found.perturbations).to_numpy()
-    assert place[stored.obs.group == "measured"].tolist() == np.flatnonzero(tested & context.scored & ~control).tolist()
+    assert (
+        place[stored.obs.group == "measured"].tolist()
+        == np.flatnonzero(tested & context.scored & ~control).tolist()
+    )
     given = context.roles["perturbation"].to_numpy()[place]
     assert stored.obs.perturbation.tolist() == given.tolist()
-    assert stored.var_names.tolist() == [context.model.vocabulary.gene_ids[row] for row in profiles.genes]
-    assert found.start.var_names.tolist() == [context.model.vocabulary.symbols[row] for row in profiles.genes]
+    assert stored.var_names.tolist() == [
+        context.model.vocabulary.gene_ids[row] for row in profiles.genes
+    ]
+    assert found.start.var_names.tolist() == [
+        context.model.vocabulary.symbols[row] for row in profiles.genes
+    ]
     assert found.control == "control"
     assert found.perturbations == sorted({*given} - {"control"})
 
 
-def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context, Any, Path]) -> None:
+def test_predictions_read_no_expression_of_the_tested_cells(
+    cells: tuple[Context, Any, Path],
+) -> None:
     context, found, _ = cells
     held = HeldOut.of(context, CONFIG, "perturbation")
     profiles = held.profiles
@@ -143,7 +173,8 @@ def test_predictions_read_no_expression_of_the_tested_cells(cells: tuple[Context
             continue
         changed = profiles.expression.tolil()
         tested = np.isin(held.unit_of_cell, fold[2])
-        changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0  # nor of the controls of the measured changes
+        # nor of the controls of the measured changes
+        changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0
         other = replace(profiles, expression=changed.tocsr())
         blind = np.full_like(context.vectors, np.nan)
         blind[~tested] = context.vectors[~tested]
@@ -173,7 +204,9 @@ def test_predicted_cells_begin_as_controls_of_the_strata_and_have_the_predicted_
             name for name in found.perturbations for _ in range((obs.perturbation == name).sum())
         ]
         assert set(made.obs.perturbation[-found.start.n_obs :]) == {"control"}
-        np.testing.assert_array_equal(made.X[-found.start.n_obs :].toarray(), found.start.X.toarray())
+        np.testing.assert_array_equal(
+            made.X[-found.start.n_obs :].toarray(), found.start.X.toarray()
+        )
         assert made.var_names.equals(found.measured.var_names)
         means = [mean_of(made, name) for name in found.perturbations]
         np.testing.assert_allclose(means, found.profiles(method).clip(0), atol=1e-5)
@@ -195,13 +228,17 @@ def test_a_gene_gets_its_mean_by_the_number_of_cells_that_have_it(perturbed_cell
     assert np.array_equal(made[:, 0], cells[:, 0])
     assert ((made[:, 1] > 0) <= (cells[:, 1] > 0)).all()
     assert ((made[:, 2] > 0) >= (cells[:, 2] > 0)).all()
-    np.testing.assert_allclose(perturbed_cells.with_means(cells, means - 9, np.ones(6), generator), 0)
+    np.testing.assert_allclose(
+        perturbed_cells.with_means(cells, means - 9, np.ones(6), generator), 0
+    )
     most = perturbed_cells.with_means(cells, np.full(6, 99.0), np.ones(6), generator)
     np.testing.assert_allclose(most, np.log1p(1e4))
 
 
 def screen_of_cells(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Controls (300, 5), their weights, and the means wanted of five genes: as before, lower, higher, all, new."""
+    """Controls (300, 5), their weights, and the means wanted of five genes: as before, lower,
+    higher, all, new.
+    """
     detected = generator.random((300, 5)) < [0.5, 0.5, 0.3, 0.9, 0.0]
     controls = np.where(detected, generator.gamma(4, 0.5, (300, 5)), 0)
     weights = np.repeat([2.0, 1.0], 150)
@@ -212,20 +249,28 @@ def screen_of_cells(generator: np.random.Generator) -> tuple[np.ndarray, np.ndar
 def test_sampled_cells_have_the_predicted_means_on_average(perturbed_cells: Any) -> None:
     generator = np.random.default_rng(0)
     controls, weights, means = screen_of_cells(generator)
-    made = perturbed_cells.sample_with_means(sp.csr_matrix(controls), weights, means, 40_000, generator)
+    made = perturbed_cells.sample_with_means(
+        sp.csr_matrix(controls), weights, means, 40_000, generator
+    )
     error = made.std(0) / 200
     assert (np.abs(made.mean(0) - means) < 4 * error + 1e-9).all()
-    np.testing.assert_allclose((made > 0).mean(0)[:4], weights @ (controls > 0)[:, :4] * [1, 0.4, 1.8, 1.1], atol=0.05)
+    np.testing.assert_allclose(
+        (made > 0).mean(0)[:4], weights @ (controls > 0)[:, :4] * [1, 0.4, 1.8, 1.1], atol=0.05
+    )
     assert made.min() >= 0
 
 
 def test_the_mean_of_sampled_cells_scatters_like_a_sample_s(perturbed_cells: Any) -> None:
-    """A metric that takes var / n off the squared error of a mean is then right, and off exact means is not."""
+    """A metric that takes var / n off the squared error of a mean is then right, and off exact
+    means is not.
+    """
     generator = np.random.default_rng(0)
     controls, weights, means = screen_of_cells(generator)
     claimed, seen, pinned = [], [], []
     for _ in range(400):
-        made = perturbed_cells.sample_with_means(sp.csr_matrix(controls), weights, means, 50, generator)
+        made = perturbed_cells.sample_with_means(
+            sp.csr_matrix(controls), weights, means, 50, generator
+        )
         claimed.append(made.var(0, ddof=1).sum() / 50)
         seen.append(((made.mean(0) - means) ** 2).sum())
         exact = perturbed_cells.with_means(made, means, np.ones(5), generator)
@@ -259,21 +304,31 @@ def test_what_the_model_did_not_see_is_held_out(tmp_path: Path, corpus: dict[str
     given["out"] = tmp_path / "changes" / "simulated.h5ad"
 
     def run(**evaluate: Any) -> None:
-        predict_changes.predict_changes(options=EvaluateOptions.model_validate({"evaluate": evaluate}), **given)
+        predict_changes.predict_changes(
+            options=EvaluateOptions.model_validate({"evaluate": evaluate}), **given
+        )
 
-    with pytest.raises(ConfigError, match=r"^evaluate\.tasks: no task perturbation, whose predictions these are"):
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.tasks: no task perturbation, whose predictions these are"
+    ):
         run()
     tasks: dict[str, Any] = {"perturbation": {"held_out": ["batch"]}}
     with pytest.raises(ConfigError, match="held_out: expected perturbation among them"):
         run(tasks=tasks)
     tasks["perturbation"] = {}
-    with pytest.raises(DataError, match=r"one that the model saw no cell of, got 3 and 0; set shard\.split_by"):
+    with pytest.raises(
+        DataError, match=r"one that the model saw no cell of, got 3 and 0; set shard\.split_by"
+    ):
         run(tasks=tasks)
     assert not given["out"].exists()
     run(tasks=tasks, cells="all")
     made = ad.read_h5ad(given["out"])
     assert made.uns["cellmill_changes"]["perturbations"].tolist() == ["a", "b", "c"]
-    assert made.obs["group"].value_counts().to_dict() == {"measured": 450, "start control": 75, "measured control": 75}
+    assert made.obs["group"].value_counts().to_dict() == {
+        "measured": 450,
+        "start control": 75,
+        "measured control": 75,
+    }
 
 
 def test_cell_eval_judges_each_method(cells: tuple[Context, Any, Path], tmp_path: Path) -> None:
@@ -287,13 +342,17 @@ def test_cell_eval_judges_each_method(cells: tuple[Context, Any, Path], tmp_path
         change = found.profiles(method).clip(0) - mean_of(found.start, "control")
         pearson = [np.corrcoef(own, other)[0, 1] for own, other in zip(change, seen)]
         assert values[method]["pearson_delta"] == pytest.approx(np.mean(pearson), abs=1e-4)
-        assert values[method]["mae_delta"] == pytest.approx(np.abs(change - np.array(seen)).mean(), abs=1e-5)
+        assert values[method]["mae_delta"] == pytest.approx(
+            np.abs(change - np.array(seen)).mean(), abs=1e-5
+        )
     assert made["version"]
     assert made["n_perturbations"] == len(found.perturbations)
 
 
 def differential(cells: np.ndarray, controls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(G,) twice: log2 fold changes of means, and p of Wilcoxon's test corrected by Benjamini and Hochberg."""
+    """(G,) twice: log2 fold changes of means, and p of Wilcoxon's test corrected by Benjamini and
+    Hochberg.
+    """
     means = [np.expm1(values).mean(0) + 1e-9 for values in (cells, controls)]
     p = mannwhitneyu(cells, controls, axis=0, use_continuity=False, method="asymptotic").pvalue
     return np.log2(means[0] / means[1]), false_discovery_control(np.nan_to_num(p, nan=1.0))
@@ -308,18 +367,27 @@ def genes_that_differ(found: Any, method: str) -> dict[str, float]:
         groups[side] = {name: dense[group == name] for name in {*group}}
     values: dict[str, list[float]] = {}
     for name in found.perturbations:
-        control, kept = groups["seen"][found.control], found.measured.var_names != name  # but for the perturbed gene
-        (made, made_p), (seen, seen_p) = (differential(groups[side][name], control) for side in ("made", "seen"))
+        # but for the perturbed gene
+        control, kept = groups["seen"][found.control], found.measured.var_names != name
+        (made, made_p), (seen, seen_p) = (
+            differential(groups[side][name], control) for side in ("made", "seen")
+        )
         called, known = (made_p < 0.05) & kept, (seen_p < 0.05) & kept
         either = (called | known).sum()
         values.setdefault("jaccard", []).append((called & known).sum() / either if either else 1.0)
         if known.sum() >= 10:
-            values.setdefault("nmae", []).append(np.abs(made - seen)[known].mean() / np.abs(seen[known]).mean())
+            values.setdefault("nmae", []).append(
+                np.abs(made - seen)[known].mean() / np.abs(seen[known]).mean()
+            )
     return {name: float(np.mean(of)) for name, of in values.items()}
 
 
-def changed_cells(given: Path, path: Path, keep: int | None = None, methods: int | None = None) -> Path:
-    """The cells of `given` with changes that the simulation lacks, of the first perturbations and methods."""
+def changed_cells(
+    given: Path, path: Path, keep: int | None = None, methods: int | None = None
+) -> Path:
+    """The cells of `given` with changes that the simulation lacks, of the first perturbations and
+    methods.
+    """
     changed = ad.read_h5ad(given)
     about = changed.uns["cellmill_changes"]
     names = about["perturbations"][:keep]
@@ -329,7 +397,10 @@ def changed_cells(given: Path, path: Path, keep: int | None = None, methods: int
         about[key] = about[key][:methods]
     expression = changed.X.toarray()
     for number, name in enumerate(names):
-        rows, up = np.flatnonzero(changed.obs.perturbation == name), np.arange(25 * number, 25 * number + 60)
+        rows, up = (
+            np.flatnonzero(changed.obs.perturbation == name),
+            np.arange(25 * number, 25 * number + 60),
+        )
         expression[np.ix_(rows, up)] += 1.5
         about["changes"][:, number, up] += np.linspace(0.5, 1.5, len(about["methods"]))[:, None]
     changed.X = sp.csr_matrix(expression)
@@ -343,7 +414,9 @@ def test_cell_eval2_gives_our_numbers_for_each_method(
 ) -> None:
     path = changed_cells(cells[2], tmp_path / "changed.h5ad")
     found = perturbed_cells.read_changes(path)
-    values = run_bridge("cell-eval2", "cell2_bridge", tmp_path / "out.json", changes=path, threads=2)
+    values = run_bridge(
+        "cell-eval2", "cell2_bridge", tmp_path / "out.json", changes=path, threads=2
+    )
     assert list(values) == [*found.changes]
     theirs = {"jaccard": "de_wilcoxon_sig_jaccard", "nmae": "de_wilcoxon_lfc_nmae"}
     for method, of_method in values.items():
@@ -358,9 +431,13 @@ def test_cell_eval2_gives_our_numbers_for_each_method(
     assert (made["de_backend"], made["device"]) == ("scanpy", "cpu")
 
 
-def test_one_perturbation_has_no_rank_among_others(cells: tuple[Context, Any, Path], tmp_path: Path) -> None:
+def test_one_perturbation_has_no_rank_among_others(
+    cells: tuple[Context, Any, Path], tmp_path: Path
+) -> None:
     path = changed_cells(cells[2], tmp_path / "one.h5ad", keep=1, methods=2)
-    values = run_bridge("cell-eval2", "cell2_bridge", tmp_path / "out.json", changes=path, threads=2)
+    values = run_bridge(
+        "cell-eval2", "cell2_bridge", tmp_path / "out.json", changes=path, threads=2
+    )
     assert [of_method["pds_cosine"] for of_method in values.values()] == [None, None]
     assert all(of_method["expr_mse_unbiased"] is not None for of_method in values.values())
 
@@ -369,8 +446,13 @@ def test_a_visible_gpu_changes_nothing(
     cells: tuple[Context, Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = changed_cells(cells[2], tmp_path / "two.h5ad", keep=2, methods=1)
-    without = run_bridge("cell-eval2", "cell2_bridge", tmp_path / "cpu.json", changes=path, threads=2)
+    without = run_bridge(
+        "cell-eval2", "cell2_bridge", tmp_path / "cpu.json", changes=path, threads=2
+    )
     lines = ["class cuda:", "    is_available = staticmethod(lambda: True)", "class Tensor: ..."]
     (tmp_path / "torch.py").write_text("\n".join(lines))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_bridge("cell-eval2", "cell2_bridge", tmp_path / "gpu.json", changes=path, threads=2) == without
+    assert (
+        run_bridge("cell-eval2", "cell2_bridge", tmp_path / "gpu.json", changes=path, threads=2)
+        == without
+    )

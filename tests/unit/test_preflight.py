@@ -66,7 +66,9 @@ Preflight = Callable[..., tuple[int, list[str], str]]  # exit code, lines, and t
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """A function that puts SLURM commands, and no other program, on PATH: each prints its text, or fails with it."""
+    """A function that puts SLURM commands, and no other program, on PATH: each prints its text, or
+    fails with it.
+    """
     folder = tmp_path / "bin"
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -203,7 +205,9 @@ def test_one_preflight_of_a_profile_at_a_time(preflight: Preflight) -> None:
 def test_a_cluster_that_meets_every_request_is_go_with_a_figure_for_each(
     preflight: Preflight, commands: Commands
 ) -> None:
-    profile = write_slurm(mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long")
+    profile = write_slurm(
+        mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long"
+    )
     code, lines, last = preflight(profile, "--no-job")
     assert lines == [
         "ok  profile: profiles/one/config.yaml: launcher slurm, 2 x 4 processes",
@@ -340,12 +344,18 @@ LARGER = "set-resources: train: nodes: 2, or a larger job"
     ],
 )
 def test_an_allocation_must_exist_and_be_large_enough(
-    preflight: Preflight, commands: Commands, monkeypatch: pytest.MonkeyPatch, nodes: str | None, line: str
+    preflight: Preflight,
+    commands: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: str | None,
+    line: str,
 ) -> None:
     if nodes is not None:
         monkeypatch.setenv("SLURM_JOB_ID", "5")
         monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
-    code, lines, _ = preflight(write_profile(launcher="allocation", nodes=4, nproc_per_node=2), "--no-job")
+    code, lines, _ = preflight(
+        write_profile(launcher="allocation", nodes=4, nproc_per_node=2), "--no-job"
+    )
     assert line in lines
     assert code == (0 if line.startswith("ok") else 2)
 
@@ -368,7 +378,9 @@ def test_a_wrong_argument_or_machine_is_the_only_reason(
     write_profile(**profile)
     code, printed, last = preflight(*words)
     assert code == 2
-    for found, start in zip([*printed, last], [*lines, f"cellmill preflight: {error}"], strict=True):
+    for found, start in zip(
+        [*printed, last], [*lines, f"cellmill preflight: {error}"], strict=True
+    ):
         assert found.startswith(start)
 
 
@@ -391,13 +403,17 @@ def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported
     other.parent.mkdir(parents=True)
     other.write_text("cores: 1\n")
     _, lines, _ = preflight("one", "--no-job")
-    assert lines[1] == f"?   profile's name: snakemake --profile one reads {other}; give profiles/one"
+    assert (
+        lines[1] == f"?   profile's name: snakemake --profile one reads {other}; give profiles/one"
+    )
 
 
 def test_a_configuration_that_is_wrong_is_a_reason(preflight: Preflight, project: Path) -> None:
     (project / "config.yaml").write_text(CONFIG.replace("lanes", "lane"))
     code, lines, _ = preflight(write_profile(), "--no-job")
-    assert "no  configuration: config.yaml: stream: unknown key 'lane'; did you mean 'lanes'?" in lines
+    assert (
+        "no  configuration: config.yaml: stream: unknown key 'lane'; did you mean 'lanes'?" in lines
+    )
     assert code == 2
 
 
@@ -406,10 +422,14 @@ def test_genes_are_counted_without_reading_a_count(
 ) -> None:
     known = [name for name in gene_table("mouse").ids["symbol"] if name.endswith("Rik")][:35]
     mouse = make_h5ad(counts, "mouse.h5ad", genes=["Actb", "Gapdh", *known])
-    odd = make_h5ad(counts, "odd.h5ad", genes=["ACTB", "GAPDH", "CD4", *(f"nothing{j}" for j in range(34))])
+    odd = make_h5ad(
+        counts, "odd.h5ad", genes=["ACTB", "GAPDH", "CD4", *(f"nothing{j}" for j in range(34))]
+    )
     table = f"dataset\tpath\nsim\tnone.h5ad\nmouse\t{mouse}\nodd\t{odd}\n"
     (project / "datasets.tsv").write_text(table)
-    (project / "config.yaml").write_text(CONFIG + "evaluate: {datasets: [odd]}\nembed: {min_coverage_frac: 0.9}\n")
+    (project / "config.yaml").write_text(
+        CONFIG + "evaluate: {datasets: [odd]}\nembed: {min_coverage_frac: 0.9}\n"
+    )
     code, lines, _ = preflight(write_profile(), "--no-job")
     genes = [line for line in lines if "genes of" in line]
     assert genes == [
@@ -424,7 +444,12 @@ def test_genes_are_counted_without_reading_a_count(
     # a vocabulary that has two of the genes and one that they lack
     folder = project / "results" / "corpora" / "sim"
     folder.mkdir(parents=True)
-    rows = ["<pad>\t\t0\t0", "<mask>\t\t0\t0", "ENSG00000010610\tCD4\t5\t1.0", "ENSG00000075624\tACTB\t5\t1.0"]
+    rows = [
+        "<pad>\t\t0\t0",
+        "<mask>\t\t0\t0",
+        "ENSG00000010610\tCD4\t5\t1.0",
+        "ENSG00000075624\tACTB\t5\t1.0",
+    ]
     rows += ["ENSG00000999999\tX\t5\t1.0"]
     header = "token_id\tgene_id\tsymbol\tn_cells\tmedian\n"
     text = header + "".join(f"{token}\t{row}\n" for token, row in enumerate(rows))
@@ -447,7 +472,12 @@ SMALL = ["NVIDIA A100-PCIE-40GB"] * 4
 
 def node(host: str = "n1", **changes: Any) -> dict[str, Any]:
     """Report of a node."""
-    versions = {"python": python_version(), "cellmill": __version__, "torch": "2.13.0", "cuda": "12.8"}
+    versions = {
+        "python": python_version(),
+        "cellmill": __version__,
+        "torch": "2.13.0",
+        "cuda": "12.8",
+    }
     versions |= {"nccl": "2.27.5", "driver": "570.1"}
     written = {"written_bytes": 64 << 20, "write_s": 0.0671088640, "write_error": None}
     clock = {"token": "t", "head_time": 1000.0, "time": 1000.5, "seen": 1001.5}
@@ -458,7 +488,12 @@ def node(host: str = "n1", **changes: Any) -> dict[str, Any]:
 def judge(*nodes: dict[str, Any], device: str = "a100", **machine: Any) -> list[str]:
     """The lines for nodes that were each to run 4 processes on 4 GPUs of `device`."""
     requested = slurm(gpus_per_node="4") | machine
-    return [str(check) for check in judge_nodes(check_options(Machine, requested, "here"), device, list(nodes), "t")]
+    return [
+        str(check)
+        for check in judge_nodes(
+            check_options(Machine, requested, "here"), device, list(nodes), "t"
+        )
+    ]
 
 
 EXCLUDE = "sbatch_options: exclude=n2"
@@ -541,7 +576,11 @@ def test_bandwidth_is_reported_with_the_interface_that_carried_it() -> None:
     fast = {"backend": "nccl", "bytes": 256 << 20, "inside": inside, "between": 21.337}
     fast |= {"interfaces": {"n1": "mlx5_0", "n2": "mlx5_0"}}
     slow = fast | {"between": 1.1, "interfaces": {"n1": "eth0", "n2": "eth0"}}
-    one = fast | {"inside": [{"host": "n1", "bus_gb_per_s": None}], "between": None, "interfaces": {"n1": None}}
+    one = fast | {
+        "inside": [{"host": "n1", "bus_gb_per_s": None}],
+        "between": None,
+        "interfaces": {"n1": None},
+    }
     for interface, measured, line in (
         ("", fast, "ok  all-reduce in a node: 230 GB/s bus bandwidth on n2, the slowest, 256 MB by nccl"),
         ("", fast, "ok  all-reduce between nodes: 21.3 GB/s bus bandwidth over mlx5_0, 256 MB by nccl"),
@@ -552,7 +591,9 @@ def test_bandwidth_is_reported_with_the_interface_that_carried_it() -> None:
          f"{KEYS} interface: one of the fast network"),
         ("", one, "ok  all-reduce: nothing to measure with one process; nccl works"),
     ):  # fmt: skip
-        assert line in [str(check) for check in judge_allreduce(interface, [node("n1"), node("n2")], measured)]
+        assert line in [
+            str(check) for check in judge_allreduce(interface, [node("n1"), node("n2")], measured)
+        ]
 
 
 def test_loopback_traffic_inside_a_node_is_not_taken_for_the_network() -> None:
@@ -564,7 +605,8 @@ def test_loopback_traffic_inside_a_node_is_not_taken_for_the_network() -> None:
 
 
 def test_bus_bandwidth_is_defined_as_in_nccl_tests() -> None:
-    # all_reduce_perf prints busbw = algbw * 2(n-1)/n; 2^30 bytes in 8 ms over 8 are 134.2 and 234.9 GB/s
+    # all_reduce_perf prints busbw = algbw * 2(n-1)/n; 2^30 bytes in 8 ms over 8 are 134.2 and 234.9
+    # GB/s
     assert bus_gb_per_s(1 << 30, 0.008, 8) == pytest.approx(134.217728 * 1.75)
     assert bus_gb_per_s(1_000_000_000, 1.0, 2) == 1.0
 
@@ -593,20 +635,42 @@ NOT_MOUNTED = f"work in a folder that every node mounts, or {KEYS} sbatch_option
     ids=str,
 )  # fmt: skip
 def test_a_job_that_failed_says_how_far_it_came(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: dict[str, Any], hosts: list[str], whole: bool, line: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: dict[str, Any],
+    hosts: list[str],
+    whole: bool,
+    line: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     Path("here", "error.txt").write_text("rank 3 on n1: RuntimeError: no\n")
     Path("log").write_text("srun: n1\nNo module named 'torch'\n\n")
-    ended = {"path": tmp_path, "state": "FAILED", "job_id": "7", "nodes": "n[1-2]", "log": tmp_path / "log"}
+    ended = {
+        "path": tmp_path,
+        "state": "FAILED",
+        "job_id": "7",
+        "nodes": "n[1-2]",
+        "log": tmp_path / "log",
+    }
     assert str(judge_end(End(**ended | end), hosts, whole)) == line.replace("FOLDER", str(tmp_path))
 
 
 def test_each_machine_that_a_run_names_is_checked(preflight: Preflight, commands: Commands) -> None:
-    named = {"slurm_partition": "short", "gpus_per_node": "", "nodes": 1, "nproc_per_node": 1, "runtime": 60}
+    named = {
+        "slurm_partition": "short",
+        "gpus_per_node": "",
+        "nodes": 1,
+        "nproc_per_node": 1,
+        "runtime": 60,
+    }
     Path("profiles/one").mkdir(parents=True)
-    entries = {"train": slurm(), "plan": {"device": "a100"}, "train.small": named, "plan.small": {"device": "cpu"}}
+    entries = {
+        "train": slurm(),
+        "plan": {"device": "a100"},
+        "train.small": named,
+        "plan.small": {"device": "cpu"},
+    }
     Path("profiles/one/config.yaml").write_text(yaml.safe_dump({"set-resources": entries}))
     runs = "runs: {tiny: {corpus: sim, parallel: {strategy: ddp}, machine: small}, wide: {corpus: sim}}"
     Path("config.yaml").write_text(CONFIG.replace(CONFIG.splitlines()[-1], runs))
@@ -622,7 +686,9 @@ def test_each_machine_that_a_run_names_is_checked(preflight: Preflight, commands
     record = json.loads(Path("results/preflight/one.json").read_text())
     assert record["machine"]["slurm_partition"] == "gpu"
     assert record["machines"]["small"]["machine"]["slurm_partition"] == "short"
-    Path("config.yaml").write_text(CONFIG.replace(CONFIG.splitlines()[-1], runs.replace("small", "smal")))
+    Path("config.yaml").write_text(
+        CONFIG.replace(CONFIG.splitlines()[-1], runs.replace("small", "smal"))
+    )
     code, lines, last = preflight("profiles/one", "--no-job")
     unknown = "no machine 'smal' in profiles/one/config.yaml; did you mean 'small'?"
     assert f"no  machine smal, profile: {unknown}" in lines
@@ -658,7 +724,9 @@ def test_each_stage_is_checked_against_its_partition(
     sbatch.write_text(sbatch.read_text().replace("#!/bin/sh", f"#!/bin/sh\n{refuse}"))
     given = Path("config.yaml").read_text()
     external = "{a: {command: 'run {cells} {out}'}, b: {preset: scvi}}"
-    Path("config.yaml").write_text(f"{given}shard: {{jobs: 2}}\nevaluate: {{external: {external}}}\n")
+    Path("config.yaml").write_text(
+        f"{given}shard: {{jobs: 2}}\nevaluate: {{external: {external}}}\n"
+    )
     code, lines, last = preflight("profiles/one", "--no-job")
     most = "mem_mb: 16000 at most, cpus_per_task: 8 at most"
     refused = f"no  stage {{stage}}, start: sbatch refuses cpu, 240 min, 32000 MB, 4 CPUs: {UNAVAILABLE}; "

@@ -1,4 +1,6 @@
-"""QC and gene names: equal to a plain reference in any block size, and one line when nothing is left."""
+"""QC and gene names: equal to a plain reference in any block size, and one line when nothing is
+left.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,14 @@ from cellmill.stages import data as stage
 
 Make = Callable[..., Path]
 GENES = ["TP53", "MT-CO1", "BRCA2", "FANCD1", "ENSG00000000003.15", "nothing", "C10orf11", "DPM1"]
-IDS = ["ENSG00000141510", "ENSG00000198804", "ENSG00000139618", "ENSG00000000003", "ENSG00000148655", "ENSG00000000419"]
+IDS = [
+    "ENSG00000141510",
+    "ENSG00000198804",
+    "ENSG00000139618",
+    "ENSG00000000003",
+    "ENSG00000148655",
+    "ENSG00000000419",
+]
 
 
 def run(
@@ -57,7 +66,9 @@ def reference(path: Path, options: dict[str, Any]) -> pd.DataFrame:
     frame.columns = IDS
     total, detected = frame.sum(axis=1), (frame > 0).sum(axis=1)
     mito = frame["ENSG00000198804"] / total.clip(lower=1)
-    keep = (total >= max(1, options.get("min_counts", 1))) & (detected >= options.get("min_genes", 0))
+    keep = (total >= max(1, options.get("min_counts", 1))) & (
+        detected >= options.get("min_genes", 0)
+    )
     frame = frame[keep & (mito <= options.get("max_mito_frac", 1))]
     frame = frame.loc[:, (frame > 0).sum() >= max(1, options.get("min_cells", 0))]
     return frame.loc[frame.sum(axis=1) > 0, sorted(frame.columns)]
@@ -78,7 +89,14 @@ def message(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.mark.parametrize("row_block", [1, 7, 4096])
 @pytest.mark.parametrize(
-    "options", [{}, {"min_genes": 4}, {"min_counts": 9}, {"max_mito_frac": 0.2}, {"min_cells": 30, "min_genes": 3}]
+    "options",
+    [
+        {},
+        {"min_genes": 4},
+        {"min_counts": 9},
+        {"max_mito_frac": 0.2},
+        {"min_cells": 30, "min_genes": 3},
+    ],
 )
 def test_what_is_kept_equals_a_dense_reference(
     panel: Path, tmp_path: Path, options: dict[str, Any], row_block: int
@@ -88,7 +106,11 @@ def test_what_is_kept_equals_a_dense_reference(
     pd.testing.assert_frame_equal(got.to_df(), wanted, check_dtype=False, check_names=False)
     assert report["cells"] == {"in": 60, "out": len(wanted), "dropped": report["cells"]["dropped"]}
     assert sum(report["cells"]["dropped"].values()) == 60 - len(wanted)
-    assert report["genes"]["in"] - sum(report["genes"]["dropped"].values()) == report["genes"]["out"] == wanted.shape[1]
+    assert (
+        report["genes"]["in"] - sum(report["genes"]["dropped"].values())
+        == report["genes"]["out"]
+        == wanted.shape[1]
+    )
     assert report["nnz"] == int((wanted > 0).to_numpy().sum())
 
 
@@ -101,7 +123,12 @@ def test_the_report_counts_every_dropped_cell_and_gene(panel: Path, tmp_path: Pa
     assert report["genes"] == {
         "in": 8,
         "out": 5,
-        "dropped": {"not gene expression": 0, "no Ensembl id": 1, "summed into another": 1, "min_cells": 1},
+        "dropped": {
+            "not gene expression": 0,
+            "no Ensembl id": 1,
+            "summed into another": 1,
+            "min_cells": 1,
+        },
     }
     assert report["coverage"]["examples"] == ["nothing"]
     assert report["coverage"]["summed"] == {"ENSG00000139618": ["BRCA2", "FANCD1"]}
@@ -119,12 +146,19 @@ def test_the_report_counts_every_dropped_cell_and_gene(panel: Path, tmp_path: Pa
     ("options", "drops"),
     [
         ({"min_genes": 5}, "preprocess.min_genes 5 drops {} of 60 cells; lower it to keep them"),
-        ({"max_mito_frac": 0.01}, "preprocess.max_mito_frac 0.01 drops {} of 60 cells; raise it to keep them"),
+        (
+            {"max_mito_frac": 0.01},
+            "preprocess.max_mito_frac 0.01 drops {} of 60 cells; raise it to keep them",
+        ),
         ({"min_genes": 2}, None),
     ],
 )
 def test_a_warning_names_the_option_that_drops_more_than_half_of_the_cells(
-    panel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], drops: str | None
+    panel: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+    drops: str | None,
 ) -> None:
     _, report = run(panel, tmp_path / "out.h5ad", **options)
     assert (report["cells"]["out"] < 30) == (drops is not None)
@@ -144,7 +178,9 @@ def test_ids_symbols_and_obs_are_kept(panel: Path, tmp_path: Path) -> None:
     assert set(got.obs["label"].cat.categories) == set(got.obs["label"])
 
 
-def test_columns_of_one_name_are_genes_of_their_ids_or_summed(make_h5ad: Make, tmp_path: Path) -> None:
+def test_columns_of_one_name_are_genes_of_their_ids_or_summed(
+    make_h5ad: Make, tmp_path: Path
+) -> None:
     matrix = np.array([[1, 2, 4, 8], [0, 3, 0, 5]], np.float32)
     names = ["TBCE", "BRCA2", "TBCE", "BRCA2"]
     ids = ["ENSG00000284770", "", "ENSG00000285053", ""]
@@ -165,7 +201,9 @@ def test_the_share_of_counts_on_unknown_names_is_printed_and_above_2_percent_war
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for lost, warned in ((1, False), (3, True)):
-        path = make_h5ad(np.array([[99 - lost, 1, lost]], np.float32), genes=["TP53", "BRCA2", "odd"])
+        path = make_h5ad(
+            np.array([[99 - lost, 1, lost]], np.float32), genes=["TP53", "BRCA2", "odd"]
+        )
         run(path, tmp_path / "out.h5ad")
         printed = capsys.readouterr().out
         assert f"d: {1 - lost / 100:.1%} of counts on genes with an Ensembl id\n" in printed
@@ -183,12 +221,16 @@ def test_a_cell_left_without_genes_is_dropped(make_h5ad: Make, tmp_path: Path) -
 
 
 def test_antibodies_are_not_genes(make_h5ad: Make, tmp_path: Path) -> None:
-    var = pd.DataFrame({"feature_types": ["Gene Expression", "Antibody Capture"]}, index=["CD4", "CD19"])
+    var = pd.DataFrame(
+        {"feature_types": ["Gene Expression", "Antibody Capture"]}, index=["CD4", "CD19"]
+    )
     got, report = run(make_h5ad(np.ones((4, 2), np.float32), var=var), tmp_path / "out.h5ad")
     assert got.var["symbol"].tolist() == ["CD4"]
     assert report["genes"]["dropped"]["not gene expression"] == 1
     var["feature_types"] = "Antibody Capture"
-    with pytest.raises(DataError, match=r"no genes: no var\['feature_types'\] is 'Gene Expression'"):
+    with pytest.raises(
+        DataError, match=r"no genes: no var\['feature_types'\] is 'Gene Expression'"
+    ):
         run(make_h5ad(np.ones((4, 2), np.float32), var=var), tmp_path / "none.h5ad")
     assert report["coverage"]["frac"] == 1.0
 
@@ -200,7 +242,11 @@ def test_wide_counts_are_kept_in_32_bits(make_h5ad: Make, tmp_path: Path) -> Non
     assert report["dtype"] == "uint32"
     # blocks of narrow and of wide counts, in which genes change places
     matrix = np.array([[1, 2, 65_535], [65_536, 0, 3], [2**32 - 256, 70_000, 5]], np.float32)
-    got, _ = run(make_h5ad(matrix, "three.h5ad", genes=[IDS[0], IDS[5], IDS[2]]), tmp_path / "out.h5ad", row_block=1)
+    got, _ = run(
+        make_h5ad(matrix, "three.h5ad", genes=[IDS[0], IDS[5], IDS[2]]),
+        tmp_path / "out.h5ad",
+        row_block=1,
+    )
     assert (got.to_df()[[IDS[0], IDS[5], IDS[2]]].to_numpy() == matrix).all()
 
 
@@ -245,7 +291,9 @@ def test_an_input_that_is_replaced_while_it_is_read_is_refused(
     out, line = tmp_path / "o.h5ad", f"{panel}: it changed while it was read; run preprocess again"
     for change in (lambda: copy.replace(panel), lambda: panel.write_bytes(b"other"), panel.unlink):
 
-        def measured_and_changed(*given: Any, change: Callable[[], object] = change) -> dict[str, Any]:
+        def measured_and_changed(
+            *given: Any, change: Callable[[], object] = change
+        ) -> dict[str, Any]:
             report = measured(*given)
             change()
             return report
@@ -265,9 +313,7 @@ def test_rows_too_sparse_for_cells_are_bins_or_empty_droplets(
     random = np.random.default_rng(0)
     bins = random.poisson(0.3, (3000, 8)).astype(np.float32)
     path = make_h5ad(sp.csr_matrix(bins), "bins.h5ad", genes=IDS + GENES[:2])
-    line = (
-        "half of the rows have at most 2 counts, as empty droplets or 2 um bins of Visium HD: use the filtered matrix, "
-    )
+    line = "half of the rows have at most 2 counts, as empty droplets or 2 um bins of Visium HD: use the filtered matrix, "
     assert message(path, min_genes=200).endswith(f"; {line}or bins of 8 or 16 um")
     run(path, tmp_path / "kept.h5ad")
     assert f"d: warning: {line}" in capsys.readouterr().out

@@ -44,7 +44,13 @@ def as_snakemake(path: Path) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         given = ProfileConfigFileParser().parse(file)["set-resources"]
     found = parse_set_resources(given)["train"]
-    asked: dict[str, Any] = {"wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "train"}
+    asked: dict[str, Any] = {
+        "wildcards": {},
+        "input": [],
+        "attempt": 1,
+        "threads": 1,
+        "rulename": "train",
+    }
     return {name: value.evaluate(**asked, async_run=None).value for name, value in found.items()}
 
 
@@ -53,13 +59,35 @@ def as_snakemake(path: Path) -> dict[str, Any]:
     [
         {"nodes": 2, "nproc_per_node": 8, "slurm_partition": "gpu-a100", "gpus_per_node": "a100:4"},
         {"nodes": "2", "nproc_per_node": "4", "qos": "12", "slurm_account": "'7'", "mem_mb": 0},
-        {"nodes": "'1-2'", "slurm_partition": "gpu-a,gpu-b", "constraint": "a100&ib", "interface": "ib0"},
-        *({"runtime": time} for time in ("2h", "1.5 hours", "90", "90 min", 1.5, "'3h'", "30 * 4", "30 * attempt")),
+        {
+            "nodes": "'1-2'",
+            "slurm_partition": "gpu-a,gpu-b",
+            "constraint": "a100&ib",
+            "interface": "ib0",
+        },
+        *(
+            {"runtime": time}
+            for time in ("2h", "1.5 hours", "90", "90 min", 1.5, "'3h'", "30 * 4", "30 * attempt")
+        ),
         *({"mem": size} for size in ("8G", "1.5 TB", "16 GiB", 4000)),
         *({"mem_mb": size} for size in ("threads * 2000", "attempt * 4000 // 3")),
-        {"mem_mib": 4096, "poll_s": 2.5, "modules": "cuda/12.4 nccl", "sbatch_options": "exclude=node7 exclusive"},
-        {"slurm_partition": "a100-2g.10gb", "constraint": "[a|b]", "gres": "gpu:h100:4", "slurm_account": "p1.sub"},
-        {"slurm_account": "$CELLMILL_TEST_ACCOUNT", "container": "~/x.sif", "constraint": "(a100|h100)&nvlink"},
+        {
+            "mem_mib": 4096,
+            "poll_s": 2.5,
+            "modules": "cuda/12.4 nccl",
+            "sbatch_options": "exclude=node7 exclusive",
+        },
+        {
+            "slurm_partition": "a100-2g.10gb",
+            "constraint": "[a|b]",
+            "gres": "gpu:h100:4",
+            "slurm_account": "p1.sub",
+        },
+        {
+            "slurm_account": "$CELLMILL_TEST_ACCOUNT",
+            "container": "~/x.sif",
+            "constraint": "(a100|h100)&nvlink",
+        },
     ],
     ids=str,
 )
@@ -97,9 +125,20 @@ def test_the_machine_is_what_the_rule_train_is_called_with(alone: Path) -> None:
     (alone / "config").mkdir()
     for name in ("config.yaml", "datasets.tsv"):
         (alone / "config" / name).write_text((REPOSITORY / "config" / name).read_text())
-    words = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "--dry-run", "-p"]
+    words = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(REPOSITORY / "Snakefile"),
+        "--dry-run",
+        "-p",
+    ]
     done = subprocess.run(
-        [*words, "--profile", "profiles/one"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*words, "--profile", "profiles/one"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     [called] = re.findall(r" cellmill train (.*) 2>&1", done.stdout)
     flags = shlex.split(called.replace('"$(', "").replace(')"', ""))
@@ -134,7 +173,9 @@ def test_default_resources_do_not_reach_a_training() -> None:
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
     ],
 )  # fmt: skip
-def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train: dict[str, Any], message: str) -> None:
+def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(
+    train: dict[str, Any], message: str
+) -> None:
     write(yaml.safe_dump({"set-resources": {"train": train}}, sort_keys=False))
     with pytest.raises(ConfigError) as error:
         read_profile("one").machine()
@@ -144,9 +185,18 @@ def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(train
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [\n", "Couldn't parse config file: while parsing a flow node expected the node content, but found"),
-        ("set-resources: {train: 4}\n", "Invalid set-resources format in profile. Expected two-level mapping, got"),
-        ("set-resources: [train=4]\n", "set-resources: expected rule:resource=value, got 'train=4'"),
+        (
+            "a: [\n",
+            "Couldn't parse config file: while parsing a flow node expected the node content, but found",
+        ),
+        (
+            "set-resources: {train: 4}\n",
+            "Invalid set-resources format in profile. Expected two-level mapping, got",
+        ),
+        (
+            "set-resources: [train=4]\n",
+            "set-resources: expected rule:resource=value, got 'train=4'",
+        ),
         ("default-resources: 4\n", "default-resources: expected a mapping, got '4'"),
     ],
 )
@@ -162,13 +212,17 @@ def test_a_name_is_looked_up_in_profiles_and_then_where_snakemake_looks(alone: P
     with pytest.raises(ConfigError) as error:
         find_profile("one")
     places = f"profiles/one, {alone}/one, {alone}/user/snakemake/one, {alone}/site/snakemake/one"
-    assert str(error.value) == f"no profile 'one': none of {places} is a profile or has a config.yaml"
+    assert (
+        str(error.value) == f"no profile 'one': none of {places} is a profile or has a config.yaml"
+    )
     for place in ("site/snakemake/one", "user/snakemake/one", "one", "profiles/one"):
         path = write("cores: 1\n", f"{place}/config.yaml")
         assert find_profile("one").resolve() == path.resolve()
         if place != "profiles/one":
             assert snakemake_finds("one").resolve() == path.resolve()
-    assert snakemake_finds("one") == Path("one/config.yaml"), "Snakemake does not look into profiles/"
+    assert snakemake_finds("one") == Path("one/config.yaml"), (
+        "Snakemake does not look into profiles/"
+    )
 
 
 def test_a_path_is_used_as_given_with_the_newest_file_for_this_snakemake(alone: Path) -> None:

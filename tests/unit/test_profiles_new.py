@@ -1,4 +1,6 @@
-"""Profiles: new with scripted answers of SLURM, as Snakemake reads it, with exact refusals; install with real links."""
+"""Profiles: new with scripted answers of SLURM, as Snakemake reads it, with exact refusals; install
+with real links.
+"""
 
 import re
 import shutil
@@ -29,7 +31,11 @@ g1|ALLOCATED|92/96|1031000|gpu:h100:8(S:0-1),nvme:1|h100,ib|root|UP|UNLIMITED
 m1|IDLE|32|128000|gpu:1g.10gb:14|(null)|mig|UP|1:00:00
 x1|IDLE|32|128000|gpu:v100:16|(null)|old|DOWN|1:00:00
 """
-LIMITS = {"gpu": "MaxNodes=4", "root": "RootOnly=YES", "cpu": "MaxMemPerNode=200000 MaxCPUsPerNode=2"}
+LIMITS = {
+    "gpu": "MaxNodes=4",
+    "root": "RootOnly=YES",
+    "cpu": "MaxMemPerNode=200000 MaxCPUsPerNode=2",
+}
 OF_A_GPU = ("gpu", "gpu_model", "gres", "tasks_per_gpu")
 
 
@@ -45,7 +51,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.chdir(tmp_path)
 
     def answer(
-        table: str = SITE, config: str = CONFIG, accounts: str = "", default: str = "", limits: dict[str, str] = LIMITS
+        table: str = SITE,
+        config: str = CONFIG,
+        accounts: str = "",
+        default: str = "",
+        limits: dict[str, str] = LIMITS,
     ) -> None:
         qos = "normal|\nlong|7-00:00:00\nshort|03:00:00"
         answers: dict[str, Any] = {"scontrol": scontrol(table, config, **limits), "sacct": ""}
@@ -65,7 +75,9 @@ def new(*words: str) -> tuple[Machine, dict[str, Any], str]:
     return read_profile("mine").machine(), yaml.safe_load(text), text
 
 
-def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(cluster: Cluster, capsys: Capsys) -> None:
+def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
+    cluster: Cluster, capsys: Capsys
+) -> None:
     cluster(accounts="lab||normal,long\nlab2||short\n", default="lab")
     machine, tree, text = new()
     assert machine == Machine(
@@ -107,8 +119,12 @@ def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(clu
     }
     assert tree["set-resources"]["plan"] == {"device": "h100"}
     lines = {line.strip().partition(" ")[0]: line for line in text.splitlines() if "#" in line}
-    assert lines["runtime:"].endswith("; a day, below the limit of 2880 min of partition gpu (scontrol)")
-    assert lines["cpus_per_task:"].endswith("# CPU cores per node; all of the smallest node (scontrol)")
+    assert lines["runtime:"].endswith(
+        "; a day, below the limit of 2880 min of partition gpu (scontrol)"
+    )
+    assert lines["cpus_per_task:"].endswith(
+        "# CPU cores per node; all of the smallest node (scontrol)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,14 +145,18 @@ def test_options_choose(cluster: Cluster, words: list[str], wanted: dict[str, An
     cluster()
     machine, tree, _ = new(*words)
     assert {key: getattr(machine, key) for key in wanted} == wanted
-    assert "slurm_account" not in tree["default-resources"] or "--account" in words, "nothing is known to be charged"
+    assert "slurm_account" not in tree["default-resources"] or "--account" in words, (
+        "nothing is known to be charged"
+    )
     assert tree["slurm-status-command"] == "squeue"
 
 
 ONE_A100 = {"gpu": 1, "gpu_model": "a100", "tasks_per_gpu": 0}
 
 
-def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 64000, limit: str = "20:00") -> str:
+def site(
+    gres: str, features: str = "(null)", name: str = "p", memory: int = 64000, limit: str = "20:00"
+) -> str:
     return f"n1|IDLE|16|{memory}|{gres}|{features}|{name}*|UP|{limit}"
 
 
@@ -163,25 +183,39 @@ def site(gres: str, features: str = "(null)", name: str = "p", memory: int = 640
     ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
 )  # fmt: skip
 def test_odd_sites(
-    cluster: Cluster, table: str, config: str, train: dict[str, Any], embed: dict[str, Any], device: str
+    cluster: Cluster,
+    table: str,
+    config: str,
+    train: dict[str, Any],
+    embed: dict[str, Any],
+    device: str,
 ) -> None:
     cluster(table, config)
     machine, tree, text = new()
     assert {key: getattr(machine, key) for key in train} == train
-    assert {key: value for key, value in tree["set-resources"]["embed"].items() if key in OF_A_GPU} == embed
+    assert {
+        key: value for key, value in tree["set-resources"]["embed"].items() if key in OF_A_GPU
+    } == embed
     assert tree["set-resources"]["plan"] == {"device": device.rstrip("?")}
     line = next(line for line in text.splitlines() if line.strip().startswith("plan:"))
     assert ("assumed: " in line) == ("?" in device)
-    assert ("a100 has 80 GB here; set device to a100-40gb if it has less" in line) == ("?" in device)
+    assert ("a100 has 80 GB here; set device to a100-40gb if it has less" in line) == (
+        "?" in device
+    )
 
 
 def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Cluster) -> None:
-    cluster(SITE.replace("c1|MIXED|64|256000", "c1|MIXED|64|20000").replace("cpu*|UP|UNLIMITED", "cpu*|UP|3:20:00"))
+    cluster(
+        SITE.replace("c1|MIXED|64|256000", "c1|MIXED|64|20000").replace(
+            "cpu*|UP|UNLIMITED", "cpu*|UP|3:20:00"
+        )
+    )
     _, tree, _ = new("--partition", "debug")
     for stage, declared in DECLARED.items():
         gpu = stage in ON_A_GPU
         for key, limit in (("runtime", 30 if gpu else 200), ("mem_mb", 1031000 if gpu else 20000)):
-            text = tree["set-resources"].get(stage, {}).get(key, f"{declared[key][0]} * attempt")  # or its rule's
+            # or its rule's
+            text = tree["set-resources"].get(stage, {}).get(key, f"{declared[key][0]} * attempt")
             requests = [
                 evaluate(assigned(f"{key}={text}"), attempt=attempt, input=NoInput())[key]
                 for attempt in range(1, tree["retries"] + 2)
@@ -189,13 +223,21 @@ def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Clus
             assert requests == sorted(requests), f"{stage} {key}: a retry gets less"
             assert max(requests) <= limit, f"{stage} {key}"
     assert tree["set-resources"]["shard"]["runtime"] == 200
-    assert tree["set-resources"]["shard"]["mem_mb"] == "min(int(16000 + input.size_mb / 12) * attempt, 20000)"
+    assert (
+        tree["set-resources"]["shard"]["mem_mb"]
+        == "min(int(16000 + input.size_mb / 12) * attempt, 20000)"
+    )
 
 
 def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Cluster) -> None:
     cluster(site("gpu:h100:4", memory=1))
     machine, tree, _ = new("--gpus", "1")
-    assert machine.mem_mb == tree["default-resources"]["mem_mb"] == tree["set-resources"]["shard"]["mem_mb"] == 0
+    assert (
+        machine.mem_mb
+        == tree["default-resources"]["mem_mb"]
+        == tree["set-resources"]["shard"]["mem_mb"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +277,10 @@ def test_a_time_limit_of_the_qos_is_kept(
     cluster(site("gpu:h100:4", limit="5:00:00"), accounts=accounts, limits={"p": limits})
     machine, tree, text = new(*words)
     assert machine.runtime == runtime
-    assert tree["set-resources"]["evaluate"]["runtime"] in (f"min(240 * attempt, {runtime})", runtime)
+    assert tree["set-resources"]["evaluate"]["runtime"] in (
+        f"min(240 * attempt, {runtime})",
+        runtime,
+    )
     assert source in text
 
 
@@ -281,7 +326,9 @@ def test_a_refusal_is_one_line_and_writes_nothing(
     Path("profiles/taken/config.yaml").write_text("cores: 1\n")
     assert main(["profiles", "new", *words]) == 2
     assert capsys.readouterr().err == f"cellmill profiles: {message}\n"
-    assert [str(path) for path in Path("profiles").rglob("*.yaml")] == ["profiles/taken/config.yaml"]
+    assert [str(path) for path in Path("profiles").rglob("*.yaml")] == [
+        "profiles/taken/config.yaml"
+    ]
 
 
 def test_without_slurm_or_its_controller_the_line_says_so(
@@ -294,7 +341,9 @@ def test_without_slurm_or_its_controller_the_line_says_so(
     assert capsys.readouterr().err == f"{answer}{said}; try again when SLURM's controller answers\n"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["profiles", "new", "mine"]) == 2
-    assert capsys.readouterr().err == f"{answer}not on PATH; run this on a login node of the cluster\n"
+    assert (
+        capsys.readouterr().err == f"{answer}not on PATH; run this on a login node of the cluster\n"
+    )
 
 
 def test_snakemake_takes_every_line_of_a_new_profile(cluster: Cluster, tmp_path: Path) -> None:
@@ -302,10 +351,21 @@ def test_snakemake_takes_every_line_of_a_new_profile(cluster: Cluster, tmp_path:
     cluster(site("gpu:max:2", name="all", limit="5:00:00"))
     new("--nodes", "1-1", "--account", "input")
     shutil.copytree(REPOSITORY / "config", tmp_path / "config")
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "-n"]
-    done = subprocess.run([*command, "--profile", "profiles/mine"], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(REPOSITORY / "Snakefile"),
+        "-n",
+    ]
+    done = subprocess.run(
+        [*command, "--profile", "profiles/mine"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    rules = dict(re.findall(r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M))
+    rules = dict(
+        re.findall(r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    resources: (.*)$", done.stdout, re.M)
+    )
     assert "slurm_partition=all, slurm_account=input" in rules["vocabulary"]
     assert "gpu_model=max" in rules["embed"]
     assert "runtime=240" in rules["evaluate"]
@@ -326,11 +386,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".config" / "snakemake"
 
 
-def test_snakemake_finds_a_linked_profile_by_its_name(root: Path, home: Path, tmp_path: Path) -> None:
+def test_snakemake_finds_a_linked_profile_by_its_name(
+    root: Path, home: Path, tmp_path: Path
+) -> None:
     assert install(root) == 0
     assert sorted(path.name for path in home.iterdir()) == NAMES
-    code = "import sys; from snakemake.cli import get_profile_dir; print(get_profile_dir('slurm')[1])"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    code = (
+        "import sys; from snakemake.cli import get_profile_dir; print(get_profile_dir('slurm')[1])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert Path(found.stdout.strip()).resolve() == root / "profiles" / "slurm" / "config.yaml"
     assert install(root) == 0
     assert sorted(path.name for path in home.iterdir()) == NAMES, "again, which changes nothing"
@@ -346,8 +412,12 @@ def test_existing_files_and_other_links_are_left_alone(
     else:
         (home / "slurm").symlink_to(tmp_path / "nowhere")
     assert install(root) == 2
-    assert capsys.readouterr().err.startswith(f"cellmill profiles: {home / 'slurm'}: exists and is ")
-    assert [path.name for path in home.iterdir()] == ["slurm"], "others were linked before the refusal"
+    assert capsys.readouterr().err.startswith(
+        f"cellmill profiles: {home / 'slurm'}: exists and is "
+    )
+    assert [path.name for path in home.iterdir()] == ["slurm"], (
+        "others were linked before the refusal"
+    )
 
 
 def test_the_checkouts_own_folder_is_not_linked_into_itself(root: Path, home: Path) -> None:

@@ -1,4 +1,6 @@
-"""Cells of full-length protocols: found by their labels, warned of, normalised by gene length, or refused."""
+"""Cells of full-length protocols: found by their labels, warned of, normalised by gene length, or
+refused.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +28,15 @@ MEANS = np.random.default_rng(0).gamma(1.0, 10.0, len(IDS))
 
 @pytest.fixture
 def mixed(make_h5ad: Make) -> Path:
-    """Molecules of 60 cells, and reads of 30 others whose number is that of molecules times the length in kb."""
+    """Molecules of 60 cells, and reads of 30 others whose number is that of molecules times the
+    length in kb.
+    """
     random = np.random.default_rng(1)
     means = np.where(IS_SMART[:, None], MEANS * LENGTHS / 1000, MEANS)
     names = ["Smart-seq2" if is_smart else "10x 3' v3" for is_smart in IS_SMART]
-    obs = pd.DataFrame({"assay": pd.Categorical(names), "n": 1.0}, index=[f"cell_{row}" for row in range(N_CELLS)])
+    obs = pd.DataFrame(
+        {"assay": pd.Categorical(names), "n": 1.0}, index=[f"cell_{row}" for row in range(N_CELLS)]
+    )
     return make_h5ad(sp.csr_matrix(random.poisson(means).astype(np.float32)), genes=IDS, obs=obs)
 
 
@@ -88,8 +94,26 @@ def test_without_genes_of_known_length_nothing_is_normalised(mixed: Path, tmp_pa
         run(mixed, tmp_path / "out.h5ad", gene_length="normalise", organism=None)
 
 
-FULL_LENGTH = ["Smart-seq2", "SMART-Seq v4", "smartseq", "Smart_seq2 p4", "EFO:0008931", "EFO:0700016", "EFO:0008930"]
-OTHERS = ["10x 3' v3", "Smart-seq3", "EFO:0009922", "Drop-seq", "CEL-seq2", "smart", "Seq-Well", "EFO:00089310", "nan"]
+FULL_LENGTH = [
+    "Smart-seq2",
+    "SMART-Seq v4",
+    "smartseq",
+    "Smart_seq2 p4",
+    "EFO:0008931",
+    "EFO:0700016",
+    "EFO:0008930",
+]
+OTHERS = [
+    "10x 3' v3",
+    "Smart-seq3",
+    "EFO:0009922",
+    "Drop-seq",
+    "CEL-seq2",
+    "smart",
+    "Seq-Well",
+    "EFO:00089310",
+    "nan",
+]
 
 
 @pytest.mark.parametrize("name", FULL_LENGTH)

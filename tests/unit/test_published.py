@@ -1,4 +1,6 @@
-"""Imported models are the published ones: states, vectors, tokens; nothing is unpickled; and they serve as models."""
+"""Imported models are the published ones: states, vectors, tokens; nothing is unpickled; and they
+serve as models.
+"""
 
 import json
 import os
@@ -48,11 +50,14 @@ def _cells() -> list[list[str]]:
     return [[GENES[i] for i in rng.permutation(len(GENES))[:n]] for n in (25, 7, 30)]
 
 
-def _batch(cells: list[list[str]], genes: Vocabulary, values: list[list[int]] | None = None) -> Batch:
+def _batch(
+    cells: list[list[str]], genes: Vocabulary, values: list[list[int]] | None = None
+) -> Batch:
     """Cells of these genes, with their places as values where none are given."""
     lengths = [len(cell) for cell in cells]
     return Batch(
-        genes=torch.from_numpy(genes.rows_of([gene for cell in cells for gene in cell])).long() + len(SPECIAL),
+        genes=torch.from_numpy(genes.rows_of([gene for cell in cells for gene in cell])).long()
+        + len(SPECIAL),
         values=torch.cat([torch.tensor(own) for own in values or [range(n) for n in lengths]]),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         cells=torch.arange(len(cells)),
@@ -63,14 +68,18 @@ def _ordered(path: Path, genes: Vocabulary, tokens: Tokens) -> list[list[str]]:
     """Genes of each cell of a file in the order of its tokens."""
     with open_counts(path) as reader:
         columns, chosen = match_columns(reader, genes), np.ones(reader.n_obs, bool)
-        [batch] = tokens_of(reader.rows(1000), columns, genes, tokens, chosen, np.zeros(2, np.int64))
+        [batch] = tokens_of(
+            reader.rows(1000), columns, genes, tokens, chosen, np.zeros(2, np.int64)
+        )
     names = [genes.gene_ids[token - len(SPECIAL)] for token in batch.genes]
     return [names[first:last] for first, last in pairwise(batch.cu_seqlens.tolist())]
 
 
 def _imported(folder: Path, version: str, **options: Any) -> tuple[Any, Any]:
     """Network and vocabulary of an imported folder."""
-    import_geneformer(geneformer_folder(folder / "published", GENES, version), folder / "model", **options)
+    import_geneformer(
+        geneformer_folder(folder / "published", GENES, version), folder / "model", **options
+    )
     return load_for_inference(folder / "model")[:2]
 
 
@@ -88,7 +97,10 @@ def _ours(network: Any, batch: Batch) -> dict[str, torch.Tensor]:
 def test_states_and_logits_are_those_of_transformers(version: str, tmp_path: Path) -> None:
     network, genes = _imported(tmp_path, version)
     ours = _ours(network, _batch(_cells(), genes))
-    stored = {name: torch.tensor(values) for name, values in json.loads(REFERENCE.read_text())[version].items()}
+    stored = {
+        name: torch.tensor(values)
+        for name, values in json.loads(REFERENCE.read_text())[version].items()
+    }
     for name, expected in stored.items():
         torch.testing.assert_close(ours[name][..., ::7, :4], expected, atol=1e-5, rtol=1e-5)
 
@@ -111,21 +123,36 @@ def test_the_embedding_is_the_mean_of_genes_or_the_state_of_cls_before_the_last_
     else:
         expected = [(cell[1:-1] if ends else cell).mean(0) for cell in cells]
     with torch.no_grad():
-        torch.testing.assert_close(network.embed(batch), torch.stack(expected), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            network.embed(batch), torch.stack(expected), atol=1e-5, rtol=1e-5
+        )
 
 
-def _rank_value_encoding(counts: np.ndarray, genes: list[str], longest: int) -> tuple[list[str], np.ndarray]:
-    """Geneformer's definition (Theodoris et al. 2023, Methods), in float64, for one cell of all counts."""
+def _rank_value_encoding(
+    counts: np.ndarray, genes: list[str], longest: int
+) -> tuple[list[str], np.ndarray]:
+    """Geneformer's definition (Theodoris et al. 2023, Methods), in float64, for one cell of all
+    counts.
+    """
     medians = geneformer_medians(GENES)
-    values = np.array([c / counts.sum() * 10_000 / medians[g] if g in medians else 0 for c, g in zip(counts, genes)])
+    values = np.array(
+        [
+            c / counts.sum() * 10_000 / medians[g] if g in medians else 0
+            for c, g in zip(counts, genes)
+        ]
+    )
     order = [i for i in np.argsort(-values, kind="stable") if values[i] > 0][:longest]
     return [genes[i] for i in order], values[order]
 
 
 @VERSIONS
-def test_tokens_are_the_rank_value_encoding_of_the_folders_medians(version: str, tmp_path: Path) -> None:
+def test_tokens_are_the_rank_value_encoding_of_the_folders_medians(
+    version: str, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
-    import_geneformer(geneformer_folder(tmp_path / "published", GENES, version, positions=20), model)
+    import_geneformer(
+        geneformer_folder(tmp_path / "published", GENES, version, positions=20), model
+    )
     _, vocabulary, tokens, _ = load_for_inference(model)
     rng = np.random.RandomState(5)
     names = [*rng.permutation(GENES)[:30], "ENSG00000999999"]  # one that Geneformer does not know
@@ -145,7 +172,9 @@ def _folder(path: Path, kind: str) -> PublishedFolder:
 
 
 @pytest.mark.parametrize("kind", ["V1", "V2", "scgpt"])
-def test_sections_read_while_planning_are_those_of_the_imported_model(kind: str, tmp_path: Path) -> None:
+def test_sections_read_while_planning_are_those_of_the_imported_model(
+    kind: str, tmp_path: Path
+) -> None:
     published = _folder(tmp_path / "published", kind)
     import_model(kind=published.kind, folder=published.folder, out=tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -155,9 +184,14 @@ def test_sections_read_while_planning_are_those_of_the_imported_model(kind: str,
 
 
 def test_each_published_folder_has_a_name_of_its_own_that_files_may_have() -> None:
-    paths = ("a/x", "b/x", "a:x", "../x y", "é" * 300, "..", "a/link/../x")  # the last is another where link leads
+    # the last is another where link leads
+    paths = ("a/x", "b/x", "a:x", "../x y", "é" * 300, "..", "a/link/../x")
     names, same = (
-        {folder.name for path in each if (folder := PublishedFolder.named_by(f"scgpt:{path}")) is not None}
+        {
+            folder.name
+            for path in each
+            if (folder := PublishedFolder.named_by(f"scgpt:{path}")) is not None
+        }
         for each in (paths, ("a/x", "a/x/", "./a/x", "a//x"))
     )
     assert (len(names), len(same)) == (7, 1)
@@ -195,7 +229,13 @@ def test_pickles_with_anything_but_texts_and_numbers_are_refused(
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_pickles_of_texts_and_numbers_are_read(protocol: int, tmp_path: Path) -> None:
-    value = {"a": 1, "b": 0.1, "c": np.float64(1 / 3), "d": np.float32(0.25), "e": np.int64(-(2**40))}
+    value = {
+        "a": 1,
+        "b": 0.1,
+        "c": np.float64(1 / 3),
+        "d": np.float32(0.25),
+        "e": np.int64(-(2**40)),
+    }
     path = tmp_path / "x.pkl"
     path.write_bytes(pickle.dumps(value, protocol=protocol))
     assert read_numbers(path) == value
@@ -204,7 +244,9 @@ def test_pickles_of_texts_and_numbers_are_read(protocol: int, tmp_path: Path) ->
 def test_files_that_no_import_wrote_are_not_replaced(tmp_path: Path) -> None:
     folder = geneformer_folder(tmp_path / "published", GENES, "V2")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match="published: expected a new folder, or that of an earlier import, got one"):
+    with pytest.raises(
+        ConfigError, match="published: expected a new folder, or that of an earlier import, got one"
+    ):
         import_geneformer(folder, folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     out = tmp_path / "model"
@@ -218,7 +260,19 @@ def test_files_that_no_import_wrote_are_not_replaced(tmp_path: Path) -> None:
 
 
 IDS = {symbol: gene for gene, symbol in gene_table("human").symbols.items()}
-NAMES = ["GAPDH", "CD3D", "MS4A1", "NKG7", "LYZ", "CD8A", "GNLY", "PPBP", "FCGR3A", "ACTB", "no-such-gene"]
+NAMES = [
+    "GAPDH",
+    "CD3D",
+    "MS4A1",
+    "NKG7",
+    "LYZ",
+    "CD8A",
+    "GNLY",
+    "PPBP",
+    "FCGR3A",
+    "ACTB",
+    "no-such-gene",
+]
 SYMBOLS = NAMES[:-1]
 
 
@@ -229,13 +283,17 @@ def _restated(folder: Path, names: list[str], bins: list[int]) -> torch.Tensor:
     layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)  # post-norm, ReLU
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     start = "transformer_encoder."
-    encoder.load_state_dict({n.removeprefix(start): t for n, t in weights.items() if n.startswith(start)})
+    encoder.load_state_dict(
+        {n.removeprefix(start): t for n, t in weights.items() if n.startswith(start)}
+    )
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.layer_norm(x, (16,), weights[f"{name}.weight"], weights[f"{name}.bias"])
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, weights[f"value_encoder.{name}.weight"], weights[f"value_encoder.{name}.bias"])
+        return F.linear(
+            x, weights[f"value_encoder.{name}.weight"], weights[f"value_encoder.{name}.bias"]
+        )
 
     tokens = json.loads((folder / "vocab.json").read_text())
     genes = weights["encoder.embedding.weight"][[tokens[name] for name in ["<cls>", *names]]]
@@ -255,18 +313,24 @@ def test_the_vector_is_that_of_torchs_encoder(attention: str, tmp_path: Path) ->
     cells = [[SYMBOLS[i] for i in rng.permutation(10)[:n]] for n in (4, 10, 1)]
     bins = [rng.randint(1, 51, len(cell)).tolist() for cell in cells]
     with torch.inference_mode():
-        found = network.embed(_batch([[IDS[name] for name in cell] for cell in cells], vocabulary, bins))
+        found = network.embed(
+            _batch([[IDS[name] for name in cell] for cell in cells], vocabulary, bins)
+        )
     expected = torch.stack([_restated(folder, *cell) for cell in zip(cells, bins)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (tokens.bins, tokens.max_tokens) == (50, 1199)  # type: ignore[attr-defined]
 
 
 def test_values_are_scgpts_bins() -> None:
-    """n_bins - 1 quantiles of the cell's nonzero counts, digitized at their right edges (scGPT's side='one')."""
+    """n_bins - 1 quantiles of the cell's nonzero counts, digitized at their right edges (scGPT's
+    side='one').
+    """
     counts = np.random.RandomState(0).geometric(0.05, 400)
     options: Any = Tokens.model_validate({"tokenizer": "binned", "bins": 50, "max_tokens": 1199})
     _, values, _ = options.load()(options).tokenize(np.arange(400), counts, np.array([0, 400]))
-    np.testing.assert_array_equal(values, np.digitize(counts, np.quantile(counts, np.linspace(0, 1, 51 - 1))))
+    np.testing.assert_array_equal(
+        values, np.digitize(counts, np.quantile(counts, np.linspace(0, 1, 51 - 1)))
+    )
 
 
 def test_symbols_become_ensembl_ids_and_the_others_are_counted(tmp_path: Path) -> None:
@@ -280,13 +344,17 @@ def test_symbols_become_ensembl_ids_and_the_others_are_counted(tmp_path: Path) -
 
 def _json(name: str, **changes: Any) -> Callable[[Path], Any]:
     """Change keys of a JSON file of a folder."""
-    return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    return lambda folder: (folder / name).write_text(
+        json.dumps(json.loads((folder / name).read_text()) | changes)
+    )
 
 
 def _pickled(name: str, value: Any) -> Callable[[Path], Any]:
     """Change what a dictionary of Geneformer has of the first gene."""
     file = f"{name}_dictionary_gc.pkl"
-    return lambda folder: (folder / file).write_bytes(pickle.dumps(read_numbers(folder / file) | {GENES[0]: value}))
+    return lambda folder: (folder / file).write_bytes(
+        pickle.dumps(read_numbers(folder / file) | {GENES[0]: value})
+    )
 
 
 def _weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], Any]:
@@ -305,16 +373,36 @@ def _fifo(name: str) -> Callable[[Path], Any]:
 SHAPE = r"expected a tensor of shape \(32, 16\) for blocks.0.up.weight, got \(24, 16\)"
 WORDS = "bert.embeddings.word_embeddings.weight"
 REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("V2", _json("config.json", position_embedding_type="relative_key"), "expected absolute, got 'relative_key'"),
+    (
+        "V2",
+        _json("config.json", position_embedding_type="relative_key"),
+        "expected absolute, got 'relative_key'",
+    ),
     ("V2", _json("config.json", intermediate_size=32), SHAPE),
-    ("V2", _json("config.json", hidden_size=18, num_attention_heads=3), "values of 3 equal heads, got 16 rows"),
-    ("V2", _json("config.json", max_position_embeddings=2), "expected a whole number from 3, got 2"),
-    ("scgpt", _json("args.json", input_emb_style="category"), "over continuous values, but input_emb_style is"),
+    (
+        "V2",
+        _json("config.json", hidden_size=18, num_attention_heads=3),
+        "values of 3 equal heads, got 16 rows",
+    ),
+    (
+        "V2",
+        _json("config.json", max_position_embeddings=2),
+        "expected a whole number from 3, got 2",
+    ),
+    (
+        "scgpt",
+        _json("args.json", input_emb_style="category"),
+        "over continuous values, but input_emb_style is",
+    ),
     ("scgpt", _json("args.json", pre_norm=True), "but pre_norm is set"),
     ("scgpt", _json("args.json", d_hid=32), SHAPE),
     ("scgpt", _json("args.json", n_bins="51"), "n_bins: expected a whole number from 3, got '51'"),
     ("scgpt", _json("args.json", n_bins=2), "n_bins: expected a whole number from 3, got 2"),
-    ("scgpt", _json("args.json", nlayers=3), "transformer_encoder.layers.2.self_attn.in_proj_weight is missing"),
+    (
+        "scgpt",
+        _json("args.json", nlayers=3),
+        "transformer_encoder.layers.2.self_attn.in_proj_weight is missing",
+    ),
     ("V1", _pickled("gene_median", 0.0), f"{GENES[0]}: expected a median above 0, got 0.0"),
     ("V1", _pickled("gene_median", float("nan")), "expected a median above 0, got nan"),
     ("V1", _pickled("token", 3.5), f"{GENES[0]}: expected a token, a whole number from 0, got 3.5"),
@@ -341,9 +429,15 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "damage", "problem"), REFUSED, ids=[problem for _, _, problem in REFUSED])
+@pytest.mark.parametrize(
+    ("kind", "damage", "problem"), REFUSED, ids=[problem for _, _, problem in REFUSED]
+)
 def test_folders_of_other_models_and_damaged_ones_are_refused(
-    kind: str, damage: Callable[[Path], Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    damage: Callable[[Path], Any],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     published = _folder(tmp_path / "published", kind)
@@ -373,7 +467,9 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [*words, "scfoundry==0.2.1", "scgpt==0.2.4"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"the package index has no scfoundry 0.2.1 and scgpt 0.2.4: {done.stderr.strip()[-200:]}")
+        pytest.skip(
+            f"the package index has no scfoundry 0.2.1 and scgpt 0.2.4: {done.stderr.strip()[-200:]}"
+        )
     inside = {"geneformer_001/geneformer/token_dictionary.pkl", "geneformer_001/geneformer/gene_median_dictionary.pkl",
               "scgpt/tokenizer/default_gene_vocab.json", "scgpt/tokenizer/default_census_vocab.json"}  # fmt: skip
     for wheel in folder.glob("*.whl"):
@@ -384,13 +480,19 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_tokens_are_in_the_order_of_geneformers_real_dictionaries(shipped: Path, tmp_path: Path) -> None:
-    tokens, medians = (read_numbers(shipped / f"{name}_dictionary.pkl") for name in ("token", "gene_median"))
+def test_tokens_are_in_the_order_of_geneformers_real_dictionaries(
+    shipped: Path, tmp_path: Path
+) -> None:
+    tokens, medians = (
+        read_numbers(shipped / f"{name}_dictionary.pkl") for name in ("token", "gene_median")
+    )
     genes = [name for name in tokens if not name.startswith("<")]
     published = geneformer_folder(tmp_path / "published", genes, positions=512)
     for name in ("token_dictionary", "gene_median_dictionary"):
         (published / f"{name}_gc.pkl").write_bytes((shipped / f"{name}.pkl").read_bytes())
-    assert "25,424 genes (0 without a median left out)" in import_geneformer(published, tmp_path / "model")
+    assert "25,424 genes (0 without a median left out)" in import_geneformer(
+        published, tmp_path / "model"
+    )
     _, vocabulary, options, _ = load_for_inference(tmp_path / "model")
     names = vocabulary.gene_ids[::50]
     counts = np.random.RandomState(5).poisson(0.5, (12, len(names)))
@@ -398,29 +500,46 @@ def test_tokens_are_in_the_order_of_geneformers_real_dictionaries(shipped: Path,
     for own, row in zip(_ordered(path, vocabulary, options), counts, strict=True):
         ranked = {gene: n / row.sum() * 1e4 / medians[gene] for gene, n in zip(names, row) if n}
         # the order of equal values is open in Geneformer
-        np.testing.assert_allclose([ranked[gene] for gene in own], sorted(ranked.values(), reverse=True))
+        np.testing.assert_allclose(
+            [ranked[gene] for gene in own], sorted(ranked.values(), reverse=True)
+        )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "n_genes"), [("default_gene_vocab", 40_468), ("default_census_vocab", 41_327)])
-def test_scgpts_real_vocabularies_are_read_by_symbol(name: str, n_genes: int, shipped: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "n_genes"), [("default_gene_vocab", 40_468), ("default_census_vocab", 41_327)]
+)
+def test_scgpts_real_vocabularies_are_read_by_symbol(
+    name: str, n_genes: int, shipped: Path, tmp_path: Path
+) -> None:
     symbols = list(json.loads((shipped / f"{name}.json").read_text()))
     line = import_scgpt(scgpt_folder(tmp_path / "published", symbols), tmp_path / "model")
     assert f"{n_genes:,} of {len(symbols):,} gene symbols have an Ensembl id of their own" in line
     vocabulary = Vocabulary.read(tmp_path / "model" / "vocabulary.tsv")
     row = {symbol: vocabulary.gene_ids[i] for i, symbol in enumerate(vocabulary.symbols)}
-    assert {row["CD3D"], row["GAPDH"], row["MS4A1"]} == {"ENSG00000167286", "ENSG00000111640", "ENSG00000156738"}
+    assert {row["CD3D"], row["GAPDH"], row["MS4A1"]} == {
+        "ENSG00000167286",
+        "ENSG00000111640",
+        "ENSG00000156738",
+    }
 
 
 def test_tokens_of_a_corpus_with_the_models_medians_are_in_its_order(tmp_path: Path) -> None:
-    import_geneformer(geneformer_folder(tmp_path / "published", GENES[:-5], positions=64), tmp_path / "model")
+    import_geneformer(
+        geneformer_folder(tmp_path / "published", GENES[:-5], positions=64), tmp_path / "model"
+    )
     _, theirs, tokens, _ = load_for_inference(tmp_path / "model")
     counts = sp.csr_matrix(np.random.RandomState(5).poisson(3, (30, len(GENES))).astype(np.uint32))
     cells = write_dataset(tmp_path / "cells.h5ad", counts, GENES)
     medians = {"medians": str(tmp_path / "model" / "vocabulary.tsv")}
-    ours, other = (build_vocabulary([cells], VocabularyConfig.model_validate(given)) for given in (medians, {}))
+    ours, other = (
+        build_vocabulary([cells], VocabularyConfig.model_validate(given)) for given in (medians, {})
+    )
     of_ours, of_theirs, of_other = (
-        [[gene for gene in cell if gene in theirs.gene_ids] for cell in _ordered(cells, vocabulary, tokens)]
+        [
+            [gene for gene in cell if gene in theirs.gene_ids]
+            for cell in _ordered(cells, vocabulary, tokens)
+        ]
         for vocabulary in (ours, theirs, other)
     )
     assert of_ours == of_theirs != of_other
@@ -428,6 +547,8 @@ def test_tokens_of_a_corpus_with_the_models_medians_are_in_its_order(tmp_path: P
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothere: no such folder; give the folder with the published files$"):
+    with pytest.raises(
+        DataError, match=r"nothere: no such folder; give the folder with the published files$"
+    ):
         import_model(kind="scgpt", folder=tmp_path / "nothere", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""Which run is called best: over the tasks that all have, with ties only inside the interval between runs."""
+"""Which run is called best: over the tasks that all have, with ties only inside the interval
+between runs.
+"""
 
 import re
 from typing import Any
@@ -15,13 +17,27 @@ from cellmill.report.ranking import TaskScore, beyond, rank, scores_of
 OWN, GENES = "embedding + kNN", "all genes + LR"
 
 
-def result(metric: str, values: list[float], baseline: float = 0.5, cells_se: float = 0.0) -> dict[str, Any]:
+def result(
+    metric: str, values: list[float], baseline: float = 0.5, cells_se: float = 0.0
+) -> dict[str, Any]:
     """Result of a task with one row of the model, of these repetitions, and one baseline."""
     rows = [
-        {"name": name, "kind": kind_of(name), f"{metric}_mean": float(np.mean(of)), f"{metric}_repetitions": of}
+        {
+            "name": name,
+            "kind": kind_of(name),
+            f"{metric}_mean": float(np.mean(of)),
+            f"{metric}_repetitions": of,
+        }
         for name, of in ((OWN, values), (GENES, len(values) * [baseline]))
     ]
-    line = {"column": metric, "compared": OWN, "against": GENES, "mean": 0.0, "low": 0.0, "high": 0.0}
+    line = {
+        "column": metric,
+        "compared": OWN,
+        "against": GENES,
+        "mean": 0.0,
+        "low": 0.0,
+        "high": 0.0,
+    }
     return {
         "rows": rows,
         "metric": metric,
@@ -35,7 +51,14 @@ def result(metric: str, values: list[float], baseline: float = 0.5, cells_se: fl
 
 def run(name: str, **tasks: Any) -> ReportedRun:
     """A run that was evaluated on dataset d."""
-    dataset = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}, "tasks": tasks}
+    dataset = {
+        "n_scored": 9,
+        "n_cells": 9,
+        "cells": "all",
+        "n_without_genes": 0,
+        "roles": {},
+        "tasks": tasks,
+    }
     return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
 
 
@@ -52,7 +75,9 @@ def test_runs_of_other_left_out_batches_are_not_tied() -> None:
         run("second", probe=probe, leave_out=result("accuracy, new batch", [0.93, 0.94, 0.94])),
     ]
     assert [one.best for one in standings(runs)] == [False, True]
-    assert first_line(runs).startswith("second is best on d over the tasks that all have (probe, leave out): probe acc")
+    assert first_line(runs).startswith(
+        "second is best on d over the tasks that all have (probe, leave out): probe acc"
+    )
 
 
 def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
@@ -62,7 +87,9 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
     ]
     assert [one.best for one in standings(runs)] == [True, True]
     shared = "over the tasks that all have (probe, few shot)"
-    assert first_line(runs).startswith(f"first and second are tied for best on d {shared}: first has probe f 0.810")
+    assert first_line(runs).startswith(
+        f"first and second are tied for best on d {shared}: first has probe f 0.810"
+    )
 
 
 def test_runs_with_other_tasks_are_compared_over_those_of_all() -> None:
@@ -72,13 +99,21 @@ def test_runs_with_other_tasks_are_compared_over_those_of_all() -> None:
     ]
     found = standings(runs)
     assert [(one.best, one.ranked_by) for one in found] == [(False, ["probe"]), (True, ["probe"])]
-    assert "second is best on d over the task that all have (probe): probe f 0.900" in first_line(runs)
+    assert "second is best on d over the task that all have (probe): probe f 0.900" in first_line(
+        runs
+    )
 
 
 def test_no_run_is_best_without_a_task_that_all_have() -> None:
-    runs = [run("first", probe=result("f", [0.8, 0.8])), run("second", few_shot=result("5", [0.9, 0.9]))]
+    runs = [
+        run("first", probe=result("f", [0.8, 0.8])),
+        run("second", few_shot=result("5", [0.9, 0.9])),
+    ]
     assert not any(one.best for one in standings(runs))
-    assert first_line(runs) == "The runs on d have no task in common that ranks rows: none is called best."
+    assert (
+        first_line(runs)
+        == "The runs on d have no task in common that ranks rows: none is called best."
+    )
 
 
 def test_the_task_where_another_run_is_better_is_named() -> None:
@@ -87,7 +122,9 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
         run("second", probe=result("f", [0.83, 0.83]), leave_out=result("g", [0.2, 0.2])),
     ]
     assert [one.best for one in standings(runs)] == [True, False]
-    assert first_line(runs).endswith("Better than it, beyond the interval between runs: second in probe (+0.030).")
+    assert first_line(runs).endswith(
+        "Better than it, beyond the interval between runs: second in probe (+0.030)."
+    )
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.004, 0.05])
@@ -95,12 +132,17 @@ def test_the_interval_over_repetitions_is_that_of_a_paired_t_test(shift: float) 
     generator = np.random.default_rng(0)
     a = generator.normal(0.8, 0.05, 8)
     b = a + generator.normal(shift, 0.01, 8)
-    found = beyond(TaskScore("a", a.mean(), a.tolist(), 0.0), TaskScore("b", b.mean(), b.tolist(), 0.0))
+    found = beyond(
+        TaskScore("a", a.mean(), a.tolist(), 0.0), TaskScore("b", b.mean(), b.tolist(), 0.0)
+    )
     assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)
 
 
 def test_few_cells_widen_the_interval_between_runs() -> None:
     values = [[0.80, 0.81, 0.80], [0.83, 0.84, 0.83]]
-    few, many = ([scores_of({"probe": result("f", of, cells_se=error)}) for of in values] for error in (0.03, 0.003))
+    few, many = (
+        [scores_of({"probe": result("f", of, cells_se=error)}) for of in values]
+        for error in (0.03, 0.003)
+    )
     assert rank(dict(zip("ab", many))).best == ["b"]
     assert rank(dict(zip("ab", few))).best == ["b", "a"]

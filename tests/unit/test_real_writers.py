@@ -1,7 +1,9 @@
-"""Files of the real programs: what each writes from a tiny genome or a known matrix equals the truth, cell for cell.
+"""Files of the real programs: what each writes from a tiny genome or a known matrix equals the
+truth, cell for cell.
 
-Python programs are installed once, pinned, into CELLMILL_WRITERS (default: ~/.cache/cellmill/writers); STAR and
-DropletUtils come with the system (Debian: rna-star, r-bioc-dropletutils). Without one its tests are skipped.
+Python programs are installed once, pinned, into CELLMILL_WRITERS (default:
+~/.cache/cellmill/writers); STAR and DropletUtils come with the system (Debian: rna-star,
+r-bioc-dropletutils). Without one its tests are skipped.
 """
 
 import fcntl
@@ -35,7 +37,9 @@ PACKAGES = {
 def python_with(package: str) -> Path:
     """The interpreter of an environment with the package; skips the test if it cannot be installed."""
     requirements = PACKAGES[package]
-    folder = Path(os.environ.get("CELLMILL_WRITERS") or user_cache() / "writers") / requirements[0].replace("==", "-")
+    folder = Path(os.environ.get("CELLMILL_WRITERS") or user_cache() / "writers") / requirements[
+        0
+    ].replace("==", "-")
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     # pip warns of itself
@@ -43,11 +47,24 @@ def python_with(package: str) -> Path:
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests in another process may install it
         if not (folder / "complete").exists():
-            subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, env=quiet)
-            words = [str(python), "-m", "pip", "install", "--quiet", "--retries", "0", *requirements]
+            subprocess.run(
+                [sys.executable, "-m", "venv", "--clear", str(folder)], check=True, env=quiet
+            )
+            words = [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--retries",
+                "0",
+                *requirements,
+            ]
             done = subprocess.run(words, capture_output=True, text=True, check=False, env=quiet)
             if done.returncode:
-                pytest.skip(f"{requirements[0]} cannot be installed: {done.stderr.strip().splitlines()[-1][:200]}")
+                pytest.skip(
+                    f"{requirements[0]} cannot be installed: {done.stderr.strip().splitlines()[-1][:200]}"
+                )
             (folder / "complete").write_text("")
     return python
 
@@ -60,7 +77,9 @@ def program(name: str, package: str) -> str:
 
 
 def run(*words: object, cwd: Path) -> None:
-    done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
 
 
@@ -72,7 +91,9 @@ def read(path: Path | str, counts: str = "X") -> Counts:
         for block in reader.rows(7):
             dense = block.toarray()
             for row, column in zip(*np.nonzero(dense)):
-                found[reader.obs.index[first + row], reader.var_names[column].split(".")[0]] = int(dense[row, column])
+                found[reader.obs.index[first + row], reader.var_names[column].split(".")[0]] = int(
+                    dense[row, column]
+                )
             first += dense.shape[0]
     return found
 
@@ -91,10 +112,29 @@ def nascent(tmp_path_factory: pytest.TempPathFactory) -> TinyGenome:
 def star(genome: TinyGenome, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of STARsolo; UMIs are counted as they are."""
     aligner, folder = program("STAR", "rna-star"), tmp_path_factory.mktemp("star")
-    index = ["--runMode", "genomeGenerate", "--genomeSAindexNbases", 6, "--sjdbOverhang", 89, "--genomeDir", "index"]
-    run(aligner, *index, "--genomeFastaFiles", genome.fasta, "--sjdbGTFfile", genome.gtf, cwd=folder)
+    index = [
+        "--runMode",
+        "genomeGenerate",
+        "--genomeSAindexNbases",
+        6,
+        "--sjdbOverhang",
+        89,
+        "--genomeDir",
+        "index",
+    ]
+    run(
+        aligner, *index, "--genomeFastaFiles", genome.fasta, "--sjdbGTFfile", genome.gtf, cwd=folder
+    )
     solo = ["--soloType", "CB_UMI_Simple", "--soloUMIlen", 12, "--soloCBwhitelist", genome.barcodes]
-    solo += ["--soloUMIdedup", "Exact", "--soloFeatures", "Gene", "Velocyto", "--soloMultiMappers", "EM"]
+    solo += [
+        "--soloUMIdedup",
+        "Exact",
+        "--soloFeatures",
+        "Gene",
+        "Velocyto",
+        "--soloMultiMappers",
+        "EM",
+    ]
     solo += ["--soloCellFilter", "TopCells", 20, "--outSAMtype", "None", "--genomeDir", "index"]
     reads = ["--readFilesCommand", "zcat", "--readFilesIn", genome.reads[1], genome.reads[0]]
     run(aligner, *solo, *reads, cwd=folder)
@@ -112,7 +152,9 @@ def star(genome: TinyGenome, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Velocyto/raw", "spliced"),
     ],
 )
-def test_matrices_of_starsolo_have_the_molecules(path: str, counts: str, star: Path, genome: TinyGenome) -> None:
+def test_matrices_of_starsolo_have_the_molecules(
+    path: str, counts: str, star: Path, genome: TinyGenome
+) -> None:
     assert read(star / path, counts) == genome.total
 
 
@@ -122,28 +164,59 @@ def kb(genome: TinyGenome, folder: Path, workflow: str, *options: str) -> Path:
     files = ["-i", "index", "-g", "t2g.txt"]
     captures = ["-c1", "c1", "-c2", "c2"] if workflow == "nac" else []
     fastas = ["-f1", "f1.fa", "-f2", "f2.fa"] if workflow == "nac" else ["-f1", "f1.fa"]
-    run(command, "ref", "--workflow", workflow, *files, *fastas, *captures, genome.fasta, genome.gtf, cwd=folder)
+    run(
+        command,
+        "ref",
+        "--workflow",
+        workflow,
+        *files,
+        *fastas,
+        *captures,
+        genome.fasta,
+        genome.gtf,
+        cwd=folder,
+    )
     given = ["-x", "10xv3", "-w", genome.barcodes, "-t", 1, "-o", "out", *options]
-    run(command, "count", "--workflow", workflow, *files, *captures, *given, *genome.reads, cwd=folder)
+    run(
+        command,
+        "count",
+        "--workflow",
+        workflow,
+        *files,
+        *captures,
+        *given,
+        *genome.reads,
+        cwd=folder,
+    )
     return folder / "out" / "counts_unfiltered"
 
 
 @pytest.mark.parametrize("option", ["--h5ad", "--loom", "--cellranger"])
-def test_counts_of_kb_python_have_the_molecules(option: str, genome: TinyGenome, tmp_path: Path) -> None:
+def test_counts_of_kb_python_have_the_molecules(
+    option: str, genome: TinyGenome, tmp_path: Path
+) -> None:
     out = kb(genome, tmp_path, "standard", option)
     written = {"--h5ad": "adata.h5ad", "--loom": "adata.loom", "--cellranger": "cellranger"}[option]
-    found = {(cell.removesuffix("-1"), gene): count for (cell, gene), count in read(out / written).items()}
+    found = {
+        (cell.removesuffix("-1"), gene): count
+        for (cell, gene), count in read(out / written).items()
+    }
     assert read(out) == found == genome.total
 
 
-def test_nascent_and_mature_counts_of_kb_python_have_the_molecules(nascent: TinyGenome, tmp_path: Path) -> None:
+def test_nascent_and_mature_counts_of_kb_python_have_the_molecules(
+    nascent: TinyGenome, tmp_path: Path
+) -> None:
     out = kb(nascent, tmp_path, "nac", "--h5ad")
     assert read(out) == read(out / "adata.h5ad") == read(out, "total") == nascent.total
     assert read(out, "cell") == nascent.spliced
     assert read(out, "nascent") == nascent.unspliced
 
 
-CELLS = [f"ACGTACGTACGT{number:04d}".translate(str.maketrans("0123456789", "ACGTACGTAC")) for number in range(30)]
+CELLS = [
+    f"ACGTACGTACGT{number:04d}".translate(str.maketrans("0123456789", "ACGTACGTAC"))
+    for number in range(30)
+]
 CELLS = [f"{cell}-{number % 3 + 1}" for number, cell in enumerate(CELLS)]
 
 
@@ -153,9 +226,15 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Counts]:
     random = np.random.default_rng(0)
     dense = random.poisson(random.gamma(0.5, 4, (30, 12)))
     path = tmp_path_factory.mktemp("truth") / "truth.tsv"
-    rows = ["\t".join(["", *GENES]), *("\t".join([cell, *map(str, row)]) for cell, row in zip(CELLS, dense.tolist()))]
+    rows = [
+        "\t".join(["", *GENES]),
+        *("\t".join([cell, *map(str, row)]) for cell, row in zip(CELLS, dense.tolist())),
+    ]
     path.write_text("\n".join([*rows, ""]))
-    counts = {(CELLS[row], GENES[column]): int(dense[row, column]) for row, column in zip(*np.nonzero(dense))}
+    counts = {
+        (CELLS[row], GENES[column]): int(dense[row, column])
+        for row, column in zip(*np.nonzero(dense))
+    }
     return path, counts
 
 
@@ -228,7 +307,9 @@ SCRIPTS: dict[str, tuple[str, str, str, str]] = {  # package, file, counts, scri
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_files_of_python_writers_have_the_counts(name: str, truth: tuple[Path, Counts], tmp_path: Path) -> None:
+def test_files_of_python_writers_have_the_counts(
+    name: str, truth: tuple[Path, Counts], tmp_path: Path
+) -> None:
     package, file, counts, script = SCRIPTS[name]
     if package == "snapatac2":
         pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
@@ -249,9 +330,21 @@ def test_pegasusio_cuts_suffixes_and_cellmill_says_so(
         pegasusio.write_output(data, out)
     """
     text = textwrap.dedent(LOAD) + textwrap.dedent(script)
-    run(python_with("pegasusio"), "-W", "ignore", "-c", text, truth[0], tmp_path / "cells.h5ad", cwd=tmp_path)
+    run(
+        python_with("pegasusio"),
+        "-W",
+        "ignore",
+        "-c",
+        text,
+        truth[0],
+        tmp_path / "cells.h5ad",
+        cwd=tmp_path,
+    )
     assert read(tmp_path / "cells.h5ad") == truth[1]
-    assert "cells.h5ad: pegasusio wrote its names of cells, without the -1 of Cell Ranger" in capsys.readouterr().err
+    assert (
+        "cells.h5ad: pegasusio wrote its names of cells, without the -1 of Cell Ranger"
+        in capsys.readouterr().err
+    )
 
 
 R_LOAD = """
@@ -263,9 +356,18 @@ R_LOAD = """
     symbols <- paste0("TINY", 1:12)
 """
 R_SCRIPTS: dict[str, tuple[str, str]] = {
-    "write10xCounts to HDF5": ("cells.h5", "write10xCounts(out, counts, gene.symbol = symbols, version = '3')"),
-    "write10xCounts to a folder": ("cells", "write10xCounts(out, counts, gene.symbol = symbols, version = '3')"),
-    "write10xCounts of version 2": ("old", "write10xCounts(out, counts, gene.symbol = symbols, version = '2')"),
+    "write10xCounts to HDF5": (
+        "cells.h5",
+        "write10xCounts(out, counts, gene.symbol = symbols, version = '3')",
+    ),
+    "write10xCounts to a folder": (
+        "cells",
+        "write10xCounts(out, counts, gene.symbol = symbols, version = '3')",
+    ),
+    "write10xCounts of version 2": (
+        "old",
+        "write10xCounts(out, counts, gene.symbol = symbols, version = '2')",
+    ),
     "writeMM and write.table": (
         "folder",
         """
@@ -290,7 +392,9 @@ R_SCRIPTS: dict[str, tuple[str, str]] = {
 def test_files_of_r_have_the_counts(name: str, truth: tuple[Path, Counts], tmp_path: Path) -> None:
     rscript = program("Rscript", "r-bioc-dropletutils")
     file, script = R_SCRIPTS[name]
-    if subprocess.run([rscript, "-e", "library(DropletUtils)"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [rscript, "-e", "library(DropletUtils)"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("DropletUtils is not installed (Debian: r-bioc-dropletutils)")
     (tmp_path / "script.R").write_text(textwrap.dedent(R_LOAD) + textwrap.dedent(script))
     run(rscript, "script.R", truth[0], tmp_path / file, cwd=tmp_path)

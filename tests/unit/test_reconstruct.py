@@ -1,4 +1,6 @@
-"""Masked prediction: figures against numpy, references from training cells alone, masks that never change."""
+"""Masked prediction: figures against numpy, references from training cells alone, masks that never
+change.
+"""
 
 import copy
 from dataclasses import replace
@@ -32,7 +34,9 @@ def _answering(model: EvaluatedModel, rule: Any) -> EvaluatedModel:
     """A model that predicts what `rule` makes of the targets' vocabulary rows and answers."""
     network = copy.copy(model.network)
     network.objective = copy.copy(network.objective)
-    network.objective.predict = lambda _, states, prepared: rule(prepared.genes[prepared.targets] - 2, prepared.answers)
+    network.objective.predict = lambda _, states, prepared: rule(
+        prepared.genes[prepared.targets] - 2, prepared.answers
+    )
     return replace(model, network=network)
 
 
@@ -44,11 +48,15 @@ def _judged(context: Context, model: EvaluatedModel, **options: Any) -> TaskResu
     return reconstruct.Reconstruct(ReconstructConfig(**options)).run(replace(context, model=model))
 
 
-def test_means_and_frequencies_are_those_of_the_training_shards_alone(corpus: dict[str, Path]) -> None:
+def test_means_and_frequencies_are_those_of_the_training_shards_alone(
+    corpus: dict[str, Path],
+) -> None:
     manifest = Manifest.read(corpus["manifest"])
     tokens = Tokens.model_validate({"max_tokens": 4096})
     statistics = read_gene_statistics(manifest, tokens)
-    matrices = [ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
+    matrices = [
+        ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
+    ]
     counts = np.concatenate([matrix.toarray() for matrix in matrices]).astype(np.float64)
     values = np.log1p(1e4 * counts / counts.sum(axis=1, keepdims=True))
     detected = (counts > 0).sum(axis=0)
@@ -56,17 +64,25 @@ def test_means_and_frequencies_are_those_of_the_training_shards_alone(corpus: di
     assert (statistics.n == detected).all()
     assert statistics.global_mean == pytest.approx(values.sum() / detected.sum(), rel=1e-5)
     seen = detected > 0
-    assert statistics.mean[seen] == pytest.approx(values.sum(axis=0)[seen] / detected[seen], rel=1e-5)
+    assert statistics.mean[seen] == pytest.approx(
+        values.sum(axis=0)[seen] / detected[seen], rel=1e-5
+    )
     assert statistics.mean[~seen] == pytest.approx(np.full((~seen).sum(), statistics.global_mean))
 
 
 def test_values_are_judged_as_numpy_would() -> None:
     random = np.random.default_rng(0)
-    genes, targets, predicted = random.integers(0, 5, 400), random.normal(size=400), random.normal(size=400)
+    genes, targets, predicted = (
+        random.integers(0, 5, 400),
+        random.normal(size=400),
+        random.normal(size=400),
+    )
     train = GeneStatistics(np.full(5, 9), random.normal(size=5), 0.3, 9)
     figures, _ = _objective("masked_value").judge(genes, targets, predicted, train=train)
     sse = ((targets - predicted) ** 2).sum()
-    assert figures["r2_over_gene_mean"] == pytest.approx(1 - sse / ((targets - train.mean[genes]) ** 2).sum())
+    assert figures["r2_over_gene_mean"] == pytest.approx(
+        1 - sse / ((targets - train.mean[genes]) ** 2).sum()
+    )
     assert figures["r2_over_global_mean"] == pytest.approx(1 - sse / ((targets - 0.3) ** 2).sum())
     centred = np.corrcoef(targets - train.mean[genes], predicted - train.mean[genes])[0, 1]
     assert figures["pearson_gene_centred"] == pytest.approx(centred)
@@ -75,7 +91,9 @@ def test_values_are_judged_as_numpy_would() -> None:
 def test_masked_genes_are_judged_against_their_frequency() -> None:
     train = GeneStatistics(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
     correct, cross_entropy = np.array([1, 0, 0, 0], bool), np.array([0.1, 2, 3, 3.0])
-    figures, verdicts = _objective("masked_gene").judge(np.array([0, 0, 1, 2]), correct, cross_entropy, train=train)
+    figures, verdicts = _objective("masked_gene").judge(
+        np.array([0, 0, 1, 2]), correct, cross_entropy, train=train
+    )
     frequency = np.log(np.array([7, 7, 2, 1]) / 10)
     assert figures["accuracy"] == 0.25
     assert figures["accuracy_frequency"] == 0.5
@@ -138,7 +156,9 @@ def test_options_of_the_objective_may_be_changed_for_judging_but_not_trained_par
     with pytest.raises(ConfigError, match=message):
         _judged(context, model, objective={"mask_fraq": 0.1})
     decoding = _model(tmp_path / "decoding", corpus, "continuous", "cell_decoding")
-    with pytest.raises(ConfigError, match="unknown key 'mask_frac'; there are: name, min_hidden_frac, "):
+    with pytest.raises(
+        ConfigError, match="unknown key 'mask_frac'; there are: name, min_hidden_frac, "
+    ):
         _judged(context, decoding, objective={"mask_frac": 0.1})
     with pytest.raises(ConfigError, match=r"{'decoder_hidden': 7}, which changes decoder\.0\.bias"):
         _judged(context, decoding, objective={"decoder_hidden": 7})

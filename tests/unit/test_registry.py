@@ -33,12 +33,26 @@ NUMBER = 7
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"good": "Good", "other": "Good", "unset": "Unset", "absent": "Absent", "number": "NUMBER"}
+    here = {
+        "good": "Good",
+        "other": "Good",
+        "unset": "Unset",
+        "absent": "Absent",
+        "number": "NUMBER",
+    }
     values = {name: f"{__name__}:{value}" for name, value in here.items()}
-    values |= {"contract": "cellmill.config.parts.tasks:TaskConfig", "broken": "no_such_package.options:Options"}
-    points = [EntryPoint(name, value, "cellmill.task") for name, value in (values | {"probe": "elsewhere:X"}).items()]
+    values |= {
+        "contract": "cellmill.config.parts.tasks:TaskConfig",
+        "broken": "no_such_package.options:Options",
+    }
+    points = [
+        EntryPoint(name, value, "cellmill.task")
+        for name, value in (values | {"probe": "elsewhere:X"}).items()
+    ]
     points += [EntryPoint("twice", f"{module}:Task", "cellmill.task") for module in ("one", "two")]
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [p for p in points if p.group == group]
+    )
 
 
 def test_an_installed_package_adds_names_and_replaces_no_built_in() -> None:
@@ -50,12 +64,21 @@ def test_an_installed_package_adds_names_and_replaces_no_built_in() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("number", "is no subclass of cellmill.config.parts.tasks.TaskConfig; repair or remove the package"),
+        (
+            "number",
+            "is no subclass of cellmill.config.parts.tasks.TaskConfig; repair or remove the package",
+        ),
         ("contract", "is no subclass of cellmill.config.parts.tasks.TaskConfig; repair"),
         ("other", r"has options of another name: expected name: Literal\['other'\]; repair"),
         ("unset", "sets no `implementation`, expected 'package.module:Class'; repair"),
-        ("absent", "has an implementation in cellmill.no_such_module, which does not exist; repair"),
-        ("twice", "task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages"),
+        (
+            "absent",
+            "has an implementation in cellmill.no_such_module, which does not exist; repair",
+        ),
+        (
+            "twice",
+            "task 'twice' is in one:Task of an installed package and two:Task of .*; remove one of the packages",
+        ),
         (
             "broken",
             "task 'broken': no_such_package.options:Options of an installed package cannot be imported "
@@ -63,14 +86,20 @@ def test_an_installed_package_adds_names_and_replaces_no_built_in() -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_their_contract_are_refused_in_one_line(name: str, message: str) -> None:
+def test_options_that_do_not_fit_their_contract_are_refused_in_one_line(
+    name: str, message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         TaskConfig.model_validate({"name": name})
 
 
-def test_an_implementation_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_that_cannot_be_imported_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Good, "implementation", "json:Absent")
-    with pytest.raises(ConfigError, match=r"^task 'good': json:Absent cannot be imported \(Attrib.*\); repair"):
+    with pytest.raises(
+        ConfigError, match=r"^task 'good': json:Absent cannot be imported \(Attrib.*\); repair"
+    ):
         Good().load()
 
 

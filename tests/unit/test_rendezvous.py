@@ -24,7 +24,9 @@ STILL_OPEN = b"it waits for more"
 
 
 def answer(port: int, said: bytes, skip: int = 0) -> bytes:
-    """Bytes that a listener on the loopback answers after its first `skip` bytes; none if it hangs up."""
+    """Bytes that a listener on the loopback answers after its first `skip` bytes; none if it hangs
+    up.
+    """
     with socket.create_connection((LOOPBACK, port), timeout=3) as connection:
         assert len(connection.recv(skip) if skip else b"") == skip
         try:
@@ -82,13 +84,19 @@ def test_processes_of_both_nodes_share_one_store(nodes: Nodes) -> None:
     theirs.set("large", large)
     assert ours.get("large").decode() == large
     with ThreadPoolExecutor(16) as pool:
-        added = pool.map(lambda i: nodes.client((nodes.first, nodes.second)[i % 2]).add("n", 1), range(50))
+        added = pool.map(
+            lambda i: nodes.client((nodes.first, nodes.second)[i % 2]).add("n", 1), range(50)
+        )
     assert sorted(added) == list(range(1, 51))
 
 
 def listening_ports() -> set[int]:
     """TCP ports on which this process listens."""
-    return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return {
+        each.laddr.port
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def test_a_first_node_listens_with_relay_and_entrance_alone() -> None:
@@ -114,14 +122,19 @@ def test_the_entrance_opens_to_the_secret_alone(nodes: Nodes) -> None:
     with pytest.raises(asyncio.IncompleteReadError):
         asyncio.run(stranger._knock(nodes.rendezvous.ports[1]))
     for said in (secrets.token_bytes(64), secrets.token_bytes(10_000)):
-        assert answer(nodes.rendezvous.ports[1], said, skip=32) == b"", "a nonce, and nothing of the store"
+        assert answer(nodes.rendezvous.ports[1], said, skip=32) == b"", (
+            "a nonce, and nothing of the store"
+        )
     assert nodes.client(nodes.second).get("key") == b"ours"
 
 
 def test_a_node_does_not_take_another_listener_for_the_entrance() -> None:
     """Who cannot prove that he knows the secret gets no data of the job."""
     place = Rendezvous(secrets.token_hex(32), 1, 2, LOOPBACK)
-    with socket.create_server((LOOPBACK, place.ports[0])) as impostor, ThreadPoolExecutor(1) as pool:
+    with (
+        socket.create_server((LOOPBACK, place.ports[0])) as impostor,
+        ThreadPoolExecutor(1) as pool,
+    ):
 
         def pretend() -> bytes:
             caller, _ = impostor.accept()
@@ -137,7 +150,10 @@ def test_a_node_does_not_take_another_listener_for_the_entrance() -> None:
 
 
 def test_the_kernel_names_the_user_of_a_connection() -> None:
-    with socket.create_server((LOOPBACK, 0)) as listener, socket.create_connection(listener.getsockname()) as made:
+    with (
+        socket.create_server((LOOPBACK, 0)) as listener,
+        socket.create_connection(listener.getsockname()) as made,
+    ):
         ours, theirs = made.getsockname(), listener.getsockname()
         assert user_of_connection(ours, theirs) == os.getuid()
         assert user_of_connection(theirs, (LOOPBACK, ours[1] + 1)) is None
@@ -156,7 +172,10 @@ def test_the_handshake_cannot_be_passed_on(nodes: Nodes) -> None:
 
         def pass_on() -> None:
             caller, _ = between.accept()
-            with caller, socket.create_connection((LOOPBACK, nodes.rendezvous.ports[1])) as entrance:
+            with (
+                caller,
+                socket.create_connection((LOOPBACK, nodes.rendezvous.ports[1])) as entrance,
+            ):
                 caller.sendall(entrance.recv(32))
                 entrance.sendall(caller.recv(64))
                 caller.sendall(entrance.recv(32))
@@ -188,7 +207,9 @@ def test_a_first_node_that_cannot_be_resolved_or_reached_is_said_once(
     assert line.startswith(said)
 
 
-def test_an_entrance_without_a_free_port_is_the_run_s_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_entrance_without_a_free_port_is_the_run_s_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     place = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
@@ -215,7 +236,11 @@ def test_nodes_that_never_join_are_named_and_end_the_job(
         "10 of 12 nodes have not joined: n2, n4, n5, n6, n7, n8, n9, n10, …; their logs may say why; "
         "to leave them out, set sbatch_options: exclude=NODE in the profile"
     )
-    assert (str(end.value), (tmp_path / "error.txt").read_text(), (tmp_path / "late.txt").read_text()) == (line,) * 3
+    assert (
+        str(end.value),
+        (tmp_path / "error.txt").read_text(),
+        (tmp_path / "late.txt").read_text(),
+    ) == (line,) * 3
     store.set(f"{rendezvous.NODES}/1", "")
     agent.wait_for_agents(replace(nodes.rendezvous, nodes=3, hosts=names[:3], join_s=0.1), store)
     assert not (tmp_path / "late.txt").exists()
@@ -228,7 +253,16 @@ def test_the_interface_between_nodes_is_named_where_a_node_s_name_is_its_loopbac
     assert agent.interface_between_nodes("10.0.0.1") is None  # the name serves
     monkeypatch.setattr(agent.socket, "gethostbyname", lambda name: "127.0.1.1")
     up = [name for name, of in psutil.net_if_stats().items() if of.isup]
-    found = [(name, each) for name, entries in psutil.net_if_addrs().items() for each in entries if name in up]
-    found = [(name, each.address) for name, each in found if each.family == socket.AF_INET and name != "lo"]
+    found = [
+        (name, each)
+        for name, entries in psutil.net_if_addrs().items()
+        for each in entries
+        if name in up
+    ]
+    found = [
+        (name, each.address)
+        for name, each in found
+        if each.family == socket.AF_INET and name != "lo"
+    ]
     for name, address in found[:1]:  # none without a network
         assert agent.interface_between_nodes(address) == name

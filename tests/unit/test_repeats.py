@@ -34,7 +34,9 @@ def repeats_of(manifest: Manifest, stream: StreamOptions) -> Repeats:
     return Repeats(numbers[:][:, 0], stream)
 
 
-def stream_of(manifest: Manifest, rank: int = 0, world: int = 1, lanes: int = 4, **changes: Any) -> CellStream:
+def stream_of(
+    manifest: Manifest, rank: int = 0, world: int = 1, lanes: int = 4, **changes: Any
+) -> CellStream:
     options = {"lanes": lanes} | WEIGHTED | changes
     return small_corpus.stream_of(manifest, rank, world, options, seed=3, token_budget=BUDGET)
 
@@ -46,10 +48,20 @@ def taken(stream: CellStream, steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("lanes", [1, 4, 8])
 @pytest.mark.parametrize("equal_steps", [False, True])
-def test_each_epoch_has_exactly_its_repeats(manifest: Manifest, lanes: int, equal_steps: bool) -> None:
-    ranks = [stream_of(manifest, rank, lanes, lanes, equal_steps=equal_steps) for rank in range(lanes)]
-    repeats, steps = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED)), ranks[0].steps_per_epoch
-    assert steps == stream_of(manifest, lanes=lanes, weight_by=None, equal_steps=equal_steps).steps_per_epoch
+def test_each_epoch_has_exactly_its_repeats(
+    manifest: Manifest, lanes: int, equal_steps: bool
+) -> None:
+    ranks = [
+        stream_of(manifest, rank, lanes, lanes, equal_steps=equal_steps) for rank in range(lanes)
+    ]
+    repeats, steps = (
+        repeats_of(manifest, StreamOptions.model_validate(WEIGHTED)),
+        ranks[0].steps_per_epoch,
+    )
+    assert (
+        steps
+        == stream_of(manifest, lanes=lanes, weight_by=None, equal_steps=equal_steps).steps_per_epoch
+    )
     seen = joined(ranks, 3 * steps)
     epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
     for epoch, found in enumerate(epochs):
@@ -61,7 +73,16 @@ def test_each_epoch_has_exactly_its_repeats(manifest: Manifest, lanes: int, equa
 
 @pytest.mark.parametrize(
     ("exponent", "most", "n_free"),
-    [(0, 1, 0), (0, 2.5, 5), (0.5, 2.5, 3), (0.5, 6, 4), (0.5, 1000, 5), (1, 2.5, 2), (1, 6, 3), (1, 1000, 5)],
+    [
+        (0, 1, 0),
+        (0, 2.5, 5),
+        (0.5, 2.5, 3),
+        (0.5, 6, 4),
+        (0.5, 1000, 5),
+        (1, 2.5, 2),
+        (1, 6, 3),
+        (1, 1000, 5),
+    ],
 )
 def test_levels_are_read_by_the_formula_and_cells_of_one_level_differ_by_one(
     exponent: float, most: float, n_free: int
@@ -80,7 +101,9 @@ def test_levels_are_read_by_the_formula_and_cells_of_one_level_differ_by_one(
     np.testing.assert_allclose(read[free], share * read[free].sum() / share.sum(), atol=1)
 
 
-def test_a_curriculum_goes_from_one_exponent_to_another_and_resumes_in_it(manifest: Manifest) -> None:
+def test_a_curriculum_goes_from_one_exponent_to_another_and_resumes_in_it(
+    manifest: Manifest,
+) -> None:
     options = {"weight_exponent": 0.0, "weight_start_exponent": 1.0, "weight_warmup_steps": 34}
     stream, steps = stream_of(manifest, **options), 17
     seen = taken(stream, 3 * steps)
@@ -105,7 +128,8 @@ def test_copies_of_a_cell_are_spread_over_the_epoch(manifest: Manifest) -> None:
             places.setdefault(cell, []).append(step)
     gaps = [gap for steps in places.values() if len(steps) > 3 for gap in np.diff(sorted(steps))]
     assert len(gaps) > 50
-    assert np.mean(gaps) > 2  # of 17 steps with up to 6 copies; next to each other they would have gaps of 0
+    # of 17 steps with up to 6 copies; next to each other they would have gaps of 0
+    assert np.mean(gaps) > 2
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +138,9 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     kinds = np.random.default_rng(1).choice(["a", "b"], CELLS, p=[0.8, 0.2]).astype(object)
     kinds[np.random.default_rng(2).random(CELLS) < 0.8] = None
     kinds[[3, 4, 70, 200, 400, 532]] = "c"
-    return write_corpus(tmp_path_factory.mktemp("labelled"), CELLS, obs={"kind": pd.Categorical(kinds)})
+    return write_corpus(
+        tmp_path_factory.mktemp("labelled"), CELLS, obs={"kind": pd.Categorical(kinds)}
+    )
 
 
 def kinds_of(manifest: Manifest) -> np.ndarray:
@@ -123,11 +149,18 @@ def kinds_of(manifest: Manifest) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(labelled: Manifest, lanes: int) -> None:
+def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(
+    labelled: Manifest, lanes: int
+) -> None:
     kinds = kinds_of(labelled)
     sizes = Counter(kinds.tolist())
     assert sizes["<missing>"] > 400
-    for frac, most, share in ((1.0, 10.0, 0.0), (0.5, 10.0, 0.5), (0.25, 10.0, 0.75), (1.0, 2.0, 0.0)):
+    for frac, most, share in (
+        (1.0, 10.0, 0.0),
+        (0.5, 10.0, 0.5),
+        (0.25, 10.0, 0.75),
+        (1.0, 2.0, 0.0),
+    ):
         stream = stream_of(labelled, lanes=lanes, labelled_frac=frac, max_repeats=most)
         steps = stream.steps_per_epoch
         assert steps == -(-CELLS // 32)
@@ -137,18 +170,25 @@ def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(labelled: M
             assert found.total() == CELLS
             read = Counter(kinds[list(found.elements())].tolist())
             assert read["<missing>"] == pytest.approx(share * CELLS, abs=1)
-            mean = (CELLS - read["<missing>"]) / (CELLS - sizes["<missing>"])  # times that a labelled cell is read
+            # times that a labelled cell is read
+            mean = (CELLS - read["<missing>"]) / (CELLS - sizes["<missing>"])
             expected = min(read[kind] for kind in "abc")
             if most == 10:
-                assert max(read[kind] for kind in "abc") - expected <= 1, "labels are read equally often"
+                assert max(read[kind] for kind in "abc") - expected <= 1, (
+                    "labels are read equally often"
+                )
             else:
-                assert read["c"] == pytest.approx(2 * mean * sizes["c"], abs=1), "a rare label is capped"
+                assert read["c"] == pytest.approx(2 * mean * sizes["c"], abs=1), (
+                    "a rare label is capped"
+                )
             for kind in sizes:
                 times = [found[cell] for cell in np.flatnonzero(kinds == kind)]
                 assert max(times) - min(times) <= 1, (kind, epoch)
 
 
-def test_where_every_cell_has_a_label_or_none_has_every_cell_is_read(manifest: Manifest, labelled: Manifest) -> None:
+def test_where_every_cell_has_a_label_or_none_has_every_cell_is_read(
+    manifest: Manifest, labelled: Manifest
+) -> None:
     weighted, steps = stream_of(manifest), 17
     assert taken(stream_of(manifest, labelled_frac=0.5), steps) == taken(weighted, steps)
     options = StreamOptions.model_validate(WEIGHTED | {"labelled_frac": 1})
@@ -203,12 +243,16 @@ def test_weights_are_part_of_the_order_and_of_the_data(manifest: Manifest) -> No
     with pytest.raises(DataError, match="expected shards of fingerprint"):
         stream.load_state_dict(state)
     for name in ("max_repeats", "labelled_frac", "weight_start_exponent"):
-        with pytest.raises(ConfigError, match=rf"stream\.{name} is \S+, but 0\.25 in the checkpoint"):
+        with pytest.raises(
+            ConfigError, match=rf"stream\.{name} is \S+, but 0\.25 in the checkpoint"
+        ):
             stream.load_state_dict(stream.state_dict() | {name: 0.25})
     for each in (stream, plain):
         each.close()
 
 
 def test_a_column_that_is_not_there_is_named_with_its_option(manifest: Manifest) -> None:
-    with pytest.raises(DataError, match=r"no obs column 'kidn' \(stream\.weight_by\); did you mean 'kind'"):
+    with pytest.raises(
+        DataError, match=r"no obs column 'kidn' \(stream\.weight_by\); did you mean 'kind'"
+    ):
         stream_of(manifest, weight_by="kidn")

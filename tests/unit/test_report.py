@@ -29,7 +29,14 @@ from cellmill.runs.verdict import Outcome, Verdict, compare, sentence
 from cellmill.stages import report
 
 OPTIONS = ReportOptions.model_validate({"report": {}})
-TOTALS = ("gpu_hours", "cpu_core_hours", "elapsed_s", "queue_wait_s", "training_efficiency_frac", "cpu_efficiency_frac")
+TOTALS = (
+    "gpu_hours",
+    "cpu_core_hours",
+    "elapsed_s",
+    "queue_wait_s",
+    "training_efficiency_frac",
+    "cpu_efficiency_frac",
+)
 
 
 @contextmanager
@@ -46,7 +53,9 @@ def page(tmp_path: Path) -> str:
     out = tmp_path / "report" / "index.html"
     runs = [make_run(tmp_path / "runs" / "first"), make_run(tmp_path / "runs" / EVIL)]
     options = ReportOptions.model_validate({"report": {"title": f"Cells {EVIL}"}})
-    report.report(options=options, runs=runs, corpora=[make_corpus(tmp_path / "corpora" / "pbmc")], out=out)
+    report.report(
+        options=options, runs=runs, corpora=[make_corpus(tmp_path / "corpora" / "pbmc")], out=out
+    )
     return out.read_text(encoding="utf-8")
 
 
@@ -67,7 +76,9 @@ def rendered(*runs: Path) -> str:
     return render("r", [*map(read_run, runs)], [])
 
 
-def test_the_bundle_of_scripts_is_kept_for_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bundle_of_scripts_is_kept_for_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle, read = figures.scripts()[0], figures.scripts.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read()[0] == bundle
@@ -82,7 +93,9 @@ def test_the_bundle_of_scripts_is_kept_for_the_user(tmp_path: Path, monkeypatch:
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own, scripts = without_scripts(page), figures.scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    digests = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts
+    ]
     policy = f"default-src 'none'; script-src 'sha256-{digests[0]}' 'sha256-{digests[1]}';"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}' in unescape(own)
     targets = re.findall(r'\b(?:src|href)="([^"]*)"', own)
@@ -92,7 +105,11 @@ def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
 
 def test_user_text_is_escaped(page: str) -> None:
     own = without_scripts(page)
-    assert re.findall(r"<script[^>]*>", own) == ['<script type="application/json" id="charts">', "<script>", "<script>"]
+    assert re.findall(r"<script[^>]*>", own) == [
+        '<script type="application/json" id="charts">',
+        "<script>",
+        "<script>",
+    ]
     assert "<b>few" not in own
     assert own.count("&lt;script&gt;alert(1)") > 5
     [inside] = re.findall(r'id="charts">(.*?)</script>', own, re.DOTALL)
@@ -112,7 +129,9 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "3 cells, 1 of them held out", "UMAP by batch", "confusion of embedding + kNN",
     ):  # fmt: skip
         assert wanted in text, wanted
-    assert not re.search("accuracy folds|not converged", text), "lists, and counts that are 0 in all rows"
+    assert not re.search("accuracy folds|not converged", text), (
+        "lists, and counts that are 0 in all rows"
+    )
 
 
 def test_rows_are_marked_features_stand_by_classifier_and_each_comparison_is_a_bar_of_the_tasks_scale(
@@ -140,14 +159,22 @@ def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None
 
 def test_the_page_says_which_files_are_missing(tmp_path: Path) -> None:
     text = text_of(render("r", [read_run(tmp_path)], [read_corpus(tmp_path)]))
-    for wanted in ("not trained", "not evaluated", "nothing was logged yet", "not sharded", "No QC reports"):
+    for wanted in (
+        "not trained",
+        "not evaluated",
+        "nothing was logged yet",
+        "not sharded",
+        "No QC reports",
+    ):
         assert wanted in text, wanted
 
 
 def test_missing_folders_and_doubled_names_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone: expected the folder of a run, found none$"):
         read_run(tmp_path / "gone")
-    with pytest.raises(DataError, match=r"^two runs are called 'run'; rename one of their folders$"):
+    with pytest.raises(
+        DataError, match=r"^two runs are called 'run'; rename one of their folders$"
+    ):
         rendered(*[make_run(tmp_path / "run")] * 2)
 
 
@@ -157,13 +184,18 @@ def test_missing_folders_and_doubled_names_are_named(tmp_path: Path) -> None:
         ("plan.json", {"memory": 3}),
         ("train/cost.json", {"totals": None}),
         ("train/metrics.jsonl", '{"step": 1, "loss": "x", "peak_allocated_gb": 3}\n'),
-        ("evaluate/metrics.json", {"datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}}),
+        (
+            "evaluate/metrics.json",
+            {"datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}},
+        ),
         ("evaluate/metrics.json", [1]),
         ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\tc\tnan\t1\t1\n"),
         ("evaluate/umap.tsv", b"\xff\x00"),
     ],
 )
-def test_a_file_of_other_content_is_named_in_one_line(tmp_path: Path, file: str, content: Any) -> None:
+def test_a_file_of_other_content_is_named_in_one_line(
+    tmp_path: Path, file: str, content: Any
+) -> None:
     folder, out = make_run(tmp_path / "run"), tmp_path / "index.html"
     if isinstance(content, bytes):
         (folder / file).write_bytes(content)
@@ -189,21 +221,30 @@ def test_the_box_of_comparisons_warns_only_where_a_model_is_behind(
         datasets["pbmc"]["tasks"]["probe"] |= shown
     page = rendered(run)
     assert (box or "<main>") in page
-    assert (f"<li>pbmc: {LOSS}</li>" in page, "Where models are behind" in page) == (box is not None,) * 2
+    assert (f"<li>pbmc: {LOSS}</li>" in page, "Where models are behind" in page) == (
+        box is not None,
+    ) * 2
 
 
 def test_a_gap_without_a_scale_is_in_the_table_and_in_the_first_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     words = "no scale: all (0.410) is not clearly better than majority (0.400)"
     with changed_metrics(run) as datasets:
-        datasets["pbmc"]["tasks"]["probe"]["gaps"] = [{"column": "accuracy", "words": words, "model": None}]
+        datasets["pbmc"]["tasks"]["probe"]["gaps"] = [
+            {"column": "accuracy", "words": words, "model": None}
+        ]
     text = text_of(rendered(run))
     assert f"probe: accuracy {words}." in text
     assert f"(embedding + logistic regression); {words}." in text
 
 
 def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() -> None:
-    accuracies = {"embedding + kNN": 0.9, "embedding + logistic regression": 0.8, "PCA + kNN": 0.7, "genes + kNN": 0.6}
+    accuracies = {
+        "embedding + kNN": 0.9,
+        "embedding + logistic regression": 0.8,
+        "PCA + kNN": 0.7,
+        "genes + kNN": 0.6,
+    }
     columns = ["whole", "half, matched", "half, shifted", "tenth"]
     rows: list[dict[str, Any]] = [
         {"name": name, "kind": "model" if name.startswith("embedding") else "baseline"}
@@ -211,7 +252,13 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
         | {f"{column}_sd": 0.0123 for column in columns}
         for name, value in accuracies.items()
     ]
-    result = {"rows": rows, "metric": "half, shifted", "verdicts": [], "sentences": ["own is level."], "skipped": None}
+    result = {
+        "rows": rows,
+        "metric": "half, shifted",
+        "verdicts": [],
+        "sentences": ["own is level."],
+        "skipped": None,
+    }
     shown = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}}
     evaluation = {"datasets": {"d": shown | {"tasks": {"toy": result | {"figures": {}}}}}}
     run = ReportedRun("run", None, None, None, None, evaluation)
@@ -224,8 +271,17 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
 
 
 def test_a_figure_is_a_picture_in_the_colours_of_the_page_and_its_numbers(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}, {"step": 2, "val_loss": 1}]
-    series = {EVIL: {"training": figures.points(lines, "loss"), "validation": figures.points(lines, "val_loss")}}
+    lines = [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": float("nan")},
+        {"step": 2, "val_loss": 1},
+    ]
+    series = {
+        EVIL: {
+            "training": figures.points(lines, "loss"),
+            "validation": figures.points(lines, "val_loss"),
+        }
+    }
     drawings = figures.Drawings()
     shown = drawings.draw(figures.losses("Loss, =1+1", series))
     assert shown.startswith("<figure")
@@ -269,11 +325,16 @@ def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
     ]
 
 
-def of_task(metric: str, rows: dict[str, float], verdicts: list[Verdict], lines: list[tuple[Any, ...]] = []) -> Any:  # noqa: B006
+def of_task(
+    metric: str, rows: dict[str, float], verdicts: list[Verdict], lines: list[tuple[Any, ...]] = []
+) -> Any:  # noqa: B006
     """Result of a task whose rows are of `kind_of` their names; `lines` are those of `differences`."""
     keys = ("column", "compared", "against", "mean", "low", "high")
     return {
-        "rows": [{"name": name, "kind": kind_of(name), f"{metric}_mean": value} for name, value in rows.items()],
+        "rows": [
+            {"name": name, "kind": kind_of(name), f"{metric}_mean": value}
+            for name, value in rows.items()
+        ],
         "metric": metric,
         "verdicts": [*map(asdict, verdicts)],
         "sentences": [*map(sentence, verdicts)],
@@ -284,7 +345,14 @@ def of_task(metric: str, rows: dict[str, float], verdicts: list[Verdict], lines:
 
 
 def of_tasks(name: str, **tasks: Any) -> ReportedRun:
-    dataset = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}, "tasks": tasks}
+    dataset = {
+        "n_scored": 9,
+        "n_cells": 9,
+        "cells": "all",
+        "n_without_genes": 0,
+        "roles": {},
+        "tasks": tasks,
+    }
     return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
 
 
@@ -298,12 +366,17 @@ def test_the_standing_names_the_best_run_and_its_difference_from_the_best_baseli
             compare(OWN, GENES, "f", value - 0.7, (low + 0.1, high + 0.1)),
         ]
         result = of_task("f", {OWN: value, GENES: 0.7, UNSCALED: 0.8}, found)
-        return of_tasks(name, probe=result, low_depth=result)  # the same comparison, made twice, counts once
+        # the same comparison, made twice, counts once
+        return of_tasks(name, probe=result, low_depth=result)
 
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
     found = standings(runs)
     assert [one.best for one in found] == [False, True, False]
-    assert [one.difference and one.difference["outcome"] for one in found] == ["behind", "ahead", "level"]
+    assert [one.difference and one.difference["outcome"] for one in found] == [
+        "behind",
+        "ahead",
+        "level",
+    ]
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
     assert found[0].baseline == (UNSCALED, 0.8, 0.0, "baseline")
     assert (
@@ -317,14 +390,21 @@ def test_the_standing_names_the_best_run_and_its_difference_from_the_best_baseli
 
 
 def test_the_first_sentences_name_the_tasks_where_a_run_is_ahead_and_behind() -> None:
-    hidden = [compare(OWN, GENES, f"{one} by gene", size, (0.01, 0.2)) for one, size in (("r", 0.06), ("rho", 0.08))]
+    hidden = [
+        compare(OWN, GENES, f"{one} by gene", size, (0.01, 0.2))
+        for one, size in (("r", 0.06), ("rho", 0.08))
+    ]
     run = of_tasks(
         "a",
         probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [compare(OWN, GENES, "f", 0.0, (-0.1, 0.1))]),
-        few_shot=of_task("5", {OWN: 0.6, GENES: 0.7}, [compare(OWN, GENES, "f, 5", -0.1, (-0.2, -0.04))]),
+        few_shot=of_task(
+            "5", {OWN: 0.6, GENES: 0.7}, [compare(OWN, GENES, "f, 5", -0.1, (-0.2, -0.04))]
+        ),
         imputation=of_task("r by gene", {OWN: 0.3, GENES: 0.2}, hidden),
         # against nothing but the mean profile
-        reconstruct=of_task("f", {}, [compare("prediction", "mean profile", "nats", -0.2, None, True)]),
+        reconstruct=of_task(
+            "f", {}, [compare("prediction", "mean profile", "nats", -0.2, None, True)]
+        ),
     )
     assert (
         "In 4 comparisons with the best baseline of a metric, it is ahead in 2 (imputation: rho by gene (+0.080) and 1 "
@@ -345,7 +425,9 @@ def test_a_run_is_ahead_of_the_best_other_baseline_where_its_untrained_network_i
     lines = [("f", OWN, untrained, 0.9 - 0.85, 0.03, 0.07), ("g", OWN, UNSCALED, -0.5, -0.6, -0.4)]
     if low is not None:
         lines += [("f", OWN, GENES, 0.2, 0.1, 0.3), ("f", OWN, UNSCALED, 0.1, low, 0.2)]
-    result = of_task("f", rows, [compare(OWN, untrained, "accuracy", 0.9 - 0.85, (0.03, 0.07))], lines)
+    result = of_task(
+        "f", rows, [compare(OWN, untrained, "accuracy", 0.9 - 0.85, (0.03, 0.07))], lines
+    )
     [found] = standings([of_tasks("a", probe=result)])
     assert found.baseline is not None
     assert found.baseline.name.startswith(against)
@@ -370,20 +452,34 @@ def test_runs_that_are_level_share_the_first_sentence_and_the_advice(tmp_path: P
     folders = [make_run(tmp_path / name) for name in ("first", "second")]
     for folder in folders:
         totals = dict.fromkeys([*TOTALS, "max_memory_gb"])
-        cost = {"source": "own files", "jobs": [], "totals": totals, "unknown": {"max_memory_gb": "nobody knows"}}
+        cost = {
+            "source": "own files",
+            "jobs": [],
+            "totals": totals,
+            "unknown": {"max_memory_gb": "nobody knows"},
+        }
         write(folder / "train/cost.json", cost)
     text = text_of(rendered(*folders))
     assert (
         "first and second are tied for best on pbmc over the task that all have (probe): first has probe accuracy 0.800"
     ) in text
-    assert "Next for first, second: set train.steps: auto, 1,600 in place of 200: at 32 cells a step it added" in text
+    assert (
+        "Next for first, second: set train.steps: auto, 1,600 in place of 200: at 32 cells a step it added"
+        in text
+    )
     assert "first, second: max memory gb, nobody knows." in text
 
 
 def test_each_objective_has_a_figure_of_its_losses_with_its_runs_in_the_legend() -> None:
     lines = [{"step": 1, "loss": 2.0}]
-    options = [{"objective": {"name": name}} for name in ("cell_decoding", "classification", "cell_decoding")]
-    runs = [ReportedRun(name, None, None, {"options": of}, None, None, lines=lines) for name, of in zip("abc", options)]
+    options = [
+        {"objective": {"name": name}}
+        for name in ("cell_decoding", "classification", "cell_decoding")
+    ]
+    runs = [
+        ReportedRun(name, None, None, {"options": of}, None, None, lines=lines)
+        for name, of in zip("abc", options)
+    ]
     first, second = training_figures(runs)
     assert (first.title, second.title) == ("Loss: cell decoding", "Loss: classification")
     assert first.spec["encoding"]["color"]["legend"] == {"values": ["a", "c"]}
@@ -397,18 +493,31 @@ def test_each_objective_has_a_figure_of_its_losses_with_its_runs_in_the_legend()
 def test_ten_runs_with_long_curves_and_a_umap_each_are_less_than_4_mb(tmp_path: Path) -> None:
     numbers = np.random.Generator(np.random.Philox(key=1)).normal(size=(1000, 8))
     keys = ("loss", "grad_norm", "lr", "cells_per_s", "data_wait_frac", "depth_r2", "batch_r2")
-    lines = [{"step": step} | dict(zip(keys, map(abs, row))) for step, row in enumerate(numbers[:200].tolist())]
-    umap = [f"pbmc\tc{i}\t{i % 7}\t{row[0]:.4f}\t{row[1]:.4f}\t{i % 2}\t1" for i, row in enumerate(numbers)]
+    lines = [
+        {"step": step} | dict(zip(keys, map(abs, row)))
+        for step, row in enumerate(numbers[:200].tolist())
+    ]
+    umap = [
+        f"pbmc\tc{i}\t{i % 7}\t{row[0]:.4f}\t{row[1]:.4f}\t{i % 2}\t1"
+        for i, row in enumerate(numbers)
+    ]
     for number in range(10):
         folder = make_run(tmp_path / f"run{number}")
         write(folder / "train/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\tbatch\n" + "\n".join(umap))
+        write(
+            folder / "evaluate/umap.tsv",
+            "dataset\tobs_name\tlabel\tx\ty\theldout\tbatch\n" + "\n".join(umap),
+        )
     page = rendered(*sorted(tmp_path.iterdir()))
     assert len(page.encode()) < 4e6
 
 
 def test_the_static_picture_of_a_umap_has_every_pixel_in_fewer_bytes() -> None:
-    spec = {"data": {"values": [{"x": 1}]}, "mark": "point", "encoding": {"x": {"field": "x", "type": "quantitative"}}}
+    spec = {
+        "data": {"values": [{"x": 1}]},
+        "mark": "point",
+        "encoding": {"x": {"field": "x", "type": "quantitative"}},
+    }
     png = vl_convert.vegalite_to_png(spec)
     smaller = figures.compressed(png)
     assert len(smaller) < len(png)
@@ -434,10 +543,18 @@ def chunks(png: bytes) -> tuple[list[bytes], bytes]:
 
 def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_process() -> None:
     plan = {"memory": {"total_bytes": 46_000_000}}
-    on_cpu = ReportedRun("r", plan, None, None, None, None, lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}])
+    on_cpu = ReportedRun(
+        "r", plan, None, None, None, None, lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}]
+    )
     line = {"step": 1, "peak_allocated_gb": [0.0512, 0.05], "peak_resident_gb": [2.1, 2.0]}
-    tensors, process = "largest memory of tensors of a rank, GB", "largest memory of a process with its libraries, GB"
-    for run, measured, rank in ((on_cpu, None, 1), (replace(on_cpu, lines=[line, {"step": 2}]), 0.051, 0)):
+    tensors, process = (
+        "largest memory of tensors of a rank, GB",
+        "largest memory of a process with its libraries, GB",
+    )
+    for run, measured, rank in (
+        (on_cpu, None, 1),
+        (replace(on_cpu, lines=[line, {"step": 2}]), 0.051, 0),
+    ):
         rows = {name: (planned, seen) for name, planned, seen in planned_and_measured(run)}
         assert rows[tensors] == (0.046, measured)
         assert rows[process] == (None, 2.1)
@@ -451,7 +568,10 @@ def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:
     trained = "results/runs/first/train"
     moved = f"mv {trained} {trained}.old && snakemake --profile PROFILE {trained}/status.json"
     assert f"train/status.json {moved}" in text
-    assert "shards/manifest.json snakemake --profile PROFILE --force results/corpora/pbmc/shards/manifest.json" in text
+    assert (
+        "shards/manifest.json snakemake --profile PROFILE --force results/corpora/pbmc/shards/manifest.json"
+        in text
+    )
     assert f"--force 'results/runs/{EVIL}/plan.json'" in text, "what a shell would read is quoted"
     assert "embeddings/" not in text, "a file that is not there"
 
@@ -460,5 +580,7 @@ def test_damage_below_what_reading_checks_is_one_line_too(tmp_path: Path) -> Non
     folder = make_run(tmp_path / "run")
     with changed_metrics(folder) as datasets:
         datasets["pbmc"]["tasks"]["probe"]["differences"] = [{"interval": "none"}]
-    with pytest.raises(DataError, match=rf"^a file in {folder} is damaged .*; make the runs' files again$"):
+    with pytest.raises(
+        DataError, match=rf"^a file in {folder} is damaged .*; make the runs' files again$"
+    ):
         report.report(options=OPTIONS, runs=[folder], corpora=[], out=tmp_path / "index.html")

@@ -1,4 +1,6 @@
-"""The report in headless Chromium: every figure is drawn, nothing is an error, sorting, search and theme work."""
+"""The report in headless Chromium: every figure is drawn, nothing is an error, sorting, search and
+theme work.
+"""
 
 import json
 import shutil
@@ -20,7 +22,8 @@ from tests.distributed.command import wait_for
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
-        not (shutil.which("chromedriver") and shutil.which("chromium")), reason="no chromium with chromedriver"
+        not (shutil.which("chromedriver") and shutil.which("chromium")),
+        reason="no chromium with chromedriver",
     ),
 ]
 FLAGS = (
@@ -36,13 +39,19 @@ class Browser:
         self._url = f"http://127.0.0.1:{port}"
         flags = [f"--{flag}" for flag in FLAGS] + [f"--user-data-dir={profile}"]
         options = {"args": flags, "binary": shutil.which("chromium")}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
         made = self._post("/session", {"capabilities": {"alwaysMatch": wanted}})
         self._url += f"/session/{made['sessionId']}"
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self._url + path, data, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)["value"]
 
@@ -55,11 +64,17 @@ class Browser:
 
     def close(self) -> None:
         """End Chromium, which would outlive chromedriver."""
-        urllib.request.urlopen(urllib.request.Request(self._url, method="DELETE"), timeout=60).close()
+        urllib.request.urlopen(
+            urllib.request.Request(self._url, method="DELETE"), timeout=60
+        ).close()
 
     def errors(self) -> list[str]:
         """What the console said since the last call, at level SEVERE."""
-        return [e["message"] for e in self._post("/se/log", {"type": "browser"}) if e["level"] == "SEVERE"]
+        return [
+            e["message"]
+            for e in self._post("/se/log", {"type": "browser"})
+            if e["level"] == "SEVERE"
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +106,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
-    report.report(options=options, runs=runs, corpora=[make_corpus(folder / "pbmc")], out=folder / "index.html")
+    report.report(
+        options=options,
+        runs=runs,
+        corpora=[make_corpus(folder / "pbmc")],
+        out=folder / "index.html",
+    )
     return folder / "index.html"
 
 
@@ -111,7 +131,9 @@ def test_every_figure_is_drawn_without_an_error_and_nothing_scrolls_sideways(
     assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
     cut = "return [...document.querySelectorAll('.wide')].filter((t) => t.scrollWidth > t.clientWidth).length"
     assert width < 1280 or browser.run(cut) == 0
-    sections = browser.run("return [...document.querySelectorAll('main > section')].map((s) => s.id)")
+    sections = browser.run(
+        "return [...document.querySelectorAll('main > section')].map((s) => s.id)"
+    )
     assert sections == ["overview", "training", "data", "evaluation", "cost", "provenance"]
 
 
@@ -121,16 +143,26 @@ def test_tables_sort_search_finds_rows_and_the_theme_changes(browser: Browser, p
     column = "[...t.tBodies[0].rows].map((r) => parseFloat(r.cells[1].textContent))"
     before = browser.run(f"{find} return {column}")
     assert before != sorted(before)
-    down = browser.run(f"{find} t.tHead.rows[0].cells[1].querySelector('button').click(); return {column}")
-    up = browser.run(f"{find} t.tHead.rows[0].cells[1].querySelector('button').click(); return {column}")
+    down = browser.run(
+        f"{find} t.tHead.rows[0].cells[1].querySelector('button').click(); return {column}"
+    )
+    up = browser.run(
+        f"{find} t.tHead.rows[0].cells[1].querySelector('button').click(); return {column}"
+    )
     assert (down, up) == (sorted(before, reverse=True), sorted(before))
-    assert browser.run(f"{find} return t.tHead.rows[0].cells[1].getAttribute('aria-sort')") == "ascending"
+    assert (
+        browser.run(f"{find} return t.tHead.rows[0].cells[1].getAttribute('aria-sort')")
+        == "ascending"
+    )
     rows = "[...document.querySelectorAll('#overview tbody tr')].filter((r) => !r.hidden).map((r) => r.innerText)"
     type_in = "const s = document.getElementById('search'); s.value = 'second'; s.dispatchEvent(new Event('input'));"
     found = browser.run(f"{type_in} return {rows}")
     assert found
     assert all("second" in name for name in found)
     colour = "return getComputedStyle(document.body).backgroundColor"
-    first, second = browser.run(colour), browser.run(f"document.getElementById('theme').click(); {colour}")
+    first, second = (
+        browser.run(colour),
+        browser.run(f"document.getElementById('theme').click(); {colour}"),
+    )
     assert first != second
     assert browser.errors() == []

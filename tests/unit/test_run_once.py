@@ -25,8 +25,15 @@ class Once(Scripted):
     """The same commands for `run_once`."""
 
     def run_once(self, *after: Answer, wait_s: float = 60.0, **answers: list[Answer]) -> End:
-        """Run a job with these answers of squeue, the last for all that follow, after its submission."""
-        self.answers(**({"squeue": [NONE, NONE, *after], "sbatch": [submitted()], "scancel": [NONE]} | answers))
+        """Run a job with these answers of squeue, the last for all that follow, after its
+        submission.
+        """
+        self.answers(
+            **(
+                {"squeue": [NONE, NONE, *after], "sbatch": [submitted()], "scancel": [NONE]}
+                | answers
+            )
+        )
         with open(self.fake / "held", "w") as lock:
             job = lambda path: Job("no.module", [str(path)], 1, 1)  # noqa: E731
             return run_once(job, self.machine, self.train, lock.fileno(), wait_s)
@@ -45,7 +52,9 @@ class Once(Scripted):
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Once:
+def slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Once:
     once = Once(tmp_path, monkeypatch, capsys)
     once.hook("scancel", NOTE)
     once.hook("squeue", SHOW)
@@ -53,7 +62,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_a_job_is_followed_to_its_end(slurm: Once) -> None:
-    running, ended = ([0, answer[1].replace("node1", "n[1-2]"), ""] for answer in (RUNS, listed("COMPLETED")))
+    running, ended = (
+        [0, answer[1].replace("node1", "n[1-2]"), ""] for answer in (RUNS, listed("COMPLETED"))
+    )
     end = slurm.run_once(WAITS, running, ended)
     assert (end.state, end.job_id, end.nodes, end.error) == ("COMPLETED", "7", "n[1-2]", None)
     assert end.queued_s > 0
@@ -70,7 +81,10 @@ def test_a_job_is_followed_to_its_end(slurm: Once) -> None:
 def test_a_job_that_waits_too_long_is_cancelled(slurm: Once) -> None:
     with pytest.raises(StillQueued) as error:
         slurm.run_once(WAITS, wait_s=0.6)
-    assert str(error.value) == "job 7 was still PENDING (Resources) after 0.01 min in the queue and was cancelled"
+    assert (
+        str(error.value)
+        == "job 7 was still PENDING (Resources) after 0.01 min in the queue and was cancelled"
+    )
     assert (slurm.cancelled, slurm.recorded) == (["7"], "CANCELLED")
 
 
@@ -83,7 +97,9 @@ def test_a_job_that_waits_too_long_is_cancelled(slurm: Once) -> None:
          ("n2", "Communication connection failure")),
     ],
 )  # fmt: skip
-def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(slurm: Once, line: str, lost: tuple[str, str]) -> None:
+def test_a_job_whose_task_cannot_be_launched_is_not_waited_for(
+    slurm: Once, line: str, lost: tuple[str, str]
+) -> None:
     leaving(slurm, "7_0_log.out", f"loading\n{line}\nsubmitit\n")
     end = slurm.run_once(RUNS)
     assert (end.state, end.lost) == ("LAUNCH_FAILED", lost)
@@ -108,11 +124,16 @@ def test_a_job_left_by_a_killed_process_is_cancelled_first(slurm: Once) -> None:
     later = listed("PENDING", "Resources", job=8)
     with pytest.raises(StillQueued):
         slurm.run_once(wait_s=0.1, squeue=[WAITS, WAITS, NONE, later], sbatch=[submitted(8)])
-    assert slurm.capsys.readouterr().out.splitlines()[0] == "cancelling job 7, left by an earlier process"
+    assert (
+        slurm.capsys.readouterr().out.splitlines()[0]
+        == "cancelling job 7, left by an earlier process"
+    )
     assert slurm.cancelled == ["7", "8"]
 
 
-def test_a_queue_without_a_usable_answer_is_given_up(slurm: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_without_a_usable_answer_is_given_up(
+    slurm: Once, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "ONCE_PATIENCE_S", 1)
     with pytest.raises(UserError) as error:
         slurm.run_once(WAITS, [0, "Hello\n", ""])
@@ -121,7 +142,9 @@ def test_a_queue_without_a_usable_answer_is_given_up(slurm: Once, monkeypatch: p
         "follow it again, or end it with `scancel 7`"
     )
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"^no usable answer from squeue within 1 s \(squeue: .*not on PATH\)$"):
+    with pytest.raises(
+        UserError, match=r"^no usable answer from squeue within 1 s \(squeue: .*not on PATH\)$"
+    ):
         slurm.run_once()
 
 
@@ -138,5 +161,7 @@ with open({str(tmp_path / "lock")!r}, "w") as lock:
 print(end.state, end.path.name, end.job_id == end.nodes == "")
 """
     for name, said in (("this", "COMPLETED 001 True"), ("no_such_module", "FAILED 002 True")):
-        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            [sys.executable, "-c", code, name], capture_output=True, text=True, timeout=500
+        )
         assert done.stdout.splitlines()[-1] == said, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""Accuracy of predicted labels is that of cells which neither the model nor one before it was trained on."""
+"""Accuracy of predicted labels is that of cells which neither the model nor one before it was
+trained on.
+"""
 
 import json
 import shutil
@@ -38,7 +40,9 @@ def make_run(folder: Path, corpus: dict[str, Path], **record: Any) -> Path:
 def cells(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Path:
     """The simulated cells with a label for all but a few."""
     adata = ad.read_h5ad(simulated)
-    kinds = np.random.default_rng(0).choice([*LABELS, "other", None], adata.n_obs, p=[0.5, 0.3, 0.1, 0.1])
+    kinds = np.random.default_rng(0).choice(
+        [*LABELS, "other", None], adata.n_obs, p=[0.5, 0.3, 0.1, 0.1]
+    )
     adata.obs["kind"] = pd.Categorical(kinds)
     path = tmp_path_factory.mktemp("labelled") / "labelled.h5ad"
     adata.write_h5ad(path)
@@ -53,7 +57,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> dict[str, P
 def names_of(corpus: dict[str, Path], *splits: str) -> set[str]:
     """Names of the cells of these splits, read from the shards as any program reads them."""
     manifest = Manifest.read(corpus["manifest"])
-    paths = [manifest.shard_path(shard) for split in splits for shard in manifest.splits[split].shards]
+    paths = [
+        manifest.shard_path(shard) for split in splits for shard in manifest.splits[split].shards
+    ]
     return {name.partition(":")[2] for path in paths for name in ad.read_h5ad(path).obs_names}
 
 
@@ -69,7 +75,8 @@ def test_the_accuracy_is_that_of_cells_never_trained_on(
     model = make_run(tmp_path / "run", corpus)
     renamed = ad.read_h5ad(cells)
     unseen = renamed.obs_names.isin(names_of(corpus, "test"))
-    renamed.obs_names = [f"other {i}" for i in range(renamed.n_obs)]  # cells are known by their counts
+    # cells are known by their counts
+    renamed.obs_names = [f"other {i}" for i in range(renamed.n_obs)]
     renamed.write_h5ad(tmp_path / "renamed.h5ad")
     found = run_predict(model, tmp_path / "renamed.h5ad", tmp_path / "out.h5ad")
 
@@ -143,7 +150,9 @@ def test_cells_of_the_model_before_it_are_seen_too(tmp_path: Path, cells: Path) 
     first = make_run(tmp_path / "runs" / "first", corpora["first"])
     second = make_run(tmp_path / "runs" / "second", corpora["second"], init_from=str(first))
     found = run_predict(second, cells, tmp_path / "out.h5ad")
-    trained = names_of(corpora["first"], "train", "val") | names_of(corpora["second"], "train", "val")
+    trained = names_of(corpora["first"], "train", "val") | names_of(
+        corpora["second"], "train", "val"
+    )
     assert set(found.obs_names[found.obs["cellmill_seen_in_training"]]) == trained
 
 
@@ -169,7 +178,11 @@ def test_predictions_in_python_show_what_the_command_says(
 ) -> None:
     folder = make_run(tmp_path / "run", corpus)
     written = run_predict(folder, cells, tmp_path / "out.h5ad", 0.6)
-    said = [line.removeprefix("labelled: ") for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
+    said = [
+        line.removeprefix("labelled: ")
+        for line in capsys.readouterr().out.splitlines()
+        if "accuracy" in line
+    ]
     model = cellmill.load(folder)
     predicted = model.predict(ad.read_h5ad(cells), min_probability=0.6)
     counts = written.obs["cellmill_label"].value_counts()
@@ -188,7 +201,9 @@ def test_predictions_in_python_show_what_the_command_says(
     ]
 
 
-def test_a_rejected_cell_has_no_label_and_a_flag(tmp_path: Path, simulated: Path, corpus: dict[str, Path]) -> None:
+def test_a_rejected_cell_has_no_label_and_a_flag(
+    tmp_path: Path, simulated: Path, corpus: dict[str, Path]
+) -> None:
     """Also of a model with a class of that name: one text would stand for both."""
     model = export_classifier(tmp_path / "model", corpus["vocabulary"], "kind", ["unknown", "b"])
     found = run_predict(model, simulated, tmp_path / "out.h5ad", 0.6)

@@ -1,4 +1,6 @@
-"""Protein sequences: a FASTA file to shards and embeddings, with residues in their order all the way."""
+"""Protein sequences: a FASTA file to shards and embeddings, with residues in their order all the
+way.
+"""
 
 import gzip
 from pathlib import Path
@@ -61,16 +63,27 @@ def fasta(tmp_path: Path) -> Path:
     return path
 
 
-def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path, tmp_path: Path) -> None:
+def test_records_are_read_in_order_with_the_fields_of_their_headers(
+    fasta: Path, tmp_path: Path
+) -> None:
     with open_dataset(fasta) as reader:
         assert decoded(reader.rows(2)) == [UBIQUITIN, INSULIN_A, UBIQUITIN, "", INSULIN_B, "MXU"]
         obs = reader.obs
-    assert list(obs.index) == ["sp|P0CG47|UBB_HUMAN", "insulin_a", "again", "empty", "insulin_b", "short"]
+    assert list(obs.index) == [
+        "sp|P0CG47|UBB_HUMAN",
+        "insulin_a",
+        "again",
+        "empty",
+        "insulin_b",
+        "short",
+    ]
     assert list(obs["OS"].dropna()) == ["Homo sapiens", "Mus musculus"]
     assert list(obs["chain"].dropna()) == ["A", "B"]
     assert obs["description"].iloc[0] == "Polyubiquitin-B"
     # a name ends at a tab, and `_index` is reserved in .h5ad
-    (tmp_path / "tabs.fa").write_text(">a\tOS=Homo sapiens\tchain=A\nMKV\n>b _index=3 chain=B\nMKL\n")
+    (tmp_path / "tabs.fa").write_text(
+        ">a\tOS=Homo sapiens\tchain=A\nMKV\n>b _index=3 chain=B\nMKL\n"
+    )
     with open_dataset(tmp_path / "tabs.fa") as reader:
         obs = reader.obs
     assert (list(obs.index), list(obs["chain"])) == (["a", "b"], ["A", "B"])
@@ -81,16 +94,27 @@ def test_records_are_read_in_order_with_the_fields_of_their_headers(fasta: Path,
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b">a\nMKV-L\n", "record 'a': expected a residue (ABCDEFGHIKLMNOPQRSTUVWXYZ) at 4, got '-'; remove gaps, and"),
+        (
+            b">a\nMKV-L\n",
+            "record 'a': expected a residue (ABCDEFGHIKLMNOPQRSTUVWXYZ) at 4, got '-'; remove gaps, and",
+        ),
         (b"MKV\n>a\n", "not a FASTA file: expected a line that begins with '>', got b'MKV'"),
         (b">a\nM\n>a\nK\n", "record names are not unique: 'a' occurs 2 times; rename one of them"),
         (b"\n", "empty: no record"),
-        (b">a\n" + b"ACGT" * 26, "has no other letter than A, C, G, T, U and N; expected proteins: translate it"),
-        (b">a\rMKV\r>b\rMKL\r", "expected lines that end with \\n or \\r\\n, got \\r alone; convert it"),
+        (
+            b">a\n" + b"ACGT" * 26,
+            "has no other letter than A, C, G, T, U and N; expected proteins: translate it",
+        ),
+        (
+            b">a\rMKV\r>b\rMKL\r",
+            "expected lines that end with \\n or \\r\\n, got \\r alone; convert it",
+        ),
         (gzip.compress(FASTA.encode(), mtime=0)[:-20], "damaged: Compressed file ended before"),
     ],
 )
-def test_a_file_that_is_no_fasta_of_proteins_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_fasta_of_proteins_is_named(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / ("bad.fa.gz" if content.startswith(b"\x1f\x8b") else "bad.fa")
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -99,9 +123,13 @@ def test_a_file_that_is_no_fasta_of_proteins_is_named(content: bytes, message: s
 
 
 def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path: Path) -> None:
-    options = PreprocessOptions.model_validate({"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}})
+    options = PreprocessOptions.model_validate(
+        {"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}}
+    )
     proteins, report = tmp_path / "proteins.h5ad", tmp_path / "qc.json"
-    preprocess.preprocess(options=options, input=fasta, counts="X", dataset="few", out=proteins, report=report)
+    preprocess.preprocess(
+        options=options, input=fasta, counts="X", dataset="few", out=proteins, report=report
+    )
     dropped = {"filter": 0, "no residues": 1, "min_counts": 1, "duplicate": 1}
     assert read_json(report)["cells"]["dropped"] == dropped
     with open_dataset(proteins) as reader:
@@ -114,13 +142,17 @@ def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path
     # any tool reads X as the composition
     assert ad.read_h5ad(proteins).X.toarray()[1, RESIDUES.index("C")] == INSULIN_A.count("C")
     cells = write_dataset(tmp_path / "cells.h5ad", random_counts(5, 10), genes_named(10))
-    with pytest.raises(DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"):
+    with pytest.raises(
+        DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"
+    ):
         build_vocabulary([cells, proteins])
 
 
 def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
     starts, genes = np.array([0, 3, 6, 9]), np.array([1, 2, 2, 2, 1, 2, 1, 2, 2])
-    hashes = hash_cells(starts, genes, positions_in_rows(starts), hash_genes(list(RESIDUES))).tolist()
+    hashes = hash_cells(
+        starts, genes, positions_in_rows(starts), hash_genes(list(RESIDUES))
+    ).tolist()
     assert hashes[0] == hashes[2] != hashes[1]
 
 
@@ -132,21 +164,34 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     with open_dataset(tmp_path / "sim.fa") as reader:
         expected = dict(zip(reader.obs.index, decoded(reader.rows())))
     shards = [ad.read_h5ad(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
-    sequences = {name: row for data in shards for name, row in zip(data.obs_names, decoded([data.X]))}
+    sequences = {
+        name: row for data in shards for name, row in zip(data.obs_names, decoded([data.X]))
+    }
     assert {name.removeprefix("sim:"): row for name, row in sequences.items()} == expected
     families = [set(data.obs["family"]) for data in shards]
     assert len(families) == 2
     assert not families[0] & families[1]
     manifest = Manifest.read(corpus["manifest"])
-    written = pd.concat([ad.read_h5ad(manifest.shard_path(shard)).obs for shard in manifest.entry("train").shards])
-    expected = [np.mean([HYDROPATHY[residue] for residue in sequences[name]]) for name in written.index]
+    written = pd.concat(
+        [ad.read_h5ad(manifest.shard_path(shard)).obs for shard in manifest.entry("train").shards]
+    )
+    expected = [
+        np.mean([HYDROPATHY[residue] for residue in sequences[name]]) for name in written.index
+    ]
     numbers = CellColumns(manifest, "train", "numbers", ["hydropathy"])[:][:, 0]
     np.testing.assert_allclose(numbers, expected, atol=5.1e-4)
     with pytest.raises(DataError, match=r"'family' \(a\) is text; choose one of: .*hydropathy"):
         manifest.fingerprint_with([], {"family": "a"})
 
     tokens = Tokens.model_validate(TOKENS)
-    given = {"global_batch": 8, "token_budget": 400, "rank": 0, "world": 1, "seed": 0, "shuffle": False}
+    given = {
+        "global_batch": 8,
+        "token_budget": 400,
+        "rank": 0,
+        "world": 1,
+        "seed": 0,
+        "shuffle": False,
+    }
     stream = CellStream(corpus["manifest"], "test", tokens, Stream(lanes=1), **given)
     batch = next(iter(stream))[0]
     stream.close()
@@ -154,17 +199,25 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     assert first == decoded([shards[0].X])[0][:40]
     assert list(batch.values[:40]) == list(range(40))
     cells = Tokens.model_validate({"tokenizer": "rank"})
-    with pytest.raises(ConfigError, match=r"it has sequences, tokens\.tokenizer is rank; set sequence"):
+    with pytest.raises(
+        ConfigError, match=r"it has sequences, tokens\.tokenizer is rank; set sequence"
+    ):
         check_rows(cells, manifest, "shards")
     assert manifest.ordered
     assert manifest.splits["test"].shards[0].dtype == "uint16"
 
 
-def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(fasta: Path, tmp_path: Path) -> None:
-    residues = Vocabulary(list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES)))
+def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(
+    fasta: Path, tmp_path: Path
+) -> None:
+    residues = Vocabulary(
+        list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES))
+    )
     residues.write(tmp_path / "vocabulary.tsv")
     masked = {"objective": "masked_gene"}
-    model = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS | {"max_tokens": 100}, **masked)
+    model = export_model(
+        tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS | {"max_tokens": 100}, **masked
+    )
     reverse = tmp_path / "reverse.faa"
     reverse.write_text(f">u\n{UBIQUITIN}\n>r\n{UBIQUITIN[::-1]}\n")
     options = EmbedOptions.model_validate({"embed": {"token_budget": 128}})
@@ -175,6 +228,15 @@ def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(fasta: Pa
         vectors[path.name] = ad.read_h5ad(out)
     few, two = vectors[fasta.name], vectors[reverse.name]
     assert list(two.obs_names) == ["u", "r"]
-    assert np.isnan(few.obsm["X_cellmill"]).any(axis=1).tolist() == [False, False, False, True, False, False]
-    np.testing.assert_allclose(two["u"].obsm["X_cellmill"], few["again"].obsm["X_cellmill"], atol=1e-6)
+    assert np.isnan(few.obsm["X_cellmill"]).any(axis=1).tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    np.testing.assert_allclose(
+        two["u"].obsm["X_cellmill"], few["again"].obsm["X_cellmill"], atol=1e-6
+    )
     assert np.abs(two["u"].obsm["X_cellmill"] - two["r"].obsm["X_cellmill"]).max() > 1e-3

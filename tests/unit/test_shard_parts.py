@@ -1,5 +1,6 @@
-"""Shards are the same from any number of jobs, after kills, from compressed cells and from an archive; their index says
-what they hold; copies are found."""
+"""Shards are the same from any number of jobs, after kills, from compressed cells and from an
+archive; their index says what they hold; copies are found.
+"""
 
 import os
 import shutil
@@ -15,7 +16,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
+from small_corpus import (
+    genes_named,
+    random_counts,
+    stream_of,
+    vocabulary_of,
+    write_corpus,
+    write_dataset,
+)
 
 from cellmill.cli import main
 from cellmill.config.corpus import Preprocess, Shard
@@ -67,21 +75,36 @@ def test_shards_are_those_of_version_0_1_0_for_any_order_of_files_and_number_of_
 ) -> None:
     monkeypatch.setattr(shard_writer, "_MOST_GAP", gap)
     paths, _, ids = two_datasets(tmp_path)
-    made = write_shards(paths[:: 1 if gap else -1], vocabulary_of(ids), options, tmp_path / "manifest.json")
+    made = write_shards(
+        paths[:: 1 if gap else -1], vocabulary_of(ids), options, tmp_path / "manifest.json"
+    )
     assert made.fingerprint == fingerprint
 
 
 def test_counts_of_files_of_16_and_of_32_bits_are_joined(tmp_path: Path) -> None:
     counts = {"a": random_counts(150, 30), "b": random_counts(90, 30, largest=70_000)}
-    paths = [write_dataset(tmp_path / f"{name}.h5ad", made, genes_named(30)) for name, made in counts.items()]
-    made = write_shards(paths, vocabulary_of(genes_named(30)), OPTIONS, tmp_path / "shards" / "manifest.json")
-    shards = [ad.read_h5ad(made.shard_path(shard)) for entry in made.splits.values() for shard in entry.shards]
+    paths = [
+        write_dataset(tmp_path / f"{name}.h5ad", made, genes_named(30))
+        for name, made in counts.items()
+    ]
+    made = write_shards(
+        paths, vocabulary_of(genes_named(30)), OPTIONS, tmp_path / "shards" / "manifest.json"
+    )
+    shards = [
+        ad.read_h5ad(made.shard_path(shard))
+        for entry in made.splits.values()
+        for shard in entry.shards
+    ]
     for name, wanted in counts.items():
         got = np.concatenate([shard[shard.obs["dataset"] == name].X.toarray() for shard in shards])
-        assert sorted(map(bytes, got.astype(np.int64))) == sorted(map(bytes, wanted.toarray().astype(np.int64)))
+        assert sorted(map(bytes, got.astype(np.int64))) == sorted(
+            map(bytes, wanted.toarray().astype(np.int64))
+        )
 
 
-def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_number_of_jobs_writes_the_same_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths, _, ids = two_datasets(tmp_path)
     genes = tmp_path / "vocabulary.tsv"
     vocabulary_of(ids).write(genes)
@@ -99,8 +122,12 @@ def test_any_number_of_jobs_writes_the_same_files(tmp_path: Path, capsys: pytest
         assert files_of(Manifest.read(out)) == files_of(Manifest.read(alone))
         assert out.read_text() == alone.read_text()
         assert not (out.parent / FOLDER).exists()
-    with pytest.raises(DataError, match=r"no plan of these cells and options.*run the `divide` stage"):
-        data.shard_part(options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json")
+    with pytest.raises(
+        DataError, match=r"no plan of these cells and options.*run the `divide` stage"
+    ):
+        data.shard_part(
+            options=options, **given, part="1-of-7", out=out.parent / FOLDER / "1-of-7.json"
+        )
 
 
 def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
@@ -108,8 +135,11 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
 ) -> None:
     paths, _, ids = two_datasets(tmp_path)
     vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
-    expected = files_of(write_shards(paths, vocabulary, OPTIONS, tmp_path / "other" / "manifest.json"))
-    write_shards(paths, vocabulary, OPTIONS.model_copy(update={"cells_per_shard": 20}), out)  # other and more shards
+    expected = files_of(
+        write_shards(paths, vocabulary, OPTIONS, tmp_path / "other" / "manifest.json")
+    )
+    # other and more shards
+    write_shards(paths, vocabulary, OPTIONS.model_copy(update={"cells_per_shard": 20}), out)
     (out.parent / "notes.h5ad").write_text("mine")
 
     def killed(path: Path, *_: object, **__: object) -> None:
@@ -118,7 +148,8 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
                 of_killed = path.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
             shutil.copy(path, path.with_name(of_killed))  # nobody tidies up
             writer = of_killed.removeprefix(".train-00001").removesuffix(".h5ad")
-            shutil.copy(path, path.with_name(f"..train-00001{writer}{writer}.h5ad"))  # that of the HDF5 file itself
+            # that of the HDF5 file itself
+            shutil.copy(path, path.with_name(f"..train-00001{writer}{writer}.h5ad"))
             raise KeyboardInterrupt
 
     monkeypatch.setattr(shard_writer, "_narrow_indptr", killed)
@@ -127,7 +158,8 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
     monkeypatch.undo()
     assert list(out.parent.glob(".train-00001.*incomplete*"))
     assert not out.exists()
-    # the shard before the kill was written without the last step: another content under its name is not kept
+    # the shard before the kill was written without the last step: another content under its name is
+    # not kept
     damaged, kept = out.parent / "train-00000.h5ad", out.parent / "train-00002.h5ad"
     plan = make_plan(paths, vocabulary, OPTIONS, out)
     write_part(plan, paths, vocabulary, out.parent, part=2, parts=len(plan.shards()))
@@ -136,7 +168,11 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
     again = write_shards(paths, vocabulary, OPTIONS, out)
     assert files_of(again) == expected
     assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert {path.name for path in out.parent.iterdir()} == {*expected, "manifest.json", "notes.h5ad"}
+    assert {path.name for path in out.parent.iterdir()} == {
+        *expected,
+        "manifest.json",
+        "notes.h5ad",
+    }
 
 
 def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:
@@ -167,7 +203,9 @@ def test_the_index_says_what_the_shards_hold(tmp_path: Path) -> None:
         x = sp.vstack(cells, format="csr")
         hashes = hash_cells(x.indptr, x.indices, x.data, hash_genes(ids))
         assert sorted(hashes.tolist()) == open_index(manifest, split, "hashes").T.tolist()
-        obs = pd.concat([ad.read_h5ad(manifest.shard_path(shard_entry)).obs for shard_entry in entry.shards])
+        obs = pd.concat(
+            [ad.read_h5ad(manifest.shard_path(shard_entry)).obs for shard_entry in entry.shards]
+        )
         numbers = CellColumns(manifest, split, "numbers", ["n", "age"])
         np.testing.assert_array_equal(numbers[:], obs[["n", "age"]])
     assert list(manifest.obs_numbers) == ["age", "n"]
@@ -181,9 +219,11 @@ def test_the_index_says_what_the_shards_hold(tmp_path: Path) -> None:
 
 def open_in(folder: Path) -> list[str]:
     """Files of a folder that this process has open."""
-    paths = map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))  # one of them listed them, and is gone
+    # one of them listed them, and is gone
+    paths = map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
     links = [os.readlink(path) for path in paths if os.path.lexists(path)]
-    return [link for link in links if link.startswith(str(folder)) and not link.endswith(".npy")]  # which are mapped
+    # which are mapped
+    return [link for link in links if link.startswith(str(folder)) and not link.endswith(".npy")]
 
 
 def test_a_stream_opens_only_what_it_reads(tmp_path: Path) -> None:
@@ -202,7 +242,9 @@ def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"train-00000\.h5ad: no such file; make the shards again"):
         gone.read_genes(0, 4)
     os.truncate(short.path, 5000)
-    with pytest.raises(DataError, match=r"train-00001\.h5ad: damaged: truncated: 5,000 of at least [0-9,]+ bytes"):
+    with pytest.raises(
+        DataError, match=r"train-00001\.h5ad: damaged: truncated: 5,000 of at least [0-9,]+ bytes"
+    ):
         short.read_counts(0, 4)
 
 
@@ -223,14 +265,21 @@ def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> Non
 
 
 def with_copies(folder: Path) -> tuple[list[Path], list[str]]:
-    """Two datasets: the second has 30 cells of the first in other columns, the first has 5 of its own twice."""
+    """Two datasets: the second has 30 cells of the first in other columns, the first has 5 of its
+    own twice.
+    """
     ids, counts = genes_named(40), random_counts(200, 40)
     first = sp.vstack([counts, counts[:5]], format="csr")
     order = np.random.default_rng(0).permutation(40)
-    second = sp.vstack([counts[50:80], random_counts(70, 40, seed=9)], format="csr")[:, order].tocsr()
+    second = sp.vstack([counts[50:80], random_counts(70, 40, seed=9)], format="csr")[
+        :, order
+    ].tocsr()
     second.sort_indices()
     one = write_dataset(folder / "one.h5ad", first, ids, {"batch": ["x"] * 205})
-    return [one, write_dataset(folder / "two.h5ad", second, [ids[i] for i in order], {"batch": ["y"] * 100})], ids
+    return [
+        one,
+        write_dataset(folder / "two.h5ad", second, [ids[i] for i in order], {"batch": ["y"] * 100}),
+    ], ids
 
 
 def test_equal_cells_are_counted_or_dropped_but_for_the_first_listed(
@@ -242,8 +291,18 @@ def test_equal_cells_are_counted_or_dropped_but_for_the_first_listed(
     in_one, in_two = {f"one:cell{i}" for i in range(50, 80)}, {f"two:cell{i}" for i in range(30)}
     every = {f"one:cell{i}" for i in range(205)} | {f"two:cell{i}" for i in range(100)}
     for duplicates, listed, gone, counted in (
-        ("keep", paths, set[str](), "one: 5, two: 30): kept; shard.duplicates: drop leaves them out"),
-        ("keep", paths[::-1], set[str](), "one: 5, two: 30): kept; shard.duplicates: drop leaves them out"),
+        (
+            "keep",
+            paths,
+            set[str](),
+            "one: 5, two: 30): kept; shard.duplicates: drop leaves them out",
+        ),
+        (
+            "keep",
+            paths[::-1],
+            set[str](),
+            "one: 5, two: 30): kept; shard.duplicates: drop leaves them out",
+        ),
         ("drop", paths, twice | in_two, "one: 5, two: 30): dropped"),
         ("drop", paths[::-1], twice | in_one, "one: 35): dropped"),
     ):
@@ -251,7 +310,9 @@ def test_equal_cells_are_counted_or_dropped_but_for_the_first_listed(
         out = tmp_path / f"{duplicates} {listed[0].stem}" / "manifest.json"
         data.shard(options=options, cells=listed, vocabulary=genes, out=out)
         assert f"35 cells are equal to an earlier one ({counted}" in capsys.readouterr().out
-        written = {name for path in out.parent.glob("*.h5ad") for name in ad.read_h5ad(path).obs_names}
+        written = {
+            name for path in out.parent.glob("*.h5ad") for name in ad.read_h5ad(path).obs_names
+        }
         assert every - written == gone
 
 
@@ -261,7 +322,9 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
     paths, ids = with_copies(tmp_path)
     vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
     options = ShardOptions(shard=Shard(split_by="batch", val_frac=0, test_frac=0.5))
-    data.shard(options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json")
+    data.shard(
+        options=options, cells=paths, vocabulary=genes, out=tmp_path / "shards" / "manifest.json"
+    )
     manifest = Manifest.read(tmp_path / "shards" / "manifest.json")
     assert "60 cells have an equal one in another split" in capsys.readouterr().out
     trained = str(ad.read_h5ad(manifest.path.with_name("train-00000.h5ad")).obs["batch"].iloc[0])
@@ -278,7 +341,10 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
 def test_shards_have_only_their_own_values_of_a_column_of_very_many(tmp_path: Path) -> None:
     n = MAX_LEVELS + 100
     counts = sp.csr_matrix(np.arange(1, 4 * n + 1, dtype=np.uint32).reshape(n, 4))
-    obs = {"barcode": [f"é{i}" for i in range(n)], "plate": pd.Categorical([f"p{i % 3}" for i in range(n)])}
+    obs = {
+        "barcode": [f"é{i}" for i in range(n)],
+        "plate": pd.Categorical([f"p{i % 3}" for i in range(n)]),
+    }
     manifest = write_corpus(tmp_path, counts, obs=obs, cells_per_shard=2048)
     for entry in manifest.splits["train"].shards:
         cells = ad.read_h5ad(manifest.shard_path(entry)).obs
@@ -289,7 +355,9 @@ def test_shards_have_only_their_own_values_of_a_column_of_very_many(tmp_path: Pa
     assert set(manifest.obs_levels) == {"dataset", "plate"}
 
 
-def test_a_plan_whose_removal_was_killed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_whose_removal_was_killed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(folder: Path, **_: Any) -> None:
         next(folder.glob("*.npy")).unlink()
         raise KeyboardInterrupt
@@ -299,7 +367,8 @@ def test_a_plan_whose_removal_was_killed_is_made_again(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         write_corpus(tmp_path / "killed", 200)
     monkeypatch.undo()
-    (tmp_path / "killed" / "shards" / "manifest.json").unlink()  # as Snakemake does for a job that was not finished
+    # as Snakemake does for a job that was not finished
+    (tmp_path / "killed" / "shards" / "manifest.json").unlink()
     assert write_corpus(tmp_path / "killed", 200).fingerprint == expected
 
 
@@ -318,7 +387,8 @@ def restored(archive: Path, out: Path) -> int:
 @pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
 def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> None:
     counts = random_counts(2600, 300, largest=largest)
-    manifest = write_corpus(tmp_path, counts, cells_per_shard=1500, val_frac=0.1)  # blocks of 1,024 and fewer
+    # blocks of 1,024 and fewer
+    manifest = write_corpus(tmp_path, counts, cells_per_shard=1500, val_frac=0.1)
     assert archived(manifest.path, tmp_path / "archive") == 0
     nnz = sum(split.nnz for split in manifest.splits.values())
     blocks = [
@@ -328,7 +398,8 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> No
         for name in zipped.namelist()
         if name.startswith(("genes-", "counts-"))
     ]
-    assert sum(blocks) < (0.25 if largest == 30 else 0.45) * 8 * nnz  # of float32 with 32-bit indices
+    # of float32 with 32-bit indices
+    assert sum(blocks) < (0.25 if largest == 30 else 0.45) * 8 * nnz
     (tmp_path / "back").mkdir()
     kept = tmp_path / "back" / "train-00000.h5ad"
     kept.write_bytes(b"of a killed process")
@@ -340,10 +411,16 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> No
 def test_sequences_whose_order_is_their_own_come_back_too(tmp_path: Path) -> None:
     ids, cells = genes_named(20), tmp_path / "cells" / "p.h5ad"
     residues = np.random.default_rng(0).integers(0, 20, 90 * 40)
-    rows = sp.csr_matrix((np.ones(90 * 40, np.uint16), residues, np.arange(0, 90 * 40 + 1, 40)), shape=(90, 20))
+    rows = sp.csr_matrix(
+        (np.ones(90 * 40, np.uint16), residues, np.arange(0, 90 * 40 + 1, 40)), shape=(90, 20)
+    )
     obs = pd.DataFrame(index=[f"p{i}" for i in range(90)])
-    write_cells(cells, obs, pd.DataFrame(index=ids), [rows], rows.nnz, np.dtype("<u2"), ordered=True)
-    manifest = write_shards([cells], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")
+    write_cells(
+        cells, obs, pd.DataFrame(index=ids), [rows], rows.nnz, np.dtype("<u2"), ordered=True
+    )
+    manifest = write_shards(
+        [cells], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json"
+    )
     assert manifest.ordered
     assert archived(manifest.path, tmp_path / "archive") == 0
     assert restored(tmp_path / "archive", tmp_path / "back") == 0
@@ -361,7 +438,8 @@ def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(
     for at in range(100, len(whole), len(whole) // 12):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
         back = tmp_path / str(at)
-        if restored(tmp_path / "archive", back) == 0:  # a byte of a time in the zip, which nothing reads
+        # a byte of a time in the zip, which nothing reads
+        if restored(tmp_path / "archive", back) == 0:
             assert bytes_of(back) == bytes_of(manifest.path.parent)
             continue
         assert capsys.readouterr().err.startswith(f"cellmill unarchive: {file}: damaged: ")
@@ -386,14 +464,19 @@ def test_archiving_again_keeps_whole_files_and_writes_damaged_ones_again(tmp_pat
 def test_a_folder_of_other_shards_is_refused_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool
 ) -> None:
-    one, other = (write_corpus(tmp_path / name, cells).path for name, cells in (("one", 200), ("other", 300)))
+    one, other = (
+        write_corpus(tmp_path / name, cells).path for name, cells in (("one", 200), ("other", 300))
+    )
     assert archived(one, tmp_path / "archive") == 0
     assert archived(other, tmp_path / "others") == 0
     if damaged:
         for manifest in (other, tmp_path / "others" / "manifest.json"):
             manifest.write_text("{}")
     capsys.readouterr()
-    for command, given, out in ((archived, one, tmp_path / "others"), (restored, tmp_path / "archive", other.parent)):
+    for command, given, out in (
+        (archived, one, tmp_path / "others"),
+        (restored, tmp_path / "archive", other.parent),
+    ):
         before, source = bytes_of(out), one if given == one else given / "manifest.json"
         assert command(given, out) == 2
         assert capsys.readouterr().err.partition(": ")[2] == (
@@ -408,15 +491,22 @@ IDS = genes_named(60)
 
 def preprocessed(folder: Path, counts: sp.csr_matrix, compression: str | None) -> Path:
     """Cells of `counts`, preprocessed."""
-    raw, out = write_dataset(folder / "raw.h5ad", counts, IDS), folder / str(compression) / "cells" / "one.h5ad"
-    options = Preprocess(organism=None, min_genes=0, max_mito_frac=1, row_block=37, compression=compression)
+    raw, out = (
+        write_dataset(folder / "raw.h5ad", counts, IDS),
+        folder / str(compression) / "cells" / "one.h5ad",
+    )
+    options = Preprocess(
+        organism=None, min_genes=0, max_mito_frac=1, row_block=37, compression=compression
+    )
     with open_counts(raw) as reader:
         preprocess_cells(reader, options, out)
     return out
 
 
 @pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
-def test_compressed_cells_are_smaller_and_give_the_same_shards(tmp_path: Path, largest: int) -> None:
+def test_compressed_cells_are_smaller_and_give_the_same_shards(
+    tmp_path: Path, largest: int
+) -> None:
     counts = random_counts(1100, 60, largest=largest)
     shards, sizes = {}, {}
     for compression in ("gzip", None):
@@ -425,7 +515,9 @@ def test_compressed_cells_are_smaller_and_give_the_same_shards(tmp_path: Path, l
         assert (counts != read.X).nnz == 0
         assert read[:, IDS[3]].X.nnz == (counts[:, 3] > 0).sum()  # crashes with narrower indices
         with h5py.File(cells) as file:
-            sizes[compression] = sum(file[f"X/{name}"].id.get_storage_size() for name in ("data", "indices"))
+            sizes[compression] = sum(
+                file[f"X/{name}"].id.get_storage_size() for name in ("data", "indices")
+            )
             assert file["X/data"].chunks == ((4096,) if compression else None)
         out = tmp_path / str(compression) / "shards" / "manifest.json"
         write_shards([cells], vocabulary_of(IDS), Shard(cells_per_shard=100, val_frac=0.2), out)

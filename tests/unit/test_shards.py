@@ -1,6 +1,8 @@
-"""Shards open in anndata, hold every cell once, in rank order and in one split, and are refused when damaged.
+"""Shards open in anndata, hold every cell once, in rank order and in one split, and are refused
+when damaged.
 
-Levels of obs columns are equal in every rank, split and run, and absent from batches of runs that do not name them.
+Levels of obs columns are equal in every rank, split and run, and absent from batches of runs that
+do not name them.
 """
 
 import json
@@ -15,7 +17,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
+from small_corpus import (
+    genes_named,
+    random_counts,
+    stream_of,
+    vocabulary_of,
+    write_corpus,
+    write_dataset,
+)
 
 from cellmill.config import check_config
 from cellmill.config.corpus import Shard
@@ -32,7 +41,9 @@ from cellmill.files import sha256_file
 
 
 def shard_files(manifest: Manifest) -> list[Path]:
-    return [manifest.shard_path(shard) for split in manifest.splits.values() for shard in split.shards]
+    return [
+        manifest.shard_path(shard) for split in manifest.splits.values() for shard in split.shards
+    ]
 
 
 def two_datasets(folder: Path) -> tuple[list[Path], dict[str, sp.csr_matrix], list[str]]:
@@ -41,21 +52,49 @@ def two_datasets(folder: Path) -> tuple[list[Path], dict[str, sp.csr_matrix], li
     panels = {"a": ids[:25], "b": [*ids[:4:-1], "ENSG_unknown"]}
     obs = {
         "a": {"donor": pd.Categorical(["x", "y"] * 75), "age": np.arange(150), "ok": [True] * 150},
-        "b": {"donor": pd.Categorical(["y", None, "z"] * 30), "n": np.arange(90), "dataset": ["mine"] * 90},
+        "b": {
+            "donor": pd.Categorical(["y", None, "z"] * 30),
+            "n": np.arange(90),
+            "dataset": ["mine"] * 90,
+        },
     }
-    counts = {name: random_counts(150 if name == "a" else 90, len(panel), ord(name)) for name, panel in panels.items()}
-    paths = [write_dataset(folder / "cells" / f"{name}.h5ad", counts[name], panels[name], obs[name]) for name in panels]
-    frames = {name: pd.DataFrame(counts[name].toarray(), columns=panel) for name, panel in panels.items()}
-    return paths, {name: sp.csr_matrix(frame.reindex(columns=ids, fill_value=0)) for name, frame in frames.items()}, ids
+    counts = {
+        name: random_counts(150 if name == "a" else 90, len(panel), ord(name))
+        for name, panel in panels.items()
+    }
+    paths = [
+        write_dataset(folder / "cells" / f"{name}.h5ad", counts[name], panels[name], obs[name])
+        for name in panels
+    ]
+    frames = {
+        name: pd.DataFrame(counts[name].toarray(), columns=panel) for name, panel in panels.items()
+    }
+    return (
+        paths,
+        {
+            name: sp.csr_matrix(frame.reindex(columns=ids, fill_value=0))
+            for name, frame in frames.items()
+        },
+        ids,
+    )
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, dict[str, sp.csr_matrix], Vocabulary]:
+def two(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Manifest, dict[str, sp.csr_matrix], Vocabulary]:
     """Shards of `two_datasets`, with their counts and genes."""
     folder = tmp_path_factory.mktemp("two")
     paths, counts, ids = two_datasets(folder)
-    options, vocabulary = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3), vocabulary_of(ids)
-    return write_shards(paths, vocabulary, options, folder / "shards" / "manifest.json"), counts, vocabulary
+    options, vocabulary = (
+        Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3),
+        vocabulary_of(ids),
+    )
+    return (
+        write_shards(paths, vocabulary, options, folder / "shards" / "manifest.json"),
+        counts,
+        vocabulary,
+    )
 
 
 def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(two: Any) -> None:
@@ -102,7 +141,8 @@ def test_obs_is_the_union_with_missing_as_missing(two: Any) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), 600, cells_per_shard=300)  # arrays of more than a page
+    # arrays of more than a page
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 600, cells_per_shard=300)
 
 
 def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_again(
@@ -133,7 +173,8 @@ def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_aga
     np.testing.assert_array_equal(again.X.toarray(), dense)
     np.testing.assert_array_equal(again.X.indices, shard.X.indices)
     pd.testing.assert_frame_equal(again.obs, shard.obs)
-    # scipy's csr_sort_indices refuses an int64 indptr beside int32 indices, and rank order is not sorted
+    # scipy's csr_sort_indices refuses an int64 indptr beside int32 indices, and rank order is not
+    # sorted
     for operation in ("max", "sort_indices", "sum_duplicates"):
         changed = ad.read_h5ad(first)
         getattr(changed.X, operation)()
@@ -144,7 +185,10 @@ def test_a_shard_opens_in_anndata_dense_by_columns_backed_joined_and_written_aga
     ("options", "n_donors"),
     [
         ({"val_frac": 0.1, "test_frac": 0.3}, {"train": 6, "val": 1, "test": 3}),
-        ({"train_values": ["d3"], "val_frac": 0.1, "test_frac": 0.9}, {"train": 1, "val": 1, "test": 8}),
+        (
+            {"train_values": ["d3"], "val_frac": 0.1, "test_frac": 0.9},
+            {"train": 1, "val": 1, "test": 8},
+        ),
     ],
     ids=["by fractions", "all but d3 held out"],
 )
@@ -152,10 +196,18 @@ def test_cells_of_one_value_of_a_column_stay_in_one_split(
     tmp_path: Path, options: dict[str, Any], n_donors: dict[str, int]
 ) -> None:
     manifest = write_corpus(
-        tmp_path, 200, obs={"donor": [f"d{i % 10}" for i in range(200)]}, split_by="donor", **options
+        tmp_path,
+        200,
+        obs={"donor": [f"d{i % 10}" for i in range(200)]},
+        split_by="donor",
+        **options,
     )
     donors = {
-        name: {donor for shard in split.shards for donor in ad.read_h5ad(manifest.shard_path(shard)).obs["donor"]}
+        name: {
+            donor
+            for shard in split.shards
+            for donor in ad.read_h5ad(manifest.shard_path(shard)).obs["donor"]
+        }
         for name, split in manifest.splits.items()
     }
     assert {name: len(own) for name, own in donors.items()} == n_donors
@@ -167,8 +219,14 @@ def test_cells_of_one_value_of_a_column_stay_in_one_split(
     ("options", "message"),
     [
         ({"split_by": "donr"}, r"no obs column 'donr' .* did you mean 'donor'\?"),
-        ({"split_by": "dataset"}, "'dataset' has only the value 'one', too few to split into train and val;"),
-        ({"split_by": "donor", "test_frac": 0.1}, "has only 2 values, too few to split into train and val and test"),
+        (
+            {"split_by": "dataset"},
+            "'dataset' has only the value 'one', too few to split into train and val;",
+        ),
+        (
+            {"split_by": "donor", "test_frac": 0.1},
+            "has only 2 values, too few to split into train and val and test",
+        ),
         (
             {"split_by": "donor", "train_values": ["d00"]},
             r"shard\.train_values: no cell of the corpus has donor 'd00'; did you mean",
@@ -177,14 +235,21 @@ def test_cells_of_one_value_of_a_column_stay_in_one_split(
             {"split_by": "donor", "train_values": ["d0", "d1"]},
             r"shard\.train_values has every value of donor, so none is left for val and",
         ),
-        ({"val_frac": 1e-9}, r"the val split of 9 cells \(9 distinct\) is empty .*raise shard\.val_frac"),
+        (
+            {"val_frac": 1e-9},
+            r"the val split of 9 cells \(9 distinct\) is empty .*raise shard\.val_frac",
+        ),
         ({"test_frac": 0.499999}, "the train split of 9 cells .*; lower val_frac or test_frac"),
     ],
     ids=str,
 )
-def test_a_split_that_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_a_split_that_cannot_be_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
-        write_corpus(tmp_path, 9, obs={"donor": ["d0"] * 4 + ["d1"] * 5}, **{"val_frac": 0.5} | options)
+        write_corpus(
+            tmp_path, 9, obs={"donor": ["d0"] * 4 + ["d1"] * 5}, **{"val_frac": 0.5} | options
+        )
     assert not (tmp_path / "shards").exists()
 
 
@@ -195,22 +260,36 @@ def test_cells_without_a_gene_of_the_vocabulary_are_dropped_and_counted(tmp_path
     path = write_dataset(tmp_path / "a.h5ad", sp.csr_matrix(dense), genes_named(20))
     options = Shard(val_frac=0, test_frac=0)
     few = int((dense[:, :15].sum(axis=1) == 0).sum())
-    manifest = write_shards([path], vocabulary_of(genes_named(15)), options, tmp_path / "shards" / "manifest.json")
+    manifest = write_shards(
+        [path], vocabulary_of(genes_named(15)), options, tmp_path / "shards" / "manifest.json"
+    )
     assert manifest.left_out == {"a": few}
     assert few >= 6
     assert manifest.splits["train"].n_obs == 60 - few
-    with pytest.raises(DataError, match="none of 60 cells of the corpus has a gene of the vocabulary"):
-        write_shards([path], vocabulary_of(["ENSG_other"]), options, tmp_path / "none" / "manifest.json")
+    with pytest.raises(
+        DataError, match="none of 60 cells of the corpus has a gene of the vocabulary"
+    ):
+        write_shards(
+            [path], vocabulary_of(["ENSG_other"]), options, tmp_path / "none" / "manifest.json"
+        )
 
 
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["format"], 1, r"expected manifest format 2, got 1; make the shards again \(the `shard` stage\)"),
+        (
+            ["format"],
+            1,
+            r"expected manifest format 2, got 1; make the shards again \(the `shard` stage\)",
+        ),
         (["seed"], 9, "expected fingerprint .* edited or damaged"),
         (["splits", "train"], {}, "not a shard manifest"),
         (["vocabulary"], None, "not a shard manifest"),
-        (["splits", "train", "shards", 0, "genes_at"], 4100, "its checksum is not of its entries: edited or damaged"),
+        (
+            ["splits", "train", "shards", 0, "genes_at"],
+            4100,
+            "its checksum is not of its entries: edited or damaged",
+        ),
     ],
     ids=str,
 )
@@ -228,7 +307,9 @@ def test_an_edited_manifest_is_refused_and_keys_in_another_order_are_not(
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     ids = genes_named(10)
-    paths = [write_dataset(tmp_path / folder / "a.h5ad", random_counts(20, 10), ids) for folder in "xy"]
+    paths = [
+        write_dataset(tmp_path / folder / "a.h5ad", random_counts(20, 10), ids) for folder in "xy"
+    ]
     with pytest.raises(DataError, match="two datasets have the same file name"):
         write_shards(paths, vocabulary_of(ids), Shard(), tmp_path / "manifest.json")
 
@@ -238,16 +319,25 @@ def test_cells_that_preprocess_did_not_write_are_refused(tmp_path: Path) -> None
     cells = ad.AnnData(random_counts(80, 10), var=pd.DataFrame(index=ids))
     cells.write_h5ad(tmp_path / "a.h5ad")
     with pytest.raises(DataError, match=r"a\.h5ad: not cells of preprocess: /X/indices is chunked"):
-        write_shards([tmp_path / "a.h5ad"], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json")
+        write_shards(
+            [tmp_path / "a.h5ad"],
+            vocabulary_of(ids),
+            Shard(),
+            tmp_path / "shards" / "manifest.json",
+        )
 
 
 def test_a_changed_count_a_changed_gene_and_swapped_counts_change_the_hash() -> None:
     genes = hash_genes(genes_named(5))
     rows = [([0, 1], [2, 3]), ([0, 1], [3, 2]), ([0, 2], [2, 3]), ([0, 1], [2, 4]), ([0], [2])]
-    hashes = [hash_cells(np.array([0, len(g)]), np.array(g), np.array(c), genes)[0].tolist() for g, c in rows]
+    hashes = [
+        hash_cells(np.array([0, len(g)]), np.array(g), np.array(c), genes)[0].tolist()
+        for g, c in rows
+    ]
     assert len({number for pair in hashes for number in pair}) == 2 * len(rows)
     both = hash_cells(np.array([0, 2, 4]), np.array([0, 1] * 2), np.array([2, 3, 70_000, 3]), genes)
-    large = hash_cells(np.array([0, 2]), np.array([0, 1]), np.array([70_000, 3]), genes)  # beyond the table
+    # beyond the table
+    large = hash_cells(np.array([0, 2]), np.array([0, 1]), np.array([70_000, 3]), genes)
     assert both.tolist() == [hashes[0], large[0].tolist()]
 
 
@@ -261,7 +351,9 @@ def test_identical_cells_stay_together_and_fractions_are_kept() -> None:
 
 
 def test_a_split_without_cells_is_refused_by_name(corpus: Manifest) -> None:
-    with pytest.raises(DataError, match=r"no cells in the val split, only in: train; raise shard\.val_frac"):
+    with pytest.raises(
+        DataError, match=r"no cells in the val split, only in: train; raise shard\.val_frac"
+    ):
         corpus.entry("val")
 
 
@@ -269,14 +361,17 @@ def test_values_for_training_leave_the_split_of_the_others_as_it_is() -> None:
     values = np.repeat(np.array(["control", *(f"gene{i}" for i in range(10))], object), 7)
     split = split_by_value(values, "perturbation", 3, 0.1, 0.3, ["control"])
     assert not split[:7].any()
-    np.testing.assert_array_equal(split[7:], split_by_value(values[7:], "perturbation", 3, 0.1, 0.3))
+    np.testing.assert_array_equal(
+        split[7:], split_by_value(values[7:], "perturbation", 3, 0.1, 0.3)
+    )
 
 
 COLUMNS = {"assay": "objective.batch_column", "dataset": "a", "donor": "b", "sorted": "c"}
 LEVELS = {
     "assay": ("10x", "smart-seq", "<missing>"),
     "dataset": ("one", "two"),
-    "donor": ("10", "9", "<missing>"),  # whole numbers of one file, absent from the other: stored as floats
+    # whole numbers of one file, absent from the other: stored as floats
+    "donor": ("10", "9", "<missing>"),
     "sorted": ("False", "True"),
 }
 
@@ -286,7 +381,12 @@ def _obs(n: int, first: bool) -> dict[str, Any]:
     assay = np.where(at % 3 == 0, "10x", "smart-seq").astype(object)
     assay[at % 7 == 0] = None
     own = {"donor": np.where(at % 2, 9, 10)} if first else {}
-    return {"assay": pd.Categorical(assay) if first else "10x", "sorted": at % 2 == 0, "score": at / 8, **own}
+    return {
+        "assay": pd.Categorical(assay) if first else "10x",
+        "sorted": at % 2 == 0,
+        "score": at / 8,
+        **own,
+    }
 
 
 def _corpus(folder: Path, **changed: Any) -> Manifest:
@@ -294,7 +394,9 @@ def _corpus(folder: Path, **changed: Any) -> Manifest:
     paths = []
     for seed, (name, n) in enumerate({"one": 150, "two": 90}.items()):
         obs = _obs(n, name == "one") | (changed if name == "one" else {})
-        paths.append(write_dataset(folder / "cells" / f"{name}.h5ad", random_counts(n, 40, seed), ids, obs))
+        paths.append(
+            write_dataset(folder / "cells" / f"{name}.h5ad", random_counts(n, 40, seed), ids, obs)
+        )
     options = Shard(val_frac=0.2, test_frac=0.2, cells_per_shard=64)
     return write_shards(paths, vocabulary_of(ids), options, folder / "shards" / "manifest.json")
 
@@ -338,7 +440,9 @@ def test_every_rank_reads_the_levels_of_its_cells(manifest: Manifest, split: str
     assert seen == set(range(len(expected)))
 
 
-def test_without_columns_batches_and_fingerprint_are_those_of_before(manifest: Manifest, tmp_path: Path) -> None:
+def test_without_columns_batches_and_fingerprint_are_those_of_before(
+    manifest: Manifest, tmp_path: Path
+) -> None:
     plain, asking = _stream(manifest, {}), _stream(manifest, {"assay": "x"})
     assert plain.fingerprint == manifest.fingerprint == manifest.fingerprint_with([])
     assert asking.fingerprint != manifest.fingerprint
@@ -361,7 +465,8 @@ def test_a_column_that_cannot_be_read_is_named_in_one_line(manifest: Manifest) -
         manifest.levels({"assey": "objective.batch_column"})
     assert str(refused.value) == message
     with pytest.raises(
-        DataError, match=r"'score' \(x\) has no levels: .*; choose one of: dataset, assay, sorted, donor"
+        DataError,
+        match=r"'score' \(x\) has no levels: .*; choose one of: dataset, assay, sorted, donor",
     ):
         manifest.levels({"score": "x"})
     barcodes = np.array([f"b{i}" for i in range(MAX_LEVELS + 1)], object)
@@ -379,7 +484,8 @@ def test_a_column_that_is_not_kept_is_refused_before_anything_runs(tmp_path: Pat
         "runs": {"r": {"corpus": "a", "objective": {"batch_column": "assay"}}},
     }
     with pytest.raises(
-        ConfigError, match=r"runs\.r\.objective\.batch_column: no obs column 'assay'; .*: dataset, donor"
+        ConfigError,
+        match=r"runs\.r\.objective\.batch_column: no obs column 'assay'; .*: dataset, donor",
     ):
         check_config(tree)
     for column in ("donor", "dataset"):
@@ -388,7 +494,9 @@ def test_a_column_that_is_not_kept_is_refused_before_anything_runs(tmp_path: Pat
 
 
 def test_other_files_have_the_same_numbers_and_0_where_the_corpus_lacks_a_value() -> None:
-    obs = pd.DataFrame({"assay": ["smart-seq", "drop-seq", None], "donor": [9.0, np.nan, 11]}, index=list("abc"))
+    obs = pd.DataFrame(
+        {"assay": ["smart-seq", "drop-seq", None], "donor": [9.0, np.nan, 11]}, index=list("abc")
+    )
     numbers = numbers_of(obs, "two", LEVELS)
     np.testing.assert_array_equal(numbers, [[2, 2, 2, 0], [0, 2, 3, 0], [3, 2, 0, 0]])
     assert numbers_of(obs, "three", {"dataset": LEVELS["dataset"]}).tolist() == [[0], [0], [0]]

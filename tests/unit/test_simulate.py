@@ -1,4 +1,6 @@
-"""Simulated cells: the same for a seed, structured as they say; the demo cells come back as whole counts."""
+"""Simulated cells: the same for a seed, structured as they say; the demo cells come back as whole
+counts.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,9 @@ def test_cells_are_a_function_of_the_seed_alone() -> None:
     assert (blocks[0] != next(four.blocks())).nnz > 0
 
 
-def test_the_file_is_counts_under_real_ids_with_every_column(simulated: Path, tmp_path: Path) -> None:
+def test_the_file_is_counts_under_real_ids_with_every_column(
+    simulated: Path, tmp_path: Path
+) -> None:
     data = ad.read_h5ad(simulated)
     assert data.shape == (600, 400)
     assert data.X.dtype == np.uint16
@@ -35,7 +39,15 @@ def test_the_file_is_counts_under_real_ids_with_every_column(simulated: Path, tm
     assert data.var_names.str.fullmatch(r"ENSG\d{11}").all()
     assert data.var["symbol"].str.startswith("MT-").sum() == 13
     assert data.obs.groupby("donor", observed=True)["batch"].nunique().eq(1).all()
-    stage.simulate(out=tmp_path / "again.h5ad", cells=600, genes=400, types=4, batches=2, perturbations=3, seed=1)
+    stage.simulate(
+        out=tmp_path / "again.h5ad",
+        cells=600,
+        genes=400,
+        types=4,
+        batches=2,
+        perturbations=3,
+        seed=1,
+    )
     assert sha256_file(tmp_path / "again.h5ad") == sha256_file(simulated)
 
 
@@ -43,12 +55,18 @@ def test_types_are_separable_and_knocked_down_genes_are_low(simulated: Path) -> 
     data = ad.read_h5ad(simulated)
     scaled = data.X.toarray() * (1e4 / data.X.sum(axis=1).A1[:, None])
     components = PCA(20, random_state=0).fit_transform(np.log1p(scaled))
-    assert cross_val_score(LogisticRegression(max_iter=500), components, data.obs["cell_type"]).mean() > 0.8
+    assert (
+        cross_val_score(LogisticRegression(max_iter=500), components, data.obs["cell_type"]).mean()
+        > 0.8
+    )
     control = (data.obs["perturbation"] == "control").to_numpy()
     assert 0.4 < control.mean() < 0.6
     for symbol in data.obs["perturbation"].cat.categories.drop("control"):
         gene = scaled[:, data.var["symbol"] == symbol].ravel()
-        assert gene[(data.obs["perturbation"] == symbol).to_numpy()].mean() < 0.4 * gene[control].mean()
+        assert (
+            gene[(data.obs["perturbation"] == symbol).to_numpy()].mean()
+            < 0.4 * gene[control].mean()
+        )
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ KINDS = [
 RECOMPUTED = [None, "full", "selective"]
 
 
-def _spec(tokenizer: str = "continuous", objective: str = "masked_value", **options: Any) -> ModelSpec:
+def _spec(
+    tokenizer: str = "continuous", objective: str = "masked_value", **options: Any
+) -> ModelSpec:
     given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "objective": objective} | options
     return spec(N_GENES, Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 32}), **given)
 
@@ -59,13 +61,17 @@ def test_frozen_parameters_and_buffers_are_counted_as_such(monkeypatch: pytest.M
     size = measure(_spec())
     frozen = (N_GENES + 2) * HIDDEN
     assert size.parameters == plain.parameters
-    assert (size.begin.trained, plain.begin.trained) == (plain.begin.parameters - frozen, plain.begin.parameters)
+    assert (size.begin.trained, plain.begin.trained) == (
+        plain.begin.parameters - frozen,
+        plain.begin.parameters,
+    )
     assert (size.buffers, plain.buffers) == (21, 0)
 
 
 def test_flops_of_a_block_are_those_of_its_matrices_and_its_attention() -> None:
     size = measure(_spec())
-    # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2 weights
+    # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2
+    # weights
     assert size.flops.block == pytest.approx(6 * 12 * HIDDEN**2)
     # two products of H multiply-adds for each query and key
     assert size.flops.pair == pytest.approx(3 * 4 * HIDDEN)
@@ -73,13 +79,22 @@ def test_flops_of_a_block_are_those_of_its_matrices_and_its_attention() -> None:
 
 def test_flops_of_a_step_follow_the_published_formula() -> None:
     cells, length, genes = 4, 500, 1000
-    given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 4, "mask_frac": 0.15, "cell_loss_weight": 0}
-    size = measure(spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given))
+    given = {
+        "hidden": HIDDEN,
+        "layers": LAYERS,
+        "heads": 4,
+        "mask_frac": 0.15,
+        "cell_loss_weight": 0,
+    }
+    size = measure(
+        spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given)
+    )
     tokens = cells * length
     measured = size.flops.of(tokens, cells * length**2, 0)
     encoder = (24 * tokens * HIDDEN**2 + 4 * cells * length**2 * HIDDEN) * 3 * LAYERS
     head = 0.15 * (6 * tokens * HIDDEN * (genes + 2) + 6 * tokens * HIDDEN**2)
-    assert measured == pytest.approx(encoder + head, rel=0.02)  # the measured batch masks nearly 15 %
+    # the measured batch masks nearly 15 %
+    assert measured == pytest.approx(encoder + head, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +104,8 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
         for at, kind in enumerate(
             [
                 *((*kind, {}) for kind in KINDS[:-1]),
-                (*KINDS[-1], {"max_hidden_frac": 0.8}),  # with 0.99, 20 cells show too far from the mean
+                # with 0.99, 20 cells show too far from the mean
+                (*KINDS[-1], {"max_hidden_frac": 0.8}),
                 (*KINDS[0], {"dropout": 0.1}),
                 (*KINDS[1], {"cell_loss_weight": 0}),
             ]
@@ -98,19 +114,31 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
     ],
 )
 def test_activations_equal_those_that_autograd_keeps(
-    tokenizer: str, objective: str, recompute: Literal["full", "selective"] | None, options: dict[str, float]
+    tokenizer: str,
+    objective: str,
+    recompute: Literal["full", "selective"] | None,
+    options: dict[str, float],
 ) -> None:
     given = _spec(tokenizer, objective, **options)
     size = measure(given)
-    per_block = {None: size.block.activations_per_token, "full": size.width, "selective": size.selective_per_token}
-    expected = LAYERS * per_block[recompute] + size.begin.activations_per_token + size.finish.activations_per_token
+    per_block = {
+        None: size.block.activations_per_token,
+        "full": size.width,
+        "selective": size.selective_per_token,
+    }
+    expected = (
+        LAYERS * per_block[recompute]
+        + size.begin.activations_per_token
+        + size.finish.activations_per_token
+    )
     model = build(given).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     if recompute is not None:
         checkpoint_activations(model, "blocks", recompute)
     few, many = (_kept(model, _batch(given, cells), recompute) for cells in (20, 120))
-    measured = (many[0] - few[0]) / (many[1] - few[1])  # what does not grow with the tokens is counted as workspace
+    # what does not grow with the tokens is counted as workspace
+    measured = (many[0] - few[0]) / (many[1] - few[1])
     assert measured == pytest.approx(expected, rel=0.06)
     assert few[0] - measured * few[1] <= size.workspace[0][1]
 
@@ -118,7 +146,8 @@ def test_activations_equal_those_that_autograd_keeps(
 def _kept(model: Model, batch: Batch, recompute: str | None) -> tuple[float, int]:
     """Elements that autograd keeps for the backward pass of a batch, and its tokens."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # alive, or an address would be counted once for two tensors
+    # alive, or an address would be counted once for two tensors
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -137,7 +166,9 @@ def _kept(model: Model, batch: Batch, recompute: str | None) -> tuple[float, int
 
 
 def _batch(given: ModelSpec, cells: int) -> Batch:
-    """Random cells of 60 tokens, as many as the planner's have: what a cell keeps is counted by its tokens."""
+    """Random cells of 60 tokens, as many as the planner's have: what a cell keeps is counted by its
+    tokens.
+    """
     rng = np.random.default_rng(0)
     genes = np.concatenate([rng.permutation(N_GENES) for _ in range(cells)]).astype(np.int32)
     counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
@@ -147,7 +178,8 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
 
 def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() -> None:
     whole, cut = measure(_spec()), measure(_spec(), tp=2)
-    matrices, biases, replicated = 12 * HIDDEN**2, 7 * HIDDEN, 6 * HIDDEN  # replicated: norms, biases of out and down
+    # replicated: norms, biases of out and down
+    matrices, biases, replicated = 12 * HIDDEN**2, 7 * HIDDEN, 6 * HIDDEN
     assert whole.block.parameters == matrices + biases + replicated
     assert cut.block.parameters == (matrices + biases) / 2 + replicated
     assert cut.flops.block == pytest.approx(whole.flops.block / 2)
@@ -157,7 +189,11 @@ def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() 
     assert cut.begin.sums_per_token == HIDDEN  # the embedding, whose vocabulary is cut
     assert whole.block.sums_per_token == whole.begin.sums_per_token == 0
     sequence = measure(_spec(), tp=2, sequence_parallel=True)
-    assert sequence.block.activations_per_token < cut.block.activations_per_token < whole.block.activations_per_token
+    assert (
+        sequence.block.activations_per_token
+        < cut.block.activations_per_token
+        < whole.block.activations_per_token
+    )
     assert not dist.is_initialized()
 
 
@@ -171,16 +207,32 @@ def test_measuring_twice_gives_equal_sizes() -> None:
 
 
 def test_a_module_without_an_initial_value_is_named() -> None:
-    with refused("no initial value for blocks.0.gate.weight of PReLU; define initial_value(name) on it", TypeError):
+    with refused(
+        "no initial value for blocks.0.gate.weight of PReLU; define initial_value(name) on it",
+        TypeError,
+    ):
         build(_spec(), lambda model: model.blocks[0].register_module("gate", nn.PReLU()))
 
 
-PARTS: dict[str, Any] = {"cell_decoding": {"likelihood": "nb"}, "masked_value": {"weight": 0.3, "renormalize": True}}
+PARTS: dict[str, Any] = {
+    "cell_decoding": {"likelihood": "nb"},
+    "masked_value": {"weight": 0.3, "renormalize": True},
+}
 
 
 def test_a_sum_with_a_learned_pooling_is_measured() -> None:
-    given: Any = {"hidden": 16, "layers": 1, "heads": 2, "objective": "sum", "parts": PARTS, "pooling": "attention"}
-    whole, half = measure(spec(120, **given)), measure(spec(120, **given), 2, sequence_parallel=True)
+    given: Any = {
+        "hidden": 16,
+        "layers": 1,
+        "heads": 2,
+        "objective": "sum",
+        "parts": PARTS,
+        "pooling": "attention",
+    }
+    whole, half = (
+        measure(spec(120, **given)),
+        measure(spec(120, **given), 2, sequence_parallel=True),
+    )
     assert whole.parameters == sum(p.numel() for p in model_on_cpu(120, **given).parameters())
     assert half.parameters < whole.parameters
     assert half.workspace_of(4096) > 0
@@ -189,8 +241,18 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(layers: int) -> None:
     hidden, genes = 32, 300
-    size = measure(spec(genes, family="profile", hidden=hidden, layers=layers, objective="cell_decoding", view="drop"))
-    # forward and backward are 6 FLOPs per weight and cell: up and down of each block, the decoder and its table
+    size = measure(
+        spec(
+            genes,
+            family="profile",
+            hidden=hidden,
+            layers=layers,
+            objective="cell_decoding",
+            view="drop",
+        )
+    )
+    # forward and backward are 6 FLOPs per weight and cell: up and down of each block, the decoder
+    # and its table
     blocks, decoder = 6 * layers * 8 * hidden**2, 6 * (hidden * 256 + 256 * (genes + 2))
     assert size.flops.pair == 0
     assert size.flops.of(1, 0, 0) == pytest.approx(0, abs=1)
@@ -223,8 +285,15 @@ def test_explicit_keys_win_and_a_runs_own_size_replaces_the_numbers_at_the_top()
         },
     }
     runs = check_config(tree).runs
-    found = {name: (m.hidden, m.layers, m.heads, m.dropout) for name, m in ((n, run.model) for n, run in runs.items())}
-    assert found == {"named": (256, 6, 4, 0.1), "shallow": (256, 1, 4, 0.1), "same": (128, 2, 4, 0.1)}
+    found = {
+        name: (m.hidden, m.layers, m.heads, m.dropout)
+        for name, m in ((n, run.model) for n, run in runs.items())
+    }
+    assert found == {
+        "named": (256, 6, 4, 0.1),
+        "shallow": (256, 1, 4, 0.1),
+        "same": (128, 2, 4, 0.1),
+    }
 
 
 def test_an_unknown_size_is_answered_with_the_names() -> None:
@@ -241,5 +310,11 @@ def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_count
         size = measure(spec(20_000, family="encoder", objective="cell_decoding", **of))
         encoder, decoder = size.parameters - size.finish.parameters, size.finish.parameters
         assert of["hidden"] == 64 * of["heads"]
-        stated = (of["hidden"], of["layers"], of["heads"], f"{encoder / 1e6:,.1f}", f"{decoder / 1e6:.1f}")
+        stated = (
+            of["hidden"],
+            of["layers"],
+            of["heads"],
+            f"{encoder / 1e6:,.1f}",
+            f"{decoder / 1e6:.1f}",
+        )
         assert rows[name] == " | ".join(map(str, stated))

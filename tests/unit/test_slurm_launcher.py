@@ -1,4 +1,6 @@
-"""The launcher against a scripted SLURM: refusals, no answers, garbage, jobs that vanish or mostly start."""
+"""The launcher against a scripted SLURM: refusals, no answers, garbage, jobs that vanish or mostly
+start.
+"""
 
 import json
 import os
@@ -42,8 +44,14 @@ def listed(state: str, reason: str = "None", job: int = 7) -> Answer:
 class Scripted:
     """A launcher, a scripted SLURM, and scripted states of a run."""
 
-    def __init__(self, folder: Path, monkeypatch: MonkeyPatch, capsys: Capsys, **machine: Any) -> None:
-        self.fake, self.train, self.capsys = folder / "fake", folder / "runs" / "a" / "train", capsys
+    def __init__(
+        self, folder: Path, monkeypatch: MonkeyPatch, capsys: Capsys, **machine: Any
+    ) -> None:
+        self.fake, self.train, self.capsys = (
+            folder / "fake",
+            folder / "runs" / "a" / "train",
+            capsys,
+        )
         (self.fake / "bin").mkdir(parents=True)
         self.train.mkdir(parents=True)
         for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "srun"):
@@ -72,8 +80,12 @@ class Scripted:
         path = self.fake / "bin" / program
         path.write_text(path.read_text().replace("print(out", f"{code}\nprint(out", 1))
 
-    def run(self, *after: Answer, before: Sequence[Answer] = (NONE, NONE), **answers: list[Answer]) -> str:
-        """Train with these answers of squeue before and after the first submission; return what is printed."""
+    def run(
+        self, *after: Answer, before: Sequence[Answer] = (NONE, NONE), **answers: list[Answer]
+    ) -> str:
+        """Train with these answers of squeue before and after the first submission; return what is
+        printed.
+        """
         self.answers(squeue=[*before, *after], **({"sbatch": [submitted()]} | answers))
         self.launcher().run(lambda folder: Job("some.module", [str(folder)], 1, 1))
         printed = self.capsys.readouterr()
@@ -87,14 +99,20 @@ class Scripted:
         return str(error.value)
 
     def launcher(self) -> SlurmLauncher:
-        """A launcher to which the run's folder shows the scripted states and saved steps, one at each look."""
+        """A launcher to which the run's folder shows the scripted states and saved steps, one at
+        each look.
+        """
         folder = TrainFolder(self.train)
         folder.state = lambda: self._next(self.states)
         folder.saved_step = lambda: self._next(self.steps)
         return SlurmLauncher(folder, self.machine)
 
     def calls(self, program: str) -> list[str]:
-        return [line for line in (self.fake / "calls").read_text().splitlines() if line.startswith(program)]
+        return [
+            line
+            for line in (self.fake / "calls").read_text().splitlines()
+            if line.startswith(program)
+        ]
 
     @staticmethod
     def _next(values: list[Any]) -> Any:
@@ -116,18 +134,24 @@ def done(scripted: Scripted) -> Scripted:
     return scripted
 
 
-@pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"])
+@pytest.mark.parametrize(
+    "limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"]
+)
 def test_a_full_quota_of_jobs_is_waited_out_and_said_once(done: Scripted, limit: str) -> None:
     said = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time)"
     full = [1, "", f"sbatch: error: {limit}\nsbatch: error: {said}\n"]
     printed = done.run(listed("COMPLETED"), before=[NONE] * 4, sbatch=[full, full, submitted()])
-    line = f"sbatch: {limit}: SLURM accepts no further job of yours until others have ended; waiting\n"
+    line = (
+        f"sbatch: {limit}: SLURM accepts no further job of yours until others have ended; waiting\n"
+    )
     assert printed.startswith(f"{line}submitted job 7;")
     assert printed.count(limit) == 1
     assert [path.name for path in (done.train / "jobs").iterdir()] == ["001"]
 
 
-@pytest.mark.parametrize("reason", ["JobHeldUser", "job requeued in held state", "job_requeued_in_held_state"])
+@pytest.mark.parametrize(
+    "reason", ["JobHeldUser", "job requeued in held state", "job_requeued_in_held_state"]
+)
 def test_a_held_job_is_waited_for_and_says_how_it_is_released(done: Scripted, reason: str) -> None:
     held = listed("PENDING", reason)
     printed = done.run(held, held, listed("RUNNING"), listed("COMPLETED"))
@@ -170,11 +194,18 @@ def test_jobs_that_the_site_ended_are_not_counted(scripted: Scripted) -> None:
     scripted.machine = scripted.machine.model_copy(update={"poll_s": 0.01})
     printed = scripted.run(*answers)
     assert len(scripted.calls("sbatch")) == 7
-    assert printed.count("warning: the site has ended 5 jobs in a row before they saved: save more often") == 1
+    assert (
+        printed.count(
+            "warning: the site has ended 5 jobs in a row before they saved: save more often"
+        )
+        == 1
+    )
 
 
 def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
-    line = "3 jobs in a row ended without a new checkpoint; job 7 ended with NOT_LISTED; if the jobs"
+    line = (
+        "3 jobs in a row ended without a new checkpoint; job 7 ended with NOT_LISTED; if the jobs"
+    )
     assert scripted.refused(before=[NONE]).startswith(line)
     assert len(scripted.calls("sbatch")) == 3
 
@@ -207,12 +238,16 @@ def test_what_a_job_left_is_the_reason_if_no_process_knew_more(
         leaving(scripted, *file)
     scripted.machine = scripted.machine.model_copy(update={"runtime": 5})
     error = scripted.refused(*[listed(state), NONE, NONE] * 3)
-    assert error == f"3 jobs in a row ended without a new checkpoint; job 7 ended with {state}: {why}"
+    assert (
+        error == f"3 jobs in a row ended without a new checkpoint; job 7 ended with {state}: {why}"
+    )
     line = f"job 7 ended with {state}: {why}; going on from step 0 with another job\n"
     assert scripted.capsys.readouterr().out.count(line) == 2
 
 
-def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(scripted: Scripted) -> None:
+def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(
+    scripted: Scripted,
+) -> None:
     own = claim(scripted.train, "7")
     os.utime(own.file, (time.time() - 100, time.time() - 100))
     refused = [1, "", "sbatch: error: enough\n"]
@@ -230,7 +265,10 @@ import subprocess
 setup = script[script.index("# setup"):script.index("# command")]
 subprocess.run(["bash", "-c", setup], env={"SLURMD_NODENAME": "node1"}, stdout=open("LOG", "w"))
 """
-IMPORTS = ("ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: No module named submitit.core")
+IMPORTS = (
+    "ModuleNotFoundError: No module named 'anndata'",
+    "/env/bin/python: No module named submitit.core",
+)
 
 
 @pytest.mark.parametrize(
@@ -254,13 +292,18 @@ IMPORTS = ("ModuleNotFoundError: No module named 'anndata'", "/env/bin/python: N
 def test_an_end_that_another_job_would_not_mend_is_the_error_of_one_job(
     scripted: Scripted, machine: dict[str, Any], log: str, states: list[str], error: str
 ) -> None:
-    scripted.machine, file = scripted.machine.model_copy(update=machine), scripted.first / "7_0_log.out"
+    scripted.machine, file = (
+        scripted.machine.model_copy(update=machine),
+        scripted.first / "7_0_log.out",
+    )
     if "modules" in machine:
         scripted.hook("sbatch", RUN_SETUP.replace("LOG", str(file)))
     elif log:
         leaving(scripted, file.name, log)
     known = [] if " by " in states[0] else [listed(state) for state in states]
-    assert scripted.refused(*known, sacct=[[0, f"{states[-1]}\n", ""]]) == error.replace("LOG", str(file))
+    assert scripted.refused(*known, sacct=[[0, f"{states[-1]}\n", ""]]) == error.replace(
+        "LOG", str(file)
+    )
     assert len(scripted.calls("sbatch")) == 1
 
 
@@ -280,7 +323,9 @@ def test_a_job_for_another_machine_is_followed_with_a_warning(done: Scripted) ->
     ) in done.run(listed("COMPLETED"), before=[listed("RUNNING")] * 2)
 
 
-def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(scripted: Scripted) -> None:
+def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(
+    scripted: Scripted,
+) -> None:
     (scripted.fake / "name").write_text("a")
     scripted.answers(squeue=[[1, "", "slurm_load_jobs error"], listed("COMPLETED")], scancel=[NONE])
     save_job("7", "a", 60)
@@ -308,7 +353,9 @@ def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_ca
     salloc = [0, "7|RUNNING|None|node1|interactive\n", ""]
     ended = [0, f"{salloc[1]}8|COMPLETED|None|node1|{{name}}\n", ""]
     scripted.states = ["running", "done"] if first else ["done"]
-    printed = scripted.run(salloc, salloc, salloc, ended, salloc, before=first, sbatch=[submitted(8)], scancel=[NONE])
+    printed = scripted.run(
+        salloc, salloc, salloc, ended, salloc, before=first, sbatch=[submitted(8)], scancel=[NONE]
+    )
     assert "job 7: RUNNING" not in printed
     assert len(scripted.calls("sbatch")) == 1
     left = JobFollower("7", name, queue_module.Queue(0), Tail(scripted.first / "log"))
@@ -327,7 +374,12 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     delete = f"import shutil\nif 'RUNNING' in out:\n    shutil.rmtree({str(folder)!r}, ignore_errors=True)"
     scripted.hook("squeue", delete)
     (scripted.train / "lock").touch()
-    seen = [listed("PENDING", "Priority"), *[listed("RUNNING")] * 4, *[listed("PENDING")] * 30, listed("CANCELLED")]
+    seen = [
+        listed("PENDING", "Priority"),
+        *[listed("RUNNING")] * 4,
+        *[listed("PENDING")] * 30,
+        listed("CANCELLED"),
+    ]
     deleted = f"{scripted.train}: the run's folder was deleted; job 7, which can save nothing, was cancelled"
     assert scripted.refused(*seen, scancel=[NONE]) == deleted
     assert scripted.calls("scancel") == [f"scancel --name={(scripted.fake / 'name').read_text()} 7"]
@@ -335,7 +387,9 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     assert len(scripted.calls("sbatch")) == 1
 
 
-def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_file_system_that_is_away_is_no_deleted_folder(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0)
     train = tmp_path / "mounted" / "results" / "runs" / "a" / "train"
     train.mkdir(parents=True)
@@ -355,7 +409,10 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("nonsense", "shown"),
     [
-        ([1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"], "squeue: slurm_load"),
+        (
+            [1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"],
+            "squeue: slurm_load",
+        ),
         ([0, "<html>504 Gateway Time-out</html>\n", ""], "squeue answered '<html>504"),
         ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue gives job 7 an unknown state: FLYING"),
         ([{"sleep": 60}, "", ""], "squeue: no answer within 5 s"),
@@ -367,23 +424,35 @@ def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
     monkeypatch.setattr("cellmill.runs.jobs.ANSWER_WITHIN_S", 5)
     early = not isinstance(nonsense[0], dict) and "{name}" not in nonsense[1]
     before = [nonsense, NONE, NONE] if early else [NONE, NONE]
-    printed = done.run(listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED"), before=before)
+    printed = done.run(
+        listed("RUNNING"), nonsense, nonsense, listed("RUNNING"), listed("COMPLETED"), before=before
+    )
     assert f"warning: no usable answer from squeue ({shown}" in printed
     assert "squeue answers again\n" in printed
     assert len(done.calls("sbatch")) == 1
 
 
 def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(done: Scripted) -> None:
-    lost = [1, "", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"]
+    lost = [
+        1,
+        "",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n",
+    ]
     running = listed("RUNNING")
     printed = done.run(
-        running, running, listed("COMPLETED"), before=[NONE] * 3, sbatch=[lost, [0, "what?\n", ""], submitted()]
+        running,
+        running,
+        listed("COMPLETED"),
+        before=[NONE] * 3,
+        sbatch=[lost, [0, "what?\n", ""], submitted()],
     )
     assert len(done.calls("sbatch")) == 2, "the second answer was lost, the job was not"
     assert "Socket timed out on send/recv operation; trying again\n" in printed
     assert "job 7 was submitted but not recorded: adopted by its name\n" in printed
     adopted = done.train / "jobs" / "002"
-    assert [path.name for path in adopted.glob("*.pkl")] == ["7_submitted.pkl"], "as submitit looks for it on the node"
+    assert [path.name for path in adopted.glob("*.pkl")] == ["7_submitted.pkl"], (
+        "as submitit looks for it on the node"
+    )
 
 
 def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(done: Scripted) -> None:
@@ -392,7 +461,9 @@ def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(done: Scripted) -> 
     assert json.loads((done.first / "job.json").read_text())["job_id"] == "7"
 
 
-@pytest.mark.parametrize(("alive", "gone_s"), [(True, 0), (False, 60)], ids=["it renews its claim", "requeued"])
+@pytest.mark.parametrize(
+    ("alive", "gone_s"), [(True, 0), (False, 60)], ids=["it renews its claim", "requeued"]
+)
 def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it(
     done: Scripted, monkeypatch: MonkeyPatch, alive: bool, gone_s: float
 ) -> None:
@@ -401,7 +472,9 @@ def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it
         own.release()  # by its first start: a requeued job waits without a claim
     monkeypatch.setattr("cellmill.launch.follow.GONE_S", gone_s)
     waits = listed("PENDING", "BeginTime")
-    assert "NOT_LISTED" not in done.run(waits, *[NONE] * 6, waits, listed("RUNNING"), *[NONE] * 6, listed("COMPLETED"))
+    assert "NOT_LISTED" not in done.run(
+        waits, *[NONE] * 6, waits, listed("RUNNING"), *[NONE] * 6, listed("COMPLETED")
+    )
     assert len(done.calls("sbatch")) == 1
 
 
@@ -465,18 +538,31 @@ srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-p
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(done: Scripted) -> None:
-    """Private parts of submitit, for which its version is bounded: the pickle's name before sbatch's answer, and the
-    first line of the log."""
-    done.hook("sbatch", f"print(*os.listdir({str(done.first)!r}), file=open({str(done.fake / 'seen')!r}, 'w'))")
+def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(
+    done: Scripted,
+) -> None:
+    """Private parts of submitit, for which its version is bounded: the pickle's name before
+    sbatch's answer, and the first line of the log.
+    """
+    done.hook(
+        "sbatch",
+        f"print(*os.listdir({str(done.first)!r}), file=open({str(done.fake / 'seen')!r}, 'w'))",
+    )
     done.run(listed("COMPLETED"))
     assert re.search(r"(^| )[0-9a-f]{32}\.pkl( |$)", (done.fake / "seen").read_text().strip())
     task = json.loads((done.first / "task.json").read_text())
     task["job"] |= {"module": "this", "arguments": []}
     (done.first / "task.json").write_text(json.dumps(task))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "1",
+    }
     slurm |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SUBMITIT_EXECUTOR": "slurm"}
-    words = [sys.executable, "-m", "submitit.core._submit", str(done.first)]  # as srun in the job's script
+    # as srun in the job's script
+    words = [sys.executable, "-m", "submitit.core._submit", str(done.first)]
     ended = subprocess.run(words, env=os.environ | slurm, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "Beautiful is better than ugly." in ended.stdout
@@ -484,15 +570,21 @@ def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(d
     assert json.loads((done.first / "attempt-000.json").read_text())["exit_code"] == 0
 
 
-def test_a_launcher_that_can_submit_nothing_says_why(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys) -> None:
+def test_a_launcher_that_can_submit_nothing_says_why(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys
+) -> None:
     scripted = Scripted(tmp_path / "100%jobs", monkeypatch, capsys)
-    assert scripted.refused().endswith(r"SLURM interprets % and \ in the path of a log; use a folder without them")
+    assert scripted.refused().endswith(
+        r"SLURM interprets % and \ in the path of a log; use a folder without them"
+    )
     monkeypatch.setenv("PATH", "/nowhere")
     line = "sbatch is not on PATH: run this on a login node of the cluster, or set launcher"
     assert scripted.refused().startswith(line)
 
 
-@pytest.mark.parametrize("answer", [listed("RUNNING"), [1, "", "slurm_load_jobs error: Unable to contact slurm"]])
+@pytest.mark.parametrize(
+    "answer", [listed("RUNNING"), [1, "", "slurm_load_jobs error: Unable to contact slurm"]]
+)
 def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
     scripted: Scripted, monkeypatch: MonkeyPatch, answer: Answer
 ) -> None:
@@ -507,13 +599,25 @@ def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(scripted: Scripted) -> None:
+def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(
+    scripted: Scripted,
+) -> None:
     failed = "srun: error: task 1 launch failed: Slurmd could not connect IO"
-    leaving(scripted, "7_0_log.out", f"submitit INFO - Starting with JobEnvironment(job_id=7)\n{failed}\n")
+    leaving(
+        scripted,
+        "7_0_log.out",
+        f"submitit INFO - Starting with JobEnvironment(job_id=7)\n{failed}\n",
+    )
     scripted.states, scripted.steps = ["running", "done"], [0, 5]
     running, ended = listed("RUNNING"), listed("COMPLETED", job=8)
     printed = scripted.run(
-        running, running, listed("CANCELLED"), NONE, ended, sbatch=[submitted(), submitted(8)], scancel=[NONE]
+        running,
+        running,
+        listed("CANCELLED"),
+        NONE,
+        ended,
+        sbatch=[submitted(), submitted(8)],
+        scancel=[NONE],
     )
     assert f"{failed}: the other tasks would wait for it" in printed
     assert len(scripted.calls("scancel")) == 1
@@ -556,7 +660,9 @@ def noting(file: Path) -> str:
     return f"open({str(file)!r}, 'a').write(str(dict(os.environ)))"
 
 
-def test_filters_of_slurm_commands_in_the_environment_hide_no_job(scripted: Scripted, monkeypatch: MonkeyPatch) -> None:
+def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
+    scripted: Scripted, monkeypatch: MonkeyPatch
+) -> None:
     for name in ("SQUEUE_PARTITION", "SQUEUE_NAMES", "SCANCEL_STATE", "SACCT_FORMAT"):
         monkeypatch.setenv(name, "other")
     monkeypatch.setenv("LOGNAME", "somebody")
@@ -573,9 +679,7 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(scripted: Scri
 
 
 def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() -> None:
-    answer = (
-        "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
-    )
+    answer = "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
     answer = f"loading modules\n\nCLUSTER: blue\n{answer}"
     found = queue_module.parse(answer)
     assert [(line.job_id, line.state.name, line.name) for line in found] == [
@@ -588,13 +692,28 @@ def test_wishes_in_the_environment_reach_sbatch_unless_the_profile_or_cellmill_s
     scripted: Scripted, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    for name in ("SBATCH_EXCLUSIVE", "SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_ACCOUNT", "SBATCH_ARRAY_INX"):
+    for name in (
+        "SBATCH_EXCLUSIVE",
+        "SBATCH_TIMELIMIT",
+        "SBATCH_SIGNAL",
+        "SBATCH_ACCOUNT",
+        "SBATCH_ARRAY_INX",
+    ):
         monkeypatch.setenv(name, "mine")
-    for name in ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_DISTRIBUTION", "SLURM_CONF", "SLURM_CLUSTERS"):
+    for name in (
+        "SLURM_NTASKS",
+        "SLURM_NNODES",
+        "SLURM_DISTRIBUTION",
+        "SLURM_CONF",
+        "SLURM_CLUSTERS",
+    ):
         monkeypatch.setenv(name, "mine")
     machine = Machine(launcher="slurm", runtime=90)
     with submitting(machine):
-        assert {name for name in os.environ if name.startswith("SBATCH_")} == {"SBATCH_EXCLUSIVE", "SBATCH_ACCOUNT"}
+        assert {name for name in os.environ if name.startswith("SBATCH_")} == {
+            "SBATCH_EXCLUSIVE",
+            "SBATCH_ACCOUNT",
+        }
         kept = {name for name in os.environ if name.startswith("SLURM_")}
         assert kept == {"SLURM_CONF", "SLURM_CLUSTERS"}, "srun in the job would read the others"
     with submitting(machine.model_copy(update={"slurm_account": "lab"})):
@@ -633,10 +752,14 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
     preempted = ended(tmp_path / "preempted", 33)
     preempted = preempted.write_state("TIMEOUT", ended=True)
     trained.append(trained[-1])
-    assert short.line(preempted, 0, was_to_save=True) == "", "SLURM says TIMEOUT of a job that ended in its grace time"
+    assert short.line(preempted, 0, was_to_save=True) == "", (
+        "SLURM says TIMEOUT of a job that ended in its grace time"
+    )
     # a limit that cut off the start-up, which SLURM announced
     assert line(100, 0, 0, was_to_save=True) == "", "it was preempted"
-    assert line(500, 0, 3, was_to_save=True) == line(500, 4, 0, was_to_save=True) == "", "it made steps"
+    assert line(500, 0, 3, was_to_save=True) == line(500, 4, 0, was_to_save=True) == "", (
+        "it made steps"
+    )
     with pytest.raises(UserError) as error:
         line(500, 0, 0, was_to_save=True)
     assert str(error.value).startswith(
@@ -645,4 +768,6 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
     )
     short = ShortJobs(lambda: None)
     jobs = [ended(tmp_path / f"unknown{number}", 540) for number in range(3)]
-    assert [short.line(job, 0, was_to_save=False) for job in jobs] == [""] * 3, "nothing is known of the curve"
+    assert [short.line(job, 0, was_to_save=False) for job in jobs] == [""] * 3, (
+        "nothing is known of the curve"
+    )

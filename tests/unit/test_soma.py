@@ -1,4 +1,6 @@
-"""SOMA experiments, as CELLxGENE Census has them: the same cells as from an .h5ad, by query and in chunks."""
+"""SOMA experiments, as CELLxGENE Census has them: the same cells as from an .h5ad, by query and in
+chunks.
+"""
 
 import warnings
 from pathlib import Path
@@ -23,9 +25,13 @@ def cells() -> ad.AnnData:
     dense[5:10] = 0  # a block without counts
     counts = sp.csr_matrix(dense)
     labels = pd.Categorical(["T", "B", None][number % 3] for number in range(23))
-    obs = pd.DataFrame({"cell_type": labels, "is_primary_data": np.arange(23) % 2 == 0}, index=map(str, range(23)))
+    obs = pd.DataFrame(
+        {"cell_type": labels, "is_primary_data": np.arange(23) % 2 == 0}, index=map(str, range(23))
+    )
     symbols = [f"SYMBOL{number}" for number in range(9)]
-    var = pd.DataFrame({"feature_id": [f"ENSG{n:011d}" for n in range(9)], "feature_name": symbols}, index=symbols)
+    var = pd.DataFrame(
+        {"feature_id": [f"ENSG{n:011d}" for n in range(9)], "feature_name": symbols}, index=symbols
+    )
     return ad.AnnData(counts, obs, var)
 
 
@@ -42,7 +48,9 @@ def experiment(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> P
     return written(tmp_path_factory.mktemp("soma") / "experiment", cells)
 
 
-def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(cells: ad.AnnData, experiment: Path) -> None:
+def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(
+    cells: ad.AnnData, experiment: Path
+) -> None:
     with open_counts(experiment) as reader:
         blocks = list(reader.rows(5))
         assert [block.shape[0] for block in blocks] == [5, 5, 5, 5, 3]
@@ -54,7 +62,9 @@ def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(cells:
         assert reader.obs["cell_type"].isna().sum() == 7
 
 
-def test_cells_and_genes_have_the_names_that_they_were_written_with(cells: ad.AnnData, tmp_path: Path) -> None:
+def test_cells_and_genes_have_the_names_that_they_were_written_with(
+    cells: ad.AnnData, tmp_path: Path
+) -> None:
     named = cells.copy()
     named.var = pd.DataFrame(index=pd.Index(cells.var_names, name="gene"))
     named.obs.index.name = "barcode"
@@ -63,11 +73,21 @@ def test_cells_and_genes_have_the_names_that_they_were_written_with(cells: ad.An
         assert list(reader.obs.index) == list(cells.obs_names)
 
 
-def test_a_query_reads_the_cells_of_its_filter_alone(cells: ad.AnnData, experiment: Path, tmp_path: Path) -> None:
+def test_a_query_reads_the_cells_of_its_filter_alone(
+    cells: ad.AnnData, experiment: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "T.h5ad"
-    words = ["convert", "census", experiment.as_uri(), "--filter", "cell_type == 'T' and is_primary_data == True"]
+    words = [
+        "convert",
+        "census",
+        experiment.as_uri(),
+        "--filter",
+        "cell_type == 'T' and is_primary_data == True",
+    ]
     assert main([*words, "--out", str(out)]) == 0
-    wanted = cells[(cells.obs["cell_type"] == "T").to_numpy() & cells.obs["is_primary_data"].to_numpy()]
+    wanted = cells[
+        (cells.obs["cell_type"] == "T").to_numpy() & cells.obs["is_primary_data"].to_numpy()
+    ]
     made = ad.read_h5ad(out)
     assert list(made.obs_names) == list(wanted.obs_names)
     assert (made.X.toarray() == wanted.X.toarray()).all()
@@ -77,12 +97,19 @@ def test_a_query_reads_the_cells_of_its_filter_alone(cells: ad.AnnData, experime
     ("more", "message"),
     [
         (["--filter", "cell_type == 'X'"], "no cell fulfils the filter \"cell_type == 'X'\""),
-        (["--filter", "cell_tpye == 'T'"], "filter \"cell_tpye == 'T'\": Column cell_tpye does not exist in schema"),
+        (
+            ["--filter", "cell_tpye == 'T'"],
+            "filter \"cell_tpye == 'T'\": Column cell_tpye does not exist in schema",
+        ),
         (["--counts", "rw"], "no layer 'rw'; did you mean 'raw'?"),
     ],
 )
 def test_a_query_that_reads_nothing_is_one_line(
-    more: list[str], message: str, experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str],
+    message: str,
+    experiment: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "cells.h5ad"
     assert main(["convert", "census", str(experiment), *more, "--out", str(out)]) == 2
@@ -92,18 +119,25 @@ def test_a_query_that_reads_nothing_is_one_line(
     assert not out.exists()
 
 
-def test_an_experiment_whose_parts_are_elsewhere_is_refused(experiment: Path, tmp_path: Path) -> None:
+def test_an_experiment_whose_parts_are_elsewhere_is_refused(
+    experiment: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     with soma.Experiment.create(other.as_uri()) as made, soma.open(experiment.as_uri()) as own:
         made.set("obs", own.obs)
         made.set("ms", own.ms)
-    with pytest.raises(Exception, match=r"experiment/obs is elsewhere; expected an experiment that holds its own data"):
+    with pytest.raises(
+        Exception,
+        match=r"experiment/obs is elsewhere; expected an experiment that holds its own data",
+    ):
         open_counts(other)
 
 
 @pytest.fixture(scope="module")
 def processed(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As tiledbsoma.io writes an AnnData whose X has logarithms of some genes, and whose raw has the counts of all."""
+    """As tiledbsoma.io writes an AnnData whose X has logarithms of some genes, and whose raw has
+    the counts of all.
+    """
     data = ad.AnnData(np.log1p(cells.X[:, :5]), cells.obs, cells.var.iloc[:5])
     data.raw = cells
     path = tmp_path_factory.mktemp("soma") / "processed"
@@ -114,7 +148,9 @@ def processed(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def test_counts_of_the_measurement_raw_are_read_with_their_own_genes(cells: ad.AnnData, processed: Path) -> None:
+def test_counts_of_the_measurement_raw_are_read_with_their_own_genes(
+    cells: ad.AnnData, processed: Path
+) -> None:
     with open_counts(processed, "raw") as reader:
         assert (sp.vstack(list(reader.rows(5))).toarray() == cells.X.toarray()).all()
         assert reader.n_vars == 9

@@ -1,4 +1,6 @@
-"""The table of runs, without SLURM and with damaged files; and the stages that wait in SLURM's queue."""
+"""The table of runs, without SLURM and with damaged files; and the stages that wait in SLURM's
+queue.
+"""
 
 import json
 import os
@@ -41,7 +43,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hold() -> Iterator[Hold]:
-    """A function that starts a process which holds the lock of a training folder, and ends with the test."""
+    """A function that starts a process which holds the lock of a training folder, and ends with the
+    test.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(train: Path, *follows: str) -> subprocess.Popen[str]:
@@ -95,8 +99,17 @@ def job(train: Path, number: int = 1, **changes: Any) -> JobRecord:
     """A submission, with the name that is looked up in SLURM."""
     folder = train / "jobs" / f"{number:03}"
     folder.mkdir(parents=True, exist_ok=True)
-    value: dict[str, Any] = {"path": folder, "job_id": str(40 + number), "name": Jobs(train).name(f"{number:03}")}
-    value |= {"submitted_at": time.time() - 300, "state": "PENDING", "slurm_partition": "gpu", "runtime": 60}
+    value: dict[str, Any] = {
+        "path": folder,
+        "job_id": str(40 + number),
+        "name": Jobs(train).name(f"{number:03}"),
+    }
+    value |= {
+        "submitted_at": time.time() - 300,
+        "state": "PENDING",
+        "slurm_partition": "gpu",
+        "runtime": 60,
+    }
     value |= {"nodes": "2", "nproc_per_node": 4, "gpus_per_node": 4, "cpus_per_node": 8}
     return JobRecord(**(value | changes)).write()
 
@@ -105,7 +118,9 @@ def checkpoint(train: Path, step: int) -> None:
     path = train / "checkpoints" / f"step-{step:08}"
     path.mkdir(parents=True)
     (path / "manifest.json").write_text("{}")
-    (path / "state.json").write_text(json.dumps({"steps": 600, "progress": {"step": step, "cells": 64 * step}}))
+    (path / "state.json").write_text(
+        json.dumps({"steps": 600, "progress": {"step": step, "cells": 64 * step}})
+    )
 
 
 RUNNING = {"state": "running", "step": 100, "steps": 600, "cells": 6400}
@@ -113,10 +128,16 @@ RUNNING = {"state": "running", "step": 100, "steps": 600, "cells": 6400}
 
 def test_the_table_says_where_each_run_stands(results: Path, hold: Hold, cli: Cli) -> None:
     (results / "runs" / "a-new" / "train").mkdir(parents=True)
-    done = run_of(results, "b-done", status={"state": "done"}, state=RUNNING | {"state": "done", "step": 600})
+    done = run_of(
+        results, "b-done", status={"state": "done"}, state=RUNNING | {"state": "done", "step": 600}
+    )
     curve(done, {"step": 600, "loss": 0.51234}, age_s=7300)
     here = run_of(results, "c-here", state=RUNNING)
-    curve(here, *({"step": s, "loss": 1 / s, "left_s": 3.0 * (480 - s)} for s in range(200, 241, 10)), {"step": 240})
+    curve(
+        here,
+        *({"step": s, "loss": 1 / s, "left_s": 3.0 * (480 - s)} for s in range(200, 241, 10)),
+        {"step": 240},
+    )
     checkpoint(here, 200)
     hold(here)
     killed = run_of(results, "d-killed", state=RUNNING)
@@ -131,7 +152,11 @@ def test_the_table_says_where_each_run_stands(results: Path, hold: Hold, cli: Cl
     failed = job(run_of(results, "h-failed"), job_id="77", ended_at=time.time(), state="FAILED")
     (failed.path / "error.txt").write_text("node1: out of memory")
     job(run_of(results, "i-cancelled"), job_id="78", ended_at=time.time(), state="CANCELLED")
-    job(between := run_of(results, "j-between", state=RUNNING), state="TIMEOUT", ended_at=time.time())
+    job(
+        between := run_of(results, "j-between", state=RUNNING),
+        state="TIMEOUT",
+        ended_at=time.time(),
+    )
     hold(between, "follows")  # a launcher that is about to submit the next job
     squeue(
         results,
@@ -159,7 +184,9 @@ def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, cli: C
     job(run_of(results, "one"), state="RUNNING")
     head = "run  state    step  loss  job  slurm    left  saved  last line\n"
     row = "one  running     -     -  41   RUNNING     -      -          -\n"
-    assert cli("status")[1] == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
+    assert (
+        cli("status")[1] == head + row + "squeue is not on PATH: jobs are shown as last recorded\n"
+    )
     command(results, "squeue", "echo down >&2; exit 1")
     unknown = "no usable answer from squeue (squeue: down): jobs are shown as last recorded\n"
     assert cli("status")[1] == head + row + unknown
@@ -175,7 +202,9 @@ def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, cli:
     assert "one  stopped  100/600     -  41   NOT_LISTED" in cli("status")[1]
     command(results, "sacct", "echo FAILED")
     assert "one  failed  100/600     -  41   FAILED" in cli("status")[1]
-    assert json.loads((record.path / "job.json").read_text())["state"] == "RUNNING", "status changes no file"
+    assert json.loads((record.path / "job.json").read_text())["state"] == "RUNNING", (
+        "status changes no file"
+    )
 
 
 def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, cli: Cli) -> None:
@@ -185,11 +214,15 @@ def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, cli: Cl
     assert "one  queued     -     -  55   PENDING (Priority)" in cli("status")[1]
 
 
-def test_an_allocation_that_outlives_its_training_is_not_running(results: Path, hold: Hold, cli: Cli) -> None:
+def test_an_allocation_that_outlives_its_training_is_not_running(
+    results: Path, hold: Hold, cli: Cli
+) -> None:
     train = run_of(results, "one", state=RUNNING)
     job(train, state="RUNNING")
     squeue(results, "41|RUNNING|None|node1|interactive")
-    assert "one  stopped  100/600     -  41   NOT_LISTED (the allocation goes on)" in cli("status")[1]
+    assert (
+        "one  stopped  100/600     -  41   NOT_LISTED (the allocation goes on)" in cli("status")[1]
+    )
     hold(train)
     assert "one  running  100/600     -  41   RUNNING" in cli("status")[1]
 
@@ -205,8 +238,13 @@ def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
     assert [line.split()[:2] for line in printed[1:5]] == states
     assert printed[5].startswith(f"bad: {results}/runs/bad/train/state.json: not valid JSON (")
     file = results / "runs/odd/train/state.json"
-    assert printed[6] == f"odd: {file}: not a run's state; start the run again: it rewrites the file"
-    assert printed[7] == f"old: unexpected content in a file of {results}/runs/old/train (KeyError: 'how')"
+    assert (
+        printed[6] == f"odd: {file}: not a run's state; start the run again: it rewrites the file"
+    )
+    assert (
+        printed[7]
+        == f"old: unexpected content in a file of {results}/runs/old/train (KeyError: 'how')"
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,17 +252,28 @@ def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
     [
         ("..", "'..': no such run in {runs}; there are: one, two"),
         ("tow", "'tow': no such run in {runs}; did you mean 'two'?"),
-        ("../one", "'../one': expected the name of a run, got a path in {runs}; did you mean 'one'?"),
+        (
+            "../one",
+            "'../one': expected the name of a run, got a path in {runs}; did you mean 'one'?",
+        ),
     ],
 )
-def test_an_unknown_run_is_answered_with_the_existing_ones(results: Path, cli: Cli, name: str, message: str) -> None:
+def test_an_unknown_run_is_answered_with_the_existing_ones(
+    results: Path, cli: Cli, name: str, message: str
+) -> None:
     run_of(results, "one")
     run_of(results, "two")
     for stage in ("status", "attach", "cancel", "logs"):
-        assert cli(stage, name) == (2, "", f"cellmill {stage}: {message.format(runs=results / 'runs')}\n")
+        assert cli(stage, name) == (
+            2,
+            "",
+            f"cellmill {stage}: {message.format(runs=results / 'runs')}\n",
+        )
 
 
-def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(results: Path, cli: Cli) -> None:
+def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
+    results: Path, cli: Cli
+) -> None:
     shutil.rmtree(results)
     line = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
     for stage in (["status"], ["logs", "one"]):
@@ -257,7 +306,10 @@ def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path
     run_of(results, "one")
     squeue(
         results,
-        *(f"{number}|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_one_sim|{here}" for number in (7, 8)),
+        *(
+            f"{number}|PENDING|PartitionTimeLimit|1:30:00|1|rule_embed_wildcards_one_sim|{here}"
+            for number in (7, 8)
+        ),
         f"9|PENDING|Priority|30:00|1|rule_vocabulary|{here}",
         f"10|RUNNING|None|30:00|1|rule_shard_wildcards_sim|{here}",
         f"11|PENDING|Priority|30:00|1|rule_shard_wildcards_sim|{elsewhere}",
@@ -276,7 +328,10 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     watch = StageWatch(tmp_path, said.append)
 
     def jobs(*waiting: tuple[str, str]) -> list[QueuedJob]:
-        return [QueuedJob(job_id, JobState("PENDING", why), "embed", "30:00", "1") for job_id, why in waiting]
+        return [
+            QueuedJob(job_id, JobState("PENDING", why), "embed", "30:00", "1")
+            for job_id, why in waiting
+        ]
 
     watch.look(jobs(("7", "Priority")))
     assert said == [], "a job that has just been submitted"
@@ -285,19 +340,23 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     assert said == [f"stage embed: job 7: {priority}"]
     watch.look(jobs(("7", "Priority"), ("8", "Priority")))
     watch.look(jobs(("7", "Priority"), ("8", "AssocGrpGRES")))
-    assert [line.partition("):")[0] for line in said[1:]] == ["stage embed: job 8: PENDING (AssocGrpGRES"]
+    assert [line.partition("):")[0] for line in said[1:]] == [
+        "stage embed: job 8: PENDING (AssocGrpGRES"
+    ]
     watch.look([])
     watch.look(jobs(("9", "Priority")))
     watch.look(jobs(("9", "Priority")))
     assert said[2:] == [f"stage embed: job 9: {priority}"]
     many = jobs(*((str(number), "Resources") for number in range(20, 29)))
-    line = (
-        "stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources): it starts as soon as enough nodes are free"
-    )
+    line = "stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources): it starts as soon as enough nodes are free"
     assert stage_lines(many) == [line]
 
 
-LIMIT, REQUEST, SPENT = "a limit of yours, ", "a job may not request this: ", "the time that was granted is used up: "
+LIMIT, REQUEST, SPENT = (
+    "a limit of yours, ",
+    "a job may not request this: ",
+    "the time that was granted is used up: ",
+)
 
 
 @pytest.mark.parametrize(
@@ -343,23 +402,35 @@ onerror:
 def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_path: Path) -> None:
     (tmp_path / "Snakefile").write_text(f"import sys\n{SNAKEFILE}")
     words = [sys.executable, "-m", "snakemake", "--cores", "1"]
-    done = subprocess.run(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = done.stdout.splitlines()
-    below = lines[max(number for number, line in enumerate(lines) if "CalledProcessError" in line) :]
+    below = lines[
+        max(number for number, line in enumerate(lines) if "CalledProcessError" in line) :
+    ]
     assert [line for line in below if line.startswith("cellmill ")] == ["cellmill train: why"]
     assert lines[-1] == "At least one job did not complete successfully."
 
 
-def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(tmp_path: Path) -> None:
+def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(
+    tmp_path: Path,
+) -> None:
     stage, slurm = tmp_path / "a.log", tmp_path / "8.log"
-    (tmp_path / "log").write_text(2 * f"Error in rule embed:\n    log: {stage}, {slurm} (check log file(s) for …)\n")
+    (tmp_path / "log").write_text(
+        2 * f"Error in rule embed:\n    log: {stage}, {slurm} (check log file(s) for …)\n"
+    )
     slurm.write_text("slurm_script: 4: python: not found\n\n")
-    assert reasons_of_failed(str(tmp_path / "log")) == [f"{slurm}: slurm_script: 4: python: not found"]
+    assert reasons_of_failed(str(tmp_path / "log")) == [
+        f"{slurm}: slurm_script: 4: python: not found"
+    ]
     stage.write_text("cellmill embed: no cells\nbye\n")
     assert reasons_of_failed([str(tmp_path / "log")]) == ["cellmill embed: no cells"]
 
 
-def test_a_refusal_that_an_older_snakemake_repeats_without_its_reason_is_not_read_as_a_failure(tmp_path: Path) -> None:
+def test_a_refusal_that_an_older_snakemake_repeats_without_its_reason_is_not_read_as_a_failure(
+    tmp_path: Path,
+) -> None:
     (stage := tmp_path / "a.log").write_text("cellmill embed: of an earlier run\n")
     ending = f"    jobid: 4\n    log: {stage} (check log file(s) for error details)\n"
     refused = f"Error in rule embed:\n    message: SLURM sbatch failed. The error message was 'no QOS'.\n{ending}"

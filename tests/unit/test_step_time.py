@@ -15,7 +15,14 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
 from cellmill.planner.cost import NETWORK_FRAC, Network, latency
 from cellmill.planner.memory import Kind, Traffic
-from cellmill.planner.work import SHARD_BYTES, Cells, corpus_cost, count_micro_batches, detected_genes, measure_work
+from cellmill.planner.work import (
+    SHARD_BYTES,
+    Cells,
+    corpus_cost,
+    count_micro_batches,
+    detected_genes,
+    measure_work,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +36,9 @@ from cellmill.planner.work import SHARD_BYTES, Cells, corpus_cost, count_micro_b
         ("point to point", 4, 1, 14),
     ],
 )
-def test_latency_counts_each_hop(kind: Kind, processes: int, in_a_node: int, microseconds: float) -> None:
+def test_latency_counts_each_hop(
+    kind: Kind, processes: int, in_a_node: int, microseconds: float
+) -> None:
     traffic = Traffic(kind, "dp_shard", processes, in_a_node, payload_bytes=0, calls=1)
     assert latency(traffic) == pytest.approx(1e-6 * microseconds)
 
@@ -38,27 +47,42 @@ def test_bytes_and_hops_add_up_over_the_slower_link() -> None:
     network = Network(intra_node_gbs=100, inter_node_gbs=10)
     traffic = Traffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
     # 1.5 GB are sent; an eighth of them, over this process's share of the network, takes longer than the rest
-    assert network.seconds(traffic) == pytest.approx(1.5 / 8 / 10 / NETWORK_FRAC + 10 * latency(traffic))
+    assert network.seconds(traffic) == pytest.approx(
+        1.5 / 8 / 10 / NETWORK_FRAC + 10 * latency(traffic)
+    )
 
 
 @pytest.mark.parametrize(("tp", "budget"), [(1, 4096), (4, 4096), (1, 600)])
 def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: int) -> None:
     manifest = write_corpus(tmp_path, 400, n_vars=120)
     parallel = {"pp": 2, "tp": tp, "sequence_parallel": tp > 1, "strategy": "ddp"}
-    tree: dict[str, Any] = {"tokens": {"max_tokens": 60}, "stream": {"lanes": 4}, "model": {}, "plan": {}}
+    tree: dict[str, Any] = {
+        "tokens": {"max_tokens": 60},
+        "stream": {"lanes": 4},
+        "model": {},
+        "plan": {},
+    }
     train = {"global_batch": 100, "steps": 4, "token_budget": budget}
     options = PlanOptions.model_validate(tree | {"parallel": parallel, "train": train})
     detected, least = detected_genes(manifest), min_microbatches(options.parallel)
     padded, in_order = 0, np.zeros((4, 2, 50), np.int64)  # steps, ranks, cells
     for rank in range(2):
-        sizes = {"global_batch": 100, "token_budget": budget, "min_microbatches": least, "microbatch_multiple": 2}
+        sizes = {
+            "global_batch": 100,
+            "token_budget": budget,
+            "min_microbatches": least,
+            "microbatch_multiple": 2,
+        }
         stream = stream_of(manifest, rank, 2, tokens=options.tokens, stream=options.stream, **sizes)
         for number, step in enumerate(islice(stream, 4)):
             padded += len(step) * pipeline_tokens(max(len(batch.genes) for batch in step), tp)
             in_order[number, rank] = np.concatenate([np.diff(batch.cu_seqlens) for batch in step])
         stream.close()
-    # of the cells in the order of the stream exactly its own, of those in the order of the shards an estimate
-    counted = count_micro_batches(Cells(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp)
+    # of the cells in the order of the stream exactly its own, of those in the order of the shards
+    # an estimate
+    counted = count_micro_batches(
+        Cells(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp
+    )
     assert counted[2] == pytest.approx(padded / in_order.sum() - 1)
     cells = Cells(np.minimum(detected, 60), manifest.n_genes)
     work = measure_work(options, cells, layout(options.parallel, 4 * tp, 4 * tp))
@@ -73,13 +97,24 @@ def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
-    assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)  # of var, here 400 genes
+    # of var, here 400 genes
+    assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
 
 
-def test_more_jobs_shorten_the_longest_and_not_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_jobs_shorten_the_longest_and_not_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, many = (corpus_cost([10**8], 2000, Preprocess(), Shard(jobs=jobs)) for jobs in (1, 100))
-    assert [cost.stage for cost in many] == ["preprocess", "vocabulary", "divide", "shard_part", "shard"]
-    assert sum(cost.cpu_hours for cost in many) == pytest.approx(sum(cost.cpu_hours for cost in one), abs=0.02)
+    assert [cost.stage for cost in many] == [
+        "preprocess",
+        "vocabulary",
+        "divide",
+        "shard_part",
+        "shard",
+    ]
+    assert sum(cost.cpu_hours for cost in many) == pytest.approx(
+        sum(cost.cpu_hours for cost in one), abs=0.02
+    )
     assert many[3].hours == pytest.approx(many[3].cpu_hours / 100, rel=0.02)
     (tmp_path / "t.tsv").write_text("dataset\tpath\na\ta.h5ad\nb\tb.h5ad\n")
     (tmp_path / "c.yaml").write_text(
@@ -90,6 +125,9 @@ def test_more_jobs_shorten_the_longest_and_not_the_work(tmp_path: Path, capsys: 
     told = capsys.readouterr().out
     assert "100,000,000 cells of 2,000 genes in 2 files" in told
     assert re.search(r"^shard +1 ", told, re.M)
-    assert "cells on disk: 1,200.0 GB, with preprocess.compression gzip 320.0 GB and 10.00 CPU h more" in told
+    assert (
+        "cells on disk: 1,200.0 GB, with preprocess.compression gzip 320.0 GB and 10.00 CPU h more"
+        in told
+    )
     assert main([*given, "d"]) == 2
     assert "no corpus 'd'" in capsys.readouterr().err

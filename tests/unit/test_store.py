@@ -16,11 +16,21 @@ from cellmill.launch.rendezvous import LOOPBACK, Relay, Rendezvous
 from cellmill.launch.store import OPERATIONS
 
 KEYS = [f"key{number}" for number in range(6)]
-CLIENT_ONLY = {"clone", "has_extended_api", "host", "libuvBackend", "port", "set_timeout", "timeout"}
+CLIENT_ONLY = {
+    "clone",
+    "has_extended_api",
+    "host",
+    "libuvBackend",
+    "port",
+    "set_timeout",
+    "timeout",
+}
 
 
 def serve(pipe: Any) -> None:
-    """Serve in a process of its own, as an agent does: some methods of a client keep other threads from running."""
+    """Serve in a process of its own, as an agent does: some methods of a client keep other threads
+    from running.
+    """
     pipe.send(Relay(Rendezvous("secret", 0, 1, LOOPBACK)).start())
     pipe.recv()
 
@@ -104,7 +114,11 @@ def answers_of_waiting(port: int) -> list[Any]:
         return {key: client.get(key) for key in keys}
 
     with ThreadPoolExecutor(8) as pool:
-        waits = [pool.submit(wait_for, "a", "b"), pool.submit(wait_for, "c"), pool.submit(connect(port).queue_pop, "q")]
+        waits = [
+            pool.submit(wait_for, "a", "b"),
+            pool.submit(wait_for, "c"),
+            pool.submit(connect(port).queue_pop, "q"),
+        ]
         waits += [pool.submit(connect(port).barrier, "two", 2) for _ in range(2)]
         time.sleep(0.2)
         writer.set("a", "1")
@@ -112,7 +126,10 @@ def answers_of_waiting(port: int) -> list[Any]:
         writer.append("c", "1")
         writer.queue_push("q", "value")
         answers: list[Any] = [each.result(timeout=20) for each in waits]
-    for give_up in (lambda limit: writer.wait(["never"], limit), lambda limit: writer.barrier("three", 3, limit)):
+    for give_up in (
+        lambda limit: writer.wait(["never"], limit),
+        lambda limit: writer.barrier("three", 3, limit),
+    ):
         with pytest.raises(DistError):
             give_up(timedelta(milliseconds=50))
     # a cancelled wait leaves the connection usable
@@ -135,9 +152,12 @@ def test_each_waiting_client_pops_one_value_of_a_queue(servers: tuple[int, int])
 
 
 @pytest.mark.parametrize(
-    "request_", [b"\xff", b"\0\0\0\0\0", b"\0\xce\xf7\x85\x3c\xff", b"\0\xce\xf7\x85\x3c\1" + b"\xff" * 8]
+    "request_",
+    [b"\xff", b"\0\0\0\0\0", b"\0\xce\xf7\x85\x3c\xff", b"\0\xce\xf7\x85\x3c\1" + b"\xff" * 8],
 )
-def test_a_connection_that_sends_no_request_is_closed(servers: tuple[int, int], request_: bytes) -> None:
+def test_a_connection_that_sends_no_request_is_closed(
+    servers: tuple[int, int], request_: bytes
+) -> None:
     with socket.create_connection((LOOPBACK, servers[1]), timeout=5) as connection:
         connection.sendall(request_)
         assert connection.recv(100) == b""

@@ -1,4 +1,6 @@
-"""The stream's promises: every cell once, the same batches for any number of ranks, resume at any step, no hang."""
+"""The stream's promises: every cell once, the same batches for any number of ranks, resume at any
+step, no hang.
+"""
 
 import threading
 from collections import Counter
@@ -18,13 +20,20 @@ from cellmill.config.parallel import layout
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.batch import Batch, cut_batch, micro_batches_of_ranks, recycled_empty, split_batch
+from cellmill.data.stream.batch import (
+    Batch,
+    cut_batch,
+    micro_batches_of_ranks,
+    recycled_empty,
+    split_batch,
+)
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import DataError, UserError
 from cellmill.planner.work import Cells, detected_genes, measure_work
 
 BUDGET = 30  # tokens of a micro-batch: two to four cells
-CELLS = 533  # prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
+# prime to everything: short blocks, short windows, a short last batch, lanes that differ by one
+CELLS = 533
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,9 @@ def same(one: list[list[Batch]], other: list[list[Batch]]) -> bool:
     )
 
 
-def test_micro_batches_are_filled_greedily_in_order_and_a_cell_above_the_budget_is_one_of_its_own() -> None:
+def test_micro_batches_are_filled_greedily_in_order_and_a_cell_above_the_budget_is_one_of_its_own() -> (
+    None
+):
     assert cut_batch(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
     assert cut_batch(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
     assert cut_batch(np.array([], int), 10) == [0]
@@ -66,17 +77,24 @@ def test_micro_batches_are_filled_greedily_in_order_and_a_cell_above_the_budget_
         n_cells = rng.integers(0, 9, rng.integers(1, 9))
         lengths = rng.integers(0, 30, n_cells.sum())
         for budget in (1, 30, 77):
-            alone = [len(cut_batch(part, budget)) - 1 for part in np.split(lengths, n_cells.cumsum()[:-1])]
+            alone = [
+                len(cut_batch(part, budget)) - 1
+                for part in np.split(lengths, n_cells.cumsum()[:-1])
+            ]
             assert micro_batches_of_ranks(lengths, n_cells, budget).tolist() == alone
 
 
 def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:
     cu = np.cumsum([0, 3, 9, 2, 2, 1, 30, 4]).astype(np.int32)
-    batch = Batch(np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7))
+    batch = Batch(
+        np.arange(cu[-1], dtype=np.int32), np.arange(cu[-1], dtype=np.float32), cu, np.arange(7)
+    )
     parts = list(split_batch(batch, 12))
     assert [part.cells.tolist() for part in parts] == [[0, 1], [2, 3, 4], [5], [6]]
     for name in ("genes", "values"):
-        assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(batch, name)).all()
+        assert (
+            np.concatenate([getattr(part, name) for part in parts]) == getattr(batch, name)
+        ).all()
     assert all(part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.genes) for part in parts)
     assert list(split_batch(batch.cut(0, 0), 12)) == []
 
@@ -86,7 +104,9 @@ def ranks_of(manifest: Manifest, world: int, **changes: Any) -> list[CellStream]
 
 
 def joined(ranks: list[CellStream], steps: int) -> list[list[int]]:
-    """Sorted cells of each step over all ranks, which have as many micro-batches each, filled to the budget."""
+    """Sorted cells of each step over all ranks, which have as many micro-batches each, filled to
+    the budget.
+    """
     found = []
     for step in zip(*(take(stream, steps) for stream in ranks), strict=True):
         assert len({len(batches) for batches in step}) == 1
@@ -100,7 +120,9 @@ def joined(ranks: list[CellStream], steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("options", [{}, {"equal_steps": True}, {"block_cells": 1, "window_blocks": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"equal_steps": True}, {"block_cells": 1, "window_blocks": 1}], ids=str
+)
 def test_every_cell_is_seen_once_an_epoch_in_the_global_batches_of_one_rank(
     manifest: Manifest, world: int, options: dict[str, Any]
 ) -> None:
@@ -120,7 +142,9 @@ def test_every_cell_is_seen_once_an_epoch_in_the_global_batches_of_one_rank(
 def test_tiny_corpora_lose_no_cell(tmp_path: Path, n_cells: int, world: int, shuffle: bool) -> None:
     manifest = write_corpus(tmp_path, n_cells)
     for equal in (False, True):
-        ranks = ranks_of(manifest, world, shuffle=shuffle, global_batch=8, options={"equal_steps": equal})
+        ranks = ranks_of(
+            manifest, world, shuffle=shuffle, global_batch=8, options={"equal_steps": equal}
+        )
         steps = joined(ranks, ranks[0].steps_per_epoch)
         assert sorted(chain(*steps)) == list(range(n_cells))
 
@@ -147,7 +171,11 @@ def test_tokens_are_those_of_the_cells_in_the_shards(manifest: Manifest, tokeniz
             expected[len(expected)] = alone.tokenize(genes, counts, np.array([0, stop - start]))
     for step in take(stream, stream.steps_per_epoch):
         for batch in step:
-            assert (batch.cells.dtype, batch.cu_seqlens.dtype, batch.genes.dtype) == (np.int64, np.int32, np.int32)
+            assert (batch.cells.dtype, batch.cu_seqlens.dtype, batch.genes.dtype) == (
+                np.int64,
+                np.int32,
+                np.int32,
+            )
             for cell, a, b in zip(batch.cells, batch.cu_seqlens, batch.cu_seqlens[1:]):
                 genes, values, _ = expected[int(cell)]
                 np.testing.assert_array_equal(batch.genes[a:b], genes)
@@ -164,12 +192,16 @@ def test_shards_of_different_count_types_stream_together(tmp_path: Path) -> None
     assert Counter(cell for step in steps for cell in cells_of(step)) == Counter(range(100))
     library = np.asarray(counts.sum(axis=1)).ravel()
     highest = np.log1p(counts.multiply(1e4 / library[:, None]).max())
-    assert np.isclose(max(batch.values.max() for step in steps for batch in step), highest, rtol=1e-5)
+    assert np.isclose(
+        max(batch.values.max() for step in steps for batch in step), highest, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 8, 16, 17, 18, 34, 40])
-def test_resuming_equals_never_stopping_bit_for_bit(manifest: Manifest, at: int, equal: bool) -> None:
+def test_resuming_equals_never_stopping_bit_for_bit(
+    manifest: Manifest, at: int, equal: bool
+) -> None:
     options = {"options": {"equal_steps": equal}}
     whole, first, second = (stream_of(manifest, **options) for _ in range(3))
     before = list(islice(first, at))
@@ -239,7 +271,9 @@ def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: M
 
 
 def threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith(("cellmill-stream", "cellmill-read"))}
+    return {
+        t for t in threading.enumerate() if t.name.startswith(("cellmill-stream", "cellmill-read"))
+    }
 
 
 def test_close_ends_every_thread_at_any_moment(manifest: Manifest) -> None:
@@ -277,7 +311,9 @@ def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
     for shard in manifest.splits["train"].shards:
         with open(manifest.shard_path(shard), "r+b") as file:
             file.truncate(100)
-    with pytest.raises(DataError, match=r"train-0000\d\.h5ad: damaged: short read: .* truncated while open"):
+    with pytest.raises(
+        DataError, match=r"train-0000\d\.h5ad: damaged: short read: .* truncated while open"
+    ):
         list(islice(batches, 100))
     stream.close()
     assert threads() <= before
@@ -291,7 +327,9 @@ def test_donors_are_mixed_as_by_a_true_shuffle_though_the_file_is_sorted(tmp_pat
     stream = stream_of(manifest, options={"block_cells": 16, "window_blocks": 4}, global_batch=64)
     steps = take(stream, stream.steps_per_epoch)
     found = np.mean([_entropy(names[cells_of(step)] // each) for step in steps])
-    true = np.mean([_entropy(rng.choice(n_donors * each, 64, replace=False) // each) for _ in range(200)])
+    true = np.mean(
+        [_entropy(rng.choice(n_donors * each, 64, replace=False) // each) for _ in range(200)]
+    )
     assert abs(found - true) < 0.05
 
 
@@ -319,10 +357,16 @@ def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
     for equal, largest, more in ((False, 40, 6 * 40), (True, 39, 6 * CELLS // 14)):
         options = PlanOptions.model_validate(tree | {"stream": {"lanes": 8, "equal_steps": equal}})
         work = measure_work(options, cells, layout(options.parallel, 1, 1))
-        assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (14, largest, CELLS + more)
+        assert (work.steps_per_epoch, work.cells_per_step, work.cells_seen) == (
+            14,
+            largest,
+            CELLS + more,
+        )
 
 
-def test_memory_of_batches_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone() -> None:
+def test_memory_of_batches_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone() -> (
+    None
+):
     size = 1_000_003  # no other test asks for blocks of this size
 
     def address(array: np.ndarray) -> int:

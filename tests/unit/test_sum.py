@@ -1,4 +1,6 @@
-"""sum: each part's loss is that of its objective alone, over its own targets; what one hides no other shows."""
+"""sum: each part's loss is that of its objective alone, over its own targets; what one hides no
+other shows.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,17 @@ from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
-PARTS: dict[str, Any] = {"cell_decoding": {"decoder_hidden": None}, "masked_value": {"weight": 0.3, "mask_frac": 0.4}}
+PARTS: dict[str, Any] = {
+    "cell_decoding": {"decoder_hidden": None},
+    "masked_value": {"weight": 0.3, "mask_frac": 0.4},
+}
 
 
 def _model(**objective: Any) -> Any:
     """A model with the initial values of seed 0, which depend on the names of parameters alone."""
-    return initialized(spec(N_GENES, TOKENS, hidden=16, layers=1, heads=2, dropout=0.1, **objective)).train()
+    return initialized(
+        spec(N_GENES, TOKENS, hidden=16, layers=1, heads=2, dropout=0.1, **objective)
+    ).train()
 
 
 def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batch:
@@ -48,7 +55,9 @@ def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
     assert torch.equal(losses[0], decoding(prepared.parts[0]))
     shown = prepare(decoding, batch, 128)
     assert torch.equal(prepared.parts[0].weights, shown.weights)
-    assert not torch.equal(decoding(shown), losses[0]), "the cell's vector saw values that are hidden"
+    assert not torch.equal(decoding(shown), losses[0]), (
+        "the cell's vector saw values that are hidden"
+    )
 
 
 def test_second_views_are_no_further_cells_of_other_parts() -> None:
@@ -62,9 +71,18 @@ def test_second_views_are_no_further_cells_of_other_parts() -> None:
     assert torch.equal(both.parts[1].answers, one.parts[1].answers)
     assert both.parts[0].pairs.numel() > 0
     second = model.view(batch, **KEYS)
-    assert len(both.genes) == len(both.values) == len(both.token_keys) == 128 > len(second.genes) > len(shown.genes)
+    assert (
+        len(both.genes)
+        == len(both.values)
+        == len(both.token_keys)
+        == 128
+        > len(second.genes)
+        > len(shown.genes)
+    )
     assert len(both.cell_keys) == len(both.lengths) == len(both.cu_seqlens) - 1 > 2 * n
-    assert torch.equal(both.values[len(shown.genes) : len(second.genes)], second.values[len(shown.genes) :])
+    assert torch.equal(
+        both.values[len(shown.genes) : len(second.genes)], second.values[len(shown.genes) :]
+    )
     assert both.value_hidden.nonzero().flatten().tolist() == one.parts[1].targets.tolist()
     torch.testing.assert_close(model.eval()(both), plain.eval()(one))
 
@@ -77,7 +95,9 @@ def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:
     expected = torch.autograd.grad(losses[0] + 0.3 * losses[1], list(model.parameters()))
     mesh: Any = SimpleNamespace(device=torch.device("cpu"), dp_world=1, model_parallel_size=1)
     parts = LossParts(model.objective, mesh.device)
-    found = ParallelModel(model, Parallel(), mesh).forward_backward(micro, parts.targets(n), parts.weights)
+    found = ParallelModel(model, Parallel(), mesh).forward_backward(
+        micro, parts.targets(n), parts.weights
+    )
     torch.testing.assert_close(found, losses.detach().double())
     for (name, parameter), gradient in zip(model.named_parameters(), expected):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7, msg=name)
@@ -97,7 +117,12 @@ def test_a_part_without_targets_has_loss_zero_but_all_of_them_have_none() -> Non
 def test_tensors_of_all_parts_are_copied_once() -> None:
     model = _model(objective="sum", parts=PARTS)
     copied = on_device(prepare(model, _cells(), 128), torch.device("meta"))
-    tensors = [value for part in (copied, *copied.parts) for value in vars(part).values() if hasattr(value, "is_meta")]
+    tensors = [
+        value
+        for part in (copied, *copied.parts)
+        for value in vars(part).values()
+        if hasattr(value, "is_meta")
+    ]
     assert all(tensor.is_meta for tensor in tensors)
     assert copied.parts[0].genes is copied.parts[1].genes is copied.genes
 
@@ -121,9 +146,18 @@ def test_figures_and_verdicts_are_those_of_the_parts() -> None:
     ("parts", "message"),
     [
         ({"sum": {}}, "parts: sum: a sum cannot be part of a sum; list its parts in its place"),
-        ({"masked_valu": {}}, "parts: unknown objective 'masked_valu'; did you mean 'masked_value'?"),
-        ({"masked_value": {"weigth": 1}}, "parts: masked_value: unknown key 'weigth'; did you mean 'weight'?"),
-        ({"masked_value": {"weight": 0}}, "parts: masked_value.weight: input should be greater than 0, got 0"),
+        (
+            {"masked_valu": {}},
+            "parts: unknown objective 'masked_valu'; did you mean 'masked_value'?",
+        ),
+        (
+            {"masked_value": {"weigth": 1}},
+            "parts: masked_value: unknown key 'weigth'; did you mean 'weight'?",
+        ),
+        (
+            {"masked_value": {"weight": 0}},
+            "parts: masked_value.weight: input should be greater than 0, got 0",
+        ),
         (
             {"masked_value": {}, "masked_gene": {}},
             "parts: masked_value and masked_gene both hide tokens, and the model is given one batch; keep one",
@@ -136,7 +170,9 @@ def test_parts_that_cannot_be_summed_are_refused(parts: dict[str, Any], message:
 
 
 def test_stored_options_are_those_of_the_run() -> None:
-    config = ObjectiveConfig.model_validate({"name": "sum", "parts": {"masked_value": None, "cell_decoding": {}}})
+    config = ObjectiveConfig.model_validate(
+        {"name": "sum", "parts": {"masked_value": None, "cell_decoding": {}}}
+    )
     assert ObjectiveConfig.model_validate(config.model_dump(mode="json")) == config
     assert config.needs_counts
     with pytest.raises(ValueError, match="objective masked_value needs values"):
@@ -148,5 +184,7 @@ def test_two_heads_of_one_name_are_refused() -> None:
     for name in ("masked_value", "masked_gene"):
         parts |= SumConfig.model_validate({"parts": {name: {"cell_loss_weight": 0}}}).parts
     objective = Sum(SumConfig.model_construct(name="sum", parts=parts), TOKENS)
-    with refused("objective.parts.masked_gene: its head head has the name of another part's; leave one of them out"):
+    with refused(
+        "objective.parts.masked_gene: its head head has the name of another part's; leave one of them out"
+    ):
         objective.attach(_model(objective="cell_decoding"), 10)

@@ -44,7 +44,9 @@ def _cells(labels: tuple[int, ...], first: int = 0) -> Batch:
 
 
 def _reference(z: torch.Tensor, labels: list[int], temperature: float) -> Any:
-    """Equation 2 of the paper as it is written, summed over the cells i that have another of their label."""
+    """Equation 2 of the paper as it is written, summed over the cells i that have another of their
+    label.
+    """
     z, loss = F.normalize(z, dim=1), torch.zeros((), dtype=z.dtype)
     for i in range(len(labels)):
         others = [a for a in range(len(labels)) if a != i]
@@ -60,13 +62,17 @@ def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("anchors", [1, 4, 1024])
-def test_the_loss_is_that_of_the_paper_in_any_slots(anchors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_that_of_the_paper_in_any_slots(
+    anchors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cellmill.models.objectives.labels.ANCHORS", anchors)
     z = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(z, labels, 0.3)
     assert contrast(_table(z, labels), 0.3).item() == pytest.approx(expected.item())
-    slots = torch.zeros(16, 6, dtype=torch.float64).index_copy(0, torch.arange(15, 6, -1), _table(z, labels))
+    slots = torch.zeros(16, 6, dtype=torch.float64).index_copy(
+        0, torch.arange(15, 6, -1), _table(z, labels)
+    )
     assert contrast(slots, 0.3).item() == pytest.approx(expected.item())
 
 
@@ -88,7 +94,9 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))))
     prepared = [prepare(model, batch, 200) for batch in batches]
     loss = loss_by_shares(model, prepared)
-    z = torch.cat([model.cell_vectors(model.states(part), part)[part.target_cells] for part in prepared])
+    z = torch.cat(
+        [model.cell_vectors(model.states(part), part)[part.target_cells] for part in prepared]
+    )
     expected = _reference(z, [label for labels in given for label in labels if label], 0.3)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert sum(int(part.n_targets) for part in prepared) == len(z) == 7
@@ -99,7 +107,9 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
 def test_column_and_temperature_are_those_of_the_options() -> None:
     batch = _cells((1, 2, 3, 1, 2))
     changes: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"label_column": "batch"}]
-    losses = [(model := _model("profile", **change))(prepare(model, batch)).item() for change in changes]
+    losses = [
+        (model := _model("profile", **change))(prepare(model, batch)).item() for change in changes
+    ]
     assert len({round(loss, 3) for loss in losses}) == 3
     model = _model("profile")
     z = model.cell_vectors(model.states(prepared := prepare(model, batch)), prepared)
@@ -112,7 +122,9 @@ def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
     labels = [1, 1, 2, 2, 2, 3]
     train = GeneStatistics(np.ones(1, np.int64), np.ones(1), 1.0, 1)
     figures, (verdict,) = objective.judge(np.array(labels), z.numpy(), train=train)
-    assert figures["supervised_contrastive"] == pytest.approx(float(_reference(z, labels, 0.1)) / 6, rel=1e-5)
+    assert figures["supervised_contrastive"] == pytest.approx(
+        float(_reference(z, labels, 0.1)) / 6, rel=1e-5
+    )
     assert figures["supervised_contrastive_alike"] == pytest.approx(5 / 6 * math.log(5))
     own = figures["supervised_contrastive"] - figures["supervised_contrastive_alike"]
     assert verdict.difference == pytest.approx(own)
@@ -120,10 +132,18 @@ def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
 
 
 def test_a_sum_is_supervised_by_the_labels_of_its_parts_and_its_batch_is_another_column() -> None:
-    parts = {"supervised_contrastive": {"label_column": "a_type"}, "cell_decoding": {"batch_column": "batch"}}
+    parts = {
+        "supervised_contrastive": {"label_column": "a_type"},
+        "cell_decoding": {"batch_column": "batch"},
+    }
     objective = ObjectiveConfig.model_validate({"name": "sum", "parts": parts})
     assert objective.supervised_by == ("a_type",)
-    assert ObjectiveConfig.model_validate({"name": "cell_decoding", "batch_column": "batch"}).supervised_by == ()
+    assert (
+        ObjectiveConfig.model_validate(
+            {"name": "cell_decoding", "batch_column": "batch"}
+        ).supervised_by
+        == ()
+    )
     manifest: Any = SimpleNamespace(obs_levels={})
     for given, expected in ((objective, "batch"), (objective.each()[0], None)):
         options: Any = TrainOptions.model_construct(objective=given)
@@ -151,8 +171,17 @@ def test_the_labels_of_a_run_are_those_of_its_objective_and_of_its_first_weights
 
 
 def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any) -> str:
-    config: dict[str, Any] = {"family": family, "model": {"hidden": 8}, "objective": objective, "n_genes": 3}
-    config |= {"tokens": {"tokenizer": "continuous", "max_tokens": 4}, "vocabulary_digest": "a", "fingerprint": "b"}
+    config: dict[str, Any] = {
+        "family": family,
+        "model": {"hidden": 8},
+        "objective": objective,
+        "n_genes": 3,
+    }
+    config |= {
+        "tokens": {"tokenizer": "continuous", "max_tokens": 4},
+        "vocabulary_digest": "a",
+        "fingerprint": "b",
+    }
     config |= {"init_from": None, "step": 1, "val_loss": 1.0, "supervised_by": labels}
     return model_card(config | more, 5)
 
@@ -161,7 +190,9 @@ def test_the_card_says_which_labels_were_used_and_by_which_column_cells_were_wei
     supervised, plain = (card("profile", LABELLED, labels) for labels in (["cell_type"], []))
     assert "tags: [single-cell, transcriptomics, profile, supervised]" in supervised
     assert "| supervised | by labels of obs column cell_type |" in supervised
-    assert "It is a supervised embedding of cell_type: it saw these labels in training." in supervised
+    assert (
+        "It is a supervised embedding of cell_type: it saw these labels in training." in supervised
+    )
     assert "| supervised | no: trained without labels |" in plain
     assert "profile, supervised]" not in plain
     assert "| training data | fingerprint `b` |" in plain

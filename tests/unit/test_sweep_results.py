@@ -12,7 +12,11 @@ from cellmill.cli import main
 from cellmill.report.sweep import fit_law
 
 SIZES = (100, 300, 1000, 3000)
-VALUES = {f"s-{n}-{seed}": {"stream.train_frac": n / 3000, "train.seed": seed} for n in SIZES for seed in (0, 1)}
+VALUES = {
+    f"s-{n}-{seed}": {"stream.train_frac": n / 3000, "train.seed": seed}
+    for n in SIZES
+    for seed in (0, 1)
+}
 
 
 def write_runs(folder: Path) -> None:
@@ -20,10 +24,22 @@ def write_runs(folder: Path) -> None:
         n, seed = round(3000 * values["stream.train_frac"]), values["train.seed"]
         loss = 1.5 + 40 * n**-0.5 + (0.002 if seed else -0.002)
         rows = [
-            {"name": "embedding + kNN", "kind": "model", "macro_f1_mean": 0.5 + 0.1 * seed, "macro_f1_sd": 0.1},
+            {
+                "name": "embedding + kNN",
+                "kind": "model",
+                "macro_f1_mean": 0.5 + 0.1 * seed,
+                "macro_f1_sd": 0.1,
+            },
             {"name": "PCA50 + kNN", "kind": "baseline", "macro_f1_mean": 0.7, "macro_f1_sd": 0.1},
         ]
-        probe = {"rows": rows, "metric": "macro_f1", "verdicts": [], "sentences": [], "figures": {}, "skipped": None}
+        probe = {
+            "rows": rows,
+            "metric": "macro_f1",
+            "verdicts": [],
+            "sentences": [],
+            "figures": {},
+            "skipped": None,
+        }
         figures = {"cross_entropy": 10 - loss, "n_cells": 90}
         reconstruct = probe | {"rows": [], "metric": None, "figures": figures}
         tasks = {"reconstruct": reconstruct, "probe": probe}
@@ -41,7 +57,10 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
     write_runs(tmp_path / "runs")
     (tmp_path / "values.json").write_text(json.dumps(VALUES))
     out = tmp_path / "sweeps" / "s" / "results.csv"
-    assert main(f"sweep --values {tmp_path}/values.json --runs {tmp_path}/runs --out {out}".split()) == 0
+    assert (
+        main(f"sweep --values {tmp_path}/values.json --runs {tmp_path}/runs --out {out}".split())
+        == 0
+    )
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert len(rows) == 8 * 5
     assert rows[3] | {"run": "", "value": ""} == {
@@ -51,7 +70,10 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
     }  # fmt: skip
     loss, probe, entropy = json.loads((out.parent / "curves.json").read_text())["curves"]
     assert entropy["metric"] == "cross_entropy", "what is alike in all runs has no curve"
-    assert (probe["quantity"], probe["baseline"]) == ("cells", {"name": "PCA50 + kNN", "value": pytest.approx(0.7)})
+    assert (probe["quantity"], probe["baseline"]) == (
+        "cells",
+        {"name": "PCA50 + kNN", "value": pytest.approx(0.7)},
+    )
     (line,) = probe["lines"]
     assert [point["size"] for point in line["points"]] == list(SIZES)
     assert [(p["mean"], p["sd"], p["n"]) for p in line["points"]] == [
@@ -64,11 +86,17 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
-    sizes, noise = np.repeat([100, 300, 1000, 3000, 10_000], 2), np.random.default_rng(0).normal(0, 0.003, 10)
+    sizes, noise = (
+        np.repeat([100, 300, 1000, 3000, 10_000], 2),
+        np.random.default_rng(0).normal(0, 0.003, 10),
+    )
     law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))["law"]
     assert law["low"] <= 0.45 + 0.005
     assert law["high"] >= 0.45 - 0.005
     assert law["floor"] == pytest.approx(1.2, abs=0.03)
-    assert "the exponent is not determined: 95 % interval 0.00 to" in fit_law(sizes, 2 + noise)["no_law"]
+    assert (
+        "the exponent is not determined: 95 % interval 0.00 to"
+        in fit_law(sizes, 2 + noise)["no_law"]
+    )
     assert fit_law(sizes[:6], 2 + noise[:6]) == {"no_law": "3 sizes; a law with a floor needs 4"}
     assert fit_law(sizes, noise) == {"no_law": "losses or sizes that are not positive"}

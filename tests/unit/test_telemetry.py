@@ -20,13 +20,23 @@ def test_without_a_gpu_or_its_package_nothing_is_logged_and_nothing_raised() -> 
 def test_a_line_has_a_number_for_each_rank_and_only_what_all_ranks_know() -> None:
     first, second = [*MEMORY, 87.0, 70e9, 650_432.0], [*MEMORY, 3.0, 1.5e9, UNKNOWN]
     two, one = readings_line("cuda", first + second, 2), readings_line("cuda", first, 1)
-    assert (two["gpu_busy_frac"], two["gpu_used_gb"], "gpu_power_w" in two) == ([0.87, 0.03], [70.0, 1.5], False)
-    assert (one["gpu_busy_frac"], one["gpu_used_gb"], one["gpu_power_w"]) == ([0.87], [70.0], [650.432])
+    assert (two["gpu_busy_frac"], two["gpu_used_gb"], "gpu_power_w" in two) == (
+        [0.87, 0.03],
+        [70.0, 1.5],
+        False,
+    )
+    assert (one["gpu_busy_frac"], one["gpu_used_gb"], one["gpu_power_w"]) == (
+        [0.87],
+        [70.0],
+        [650.432],
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_readings_of_a_gpu_are_those_of_nvml() -> None:
-    pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed: pip install 'cellmill[nvml]'")
+    pynvml = pytest.importorskip(
+        "pynvml", reason="nvidia-ml-py is not installed: pip install 'cellmill[nvml]'"
+    )
     held = torch.ones(1 << 28, device="cuda")  # 1 GiB
     busy, used, power = gpu_readings(torch.device("cuda", 0))
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -44,7 +54,8 @@ def test_the_time_left_is_that_of_recent_steps_and_of_pauses() -> None:
         now += 20.0
         line = left.line(step, now)
     assert line == {"left_s": 799 * 2.0}
-    # a pause of 60 s after 101 steps of this process comes again as often, and is no part of the next steps
+    # a pause of 60 s after 101 steps of this process comes again as often, and is no part of the
+    # next steps
     left.pause(60.0)
     assert left.line(211, now + 62.0) == {"left_s": round(789 * (2.0 + 60 / 111), 1)}
     # steps that became four times slower are the pace once they are most of the last ten

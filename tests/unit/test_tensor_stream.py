@@ -1,4 +1,6 @@
-"""`cellmill.stream`: the batches of a run as tensors, resumed exactly; the loops of the documentation run."""
+"""`cellmill.stream`: the batches of a run as tensors, resumed exactly; the loops of the
+documentation run.
+"""
 
 import re
 from itertools import islice
@@ -18,8 +20,12 @@ from cellmill.errors import ConfigError, DataError, UserError
 
 CELLS, LANES = 533, {"lanes": 8, "block_cells": 4, "window_blocks": 3}
 ROOT = Path(__file__).resolve().parents[2]
-LOOPS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.M | re.S)
-TORCH, LIGHTNING = (next(text for text in LOOPS if f"import {name}\n" in text) for name in ("torch", "lightning"))
+LOOPS = re.findall(
+    r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.M | re.S
+)
+TORCH, LIGHTNING = (
+    next(text for text in LOOPS if f"import {name}\n" in text) for name in ("torch", "lightning")
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with the shards that the documentation names."""
     made = tmp_path_factory.mktemp("tensors")
     kinds = ["B", "T", "NK"]
-    obs = {"bulk_labels": [kinds[i % 3] for i in range(CELLS)], "age": [float(i % 90) for i in range(CELLS)]}
+    obs = {
+        "bulk_labels": [kinds[i % 3] for i in range(CELLS)],
+        "age": [float(i % 90) for i in range(CELLS)],
+    }
     write_corpus(made / "results" / "corpora" / "pbmc", CELLS, obs=obs, val_frac=0.2)
     return made
 
@@ -51,13 +60,18 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     found = epochs(stream, 3)
     manifest, tokens = folder / "results/corpora/pbmc/shards/manifest.json", {"max_tokens": 12}
     shared = {"global_batch": 32, "token_budget": 32 * 12, "rank": 0, "world": 1, "seed": 0}
-    engine = CellStream(manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared)
+    engine = CellStream(
+        manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared
+    )
     assert [len(epoch) for epoch in found] == 3 * [len(stream)] == 3 * [engine.steps_per_epoch]
     for batch, [theirs] in zip((batch for epoch in found for batch in epoch), engine):
         for name in ("genes", "values", "cu_seqlens", "cells"):
             np.testing.assert_array_equal(batch[name].numpy(), getattr(theirs, name))
     engine.close()
-    dtypes = {name: (str(tensor.dtype).removeprefix("torch."), tensor.dim()) for name, tensor in found[0][0].items()}
+    dtypes = {
+        name: (str(tensor.dtype).removeprefix("torch."), tensor.dim())
+        for name, tensor in found[0][0].items()
+    }
     assert dtypes == {
         "genes": ("int64", 1),
         "values": ("float32", 1),
@@ -72,7 +86,9 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
     assert train == 3 * [list(range(len(train[0])))]
     validated = opened(folder, "val")
     once, again = epochs(validated, 2)
-    assert [int(cell) for batch in once for cell in batch["cells"]] == list(range(CELLS - len(train[0])))
+    assert [int(cell) for batch in once for cell in batch["cells"]] == list(
+        range(CELLS - len(train[0]))
+    )
     for one, other in zip(once, again, strict=True):
         assert_same(one, other)
     with pytest.raises(ConfigError, match="always read from its start"):
@@ -82,7 +98,9 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
 
 
 @pytest.mark.parametrize("step", [0, 1, 7, 13, 14, 20])  # 14 steps an epoch
-def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_ranks(step: int, folder: Path) -> None:
+def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_ranks(
+    step: int, folder: Path
+) -> None:
     whole, first = (opened(folder, columns=["bulk_labels"]) for _ in range(2))
     assert len(whole) == 14
     expected = [batch for epoch in epochs(whole, 3) for batch in epoch]
@@ -99,7 +117,11 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
     for stream in ranks:
         stream.load_state_dict(state)
     for parts, batch in zip(zip(*ranks, strict=True), expected[step:]):
-        kinds = {int(cell): int(level) for part in parts for cell, level in zip(part["cells"], part["levels"][:, 0])}
+        kinds = {
+            int(cell): int(level)
+            for part in parts
+            for cell, level in zip(part["cells"], part["levels"][:, 0])
+        }
         assert kinds == dict(zip(batch["cells"].tolist(), batch["levels"][:, 0].tolist()))
         assert sum(len(part["genes"]) for part in parts) == len(batch["genes"])
     for stream in (whole, first, again, *ranks):
@@ -110,7 +132,10 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
     ("options", "message"),
     [
         ({"global_batch": 12}, "global_batch: expected a multiple of stream.lanes 8, got 12"),
-        ({"global_batch": 0}, "train: global_batch: input should be greater than or equal to 1, got 0"),
+        (
+            {"global_batch": 0},
+            "train: global_batch: input should be greater than or equal to 1, got 0",
+        ),
         ({"seed": -1}, "train: seed: input should be greater than or equal to 0, got -1"),
         ({"world_size": 0}, "world_size: expected a divisor of stream.lanes 8, got 0"),
         ({"world_size": 3}, "world_size: expected a divisor of stream.lanes 8, got 3"),
@@ -118,7 +143,10 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
         ({"columns": "bulk_labels"}, "columns: expected a list of obs columns, got 'bulk_labels'"),
         ({"split": "all"}, "split: expected one of train, val, test, got 'all'"),
         ({"stream": {"lane": 8}}, "stream: unknown key 'lane'; did you mean 'lanes'?"),
-        ({"tokens": {"covariates": ["age"]}}, "tokens.covariates: expected none, got ['age']; name them in columns"),
+        (
+            {"tokens": {"covariates": ["age"]}},
+            "tokens.covariates: expected none, got ['age']; name them in columns",
+        ),
         (
             {"tokens": {"tokenizer": "binned", "binning": "quantile_corpus"}},
             "tokens.edges: expected the edges of the bins, which only a run fits, got null",
@@ -130,7 +158,9 @@ def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_rank
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
-def test_what_a_stream_cannot_have_is_refused_in_one_line(options: dict[str, Any], message: str, folder: Path) -> None:
+def test_what_a_stream_cannot_have_is_refused_in_one_line(
+    options: dict[str, Any], message: str, folder: Path
+) -> None:
     with pytest.raises(UserError) as refused:
         opened(folder, **options)
     assert str(refused.value).removeprefix(f"{folder}/") == message
@@ -144,11 +174,15 @@ def test_a_flipped_byte_in_a_shard_is_refused(split: str, tmp_path: Path) -> Non
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
-    with pytest.raises(DataError, match=rf"{shard.name}: expected sha256 \w+ as in the manifest, got \w+: damaged"):
+    with pytest.raises(
+        DataError, match=rf"{shard.name}: expected sha256 \w+ as in the manifest, got \w+: damaged"
+    ):
         opened(tmp_path, split)
 
 
-def test_the_loop_in_plain_torch_runs_and_learns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_in_plain_torch_runs_and_learns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(TORCH.splitlines()) <= 40
     monkeypatch.chdir(folder)
     torch.manual_seed(0)
@@ -158,7 +192,11 @@ def test_the_loop_in_plain_torch_runs_and_learns(folder: Path, monkeypatch: pyte
     assert len(losses) == 3 * len(names["stream"])
     assert np.mean(losses[-5:]) < losses[0]
     later = cellmill.stream(
-        names["manifest"], columns=["bulk_labels"], global_batch=64, seed=1, stream={"equal_steps": True}
+        names["manifest"],
+        columns=["bulk_labels"],
+        global_batch=64,
+        seed=1,
+        stream={"equal_steps": True},
     )
     later.load_state_dict(torch.load("loop.pt")["stream"])
     for one, other in zip(later, names["stream"], strict=True):
@@ -167,8 +205,11 @@ def test_the_loop_in_plain_torch_runs_and_learns(folder: Path, monkeypatch: pyte
     names["stream"].close()
 
 
-@pytest.mark.filterwarnings("ignore")  # of Lightning: on workers of loaders, and on a device that is not used
-def test_the_loop_in_lightning_runs_and_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# of Lightning: on workers of loaders, and on a device that is not used
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_in_lightning_runs_and_resumes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")
     assert len(LIGHTNING.splitlines()) <= 40
     monkeypatch.chdir(tmp_path)
@@ -180,10 +221,14 @@ def test_the_loop_in_lightning_runs_and_resumes(folder: Path, tmp_path: Path, mo
     assert steps == 2 * names["trainer"].num_training_batches
     shared = {"accelerator": "cpu", "logger": False, "max_epochs": 2}
     models = []
-    kept = lightning.pytorch.callbacks.ModelCheckpoint(".", "{step}", every_n_train_steps=9, save_top_k=-1)
+    kept = lightning.pytorch.callbacks.ModelCheckpoint(
+        ".", "{step}", every_n_train_steps=9, save_top_k=-1
+    )
     for start in ({"callbacks": [kept]}, {}):
         torch.manual_seed(0)
-        models.append(names["Classifier"]("results/corpora/pbmc/shards/manifest.json", "bulk_labels"))
+        models.append(
+            names["Classifier"]("results/corpora/pbmc/shards/manifest.json", "bulk_labels")
+        )
         path = None if start else "step=9.ckpt"  # within the second epoch
         lightning.Trainer(**shared, **start).fit(models[-1], ckpt_path=path)
     for name, tensor in names["model"].state_dict().items():

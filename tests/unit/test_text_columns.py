@@ -1,4 +1,6 @@
-"""Text of obs and var is the same for objects, strings of pandas and categories, with and without missing values."""
+"""Text of obs and var is the same for objects, strings of pandas and categories, with and without
+missing values.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,12 @@ def column(kind: str, values: list[str | None], index: Any = None) -> pd.Series:
 
 
 def test_numbers_booleans_and_dates_have_the_text_of_astype_str() -> None:
-    for values in ([1.5, 2.0, 1e20], [1, 2, 1], [True, False], pd.to_datetime(["2020-01-01", "2021-02-03"])):
+    for values in (
+        [1.5, 2.0, 1e20],
+        [1, 2, 1],
+        [True, False],
+        pd.to_datetime(["2020-01-01", "2021-02-03"]),
+    ):
         assert text_values(pd.Series(values)).tolist() == pd.Series(values).astype(str).tolist()
     assert text_values(pd.Series([], dtype=object)).tolist() == []
     assert text_values(pd.Series([np.nan, 3.0])).tolist() == ["", "3.0"]
@@ -42,7 +49,12 @@ def test_numbers_booleans_and_dates_have_the_text_of_astype_str() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_var_row_without_a_feature_type_is_a_gene(kind: str) -> None:
     kinds = column(kind, ["Gene Expression", None, "Antibody Capture", " gene expression"])
-    assert is_expression(pd.DataFrame({"feature_types": kinds})).tolist() == [True, True, False, True]
+    assert is_expression(pd.DataFrame({"feature_types": kinds})).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +69,9 @@ def test_tasks_leave_cells_without_a_value_out(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cell_without_a_perturbation_is_no_control(kind: str) -> None:
     obs = pd.DataFrame({"guide": column(kind, ["ctrl", None, "x"])})
-    reader: Any = SimpleNamespace(obs=obs, n_obs=3, path=Path("a.h5ad"), obs_column=lambda name, owner: obs[name])
+    reader: Any = SimpleNamespace(
+        obs=obs, n_obs=3, path=Path("a.h5ad"), obs_column=lambda name, owner: obs[name]
+    )
     reader.var_names, reader.var = [], pd.DataFrame()
     columns = ObsColumns(perturbation="guide", control="ctrl")
     made = choose_obs(reader, [], columns).obs
@@ -66,10 +80,18 @@ def test_a_cell_without_a_perturbation_is_no_control(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_written_plain_so_that_every_version_reads_it(tmp_path: Path, kind: str) -> None:
-    names = pd.Index(column(kind, ["c1", "c2", "c3"])) if kind != "category" else pd.Index(["c1", "c2", "c3"])
-    obs = pd.DataFrame({"donor": column(kind, ["d", None, "e"], names), "whole": column(kind, list("xyx"), names)})
+    names = (
+        pd.Index(column(kind, ["c1", "c2", "c3"]))
+        if kind != "category"
+        else pd.Index(["c1", "c2", "c3"])
+    )
+    obs = pd.DataFrame(
+        {"donor": column(kind, ["d", None, "e"], names), "whole": column(kind, list("xyx"), names)}
+    )
     path, counts = tmp_path / "a.h5ad", sp.csr_matrix(np.ones((3, 2), np.uint16))
-    genes = pd.DataFrame({"symbol": ["g", "h"]}, index=pd.Index(["ENSG00000000003", "ENSG00000000005"]))
+    genes = pd.DataFrame(
+        {"symbol": ["g", "h"]}, index=pd.Index(["ENSG00000000003", "ENSG00000000005"])
+    )
     write_cells(path, plain_text(obs), genes, [counts], counts.nnz, np.dtype("<u2"))
     assert read_names(path, "var").tolist() == ["ENSG00000000003", "ENSG00000000005"]
     with h5py.File(path) as file:
@@ -88,7 +110,9 @@ def test_text_that_pandas_3_wrote_as_values_and_a_mask_is_read(tmp_path: Path) -
             del file[name]["_index"]
             _masked(file[name], "_index", texts)
         group = file["obs"].create_group("donor")
-        group.attrs.update({"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False})
+        group.attrs.update(
+            {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False}
+        )
         group["codes"] = np.array([1, 0], np.int8)
         _masked(group, "categories", ["d", "e"])
         file["obs"].attrs["column-order"] = np.array(["n", "donor"], object)

@@ -1,4 +1,6 @@
-"""Text tables of counts as people deposit them: every value equals a truth, or one line says what is expected."""
+"""Text tables of counts as people deposit them: every value equals a truth, or one line says what
+is expected.
+"""
 
 import gzip
 import random
@@ -19,7 +21,10 @@ NAMED_BY_SYMBOL = ["ACTB", "GAPDH", "MALAT1", *SYMBOLS[3:]]
 
 
 def genes_in_rows(names: list[str] = GENES) -> Table:
-    rows = [[name, *(str(TRUTH.get((cell, gene), 0)) for cell in CELLS)] for name, gene in zip(names, GENES)]
+    rows = [
+        [name, *(str(TRUTH.get((cell, gene), 0)) for cell in CELLS)]
+        for name, gene in zip(names, GENES)
+    ]
     return [["", *CELLS], *rows]
 
 
@@ -67,7 +72,9 @@ def feature_counts(folder: Path) -> Path:
     six = [["Geneid", "Chr", "Start", "End", "Strand", "Length"]]
     six += [[gene, "1;1", "100;200", "150;250", "+;+", "102"] for gene in GENES]
     table = [left + row[1:] for left, row in zip(six, [header, *rows])]
-    (folder / "counts.txt").write_text("# Program:featureCounts v2.0.3; Command:...\n" + joined(table, "\t"))
+    (folder / "counts.txt").write_text(
+        "# Program:featureCounts v2.0.3; Command:...\n" + joined(table, "\t")
+    )
     return folder / "counts.txt"
 
 
@@ -117,7 +124,9 @@ def test_tables_of_symbols_are_turned_by_common_genes(rows: str, tmp_path: Path)
     assert read(write_table(",", table)(tmp_path)) == wanted
 
 
-def test_orientation_and_descriptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_orientation_and_descriptions_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = feature_counts(tmp_path)
     read(path)
     said = "not counts but descriptions of rows: Chr, Start, End, Strand, Length"
@@ -133,7 +142,8 @@ def test_reads_without_a_gene_are_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "gene '-' has the reads that STARsolo gave to no gene" in capsys.readouterr().err
 
 
-MANY_ROWS = "".join(f"gene{number},1,2\n" for number in range(30))  # more than the layout is found by
+# more than the layout is found by
+MANY_ROWS = "".join(f"gene{number},1,2\n" for number in range(30))
 
 
 @pytest.mark.parametrize(
@@ -143,13 +153,22 @@ MANY_ROWS = "".join(f"gene{number},1,2\n" for number in range(30))  # more than 
         ("a,b\n", "expected a header and rows of counts, got 1 lines"),
         ("one\ntwo\nthree\n", "expected columns separated by tabs, commas or semicolons"),
         ("g,c1,c2\nACTB,x,y\nGAPDH,z,w\n", "expected columns of counts after the names of rows"),
-        ("ACTB,1,2\nGAPDH,3,4\n", "expected a header with names, got numbers in the first line; add one"),
-        ("g,c1,c2,c3,c4\nACTB,1,2\nGAPDH,3,4\n", "expected a header with as many columns as the rows, got 5 and 3"),
+        (
+            "ACTB,1,2\nGAPDH,3,4\n",
+            "expected a header with names, got numbers in the first line; add one",
+        ),
+        (
+            "g,c1,c2,c3,c4\nACTB,1,2\nGAPDH,3,4\n",
+            "expected a header with as many columns as the rows, got 5 and 3",
+        ),
         ("g,c1,c2\nACTB,1,2.5\nGAPDH,3,4\n", "2.5 (cell 'c2', gene 'ACTB') is fractional"),
         ("g,c1,c2\nACTB,1,-2\nGAPDH,3,4\n", "-2 (cell 'c2', gene 'ACTB') is negative"),
         ("g,c1,c2\nACTB,1,NA\nGAPDH,3,4\n", "nan (cell 'c2', gene 'ACTB') is not finite"),
         ("g,c1,c2\n" + MANY_ROWS + "GAPDH,3,many\n", "damaged: "),
-        ("g,c1,c2\nACTB,1,2\nGAPDH,3,4\nB2M,5,x\n", "expected counts in column 'c2', got 'x' in row 'B2M'"),
+        (
+            "g,c1,c2\nACTB,1,2\nGAPDH,3,4\nB2M,5,x\n",
+            "expected counts in column 'c2', got 'x' in row 'B2M'",
+        ),
         ("g,c1,c2\n" + MANY_ROWS + "GAPDH,3,4,5\n", "damaged: "),
     ],
 )

@@ -17,19 +17,26 @@ from cellmill.data.prepare.preprocess import preprocess_cells
 from cellmill.errors import DataError
 
 N_CELLS, N_GENES = 30, 40
-BARCODES = [f"{''.join('ACGT'[int(digit)] for digit in np.base_repr(4**9 + 7919 * i, 4))}-1" for i in range(N_CELLS)]
+BARCODES = [
+    f"{''.join('ACGT'[int(digit)] for digit in np.base_repr(4**9 + 7919 * i, 4))}-1"
+    for i in range(N_CELLS)
+]
 """Twelve and more letters, as of 10x."""
 
 
 def truth() -> pd.DataFrame:
     """Counts of cells x genes, named by symbol."""
-    symbols = [symbol for symbol in gene_table("human").symbols.values() if symbol.isalpha()][:N_GENES]
+    symbols = [symbol for symbol in gene_table("human").symbols.values() if symbol.isalpha()][
+        :N_GENES
+    ]
     counts = np.random.default_rng(5).poisson(3.0, (N_CELLS, N_GENES))
     return pd.DataFrame(counts, index=BARCODES, columns=symbols)
 
 
 def write_folder(folder: Path, barcodes_header: bool = False, **tables: pd.DataFrame) -> Path:
-    """Matrix Market, genes in rows, with names as 10x writes them and further `tables`, as NAME.csv."""
+    """Matrix Market, genes in rows, with names as 10x writes them and further `tables`, as
+    NAME.csv.
+    """
     counts = truth()
     folder.mkdir()
     scipy.io.mmwrite(folder / "matrix.mtx", sp.csr_matrix(counts.to_numpy().T))
@@ -59,7 +66,9 @@ def written(path: Path, folder: Path) -> pd.DataFrame:
     with open_counts(path) as reader:
         preprocess_cells(reader, options, out)
     cells = anndata.read_h5ad(out)
-    return pd.DataFrame(cells.X.toarray(), index=cells.obs_names, columns=cells.var["symbol"].tolist())
+    return pd.DataFrame(
+        cells.X.toarray(), index=cells.obs_names, columns=cells.var["symbol"].tolist()
+    )
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
@@ -67,7 +76,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "barcodes with a header": lambda folder: write_folder(folder / "mtx", barcodes_header=True),
     "cells in rows": lambda folder: write_table(truth(), folder / "counts.csv"),
     "cells in rows, tabs": lambda folder: write_table(truth(), folder / "counts.tsv.gz", sep="\t"),
-    "cells in rows, a column of text": lambda folder: write_table(with_text(truth()), folder / "counts.csv"),
+    "cells in rows, a column of text": lambda folder: write_table(
+        with_text(truth()), folder / "counts.csv"
+    ),
     "genes in rows": lambda folder: write_table(truth().T, folder / "counts.csv"),
     "genes in rows, names last": lambda folder: write_table(
         truth().T.assign(gene=truth().columns), folder / "counts.csv", index=False
@@ -76,14 +87,21 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
         truth().assign(barcode=BARCODES), folder / "counts.csv", index=False
     ),
     "cells in rows, numbered": lambda folder: write_table(
-        truth().rename(columns="{}|NM_000000.1|PolyA_1".format).reset_index(drop=True).rename_axis("Cell_Index"),
+        truth()
+        .rename(columns="{}|NM_000000.1|PolyA_1".format)
+        .reset_index(drop=True)
+        .rename_axis("Cell_Index"),
         folder / "counts.csv",
     ),
     "genes in rows, totals": lambda folder: write_table(
         truth().T.assign(n_cells=3, total=truth().sum().to_numpy()), folder / "counts.csv"
     ),
-    "commas at the end of lines": lambda folder: write_table(truth().T.assign(**{"": ""}), folder / "counts.csv"),
-    "gzip by content": lambda folder: write_table(truth().T, folder / "counts.csv", compression="gzip"),
+    "commas at the end of lines": lambda folder: write_table(
+        truth().T.assign(**{"": ""}), folder / "counts.csv"
+    ),
+    "gzip by content": lambda folder: write_table(
+        truth().T, folder / "counts.csv", compression="gzip"
+    ),
 }
 
 
@@ -99,7 +117,9 @@ def test_preprocessed_text_has_the_counts_of_the_truth(tmp_path: Path, kind: str
 
 def long_table() -> pd.DataFrame:
     """A line for each count above zero."""
-    long = truth().rename_axis("cell").reset_index().melt("cell", var_name="gene", value_name="count")
+    long = (
+        truth().rename_axis("cell").reset_index().melt("cell", var_name="gene", value_name="count")
+    )
     return long[long["count"] > 0]
 
 
@@ -109,11 +129,15 @@ def long_table() -> pd.DataFrame:
         lambda long: long,
         lambda long: long.assign(sample="s1"),
         lambda long: long.assign(gene_id=long["gene"].str.lower()).reset_index(),
-        lambda long: long.rename(columns={"cell": "CellID", "gene": "geneID", "count": "MIDCount"}).assign(x=1, y=2),
+        lambda long: long.rename(
+            columns={"cell": "CellID", "gene": "geneID", "count": "MIDCount"}
+        ).assign(x=1, y=2),
     ],
     ids=["three columns", "a column more", "row numbers and a second name", "Stereo-seq"],
 )
-def test_a_table_with_a_count_a_line_is_read(tmp_path: Path, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
+def test_a_table_with_a_count_a_line_is_read(
+    tmp_path: Path, change: Callable[[pd.DataFrame], pd.DataFrame]
+) -> None:
     path = write_table(change(long_table()), tmp_path / "long.csv", index=False)
     expected = truth()
     counts = written(path, tmp_path)
@@ -160,7 +184,10 @@ def test_a_row_of_another_length_is_named(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[4] = lines[4].rpartition(",")[0]
     path.write_text("\n".join(lines) + "\n")
-    assert refusal(path, tmp_path) == "expected 31 columns in line 5, as in most lines, got 30; is the file complete?"
+    assert (
+        refusal(path, tmp_path)
+        == "expected 31 columns in line 5, as in most lines, got 30; is the file complete?"
+    )
 
 
 def test_names_of_cells_may_be_numbers(tmp_path: Path) -> None:

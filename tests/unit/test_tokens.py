@@ -1,4 +1,6 @@
-"""Tokenizers, rank order and compiled loops against one cell at a time in plain numpy; the choice of a cell's genes."""
+"""Tokenizers, rank order and compiled loops against one cell at a time in plain numpy; the choice
+of a cell's genes.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from small_corpus import genes_named, random_counts, stream_of, vocabulary_of, write_corpus, write_dataset
+from small_corpus import (
+    genes_named,
+    random_counts,
+    stream_of,
+    vocabulary_of,
+    write_corpus,
+    write_dataset,
+)
 
 from cellmill.config.checks import check_together
 from cellmill.config.corpus import Shard
@@ -30,7 +39,8 @@ from tests.models import model_on_cpu
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
 OPTIONS = {"rank": RankTokens, "binned": BinnedTokens, "continuous": ContinuousTokens}
-PAIRS = [(1, 2), (3, 200), (40, 3), (40, 51), (60_000, 51)]  # largest counts and numbers of bins of `make test`
+# largest counts and numbers of bins of `make test`
+PAIRS = [(1, 2), (3, 200), (40, 3), (40, 51), (60_000, 51)]
 every_tokenizer = pytest.mark.parametrize("tokenizer", OPTIONS)
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -43,11 +53,15 @@ def cells(dtype: type = np.uint16, largest: int = 40) -> Arrays:
     return genes, counts, starts
 
 
-def tokenize(genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray, tokens: Tokens) -> Arrays:
+def tokenize(
+    genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray, tokens: Tokens
+) -> Arrays:
     return tokens.load()(tokens).tokenize(genes, counts, starts)  # type: ignore[no-any-return]
 
 
-def reference(genes: np.ndarray, counts: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+def reference(
+    genes: np.ndarray, counts: np.ndarray, tokens: Tokens
+) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(tokens, RankTokens):
         values = np.arange(len(genes), dtype=np.int32)
     elif isinstance(tokens, BinnedTokens):
@@ -60,7 +74,9 @@ def reference(genes: np.ndarray, counts: np.ndarray, tokens: Tokens) -> tuple[np
 @pytest.mark.parametrize(
     ("tokenizer", "max_tokens"),
     [
-        pytest.param(tokenizer, limit, marks=() if limit == 50 or tokenizer == "rank" else pytest.mark.full)
+        pytest.param(
+            tokenizer, limit, marks=() if limit == 50 or tokenizer == "rank" else pytest.mark.full
+        )
         for tokenizer in OPTIONS
         for limit in (1, 50, 2048)
     ],
@@ -70,14 +86,20 @@ def test_many_cells_at_once_equal_each_cell_alone(tokenizer: str, max_tokens: in
     tokens = OPTIONS[tokenizer](max_tokens=max_tokens)
     ids, values, cu = tokenize(genes, counts, starts, tokens)
     assert (ids.dtype, cu.dtype) == (np.int32, np.int32)
-    assert values.dtype == tokens.load().dtype == (np.float32 if tokenizer == "continuous" else np.int32)
+    assert (
+        values.dtype
+        == tokens.load().dtype
+        == (np.float32 if tokenizer == "continuous" else np.int32)
+    )
     assert np.diff(cu).tolist() == [min(n, max_tokens) for n in LENGTHS]
     assert tokens.n_values == {"scalar": 0, "class": 52, "place": max_tokens}[tokens.value_kind]
     for cell, (a, b) in enumerate(pairwise(starts)):
         expected_ids, expected = reference(genes[a:b], counts[a:b], tokens)
         np.testing.assert_array_equal(ids[cu[cell] : cu[cell + 1]], expected_ids)
         own = values[cu[cell] : cu[cell + 1]]
-        np.testing.assert_array_equal(own, tokenize(genes[a:b], counts[a:b], np.array([0, b - a]), tokens)[1])
+        np.testing.assert_array_equal(
+            own, tokenize(genes[a:b], counts[a:b], np.array([0, b - a]), tokens)[1]
+        )
         if tokenizer == "continuous":
             np.testing.assert_allclose(own, expected, rtol=2e-6)
         else:
@@ -97,9 +119,13 @@ def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
     lengths = rng.integers(1, 300, 50)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     counts = rng.integers(1, largest + 1, starts[-1]).astype(np.uint16)
-    _, values, _ = tokenize(np.zeros(len(counts), np.int32), counts, starts, BinnedTokens(bins=bins))
+    _, values, _ = tokenize(
+        np.zeros(len(counts), np.int32), counts, starts, BinnedTokens(bins=bins)
+    )
     quantiles = [np.quantile(counts[a:b], np.linspace(0, 1, bins)) for a, b in pairwise(starts)]
-    expected = [np.digitize(counts[a:b], edges) for (a, b), edges in zip(pairwise(starts), quantiles)]
+    expected = [
+        np.digitize(counts[a:b], edges) for (a, b), edges in zip(pairwise(starts), quantiles)
+    ]
     np.testing.assert_array_equal(values, np.concatenate(expected))
     assert values.min() >= 1
     assert values.max() <= bins
@@ -112,22 +138,32 @@ def test_shared_bins_are_those_of_the_log_normalised_values(binning: str) -> Non
     quantiles = np.linspace(3, 9, 7).tolist()
     tokens = options.fitted(quantiles)
     inner = np.arange(1, 20)
-    edges = inner * 0.5 if binning == "uniform" else np.interp(inner / 20, np.arange(7) / 6, quantiles)
+    edges = (
+        inner * 0.5 if binning == "uniform" else np.interp(inner / 20, np.arange(7) / 6, quantiles)
+    )
     ids, bins, cu = tokenize(genes, counts, starts, tokens)
     continuous = tokenize(genes, counts, starts, ContinuousTokens(max_tokens=50))
     np.testing.assert_array_equal(ids, continuous[0])
     np.testing.assert_array_equal(cu, continuous[2])
-    assert np.abs(continuous[1][:, None] - edges).min() > 1e-6, "no value at an edge, where rounding decides"
-    np.testing.assert_array_equal(bins, [1 + sum(value >= edge for edge in edges) for value in continuous[1]])
+    assert np.abs(continuous[1][:, None] - edges).min() > 1e-6, (
+        "no value at an edge, where rounding decides"
+    )
+    np.testing.assert_array_equal(
+        bins, [1 + sum(value >= edge for edge in edges) for value in continuous[1]]
+    )
     assert bins.dtype == np.int32
     assert len(np.unique(bins)) > 5
     assert tokens.n_values == 21
 
 
 def test_edges_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValidationError, match="edges: expected 2 ascending numbers for 3 bins, or null"):
+    with pytest.raises(
+        ValidationError, match="edges: expected 2 ascending numbers for 3 bins, or null"
+    ):
         BinnedTokens(bins=3, binning="quantile_corpus", edges=[1.0])
-    with pytest.raises(ValidationError, match="edges are read with binning quantile_corpus, got uniform"):
+    with pytest.raises(
+        ValidationError, match="edges are read with binning quantile_corpus, got uniform"
+    ):
         BinnedTokens(bins=3, binning="uniform", edges=[1.0, 2.0])
     with pytest.raises(ConfigError, match="no edges are fitted"):
         BinnedTokens(binning="quantile_corpus").load()(BinnedTokens(binning="quantile_corpus"))
@@ -135,7 +171,9 @@ def test_edges_that_do_not_fit_are_refused() -> None:
 
 def test_counts_too_large_for_a_table_are_binned_too() -> None:
     counts = np.array([1, 2, 4_000_000_000, 1, 5], np.uint32)
-    _, values, _ = tokenize(np.zeros(5, np.int32), counts, np.array([0, 3, 5]), BinnedTokens(bins=3))
+    _, values, _ = tokenize(
+        np.zeros(5, np.int32), counts, np.array([0, 3, 5]), BinnedTokens(bins=3)
+    )
     assert values.tolist() == [1, 2, 3, 1, 3]
 
 
@@ -150,14 +188,23 @@ def test_no_cells_are_an_empty_batch(tokenizer: str) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_values_above_the_last_bin_are_in_it_small_ones_in_the_first_and_one_at_an_edge_above_it() -> None:
+def test_values_above_the_last_bin_are_in_it_small_ones_in_the_first_and_one_at_an_edge_above_it() -> (
+    None
+):
     counts = np.array([1, 999_999], np.uint32)
-    edges = tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), ContinuousTokens())[1].tolist()
+    edges = tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), ContinuousTokens())[
+        1
+    ].tolist()
     at_edges = BinnedTokens(binning="quantile_corpus", bins=3, edges=edges)
-    assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), at_edges)[1].tolist() == [2, 3]
+    assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), at_edges)[
+        1
+    ].tolist() == [2, 3]
     for top, expected in ((2.0, [1, 4]), (100.0, [1, 1])):
         options = BinnedTokens(binning="uniform", bins=4, max_value=top)
-        assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist() == expected
+        assert (
+            tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist()
+            == expected
+        )
 
 
 MOST = 700
@@ -167,12 +214,17 @@ MOST = 700
     ("dtype", "largest"),
     [(np.uint16, 1), (np.uint16, 63), (np.uint16, 64), (np.uint16, 65_535), (np.uint32, 2**32 - 1)],
 )
-def test_loops_make_the_bits_of_numpy(dtype: type, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_make_the_bits_of_numpy(
+    dtype: type, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("numba")
     rng = np.random.default_rng(largest)
-    lengths = rng.integers(0, 1_400, 100) * (rng.random(100) > 0.1)  # with and without genes, cut and whole
+    # with and without genes, cut and whole
+    lengths = rng.integers(0, 1_400, 100) * (rng.random(100) > 0.1)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    counts = np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
+    counts = (
+        np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
+    )
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
     kept = Prefixes(starts, MOST)
     assert kept.cu_seqlens[-1] > module._MANY
@@ -201,12 +253,16 @@ def test_loops_make_the_bits_of_numpy(dtype: type, largest: int, monkeypatch: py
         (np.uint32, 70_000, 200_000_000),
     ],
 )
-def test_the_rank_order_equals_a_plain_sort_for_any_input_order(dtype: type, n_genes: int, factor: int) -> None:
+def test_the_rank_order_equals_a_plain_sort_for_any_input_order(
+    dtype: type, n_genes: int, factor: int
+) -> None:
     rng = np.random.default_rng(0)
     inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], n_genes))  # few values: many ties
     lengths = np.minimum([0, 1, 0, 2, 700, 33, 0], n_genes)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    genes = np.concatenate([rng.choice(n_genes, n, replace=False) for n in lengths]).astype(np.int32)
+    genes = np.concatenate([rng.choice(n_genes, n, replace=False) for n in lengths]).astype(
+        np.int32
+    )
     counts = (factor * rng.integers(1, 20, len(genes))).astype(dtype)
     ordered, moved = rank_order_rows(starts, genes, counts, inverse)
     assert (ordered.dtype, moved.dtype) == (np.int32, dtype)
@@ -241,7 +297,9 @@ def cells_of(n: int = CELLS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int = 40) -> Batch:
-    tokenizer = CellTokenizer(Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY)
+    tokenizer = CellTokenizer(
+        Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY
+    )
     genes, counts, starts = cells_of()
     return tokenizer.batch(genes, counts, starts, np.arange(CELLS), counted=True, epoch=epoch)
 
@@ -251,11 +309,20 @@ def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(options: dict[str, Any]) -> None:
-    batch, whole = made(options), made({**options, "truncation": "top", "zero_frac": 0}, max_tokens=GENES)
+def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(
+    options: dict[str, Any],
+) -> None:
+    batch, whole = (
+        made(options),
+        made({**options, "truncation": "top", "zero_frac": 0}, max_tokens=GENES),
+    )
     share = options.get("zero_frac", 0)
-    chosen, every = (zip(*(by_cell(b, array) for array in (b.genes, b.values, b.counts))) for b in (batch, whole))
-    for (genes, values, counts), (all_genes, all_values, all_counts) in zip(chosen, every, strict=True):
+    chosen, every = (
+        zip(*(by_cell(b, array) for array in (b.genes, b.values, b.counts))) for b in (batch, whole)
+    )
+    for (genes, values, counts), (all_genes, all_values, all_counts) in zip(
+        chosen, every, strict=True
+    ):
         detected = sum(count > 0 for count in counts)
         assert detected == min(len(all_genes), int(40 * (1 - share)))
         zeros = len(genes) - detected
@@ -277,7 +344,9 @@ def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(optio
             most = sorted(all_genes, key=lambda gene: VARIABILITY[gene - len(SPECIAL)])[:detected]
             assert {*genes[:detected]} == {*most}
     lengths = np.diff(cells_of()[2])
-    expected = np.add(*token_numbers(Tokens.model_validate(options | {"max_tokens": 40}), lengths, GENES))
+    expected = np.add(
+        *token_numbers(Tokens.model_validate(options | {"max_tokens": 40}), lengths, GENES)
+    )
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
 
@@ -308,11 +377,15 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
 
     def streamed(rank: int, world: int) -> list[dict[int, list[int]]]:
         """Genes of each cell, by epoch."""
-        stream = stream_of(manifest, rank, world, {"lanes": 4}, tokens=tokens, global_batch=20, token_budget=30)
+        stream = stream_of(
+            manifest, rank, world, {"lanes": 4}, tokens=tokens, global_batch=20, token_budget=30
+        )
         steps, epochs = iter(stream), []
         for _ in range(2):
             batches = chain.from_iterable(islice(steps, stream.steps_per_epoch))
-            epochs.append({int(c): g for b in batches for c, g in zip(b.cells, by_cell(b, b.genes))})
+            epochs.append(
+                {int(c): g for b in batches for c, g in zip(b.cells, by_cell(b, b.genes))}
+            )
         stream.close()
         return epochs
 
@@ -323,30 +396,45 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
     assert sum(alone[0][cell] == alone[1][cell] for cell in range(90)) < 30
 
 
-def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_without(tmp_path: Path) -> None:
+def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_without(
+    tmp_path: Path,
+) -> None:
     ids, counts = genes_named(GENES), random_counts(30, GENES)
     vocabulary = replace(vocabulary_of(ids), variability=VARIABILITY)
     path = write_dataset(tmp_path / "one.h5ad", counts, ids)
     shard = Shard(val_frac=0, test_frac=0)
     with_order = write_shards([path], vocabulary, shard, tmp_path / "with" / "manifest.json")
-    without = write_shards([path], vocabulary_of(ids), shard, tmp_path / "without" / "manifest.json")
+    without = write_shards(
+        [path], vocabulary_of(ids), shard, tmp_path / "without" / "manifest.json"
+    )
     assert "variability" not in without.vocabulary
     tokens = Tokens.model_validate({"truncation": "variable", "max_tokens": 20})
 
     def stream(manifest: Manifest) -> CellStream:
-        return stream_of(manifest, options={"lanes": 1}, tokens=tokens, token_budget=2000, shuffle=False)
+        return stream_of(
+            manifest, options={"lanes": 1}, tokens=tokens, token_budget=2000, shuffle=False
+        )
 
-    streamed = [genes for step in stream(with_order) for batch in step for genes in by_cell(batch, batch.genes)]
+    streamed = [
+        genes
+        for step in stream(with_order)
+        for batch in step
+        for genes in by_cell(batch, batch.genes)
+    ]
     every, totals = np.arange(GENES, dtype=np.int32), np.zeros(2, np.int64)
     columns = GeneColumns(every, np.ones(GENES, bool), False)
     [batch] = tokens_of([counts], columns, vocabulary, tokens, np.ones(30, bool), totals)
     assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
-    with pytest.raises(DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"):
+    with pytest.raises(
+        DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"
+    ):
         stream(without)
 
 
 def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
-    tokens = Tokens.model_validate({"tokenizer": "binned", "bins": 7, "zero_frac": 0.4, "max_tokens": 30})
+    tokens = Tokens.model_validate(
+        {"tokenizer": "binned", "bins": 7, "zero_frac": 0.4, "max_tokens": 30}
+    )
     sizes = {"hidden": 16, "layers": 1, "heads": 2}
     model = model_on_cpu(GENES, tokens, **sizes)
     assert model.value_out.out_features == 8  # type: ignore[union-attr]
@@ -360,13 +448,22 @@ def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
 
 
 def test_choices_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="zero_frac: tokenizer rank has no value for a gene without counts"):
+    with pytest.raises(
+        ValueError, match="zero_frac: tokenizer rank has no value for a gene without counts"
+    ):
         Tokens.model_validate({"tokenizer": "rank", "zero_frac": 0.1})
     with pytest.raises(ValueError, match="truncation and zero_frac are for cells"):
         Tokens.model_validate({"tokenizer": "sequence", "truncation": "random"})
-    tree: dict[str, Any] = {"stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1, "global_batch": 8}}
+    tree: dict[str, Any] = {
+        "stream": {},
+        "model": {},
+        "parallel": {},
+        "train": {"steps": 1, "global_batch": 8},
+    }
     tree |= {"tokens": {"zero_frac": 0.5}}
     for objective in ("masked_value", "masked_gene"):
         check_together(TrainOptions.model_validate(tree | {"objective": {"name": objective}}))
-    with pytest.raises(ConfigError, match=r"tokens\.zero_frac: objective cell_decoding has no use for genes"):
+    with pytest.raises(
+        ConfigError, match=r"tokens\.zero_frac: objective cell_decoding has no use for genes"
+    ):
         check_together(TrainOptions.model_validate(tree | {"objective": {"name": "cell_decoding"}}))

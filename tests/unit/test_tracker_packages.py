@@ -1,4 +1,6 @@
-"""Trackers with the real packages: what each has of a run that was stopped and resumed is read back."""
+"""Trackers with the real packages: what each has of a run that was stopped and resumed is read
+back.
+"""
 
 import gzip
 import json
@@ -32,18 +34,24 @@ def curves(rows: Iterable[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]
 
 
 def package(name: str, extra: str) -> Any:
-    return pytest.importorskip(name, reason=f"{name} is not installed: pip install 'cellmill[{extra}]'")
+    return pytest.importorskip(
+        name, reason=f"{name} is not installed: pip install 'cellmill[{extra}]'"
+    )
 
 
 def send(folder: Path, name: str, **options: Any) -> Path:
-    """Send a training that was stopped after step 3, went on from step 2 and is done; return its training folder."""
+    """Send a training that was stopped after step 3, went on from step 2 and is done; return its
+    training folder.
+    """
     train = tracked_run(folder)
     (train.parent / "plan.json").write_text("{}")  # a file at the top of the run's folder
     tracker = Track.model_validate({"to": {name: options}}).to[name]
     for lines, status in ((LOSSES[:3], "stopped"), (LOSSES[2:], "done")):
         with open(train / "metrics.jsonl", "a") as file:
             for step, loss in lines:
-                file.write(json.dumps({"step": step, "loss": loss, "resident_gb": [1.0, 4.0, 2.0]}) + "\n")
+                file.write(
+                    json.dumps({"step": step, "loss": loss, "resident_gb": [1.0, 4.0, 2.0]}) + "\n"
+                )
             if status == "done":
                 file.write(json.dumps({"step": 4, "val_loss": 0.75}) + "\n")
         Follower(train, tracker).follow(lambda status=status: status)
@@ -58,9 +66,14 @@ def test_tensorboard_has_what_was_written(tmp_path: Path) -> None:
 
     train = send(tmp_path, "tensorboard")
     read = EventAccumulator(str(train / "track" / "tensorboard"), {"tensors": 0}).Reload()
-    assert {name: [(event.step, event.value) for event in read.Scalars(name)] for name in CURVES} == CURVES
+    assert {
+        name: [(event.step, event.value) for event in read.Scalars(name)] for name in CURVES
+    } == CURVES
     assert {event.value for event in read.Scalars("resident_gb")} == {4.0}
-    texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
+    texts = {
+        tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in read.Tags()["tensors"]
+    }
     assert json.loads(texts["config"].strip("`json\n"))["fingerprint"] == "f" * 64
     assert '"commit"' in texts["train/run.json"]
     assert texts["status"] == "done"
@@ -77,10 +90,15 @@ def test_mlflow_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     client = mlflow.MlflowClient(tracking_uri=uri)
     [run] = client.search_runs([client.get_experiment_by_name("pbmc").experiment_id])
     read = {name: client.get_metric_history(run.info.run_id, name) for name in CURVES}
-    assert {name: [(line.step, line.value) for line in lines] for name, lines in read.items()} == CURVES
+    assert {
+        name: [(line.step, line.value) for line in lines] for name, lines in read.items()
+    } == CURVES
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert {"train.lr": "0.001", "steps": "20"}.items() <= run.data.params.items()
-    assert {"fingerprint": "f" * 64, "mlflow.source.git.commit": "c" * 40}.items() <= run.data.tags.items()
+    assert {
+        "fingerprint": "f" * 64,
+        "mlflow.source.git.commit": "c" * 40,
+    }.items() <= run.data.tags.items()
     assert (tmp_path / "results" / "mlartifacts").is_dir()
     kept = Path(client.download_artifacts(run.info.run_id, "train"))
     assert {path.name for path in kept.iterdir()} == {"run.json", "metrics.jsonl"}
@@ -96,8 +114,12 @@ def test_wandb_has_what_was_written(tmp_path: Path) -> None:
     files = sorted((train / "track" / "wandb" / "wandb").glob("offline-run-*/*.wandb"))
     records = [Record.FromString(data) for file in files for data in leveldb_records(file)]
     runs = [record.run for record in records if record.HasField("run")]
-    assert {(run.run_id, run.display_name, run.project) for run in runs} == {(file_id(train), "one", "cellmill")}
-    rows = [{"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records]
+    assert {(run.run_id, run.display_name, run.project) for run in runs} == {
+        (file_id(train), "one", "cellmill")
+    }
+    rows = [
+        {"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records
+    ]
     assert curves({key: json.loads(value) for key, value in row.items()} for row in rows) == CURVES
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert (config["commit"], config["options"]["train"]["lr"]) == ("c" * 40, 1e-3)
@@ -131,12 +153,18 @@ def leveldb_records(path: Path) -> Iterator[bytes]:
 def test_comet_has_what_was_written(tmp_path: Path) -> None:
     package("comet_ml", "comet")
     train = send(tmp_path, "comet", mode="offline", project="cells")
-    files = sorted((train / "track" / "comet").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted(
+        (train / "track" / "comet").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns
+    )
     archives = [zipfile.ZipFile(file) for file in files]
     described = [json.loads(archive.read("experiment.json")) for archive in archives]
-    assert {(one["offline_id"], one["project_name"]) for one in described} == {(file_id(train), "cells")}
+    assert {(one["offline_id"], one["project_name"]) for one in described} == {
+        (file_id(train), "cells")
+    }
     messages = [
-        json.loads(line)["payload"] for archive in archives for line in archive.read("messages.json").splitlines()
+        json.loads(line)["payload"]
+        for archive in archives
+        for line in archive.read("messages.json").splitlines()
     ]
     metrics = [message["metric"] for message in messages if "metric" in message]
     assert curves({"step": m["step"], m["metricName"]: m["metricValue"]} for m in metrics) == CURVES
@@ -145,11 +173,17 @@ def test_comet_has_what_was_written(tmp_path: Path) -> None:
     others = [message for message in messages if message.get("key") == "commit"]
     assert [message["value"] for message in others] == ["c" * 40] * 2
     names = [message.get("additional_params", {}).get("fileName") for message in messages]
-    assert {name for name in names if name} == {"plan.json", "train/run.json", "train/metrics.jsonl"}
+    assert {name for name in names if name} == {
+        "plan.json",
+        "train/run.json",
+        "train/metrics.jsonl",
+    }
 
 
 def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in server on loopback takes what the package sends: spans by OpenTelemetry, scores as JSON."""
+    """A stand-in server on loopback takes what the package sends: spans by OpenTelemetry, scores as
+    JSON.
+    """
     package("langfuse", "langfuse")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -178,18 +212,37 @@ def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
     finally:
         server.shutdown()
         server.server_close()
-    sent = [ExportTraceServiceRequest.FromString(body) for path, body in posted if path.endswith("/traces")]
-    spans = [span for one in sent for of in one.resource_spans for scope in of.scope_spans for span in scope.spans]
+    sent = [
+        ExportTraceServiceRequest.FromString(body)
+        for path, body in posted
+        if path.endswith("/traces")
+    ]
+    spans = [
+        span
+        for one in sent
+        for of in one.resource_spans
+        for scope in of.scope_spans
+        for span in scope.spans
+    ]
     assert {span.trace_id.hex() for span in spans} == {file_id(train)}
     told = [(span.name, {a.key: a.value.string_value for a in span.attributes}) for span in spans]
     lines = [
-        (json.loads(values["langfuse.observation.input"])["step"], json.loads(values["langfuse.observation.output"]))
+        (
+            json.loads(values["langfuse.observation.input"])["step"],
+            json.loads(values["langfuse.observation.output"]),
+        )
         for name, values in told
         if name in ("step", "validation")
     ]
-    assert curves(sorted(({"step": step} | line for step, line in lines), key=lambda row: row["step"])) == CURVES
+    assert (
+        curves(sorted(({"step": step} | line for step, line in lines), key=lambda row: row["step"]))
+        == CURVES
+    )
     runs = [values for name, values in told if name == "one"]
-    assert [json.loads(run["langfuse.observation.output"])["status"] for run in runs] == ["stopped", "done"]
+    assert [json.loads(run["langfuse.observation.output"])["status"] for run in runs] == [
+        "stopped",
+        "done",
+    ]
     assert json.loads(runs[0]["langfuse.observation.input"])["options"]["train"]["lr"] == 1e-3
     scores = [score for path, body in posted if path == SCORES for score in json.loads(body)]
     assert {(score["name"], score["value"]) for score in scores} == {

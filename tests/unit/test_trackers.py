@@ -1,4 +1,6 @@
-"""Trackers and observers: each line once, over kills and resumes, and none can fail, delay or slow a training."""
+"""Trackers and observers: each line once, over kills and resumes, and none can fail, delay or slow
+a training.
+"""
 
 import io
 import json
@@ -32,14 +34,18 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def append(train: Path, *steps: int, **more: Any) -> None:
     with open(train / "metrics.jsonl", "a") as file:
-        file.write("".join(json.dumps({"step": step, "loss": 1 / step} | more) + "\n" for step in steps))
+        file.write(
+            "".join(json.dumps({"step": step, "loss": 1 / step} | more) + "\n" for step in steps)
+        )
 
 
 def options(train: Path, **names: dict[str, Any]) -> Track:
     """Write run.json of a run with these trackers, or observers where the name says so."""
     named = {name: {"path": str(train / f"{name}.calls"), **given} for name, given in names.items()}
     kinds = {"to": "tracker", "observers": "observer"}
-    tree = {key: {n: o for n, o in named.items() if n.startswith(kind)} for key, kind in kinds.items()}
+    tree = {
+        key: {n: o for n, o in named.items() if n.startswith(kind)} for key, kind in kinds.items()
+    }
     record = json.loads((train / "run.json").read_text())
     record["options"]["track"] = tree
     (train / "run.json").write_text(json.dumps(record))
@@ -51,7 +57,9 @@ def wait_for_calls(path: Path, n: int) -> None:
     wait_for(lambda: len(calls(path)) >= n, lambda: str(calls(path)))
 
 
-def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(train: Path, capfd: Any) -> None:
+def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(
+    train: Path, capfd: Any
+) -> None:
     track = options(train, tracker_a={}, observer_a={})
     seen, observed = train / "tracker_a.calls", train / "observer_a.calls"
     checkpoint = train / "checkpoints" / "step-00000002"
@@ -86,9 +94,14 @@ def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(
     told = [call[0] for call in calls(observed)]
     assert [told.count(name) for name in ("on_step", "on_validation", "on_checkpoint")] == [5, 1, 1]
     assert ["on_checkpoint", str(checkpoint)] in calls(observed)
-    assert calls(observed)[0] == ["on_step", {"step": 1, "loss": 1.0, "resident_gb": [1, 4, 2], "skipped": "no number"}]
+    assert calls(observed)[0] == [
+        "on_step",
+        {"step": 1, "loss": 1.0, "resident_gb": [1, 4, 2], "skipped": "no number"},
+    ]
     artifacts = [call[1] for call in calls(seen) if call[0] == "artifact"]
-    assert artifacts == ["train/run.json", "train/metrics.jsonl", "train/metrics.jsonl"], "unchanged ones are not sent"
+    assert artifacts == ["train/run.json", "train/metrics.jsonl", "train/metrics.jsonl"], (
+        "unchanged ones are not sent"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -96,8 +109,18 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
     train: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOY_API_KEY", "secret-of-mine")
-    kinds = {"tracker_b": "raise", "tracker_c": "hang", "tracker_d": "exit", "tracker_e": "segfault"}
-    track = options(train, tracker_a={}, observer_a={"does": "raise"}, **{n: {"does": d} for n, d in kinds.items()})
+    kinds = {
+        "tracker_b": "raise",
+        "tracker_c": "hang",
+        "tracker_d": "exit",
+        "tracker_e": "segfault",
+    }
+    track = options(
+        train,
+        tracker_a={},
+        observer_a={"does": "raise"},
+        **{n: {"does": d} for n, d in kinds.items()},
+    )
     with followed(train, track, finish_s=3.0):
         append(train, *range(1, 21))
         wait_for_calls(train / "tracker_a.calls", 21)
@@ -123,12 +146,21 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
         assert "secret-of-mine" not in log.read_text()
 
 
-def test_a_tracker_that_refuses_a_file_still_learns_that_the_run_has_ended(train: Path, capfd: Any) -> None:
+def test_a_tracker_that_refuses_a_file_still_learns_that_the_run_has_ended(
+    train: Path, capfd: Any
+) -> None:
     track = options(train, tracker_a={"does": "refuse files"})
     with followed(train, track):
         append(train, 1)
-    assert [call[0] for call in calls(train / "tracker_a.calls")] == ["start", "log", "artifact", "finish"]
-    assert "tracker 'tracker_a' failed and is dropped: ValueError: too large" in capfd.readouterr().err
+    assert [call[0] for call in calls(train / "tracker_a.calls")] == [
+        "start",
+        "log",
+        "artifact",
+        "finish",
+    ]
+    assert (
+        "tracker 'tracker_a' failed and is dropped: ValueError: too large" in capfd.readouterr().err
+    )
 
 
 def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(train: Path) -> None:
@@ -137,7 +169,8 @@ def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(t
     sent = train / "track" / "tracker_a" / "sent.json"
     if (pid := os.fork()) == 0:
         with followed(train, track):
-            while '"step": 2' not in (sent.read_text() if sent.exists() else ""):  # it has noted what it sent
+            # it has noted what it sent
+            while '"step": 2' not in (sent.read_text() if sent.exists() else ""):
                 time.sleep(0.05)
             os._exit(9)
     os.waitpid(pid, 0)
@@ -168,7 +201,9 @@ def test_a_run_is_sent_after_the_fact_and_what_was_written_since(
         "one: sent 0 lines and 1 files to tracker_a",
         "one: sent 0 lines and 0 files to tracker_a",
     ]
-    assert [call[1] for call in calls(train / "tracker_a.calls") if call[0] == "artifact"][-1] == "report/index.html"
+    assert [call[1] for call in calls(train / "tracker_a.calls") if call[0] == "artifact"][
+        -1
+    ] == "report/index.html"
     assert main([*command[:3], "tensorbord", *command[4:]]) == 2
     expected = "cellmill follow: --to tensorbord: unknown tracker 'tensorbord'; did you mean 'tensorboard'?\n"
     assert capsys.readouterr().err == expected
@@ -182,7 +217,9 @@ def test_a_run_that_starts_afresh_is_another_run_at_the_tracker(train: Path) -> 
         record = (train / "run.json").read_text()
         TrainFolder(train).set_aside()
         (train / "run.json").write_text(record)
-        (train / "state.json").write_text(json.dumps({"state": "running", "steps": 20, "world_size": 1}))
+        (train / "state.json").write_text(
+            json.dumps({"state": "running", "steps": 20, "world_size": 1})
+        )
     first, second = (call for call in calls(train / "tracker_a.calls") if call[0] == "start")
     assert first[1]["id"] != second[1]["id"]
     assert second[2] == 0
@@ -197,10 +234,21 @@ def refused(**sections: Any) -> str:
 def test_options_of_trackers_are_checked_by_name() -> None:
     assert Track().to == {}
     track = Track.model_validate({"to": {"tensorboard": None, "wandb": {"mode": "offline"}}})
-    assert track.model_dump()["to"]["wandb"] == {"name": "wandb", "project": None, "entity": None, "mode": "offline"}
+    assert track.model_dump()["to"]["wandb"] == {
+        "name": "wandb",
+        "project": None,
+        "entity": None,
+        "mode": "offline",
+    }
     assert Track.model_validate(json.loads(track.model_dump_json())) == track
-    assert refused(to={"wandbb": {}}) == "config.yaml: to: wandbb: unknown tracker 'wandbb'; did you mean 'wandb'?"
-    assert refused(to={"wandb": {"mod": 1}}) == "config.yaml: to: wandb: unknown key 'mod'; did you mean 'mode'?"
+    assert (
+        refused(to={"wandbb": {}})
+        == "config.yaml: to: wandbb: unknown tracker 'wandbb'; did you mean 'wandb'?"
+    )
+    assert (
+        refused(to={"wandb": {"mod": 1}})
+        == "config.yaml: to: wandb: unknown key 'mod'; did you mean 'mode'?"
+    )
     assert refused(to=["wandb"]) == "config.yaml: to: expected a mapping of names, got ['wandb']"
     assert refused(observers={"mine": {}}).startswith(
         "config.yaml: observers: mine: unknown observer 'mine'; there are:"
@@ -211,21 +259,35 @@ def test_options_of_trackers_are_checked_by_name() -> None:
 
 
 def test_a_tracker_is_no_part_of_the_identity_of_a_run() -> None:
-    tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 1}}
-    options = [TrainOptions.model_validate(tree | {"track": {"to": to}}) for to in ({}, {"tensorboard": None})]
+    tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {
+        "train": {"steps": 1}
+    }
+    options = [
+        TrainOptions.model_validate(tree | {"track": {"to": to}})
+        for to in ({}, {"tensorboard": None})
+    ]
     one, other = (identity(chosen, None) for chosen in options)
     assert one == other
     del tree["track"]
-    assert TrainOptions.model_validate(tree) == options[0], "options stored before there were trackers"
-    gone = {**options[0].model_dump(mode="json"), "track": {"to": {"of_a_package_that_is_gone": None}}}
+    assert TrainOptions.model_validate(tree) == options[0], (
+        "options stored before there were trackers"
+    )
+    gone = {
+        **options[0].model_dump(mode="json"),
+        "track": {"to": {"of_a_package_that_is_gone": None}},
+    }
     stored = {"options": gone, "identity": {"init_from": None, "weights_format": WEIGHTS_FORMAT}}
     assert changed_keys(stored, one, "state.json") == {}
 
 
-def test_the_console_shows_steps_validations_and_what_was_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_shows_steps_validations_and_what_was_skipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tracker = ConsoleTracker()
     tracker.start({"steps": 20}, 10)
-    tracker.log(20, {"loss": 0.5, "lr": 1e-3, "cells_per_s": 10.0, "data_wait_frac": 0.25, "left_s": 75.4})
+    tracker.log(
+        20, {"loss": 0.5, "lr": 1e-3, "cells_per_s": 10.0, "data_wait_frac": 0.25, "left_s": 75.4}
+    )
     tracker.log(20, {"val_loss": 0.25})
     tracker.log(20, {"skipped": "validation loss inf"})
     tracker.finish("done")

@@ -1,4 +1,6 @@
-"""The folder of a run: its lock, checkpoints and curve; and a training of other options, data or length in it."""
+"""The folder of a run: its lock, checkpoints and curve; and a training of other options, data or
+length in it.
+"""
 
 import errno
 import json
@@ -51,20 +53,31 @@ with locked(Path(sys.argv[1]), "busy", follows=True):
 
 def test_a_follower_is_asked_to_hand_over_once_it_can(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FOLLOWER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as follower:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as follower:
         assert follower.stdout.readline() == "starting\n"
-        with pytest.raises(DataError, match="busy"), locked(tmp_path, "busy", wait_s=0.5, follows=True):
+        with (
+            pytest.raises(DataError, match="busy"),
+            locked(tmp_path, "busy", wait_s=0.5, follows=True),
+        ):
             pass
         assert follower.poll() is None
         follower.stdin.write("\n")
         follower.stdin.flush()
         assert follower.stdout.readline() == "following\n"
         follower.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, follower.pid, os.WSTOPPED | os.WNOWAIT)  # the signal alone does not say that it has stopped
+        # the signal alone does not say that it has stopped
+        os.waitid(os.P_PID, follower.pid, os.WSTOPPED | os.WNOWAIT)
         stopped = f"busy process {follower.pid} .*, which is stopped: `kill -CONT {follower.pid}` continues it"
-        with pytest.raises(DataError, match=stopped), locked(tmp_path, "busy {holder}", wait_s=0.5, follows=True):
+        with (
+            pytest.raises(DataError, match=stopped),
+            locked(tmp_path, "busy {holder}", wait_s=0.5, follows=True),
+        ):
             pass
-        pending = re.search(r"^ShdPnd:\s*0*$", Path(f"/proc/{follower.pid}/status").read_text(), re.MULTILINE)
+        pending = re.search(
+            r"^ShdPnd:\s*0*$", Path(f"/proc/{follower.pid}/status").read_text(), re.MULTILINE
+        )
         assert pending is not None, "it would hand over once it continues, to nobody"
         follower.send_signal(signal.SIGCONT)
         with locked(tmp_path, "busy", follows=True):
@@ -91,7 +104,8 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     folder = TrainFolder(tmp_path)
     for step, best_step in saved:
         save(folder, step, best_step)
-    shutil.copytree(folder.checkpoints()[0].path, tmp_path / "checkpoints" / "step-00000009-backup")  # does not count
+    # does not count
+    shutil.copytree(folder.checkpoints()[0].path, tmp_path / "checkpoints" / "step-00000009-backup")
     assert (steps(folder), folder.best().step) == (kept, best)
 
 
@@ -160,11 +174,17 @@ def test_the_files_of_an_earlier_configuration_are_moved_not_deleted(tmp_path: P
     assert folder.set_aside().name == "superseded-002"
     assert steps(folder) == []
     assert (tmp_path / "superseded-001" / "metrics.jsonl").exists()
-    assert (tmp_path / "superseded-001" / "checkpoints" / "step-00000003" / "tensors").read_bytes() == bytes([0, 1, 2])
+    assert (
+        tmp_path / "superseded-001" / "checkpoints" / "step-00000003" / "tensors"
+    ).read_bytes() == bytes([0, 1, 2])
 
 
-def test_two_trainings_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+def test_two_trainings_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout.readline() == "locked\n"
         where = re.escape(str(tmp_path))
         expected = rf"{where}: another training is running here \(process {holder.pid} of .+ on .+\); end it"
@@ -174,7 +194,8 @@ def test_two_trainings_do_not_share_a_folder(tmp_path: Path, capsys: pytest.Capt
         finally:
             holder.kill()
     assert re.fullmatch(
-        f"{where}: locked by process {holder.pid} of .+; waiting up to 0.3 s for it\n", capsys.readouterr().out
+        f"{where}: locked by process {holder.pid} of .+; waiting up to 0.3 s for it\n",
+        capsys.readouterr().out,
     )
     with TrainFolder(tmp_path).locked(wait_s=60):
         pass
@@ -212,7 +233,9 @@ TREE: dict[str, Any] = {
 }
 
 
-def changes(stored: dict[str, Any], init_from: str | None = None, **changed: dict[str, Any]) -> dict[str, str]:
+def changes(
+    stored: dict[str, Any], init_from: str | None = None, **changed: dict[str, Any]
+) -> dict[str, str]:
     """Changed keys between stored options and TREE with some sections changed."""
     tree = {section: keys | changed.get(section, {}) for section, keys in TREE.items()}
     now = identity(stored_options(tree, "now"), init_from)
@@ -222,7 +245,14 @@ def changes(stored: dict[str, Any], init_from: str | None = None, **changed: dic
 
 def test_only_options_that_define_the_numbers_make_another_run() -> None:
     resolved = stored_options(TREE, "then").model_dump(mode="json")
-    assert changes(resolved, parallel={"strategy": "fsdp"}, train={"keep_checkpoints": 9, "token_budget": 7}) == {}
+    assert (
+        changes(
+            resolved,
+            parallel={"strategy": "fsdp"},
+            train={"keep_checkpoints": 9, "token_budget": 7},
+        )
+        == {}
+    )
     assert changes(resolved, "abc", train={"lr": 0.2}) == {
         "init_from": "None -> abc",
         "train.lr": "0.1 -> 0.2",
@@ -231,13 +261,25 @@ def test_only_options_that_define_the_numbers_make_another_run() -> None:
 
 def test_an_option_added_since_a_run_was_stored_is_no_change_at_its_default() -> None:
     resolved = stored_options(TREE, "then").model_dump(mode="json")
-    for section, key in (("train", "weight_decay"), ("stream", "window_blocks"), ("tokens", "tokenizer")):
-        older = resolved | {section: {name: value for name, value in resolved[section].items() if name != key}}
+    for section, key in (
+        ("train", "weight_decay"),
+        ("stream", "window_blocks"),
+        ("tokens", "tokenizer"),
+    ):
+        older = resolved | {
+            section: {name: value for name, value in resolved[section].items() if name != key}
+        }
         assert older[section] != resolved[section]
         assert changes(older) == {}
-    older = resolved | {"train": {name: value for name, value in resolved["train"].items() if name != "weight_decay"}}
+    older = resolved | {
+        "train": {
+            name: value for name, value in resolved["train"].items() if name != "weight_decay"
+        }
+    }
     default = resolved["train"]["weight_decay"]
-    assert changes(older, train={"weight_decay": 0.5}) == {"train.weight_decay": f"{default} -> 0.5"}
+    assert changes(older, train={"weight_decay": 0.5}) == {
+        "train.weight_decay": f"{default} -> 0.5"
+    }
 
 
 def test_stored_options_that_this_version_cannot_read_are_named_with_their_file() -> None:
@@ -262,19 +304,29 @@ def test_another_user_s_run_is_refused_with_its_owner_s_name() -> None:
             pass
         assert stat.S_IMODE(train.stat().st_mode) == 0o700
         said = as_user(NOBODY, attempt).decode()
-        assert said == f"{train}: this run belongs to root; give yours another name, or use a checkout of your own"
+        assert (
+            said
+            == f"{train}: this run belongs to root; give yours another name, or use a checkout of your own"
+        )
 
 
 def test_a_holder_on_another_host_is_not_signalled(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     with folder.locked():
-        (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "login2", "user": "ada", "follows": True}))
+        (tmp_path / "lock").write_text(
+            json.dumps({"pid": 1, "host": "login2", "user": "ada", "follows": True})
+        )
         expected = r"another training is running here \(process 1 of ada on login2\); end it first"
-        with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked(wait_s=0.3, follows=True):
+        with (
+            pytest.raises(DataError, match=expected),
+            TrainFolder(tmp_path).locked(wait_s=0.3, follows=True),
+        ):
             pass
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -298,7 +350,9 @@ def wanted(total: int, data: str = "aaaa", **train: Any) -> tuple[dict[str, Any]
 
 
 def trained(path: Path, step: int, given: Any = None, **progress: int) -> TrainFolder:
-    """A run of 10 steps, of the options `given`, that has a checkpoint at `step`, with more of its progress."""
+    """A run of 10 steps, of the options `given`, that has a checkpoint at `step`, with more of its
+    progress.
+    """
     given = options() if given is None else given
     folder = TrainFolder(path / "run" / "train")
     saved = folder.begin(step)
@@ -349,8 +403,9 @@ def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_rais
     folder = trained(tmp_path, 6, stale_validations=3)
     for steps in (10, 20):
         assert is_done(folder, *wanted(steps, early_stop_patience=3))
-    assert "ended early at step 6, after 3 validations without an improvement; raise train.early_stop_patience (3)" in (
-        capsys.readouterr().out
+    assert (
+        "ended early at step 6, after 3 validations without an improvement; raise train.early_stop_patience (3)"
+        in (capsys.readouterr().out)
     )
     assert json.loads((folder.path / "status.json").read_text())["state"] == "done"
     assert not is_done(folder, *wanted(10, early_stop_patience=4))
@@ -367,7 +422,9 @@ def test_the_same_number_of_steps_written_as_epochs_or_auto_is_the_same_run(
 
 
 @pytest.mark.parametrize(("step", "steps"), [(6, 6), (10, 9)])
-def test_a_length_that_ends_before_the_step_reached_is_refused(tmp_path: Path, step: int, steps: int) -> None:
+def test_a_length_that_ends_before_the_step_reached_is_refused(
+    tmp_path: Path, step: int, steps: int
+) -> None:
     folder = trained(tmp_path, step)
     with pytest.raises(ConfigError) as error:
         is_done(folder, *wanted(steps))
@@ -383,7 +440,9 @@ def test_a_length_that_ends_before_the_step_reached_is_refused(tmp_path: Path, s
 def test_other_data_are_refused_unless_a_restart_is_asked_for(tmp_path: Path, step: int) -> None:
     folder = trained(tmp_path, step)
     for steps in (10, 20):
-        with pytest.raises(ConfigError, match=r"trained on data aaaa, the shards are now bbbb; .* --restart`"):
+        with pytest.raises(
+            ConfigError, match=r"trained on data aaaa, the shards are now bbbb; .* --restart`"
+        ):
             is_done(folder, *wanted(steps, "bbbb"))
     assert not is_done(folder, *wanted(10, "bbbb"), restart=True)
     assert (folder.saved_step(), (folder.path / "status.json").exists()) == (0, False)

@@ -1,4 +1,6 @@
-"""Task transfer: scores by hand, nothing fitted on tested cells, and labels that only one dataset has."""
+"""Task transfer: scores by hand, nothing fitted on tested cells, and labels that only one dataset
+has.
+"""
 
 import html
 from collections.abc import Callable
@@ -45,7 +47,9 @@ class Datasets:
         one: ad.AnnData | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Entries of the task in metrics.json, by dataset; `change` changes `two`, or gives other cells for it."""
+        """Entries of the task in metrics.json, by dataset; `change` changes `two`, or gives other
+        cells for it.
+        """
         out.mkdir()
         two = self.cells["two"].copy()
         changed = change(two)
@@ -54,7 +58,9 @@ class Datasets:
         for name, adata in cells.items():
             adata.write_h5ad(out / f"{name}.h5ad")
         paths = [out / f"{name}.h5ad" for name in cells]
-        embeddings = [embed(self.files["model"], path, out / "embeddings" / path.name) for path in paths]
+        embeddings = [
+            embed(self.files["model"], path, out / "embeddings" / path.name) for path in paths
+        ]
         tasks = {"transfer": {"fit_on": ["one"]} | options}
         files = {**self.files, "cells": paths, "embedding": embeddings}
         metrics = evaluate(files, out / "metrics.json", label, tasks=tasks, cells="all")
@@ -74,21 +80,33 @@ def _rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["rows"]}
 
 
-def test_classifiers_are_fitted_on_the_other_dataset_over_the_genes_of_both(datasets: Datasets, tmp_path: Path) -> None:
+def test_classifiers_are_fitted_on_the_other_dataset_over_the_genes_of_both(
+    datasets: Datasets, tmp_path: Path
+) -> None:
     found = datasets.evaluate(tmp_path / "evaluate", half)
     assert found["one"]["transfer"]["skipped"] == "the classifiers are fitted on it"
     result = found["two"]["transfer"]
-    profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")]
-    labels = [datasets.cells[name].obs["cell_type"].astype(str).to_numpy() for name in ("one", "two")]
+    profiles = [
+        log_normalise(sp.csr_matrix(datasets.cells[name].X)[:, ::2]) for name in ("one", "two")
+    ]
+    labels = [
+        datasets.cells[name].obs["cell_type"].astype(str).to_numpy() for name in ("one", "two")
+    ]
     predicted = regression(sparse=True).fit(profiles[0], labels[0]).predict(profiles[1])
     rows = _rows(result)
     row = rows[LINEAR]
     assert row["accuracy_mean"] == pytest.approx((predicted == labels[1]).mean())
     assert row["macro_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="macro"))
-    assert row["weighted_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="weighted"))
+    assert row["weighted_f1_mean"] == pytest.approx(
+        f1_score(labels[1], predicted, average="weighted")
+    )
     assert 0.3 < row["accuracy_mean"] < 1
     figures = result["figures"]
-    assert (figures["shared_genes"], figures["n_fitted"], figures["n_cells"]) == (profiles[0].shape[1], 200, 200)
+    assert (figures["shared_genes"], figures["n_fitted"], figures["n_cells"]) == (
+        profiles[0].shape[1],
+        200,
+        200,
+    )
     assert {name.partition(" + ")[0] for name in rows} == {
         "embedding",
         "embedding, full panel",
@@ -103,13 +121,19 @@ def test_classifiers_are_fitted_on_the_other_dataset_over_the_genes_of_both(data
     assert result["metric"] == "accuracy"
     assert "nearness_mean" not in row
     assert result["sentences"][0] in html.unescape(render("r", [read_run(tmp_path)], []))
-    assert {line["column"] for line in result["differences"]} == {"accuracy", "macro_f1", "weighted_f1"}
+    assert {line["column"] for line in result["differences"]} == {
+        "accuracy",
+        "macro_f1",
+        "weighted_f1",
+    }
     assert [gap["column"] for gap in result["gaps"]] == ["accuracy", "macro_f1", "weighted_f1"]
     name, accuracy = result["gaps"][0]["zero"]
     assert name in ("majority", "largest class")
     assert accuracy == pytest.approx(max((labels[1] == label).mean() for label in labels[1]))
     # the model sees the shared genes alone; its vectors of all genes are in no verdict
-    cut = datasets.evaluate(tmp_path / "cut", half, one=half(datasets.cells["one"]))["two"]["transfer"]
+    cut = datasets.evaluate(tmp_path / "cut", half, one=half(datasets.cells["one"]))["two"][
+        "transfer"
+    ]
     narrow = _rows(cut)
     wide = {name for name in rows if name.startswith("embedding, full panel + ")}
     assert {rows[name]["kind"] for name in wide} == {"variant"}
@@ -119,13 +143,18 @@ def test_classifiers_are_fitted_on_the_other_dataset_over_the_genes_of_both(data
     own = "embedding + logistic regression"
     assert rows[own] != rows[own.replace(" +", ", full panel +")] | {"name": own, "kind": "model"}
     assert result["sentences"] == cut["sentences"]
-    assert {line["compared"] for line in result["differences"]} == {name for name in rows if "embedding" in name}
+    assert {line["compared"] for line in result["differences"]} == {
+        name for name in rows if "embedding" in name
+    }
 
 
 @pytest.mark.full
 def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(datasets.cells["two"].n_vars)
-    both = [datasets.evaluate(tmp_path / "a"), datasets.evaluate(tmp_path / "b", lambda two: two[:, order].copy())]
+    both = [
+        datasets.evaluate(tmp_path / "a"),
+        datasets.evaluate(tmp_path / "b", lambda two: two[:, order].copy()),
+    ]
     assert both[0] == both[1]
 
 
@@ -137,26 +166,41 @@ def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
     counts.data[counts.indptr[40] :] *= 50  # the last 40 cells
     counts.data[counts.indptr[-2] :] = 1
     other = replace(tested, counts=counts)
-    before, after = (transfer_features(context.model, genes, [fitted], group) for group in (tested, other))
+    before, after = (
+        transfer_features(context.model, genes, [fitted], group) for group in (tested, other)
+    )
     for name in before[0]:
-        dense = [sp.csr_matrix(part[name]).toarray() for part in (before[0], after[0], before[1], after[1])]
+        dense = [
+            sp.csr_matrix(part[name]).toarray()
+            for part in (before[0], after[0], before[1], after[1])
+        ]
         assert np.array_equal(dense[0], dense[1]), name
         assert np.array_equal(dense[2][:40], dense[3][:40]), name
-    moved = sp.csr_matrix(before[1]["PCA50 of the fitted cells"] - after[1]["PCA50 of the fitted cells"])
+    moved = sp.csr_matrix(
+        before[1]["PCA50 of the fitted cells"] - after[1]["PCA50 of the fitted cells"]
+    )
     assert moved.nnz  # what changed is seen where it may be
 
 
-def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tmp_path: Path) -> None:
+def test_ids_have_scores_by_the_ontology_and_new_ones_too(
+    datasets: Datasets, tmp_path: Path
+) -> None:
     def relabel(two: ad.AnnData) -> None:
         ids = two.obs["type_id"].astype(str)
-        two.obs["type_id"] = ids.where(ids != IDS[0], "CL:0000624")  # CD4-positive, of which `one` has none
+        # CD4-positive, of which `one` has none
+        two.obs["type_id"] = ids.where(ids != IDS[0], "CL:0000624")
 
     result = datasets.evaluate(tmp_path / "out", relabel, label="type_id")["two"]["transfer"]
-    row, known = _rows(result)[LINEAR], datasets.cells["two"].obs["type_id"].astype(str).to_numpy() != IDS[0]
+    row, known = (
+        _rows(result)[LINEAR],
+        datasets.cells["two"].obs["type_id"].astype(str).to_numpy() != IDS[0],
+    )
     assert result["figures"]["new_classes"] == {"CL:0000624": int((~known).sum())}
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)) for name in ("one", "two")]
     fitted = regression(sparse=True)
-    predicted = fitted.fit(profiles[0], datasets.cells["one"].obs["type_id"].astype(str)).predict(profiles[1])
+    predicted = fitted.fit(profiles[0], datasets.cells["one"].obs["type_id"].astype(str)).predict(
+        profiles[1]
+    )
     truth = np.where(known, datasets.cells["two"].obs["type_id"].astype(str), "CL:0000624")
     ontology = cell_ontology()
     nearness = np.array([ontology.nearness(a, b) for a, b in zip(truth, predicted)])
@@ -169,20 +213,26 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(datasets: Datasets, tm
     assert "nearness, new labels" in {line["column"] for line in result["differences"]}
 
     def relabel_few(two: ad.AnnData) -> None:
-        two.obs["type_id"] = two.obs["type_id"].astype(str).where(np.arange(two.n_obs) >= 2, "CL:0000624")
+        two.obs["type_id"] = (
+            two.obs["type_id"].astype(str).where(np.arange(two.n_obs) >= 2, "CL:0000624")
+        )
 
     few = datasets.evaluate(tmp_path / "few", relabel_few, label="type_id")["two"]["transfer"]
     assert "nearness, new labels_mean" in _rows(few)[LINEAR]
     assert "nearness, new labels" not in {line["column"] for line in few["differences"]}
     assert not any("new labels" in sentence for sentence in few["sentences"])  # of two cells
-    without = datasets.evaluate(tmp_path / "off", relabel, label="type_id", ontology=False)["two"]["transfer"]
+    without = datasets.evaluate(tmp_path / "off", relabel, label="type_id", ontology=False)["two"][
+        "transfer"
+    ]
     assert "nearness_mean" not in _rows(without)[LINEAR]
     fewer = {key: value for key, value in row.items() if not key.startswith(("nearness", "steps"))}
     assert _rows(without)[LINEAR] == fewer
 
 
 @pytest.mark.full
-def test_further_labels_are_fitted_on_the_column_of_the_same_name(datasets: Datasets, tmp_path: Path) -> None:
+def test_further_labels_are_fitted_on_the_column_of_the_same_name(
+    datasets: Datasets, tmp_path: Path
+) -> None:
     found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id")["two"]
     names, ids = (_rows(found[task]) for task in ("transfer", "transfer of type_id"))
     assert ids[LINEAR]["accuracy_mean"] == names[LINEAR]["accuracy_mean"]
@@ -190,7 +240,9 @@ def test_further_labels_are_fitted_on_the_column_of_the_same_name(datasets: Data
     assert "nearness_mean" not in names[LINEAR]
 
 
-def test_copies_and_cells_of_new_labels_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
+def test_copies_and_cells_of_new_labels_are_counted_apart(
+    datasets: Datasets, tmp_path: Path
+) -> None:
     def change(two: ad.AnnData) -> None:
         counts, text = sp.csr_matrix(two.X).tolil(), two.obs["cell_type"].astype(str)
         counts[:7] = sp.csr_matrix(datasets.cells["one"].X)[:7]
@@ -198,11 +250,18 @@ def test_copies_and_cells_of_new_labels_are_counted_apart(datasets: Datasets, tm
         two.X, two.obs["cell_type"] = counts.tocsr(), text
 
     figures = datasets.evaluate(tmp_path / "out", change)["two"]["transfer"]["figures"]
-    assert (figures["n_copies"], figures["new_classes"], figures["n_new_classes"]) == (7, {"platypus cell": 30}, 30)
+    assert (figures["n_copies"], figures["new_classes"], figures["n_new_classes"]) == (
+        7,
+        {"platypus cell": 30},
+        30,
+    )
     assert (figures["n_cells"], figures["n_unlabelled"]) == (158, 5)
     known, asked = sp.csr_matrix([[1, 0], [0, 0]]), sp.csr_matrix([[0, 0], [1, 0], [0, 1]])
-    assert copies(known, asked).tolist() == [False, True, False]  # cells without counts are no copies
-    none = datasets.evaluate(tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell"))
+    # cells without counts are no copies
+    assert copies(known, asked).tolist() == [False, True, False]
+    none = datasets.evaluate(
+        tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell")
+    )
     assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
 
 
@@ -223,7 +282,9 @@ def test_what_cannot_be_compared_is_one_line(datasets: Datasets, tmp_path: Path)
     assert str(refused.value) == (
         "evaluate.tasks.transfer.fit_on: 'on' is not evaluated; name one of one, two, or add it to evaluate.datasets"
     )
-    with pytest.raises(ValidationError, match="test_on: 'a' is in fit_on too; take it out of one of them"):
+    with pytest.raises(
+        ValidationError, match="test_on: 'a' is in fit_on too; take it out of one of them"
+    ):
         TransferConfig(name="transfer", fit_on=["a"], test_on=["b", "a"])
     left = datasets.evaluate(tmp_path / "y", fit_on=["two"], test_on=["one"])
     assert left["two"]["transfer"]["skipped"] == "the classifiers are fitted on it"

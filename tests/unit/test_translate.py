@@ -1,4 +1,6 @@
-"""A configuration of scModelForge becomes one that is accepted here, and every key of it is answered."""
+"""A configuration of scModelForge becomes one that is accepted here, and every key of it is
+answered.
+"""
 
 from pathlib import Path
 
@@ -28,14 +30,27 @@ def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
     assert out.with_suffix(".tsv").read_text() == "dataset\tpath\none\ta/one.h5ad\ntwo\ttwo.h5ad\n"
     ours = load_config(out)
     run, vocabulary = ours.runs["translated"], ours.corpora["corpus"].vocabulary
-    assert (run.train.global_batch, run.train.epochs, run.train.lr, run.train.optimizer.name) == (128, 7, 3e-4, "adamw")
-    assert (run.tokens.tokenizer, run.tokens.max_tokens, run.objective.name) == ("rank", 1024, "masked_gene")
+    assert (run.train.global_batch, run.train.epochs, run.train.lr, run.train.optimizer.name) == (
+        128,
+        7,
+        3e-4,
+        "adamw",
+    )
+    assert (run.tokens.tokenizer, run.tokens.max_tokens, run.objective.name) == (
+        "rank",
+        1024,
+        "masked_gene",
+    )
     model = run.model.model_dump()
-    assert (model["hidden"], model["heads"], model["dropout"]) == (64, 4, 0.1)  # the last is scModelForge's default
+    # the last is scModelForge's default
+    assert (model["hidden"], model["heads"], model["dropout"]) == (64, 4, 0.1)
     assert (vocabulary.max_genes, vocabulary.select) == (2000, "seurat")
     assert run.parallel.precision == "bf16-mixed"
     assert run.track.model_dump()["to"]["wandb"]["project"] == "mine"
-    assert "written  training.batch_size: train.global_batch: 128 = 16 x 4 x 2 (batch_size, num_gpus, " in lines
+    assert (
+        "written  training.batch_size: train.global_batch: 128 = 16 x 4 x 2 (batch_size, num_gpus, "
+        in lines
+    )
     assert {line.split()[0] for line in lines.splitlines()[:-1]} == {"written", "advice", "dropped"}
     assert len(lines.splitlines()) == 1 + 26
     assert "dropped  data.gene_vocab: had no effect there either: nothing read it" in lines
@@ -61,9 +76,15 @@ finetune: {lora: {rank: 4, bias: none}, label_kee: age}
     lines = capsys.readouterr().out
     given = load_config(out)
     run = given.runs["translated"]
-    assert (run.tokens.model_dump()["bins"], run.tokens.model_dump()["binning"]) == (21, "quantile_corpus")
+    assert (run.tokens.model_dump()["bins"], run.tokens.model_dump()["binning"]) == (
+        21,
+        "quantile_corpus",
+    )
     assert given.corpora["corpus"].vocabulary.quantiles
-    assert (run.parallel.sharding_strategy, run.parallel.activation_checkpointing) == ("SHARD_GRAD_OP", "full")
+    assert (run.parallel.sharding_strategy, run.parallel.activation_checkpointing) == (
+        "SHARD_GRAD_OP",
+        "full",
+    )
     for line in (
         "written  tokenizer.n_bins: tokens.bins: 21\n",
         "data.census.organism: `cellmill convert census",
@@ -76,10 +97,22 @@ finetune: {lora: {rank: 4, bias: none}, label_kee: age}
 @pytest.mark.parametrize(
     ("theirs", "out", "line"),
     [
-        ("data: {}\nmodel: {}\n", "b.yaml", "data.paths: expected a list of .h5ad files, got none; add them"),
-        ("data: {}\nmodel: {}\n", "b.tsv", "b.tsv: expected a name that ends in .yaml; its table is beside it as .tsv"),
+        (
+            "data: {}\nmodel: {}\n",
+            "b.yaml",
+            "data.paths: expected a list of .h5ad files, got none; add them",
+        ),
+        (
+            "data: {}\nmodel: {}\n",
+            "b.tsv",
+            "b.tsv: expected a name that ends in .yaml; its table is beside it as .tsv",
+        ),
         ("data: {}\nmodel: {}\n", "old.yaml", "old.yaml exists; choose another --out"),
-        ("runs: {}\n", "b.yaml", "expected a configuration of scModelForge, with sections data and model"),
+        (
+            "runs: {}\n",
+            "b.yaml",
+            "expected a configuration of scModelForge, with sections data and model",
+        ),
     ],
 )
 def test_a_file_or_an_output_that_cannot_be_taken_is_one_line(

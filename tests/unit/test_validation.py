@@ -47,7 +47,8 @@ def _metrics(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
         ends = torch.arange(n + 1, dtype=torch.int32)
         batch = Batch(torch.full((n,), 2), torch.ones(n), ends, cells, counts[cells])
         with monitor.watching([batch]):
-            model.kept_vectors.append(torch.cat([z[cells], torch.full((3, WIDTH), 1e6)]))  # and cells of padding
+            # and cells of padding
+            model.kept_vectors.append(torch.cat([z[cells], torch.full((3, WIDTH), 1e6)]))
         assert model.kept_vectors is None
     return monitor.line(mesh)
 
@@ -83,7 +84,9 @@ def test_a_collapsed_embedding_is_warned_of_in_one_line(
 
 
 ADVERSARY = {"batch_column": "dataset", "batch_adversary": 1.0}
-FOR_CELLS = "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
+FOR_CELLS = (
+    "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
+)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,12 @@ CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
     ({"early_stop_patience": 2}, [5, 4, 4, 3, 3.5, 3, 1], [1, 2, 4, 7], 6),
     ({"early_stop_patience": 2, "best_mode": "max"}, [1, 2, 1.5, 3, 3, 2, 9], [1, 2, 4, 7], 6),
     # slow progress is the best each time, and no improvement until it adds up to more than 0.5
-    ({"early_stop_patience": 3, "early_stop_min_delta": 0.5}, [3, 2.75, 2.5, 2.25, 2, 1.9, 1.8], [*range(1, 8)], 7),
+    (
+        {"early_stop_patience": 3, "early_stop_min_delta": 0.5},
+        [3, 2.75, 2.5, 2.25, 2, 1.9, 1.8],
+        [*range(1, 8)],
+        7,
+    ),
     ({"best_mode": "max"}, [5, 4, 3, 2, 1], [1], None),
 ]
 
@@ -115,12 +123,21 @@ CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
 def test_the_best_step_and_the_end_follow_from_the_values_also_when_resumed_at_each(
     options: dict[str, Any], values: list[float], best: list[int], over: int | None
 ) -> None:
-    train, progress, found, ended = Train.model_validate({"steps": 99} | options), Progress(), [], None
+    train, progress, found, ended = (
+        Train.model_validate({"steps": 99} | options),
+        Progress(),
+        [],
+        None,
+    )
     for step, value in enumerate(values, start=1):
         progress = Progress(**(asdict(progress) | {"step": step, "val_loss": -value}))
         if progress.judge(value, train):
             found.append(step)
-            assert (progress.best_step, progress.best_value, progress.best_val_loss) == (step, value, -value)
+            assert (progress.best_step, progress.best_value, progress.best_val_loss) == (
+                step,
+                value,
+                -value,
+            )
         if ended is None and progress.patience_is_over(train):
             ended = step
     assert (found, ended) == (best, over)
@@ -128,7 +145,14 @@ def test_the_best_step_and_the_end_follow_from_the_values_also_when_resumed_at_e
 
 def test_a_metric_that_no_validation_logs_is_refused() -> None:
     objective = model_on_cpu(
-        9, None, objective="classification", label_column="a", levels={"a": ("x", "y")}, hidden=8, heads=1, layers=1
+        9,
+        None,
+        objective="classification",
+        label_column="a",
+        levels={"a": ("x", "y")},
+        hidden=8,
+        heads=1,
+        layers=1,
     ).objective
     for known in ("val_loss", "val_accuracy", "effective_rank"):
         check_best_metric(objective, known)

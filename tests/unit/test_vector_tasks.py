@@ -1,4 +1,6 @@
-"""Tasks clustering and integration, and the UMAP: measures by hand and against scikit-learn, and invariants."""
+"""Tasks clustering and integration, and the UMAP: measures by hand and against scikit-learn, and
+invariants.
+"""
 
 import sys
 from dataclasses import replace
@@ -10,7 +12,12 @@ import pytest
 from scipy.stats import chisquare
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score, pairwise_distances, silhouette_samples
+from sklearn.metrics import (
+    adjusted_rand_score,
+    normalized_mutual_info_score,
+    pairwise_distances,
+    silhouette_samples,
+)
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
@@ -24,7 +31,9 @@ MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_ra
 
 
 @pytest.mark.parametrize(("scores", "reference"), MEASURES)
-def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(scores: Any, reference: Any) -> None:
+def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(
+    scores: Any, reference: Any
+) -> None:
     random = np.random.default_rng(0)
     classes = random.integers(0, 4, 400)
     clusters = np.where(random.random(400) < 0.7, classes, random.integers(0, 6, 400))
@@ -52,7 +61,9 @@ def test_the_graph_has_the_nearest_cells_and_jaccard_weights_by_hand() -> None:
     np.testing.assert_array_equal(NeighborGraph.of(line, 90).indices.shape, (4, 3))
 
 
-def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(context: Context) -> None:
+def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(
+    context: Context,
+) -> None:
     pytest.importorskip("igraph")
     label = context.roles["label"].astype(str)
     classes = np.unique(label, return_inverse=True)[1]
@@ -71,7 +82,11 @@ def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(c
         "all genes",
     ]
     own = rows["embedding"]
-    assert own["ARI, best resolution_repetitions"] == own["NMI, best resolution_repetitions"] == [1.0, 1.0]
+    assert (
+        own["ARI, best resolution_repetitions"]
+        == own["NMI, best resolution_repetitions"]
+        == [1.0, 1.0]
+    )
     assert own["clusters there"] == len(result.figures["classes"])
     noise = replace(context, vectors=random.normal(size=vectors.shape).astype(np.float32))
     lost = Clustering(config).run(noise)
@@ -97,8 +112,14 @@ def cells(apart: float, n: int = 240) -> Cells:
 
 def measured(of: Cells) -> dict[str, float]:
     vectors, batches, labels = of
-    values = Integration(IntegrationConfig(neighbors=30)).measure(vectors, np.eye(3)[batches], batches, labels)
-    return {name.partition(": ")[2]: float(np.mean(value)) for name, value in values.items() if value is not None}
+    values = Integration(IntegrationConfig(neighbors=30)).measure(
+        vectors, np.eye(3)[batches], batches, labels
+    )
+    return {
+        name.partition(": ")[2]: float(np.mean(value))
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def test_mixed_batches_score_high_separated_ones_low_and_labels_the_same() -> None:
@@ -109,8 +130,10 @@ def test_mixed_batches_score_high_separated_ones_low_and_labels_the_same() -> No
     for one in (mixed, separated):
         assert one["cLISI"] == pytest.approx(1)
     assert mixed["graph connectivity"] == 1
-    assert separated["graph connectivity"] == pytest.approx(27 / 80)  # each label is three components
-    assert mixed["PCR"] > 0.99 > 0.8 > separated["PCR"]  # of components that have no variance but between batches
+    # each label is three components
+    assert separated["graph connectivity"] == pytest.approx(27 / 80)
+    # of components that have no variance but between batches
+    assert mixed["PCR"] > 0.99 > 0.8 > separated["PCR"]
     assert mixed["label ASW"] > 0.9
 
 
@@ -120,7 +143,8 @@ def test_lisi_has_the_weights_of_its_perplexity() -> None:
     weights = mixing.neighbor_weights(graph.distances, 10)
     entropy = -(weights * np.log(weights)).sum(1)
     np.testing.assert_allclose(np.exp(entropy), 10, rtol=1e-4)
-    even = NeighborGraph(np.array([[1, 2, 3]] * 4), np.ones((4, 3)))  # equal distances: equal weights
+    # equal distances: equal weights
+    even = NeighborGraph(np.array([[1, 2, 3]] * 4), np.ones((4, 3)))
     assert mixing.lisi(even, np.array([0, 0, 1, 1]), 3) == pytest.approx([1 / (1 / 9 + 4 / 9)] * 4)
 
 
@@ -147,7 +171,9 @@ def test_bras_is_a_silhouette_by_cosine_distance_against_all_other_batches() -> 
             a, b = distances[cell, same].mean(), distances[cell, batch != batch[cell]].mean()
             s.append((b - a) / max(a, b))
         if label == 1:
-            np.testing.assert_allclose(s, silhouette_samples(vectors[of], batch, metric="cosine"), atol=1e-9)
+            np.testing.assert_allclose(
+                s, silhouette_samples(vectors[of], batch, metric="cosine"), atol=1e-9
+            )
         by_label.append(np.mean(1 - np.abs(s)))
     assert np.mean(mixing.bras(vectors, batches, labels)) == pytest.approx(np.mean(by_label))
 
@@ -160,7 +186,8 @@ def test_batch_variance_is_principal_component_regression_with_all_components() 
     expected = np.dot(r2, components.explained_variance_ratio_)
     terms = mixing.batch_variance(vectors, batches)
     assert terms.mean() == pytest.approx(expected)
-    vectors = vectors[:, 3:]  # without the labels, whose shares of the batches vary from draw to draw
+    # without the labels, whose shares of the batches vary from draw to draw
+    vectors = vectors[:, 3:]
     terms, random = mixing.batch_variance(vectors, batches), np.random.default_rng(2)
     draws = random.integers(0, len(batches), (300, len(batches)))
     bootstrap = np.std([mixing.batch_variance(vectors[of], batches[of]).mean() for of in draws])
@@ -180,14 +207,18 @@ def test_means_of_labels_weigh_labels_alike_and_leave_out_those_without_a_number
     assert mixing.isolated_labels(widths, np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])) is None
 
 
-def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(context: Context) -> None:
+def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(
+    context: Context,
+) -> None:
     pytest.importorskip("harmonypy")
     batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 3, name="batch").astype(str)
     batch[:6] = None
     label = np.unique(context.roles["label"].astype(str), return_inverse=True)[1]
     vectors = 5 * np.eye(16)[label] + 3 * np.eye(16)[[8, 9, 10]][np.arange(len(batch)) // 2 % 3]
     vectors += np.random.default_rng(0).normal(size=vectors.shape)
-    with_batch = replace(context, roles={**context.roles, "batch": batch}, vectors=vectors.astype(np.float32))
+    with_batch = replace(
+        context, roles={**context.roles, "batch": batch}, vectors=vectors.astype(np.float32)
+    )
     task = Integration(IntegrationConfig(neighbors=30, harmony=True, min_cells=5))
     result = task.run(with_batch)
     assert result.metric is None  # no total
@@ -210,7 +241,10 @@ def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(co
     assert {verdict.against for verdict in result.verdicts} == {"PCA50, Harmony"}
     assert result.to_json() == task.run(with_batch).to_json()
     assert run_task(task, context).skipped == "the dataset has no batch column"
-    one = replace(with_batch, roles={**context.roles, "batch": pd.Series("x", index=batch.index, name="batch")})
+    one = replace(
+        with_batch,
+        roles={**context.roles, "batch": pd.Series("x", index=batch.index, name="batch")},
+    )
     assert run_task(task, one).skipped == "the labelled scored cells have 1 batches, not 2"
 
 
@@ -248,14 +282,18 @@ def test_the_training_components_see_no_scored_cell(context: Context) -> None:
 def test_cells_of_a_cluster_stay_together_in_the_same_picture_each_time() -> None:
     random = np.random.default_rng(0)
     of_cell = np.arange(180) % 3
-    vectors = (8 * random.normal(size=(3, 16))[of_cell] + random.normal(size=(180, 16))).astype(np.float32)
+    vectors = (8 * random.normal(size=(3, 16))[of_cell] + random.normal(size=(180, 16))).astype(
+        np.float32
+    )
     picture = project(vectors, seed=1)
     nearest = NearestNeighbors(n_neighbors=6).fit(picture).kneighbors(return_distance=False)
     assert (of_cell[nearest] == of_cell[:, None]).all()
     np.testing.assert_array_equal(project(vectors, seed=1), picture)
     assert not np.array_equal(project(vectors, seed=2), picture)
     assert "umap" in sys.modules
-    assert hasattr(sys.modules.get("pynndescent", np), "__file__"), "no stand-in is left for other packages"
+    assert hasattr(sys.modules.get("pynndescent", np), "__file__"), (
+        "no stand-in is left for other packages"
+    )
 
 
 def test_few_or_equal_cells_have_a_picture_too() -> None:

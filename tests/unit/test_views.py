@@ -1,4 +1,6 @@
-"""Random numbers by key; views of cells, whose shown and hidden part together are the cell; VICReg of both parts."""
+"""Random numbers by key; views of cells, whose shown and hidden part together are the cell; VICReg
+of both parts.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -49,8 +51,12 @@ def _view(batch: Batch, view: str, step: int = 0, **options: Any) -> ViewBatch:
     return draw_view(to_tensors(batch), tokenizer, _config(view, **options), seed=1, step=step)
 
 
-def _dense(cells: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor, n_cells: int) -> torch.Tensor:
-    return torch.zeros(n_cells, N_GENES + 2, dtype=torch.int64).index_put_((cells, genes), counts, accumulate=True)
+def _dense(
+    cells: torch.Tensor, genes: torch.Tensor, counts: torch.Tensor, n_cells: int
+) -> torch.Tensor:
+    return torch.zeros(n_cells, N_GENES + 2, dtype=torch.int64).index_put_(
+        (cells, genes), counts, accumulate=True
+    )
 
 
 def _whole(batch: Batch) -> torch.Tensor:
@@ -68,10 +74,14 @@ def _hidden(view: ViewBatch) -> torch.Tensor:
 def test_values_of_the_view_are_those_of_a_cell_that_has_the_shown_counts_alone(view: str) -> None:
     batch = _batch()
     drawn, shown = _view(batch, view), _whole(batch) - _hidden(_view(batch, view))
-    for index, (genes, values) in enumerate(zip(drawn.genes.split(drawn.lengths), drawn.values.split(drawn.lengths))):
+    for index, (genes, values) in enumerate(
+        zip(drawn.genes.split(drawn.lengths), drawn.values.split(drawn.lengths))
+    ):
         assert sorted(genes.tolist()) == shown[index].nonzero().flatten().tolist()
         counts = shown[index][genes].double()
-        torch.testing.assert_close(values.double(), (1e4 * counts / counts.sum()).log1p(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            values.double(), (1e4 * counts / counts.sum()).log1p(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_some() -> None:
@@ -86,15 +96,22 @@ def test_dropping_and_thinning_have_a_share_of_their_own() -> None:
     whole, options = _whole(_batch()), {"min_hidden_frac": 0.3, "max_hidden_frac": 0.9}
     hidden = [_hidden(_view(_batch(), "drop_thin", step, **options)) for step in range(60)]
     shown = torch.stack([1 - each.sum(1) / whole.sum(1) for each in hidden])
-    assert shown.mean().item() == pytest.approx(0.4 * 0.4, abs=0.012)  # of one share for both it would be 0.19
-    assert all(((each > 0) & (each < whole)).any() and (each[whole > 20] == whole[whole > 20]).any() for each in hidden)
+    # of one share for both it would be 0.19
+    assert shown.mean().item() == pytest.approx(0.4 * 0.4, abs=0.012)
+    assert all(
+        ((each > 0) & (each < whole)).any() and (each[whole > 20] == whole[whole > 20]).any()
+        for each in hidden
+    )
 
 
 @pytest.mark.parametrize("view", ["drop", "thin"])
 def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
     batch, shares = _batch(), []
     for step in range(60):
-        hidden, whole = _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9)), _whole(batch)
+        hidden, whole = (
+            _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9)),
+            _whole(batch),
+        )
         if view == "drop":
             hidden, whole = hidden > 0, whole > 0
         shares.append(hidden.sum(1) / whole.sum(1))
@@ -121,7 +138,9 @@ def test_a_thinned_cell_is_a_draw_by_a_generator_of_its_own() -> None:
     expected = []
     keys = keyed_bits(batch.cells, 1, 3, HIDE).tolist()
     for counts, share, key in zip(batch.counts.split(batch.lengths), shares, keys):
-        expected.append(np.random.Generator(np.random.Philox(key=key)).binomial(counts.numpy(), share))
+        expected.append(
+            np.random.Generator(np.random.Philox(key=key)).binomial(counts.numpy(), share)
+        )
     hidden = np.concatenate(expected)
     assert view.profile_count.tolist() == hidden[hidden > 0].tolist()
 
@@ -148,10 +167,14 @@ def _model(family: str, **options: Any) -> Any:
 
 
 def _cells(lengths: tuple[int, ...], first: int = 0) -> Batch:
-    return to_tensors(random_cells(lengths, TOKENS, FEW_GENES, rng=np.random.default_rng(first), first=first))
+    return to_tensors(
+        random_cells(lengths, TOKENS, FEW_GENES, rng=np.random.default_rng(first), first=first)
+    )
 
 
-def _reference(first: torch.Tensor, second: torch.Tensor, invariance: float, variance: float, covariance: float) -> Any:
+def _reference(
+    first: torch.Tensor, second: torch.Tensor, invariance: float, variance: float, covariance: float
+) -> Any:
     """The paper's equations on all vectors at once."""
     loss = invariance * F.mse_loss(first, second)
     for z in (first, second):
@@ -163,7 +186,11 @@ def _reference(first: torch.Tensor, second: torch.Tensor, invariance: float, var
 
 def test_the_loss_of_rows_is_that_of_the_vectors_in_any_slots() -> None:
     generator = torch.Generator().manual_seed(0)
-    first = torch.randn(9, 5, generator=generator, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]) + 7
+    first = (
+        torch.randn(9, 5, generator=generator, dtype=torch.float64)
+        * torch.tensor([0.1, 0.5, 1, 2, 3])
+        + 7
+    )
     second = first + torch.randn(9, 5, generator=generator, dtype=torch.float64)
     rows = torch.cat([torch.ones(9, 1), first, second], dim=1)
     table = torch.zeros(16, 11, dtype=torch.float64).index_copy(0, torch.arange(15, 6, -1), rows)
@@ -178,8 +205,12 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     prepared = [prepare(model, batch, 200) for batch in batches]
     loss = loss_by_shares(model, prepared)
     vectors = [model.cell_vectors(model.states(part), part) for part in prepared]
-    first, second = (torch.cat([z[part.pairs[i]] for z, part in zip(vectors, prepared)]).double() for i in (0, 1))
-    expected = sum(model(part) for part in prepared) + len(first) * _reference(first, second, *WEIGHTS.values())
+    first, second = (
+        torch.cat([z[part.pairs[i]] for z, part in zip(vectors, prepared)]).double() for i in (0, 1)
+    )
+    expected = sum(model(part) for part in prepared) + len(first) * _reference(
+        first, second, *WEIGHTS.values()
+    )
     assert 5 <= len(first) <= 8
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     check_gradients(model, loss, expected)
@@ -188,13 +219,17 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
 @pytest.mark.parametrize("view", ["drop", "thin"])
 def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     batch = _cells((20, 31, 1, 14, 2))
-    plain, paired = (_model("profile", view=view, view_loss=on).view(batch, **KEYS) for on in (None, "vicreg"))
+    plain, paired = (
+        _model("profile", view=view, view_loss=on).view(batch, **KEYS) for on in (None, "vicreg")
+    )
     n, shown = len(batch.lengths), len(plain.genes)
     assert paired.lengths[:n] == plain.lengths
     assert torch.equal(paired.genes[:shown], plain.genes)
     assert torch.equal(paired.values[:shown], plain.values)
     of_token = torch.repeat_interleave(torch.tensor(paired.lengths[n:]))
-    dense = torch.zeros(n, FEW_GENES + 2).index_put((of_token, paired.genes[shown:]), paired.values[shown:])
+    dense = torch.zeros(n, FEW_GENES + 2).index_put(
+        (of_token, paired.genes[shown:]), paired.values[shown:]
+    )
     hidden = torch.zeros(n, FEW_GENES + 2).index_put(
         (plain.profile_cell, plain.profile_gene), plain.profile_count.float()
     )
@@ -203,7 +238,10 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
 
 
 def test_the_plan_counts_both_parts_and_their_second_forward_pass() -> None:
-    one, two = (measure(_spec("encoder", view="drop", max_hidden_frac=0.8, view_loss=on)) for on in (None, "vicreg"))
+    one, two = (
+        measure(_spec("encoder", view="drop", max_hidden_frac=0.8, view_loss=on))
+        for on in (None, "vicreg")
+    )
     # half of a cell in one forward and one backward pass, or all of it in two and one
     assert two.flops.block / one.flops.block == pytest.approx(2 * 4 / 3, rel=0.1)
     assert two.flops.finish == pytest.approx(one.flops.finish, rel=0.02)
@@ -230,8 +268,14 @@ def test_bits_are_splitmix64_folded_over_the_keys() -> None:
 
 
 def test_bits_of_tokens_are_those_of_all_their_keys() -> None:
-    cells, cell, place = torch.tensor([2**40, -3, 9]), torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 0, 0, 1])
-    assert torch.equal(keyed_token_bits(cells, cell, 5, -1, place, 3), keyed_bits(cells[cell], 5, -1, place, 3))
+    cells, cell, place = (
+        torch.tensor([2**40, -3, 9]),
+        torch.tensor([0, 0, 1, 2, 2]),
+        torch.tensor([0, 1, 0, 0, 1]),
+    )
+    assert torch.equal(
+        keyed_token_bits(cells, cell, 5, -1, place, 3), keyed_bits(cells[cell], 5, -1, place, 3)
+    )
 
 
 def test_a_share_of_the_bits_lies_below_the_threshold() -> None:

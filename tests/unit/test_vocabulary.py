@@ -1,4 +1,6 @@
-"""The vocabulary of a corpus: exact counts, pooled medians, highly variable and listed genes; refused when damaged."""
+"""The vocabulary of a corpus: exact counts, pooled medians, highly variable and listed genes;
+refused when damaged.
+"""
 
 import hashlib
 import sys
@@ -48,7 +50,9 @@ def reference(*paths: Path) -> tuple[dict[str, int], dict[str, float]]:
         dense *= 1e4 / np.maximum(dense.sum(axis=1, keepdims=True), 1)
         for gene, column in zip(data.var_names, dense.T):
             values.setdefault(gene, []).extend(column[column > 0])
-    return {g: len(v) for g, v in values.items()}, {g: float(np.median(v)) for g, v in values.items() if v}
+    return {g: len(v) for g, v in values.items()}, {
+        g: float(np.median(v)) for g, v in values.items() if v
+    }
 
 
 @pytest.mark.parametrize("value", [2.0**-10, 0.37, 1.0, 9_999.9, 1e4])
@@ -58,7 +62,9 @@ def test_a_median_is_within_half_a_percent_at_the_ends_of_the_range(value: float
     assert medians.medians(np.array([0]))[0] == pytest.approx(value, rel=0.005)
 
 
-def test_cells_are_counted_exactly_and_medians_pooled_over_files(simulated: Path, parts: list[Path]) -> None:
+def test_cells_are_counted_exactly_and_medians_pooled_over_files(
+    simulated: Path, parts: list[Path]
+) -> None:
     n_cells, medians = reference(*parts)
     got = build_vocabulary(parts)
     assert got.gene_ids == sorted(g for g, n in n_cells.items() if n)
@@ -70,7 +76,9 @@ def test_cells_are_counted_exactly_and_medians_pooled_over_files(simulated: Path
 
 def test_genes_that_a_model_has_take_its_medians(simulated: Path, tmp_path: Path) -> None:
     own, path = build_vocabulary([simulated]), tmp_path / "theirs.tsv"
-    theirs = replace(own, gene_ids=[*own.gene_ids[:-1], "ENSG00000999999"], medians=own.medians + np.float32(1))
+    theirs = replace(
+        own, gene_ids=[*own.gene_ids[:-1], "ENSG00000999999"], medians=own.medians + np.float32(1)
+    )
     theirs.write(path)
     got = built(simulated, medians=str(path))
     np.testing.assert_array_equal(got.medians, [*theirs.medians[:-1], own.medians[-1]])
@@ -82,14 +90,20 @@ def test_genes_that_a_model_has_take_its_medians(simulated: Path, tmp_path: Path
 
 def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
     n_cells, _ = reference(simulated)
-    assert built(simulated, min_cells=100).gene_ids == sorted(g for g, n in n_cells.items() if n >= 100)
+    assert built(simulated, min_cells=100).gene_ids == sorted(
+        g for g, n in n_cells.items() if n >= 100
+    )
     top = sorted(n_cells, key=lambda g: (-n_cells[g], g))[:25]
     assert built(simulated, max_genes=25).gene_ids == sorted(top)
 
 
-def test_the_file_begins_with_special_tokens_and_reads_back_equal(simulated: Path, tmp_path: Path) -> None:
+def test_the_file_begins_with_special_tokens_and_reads_back_equal(
+    simulated: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "vocabulary.tsv"
-    stage.vocabulary(options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path)
+    stage.vocabulary(
+        options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path
+    )
     table = pd.read_csv(path, sep="\t")
     assert list(table.columns) == ["token_id", "gene_id", "symbol", "n_cells", "median"]
     assert table["token_id"].tolist() == list(range(len(table)))
@@ -113,10 +127,14 @@ def test_quantiles_of_the_corpus_are_within_half_a_percent_in_any_order_of_files
     exact = np.quantile(values[values > 0], np.arange(1001) / 1000, method="inverted_cdf")
     assert got.quantiles is not None
     np.testing.assert_allclose(np.expm1(got.quantiles.astype(np.float64)), exact, rtol=0.0052)
-    assert got.digest == built(*parts[::-1], quantiles=True).digest != build_vocabulary(parts).digest
+    assert (
+        got.digest == built(*parts[::-1], quantiles=True).digest != build_vocabulary(parts).digest
+    )
 
 
-def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path, tmp_path: Path) -> None:
+def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(
+    simulated: Path, tmp_path: Path
+) -> None:
     tokens = {"tokenizer": "binned", "binning": "quantile_corpus", "bins": 4}
     others: dict[str, Any] = {"stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
     options, no_shards = TrainOptions.model_validate(others | {"tokens": tokens}), cast(Any, None)
@@ -124,11 +142,16 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(simulated: Path
     built(simulated, quantiles=True).write(path)
     quantiles = Vocabulary.read(path).quantiles
     assert quantiles is not None
-    assert fitted(options, path, no_shards).tokens.model_dump()["edges"] == quantiles[[250, 500, 750]].tolist()
+    assert (
+        fitted(options, path, no_shards).tokens.model_dump()["edges"]
+        == quantiles[[250, 500, 750]].tolist()
+    )
     once = fitted(options, path, no_shards)
     assert fitted(once, path, no_shards) == once
     build_vocabulary([simulated]).write(path)
-    with pytest.raises(DataError, match=r"has no quantiles, which tokens\.tokenizer binned is fitted to; set vocab"):
+    with pytest.raises(
+        DataError, match=r"has no quantiles, which tokens\.tokenizer binned is fitted to; set vocab"
+    ):
         fitted(options, path, no_shards)
 
 
@@ -139,14 +162,26 @@ def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: 
     lines = text.splitlines(keepends=True)
     quantiles = "last line: expected #quantiles and at least two ascending numbers"
     for damaged, message in (
-        ("", "not a complete vocabulary: expected columns token_id, gene_id, symbol, n_cells, median"),
+        (
+            "",
+            "not a complete vocabulary: expected columns token_id, gene_id, symbol, n_cells, median",
+        ),
         (text[:-1], "not a complete vocabulary"),
         ("".join(lines[:3]), "not a vocabulary: no genes, or a duplicate"),
         ("".join(lines[:1] + lines[2:]), "line 2: expected token 0: <pad>"),
-        ("".join(lines[:4] + lines[5:]), "line 5: expected token 3: gene id, symbol, n_cells, median"),
-        (text.replace("\n4\t" + lines[5].split("\t")[1], "\n4\t" + lines[4].split("\t")[1]), "or a duplicate"),
+        (
+            "".join(lines[:4] + lines[5:]),
+            "line 5: expected token 3: gene id, symbol, n_cells, median",
+        ),
+        (
+            text.replace("\n4\t" + lines[5].split("\t")[1], "\n4\t" + lines[4].split("\t")[1]),
+            "or a duplicate",
+        ),
         (text.replace(lines[3].split("\t")[4], "nan\n"), "a median is not a positive number"),
-        *((f"{text}#quantiles{numbers}\n", quantiles) for numbers in ("", "\t1\t0.5", "\t0\tx", "\t0\tnan")),
+        *(
+            (f"{text}#quantiles{numbers}\n", quantiles)
+            for numbers in ("", "\t1\t0.5", "\t0\tx", "\t0\tnan")
+        ),
     ):
         path.write_text(damaged)
         with pytest.raises(DataError, match=message):
@@ -184,7 +219,11 @@ def test_datasets_without_a_gene_in_common_are_refused(make_h5ad: Make) -> None:
             "no gene is left for the vocabulary: none of 2 is detected in 4 cells, at most in 3; lower "
             "vocabulary.min_cells",
         ),
-        (["TP53"], {"protein_coding": True}, "vocabulary.protein_coding requires Ensembl ids, got gene 'TP53'; set "),
+        (
+            ["TP53"],
+            {"protein_coding": True},
+            "vocabulary.protein_coding requires Ensembl ids, got gene 'TP53'; set ",
+        ),
     ],
 )
 def test_cells_that_have_no_vocabulary_are_refused(
@@ -224,7 +263,8 @@ def scanpy_genes(path: Path, flavor: str, n: int) -> set[str]:
 
 
 @pytest.mark.parametrize("flavor", ["seurat", "seurat_v3"])
-# of flavor seurat, genes 60 and 61 have one score: rounding and scanpy's version choose between them
+# of flavor seurat, genes 60 and 61 have one score: rounding and scanpy's version choose between
+# them
 @pytest.mark.parametrize("n", [61, *(pytest.param(n, marks=pytest.mark.full) for n in (15, 200))])
 def test_variable_genes_are_those_of_scanpy_over_files_and_blocks(
     parts: list[Path], simulated: Path, flavor: str, n: int, monkeypatch: pytest.MonkeyPatch
@@ -247,17 +287,23 @@ def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
     assert got.variability is not None
     assert got.quantiles is not None
     order = [got.gene_ids[row] for row in np.argsort(got.variability)]
-    kept = {*built(*parts, select="seurat" if select == "detected" else select, max_genes=60).gene_ids}
+    kept = {
+        *built(*parts, select="seurat" if select == "detected" else select, max_genes=60).gene_ids
+    }
     kept &= {*got.gene_ids} if select == "detected" else kept
     assert {*order[: len(kept)]} == kept
     assert len(kept) > 5
     text = path.read_text()
     path.write_text(text.replace("#variability\t", "#variability\t0\t"))
-    with pytest.raises(DataError, match=r"line 204: expected #variability and a place for each gene"):
+    with pytest.raises(
+        DataError, match=r"line 204: expected #variability and a place for each gene"
+    ):
         Vocabulary.read(path)
 
 
-def test_variable_genes_need_a_number_and_seurat_v3_a_package(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_genes_need_a_number_and_seurat_v3_a_package(
+    simulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="select seurat requires max_genes, the number of genes"):
         VocabularyConfig(select="seurat")
     monkeypatch.setitem(sys.modules, "skmisc.loess", None)
@@ -272,17 +318,23 @@ def test_a_list_of_ids_and_symbols_selects_genes(
     ids = ["ENSG00000141510", "ENSG00000139618", "ENSG00000000003", "ENSG00000000419"]
     cells = make_h5ad(sp.csr_matrix(np.ones((3, 4))), genes=ids)
     listed = tmp_path / "genes.txt"
-    listed.write_text("\ufeffTP53\r\nFANCD1\r\nENSG00000000003.15\r\n\r\nMYC\r\nTP53\r\n", encoding="utf-8")
+    listed.write_text(
+        "\ufeffTP53\r\nFANCD1\r\nENSG00000000003.15\r\n\r\nMYC\r\nTP53\r\n", encoding="utf-8"
+    )
     got = built(cells, genes=str(listed))
     assert got.gene_ids == sorted(ids[:3])  # FANCD1 is an alias of BRCA2
     assert capsys.readouterr().out == f"{listed}: 1 of 4 genes are not in the corpus, such as MYC\n"
-    for text, message in (("rubbish\n", "none of its 1 genes is in the corpus"), ("\n", "empty; list one gene a line")):
+    for text, message in (
+        ("rubbish\n", "none of its 1 genes is in the corpus"),
+        ("\n", "empty; list one gene a line"),
+    ):
         listed.write_text(text)
         assert message in refusal(cells, genes=str(listed))
 
 
 def test_protein_coding_genes_are_those_of_gencode(make_h5ad: Make) -> None:
-    ids = ["ENSG00000141510", "ENSG00000229807", "ENSMUSG00000059552", "ENSMUSG00000086503"]  # TP53, XIST of both
+    # TP53, XIST of both
+    ids = ["ENSG00000141510", "ENSG00000229807", "ENSMUSG00000059552", "ENSMUSG00000086503"]
     cells = make_h5ad(sp.csr_matrix(np.ones((3, 4))), genes=ids)
     assert built(cells, protein_coding=True).gene_ids == [ids[0], ids[2]]
 
@@ -313,15 +365,24 @@ def options_of(**shard: Any) -> Shard:
 
 def cells_of(folder: Path, split: str) -> list[str]:
     """Names of a split's cells, by the files that anndata opens."""
-    return [name for path in sorted(folder.glob(f"{split}-*.h5ad")) for name in ad.read_h5ad(path).obs_names]
+    return [
+        name
+        for path in sorted(folder.glob(f"{split}-*.h5ad"))
+        for name in ad.read_h5ad(path).obs_names
+    ]
 
 
 @pytest.mark.parametrize("select", ["detected", "seurat"])
-@pytest.mark.parametrize("split", [{"split_by": "donor"}, {}, {"split_by": "donor", "seed": 4}, {"seed": 5}])
+@pytest.mark.parametrize(
+    "split", [{"split_by": "donor"}, {}, {"split_by": "donor", "seed": 4}, {"seed": 5}]
+)
 def test_only_training_cells_choose_genes_and_give_medians(
     donors: Path, tmp_path: Path, select: str, split: dict[str, Any]
 ) -> None:
-    shard, chosen = options_of(**split), VocabularyConfig.model_validate({"select": select, "max_genes": 8})
+    shard, chosen = (
+        options_of(**split),
+        VocabularyConfig.model_validate({"select": select, "max_genes": 8}),
+    )
     if not chosen.reads_split(shard):
         return
     got = build_vocabulary([donors], chosen, shard)
@@ -337,7 +398,9 @@ def test_only_training_cells_choose_genes_and_give_medians(
     assert (got.medians == wanted.medians).all()
 
 
-def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(donors: Path, tmp_path: Path) -> None:
+def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(
+    donors: Path, tmp_path: Path
+) -> None:
     shard = options_of(split_by="donor")
     options = VocabularyConfig(select="seurat", max_genes=30)
     got = build_vocabulary([donors], options, shard)
@@ -353,9 +416,15 @@ def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(donors: Pa
 def test_the_training_cells_are_named_in_file_and_log(
     donors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, out = VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}), tmp_path / "v.tsv"
+    options, out = (
+        VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}),
+        tmp_path / "v.tsv",
+    )
     for split, line in (
-        ('{"split_by": "donor", "val_frac": 0.2}', "120 training cells of 200 cells (shard.split_by donor)"),
+        (
+            '{"split_by": "donor", "val_frac": 0.2}',
+            "120 training cells of 200 cells (shard.split_by donor)",
+        ),
         (None, "all cells"),
     ):
         stage.vocabulary(options=options, cells=[donors], out=out, split=split)
@@ -367,5 +436,7 @@ def test_the_training_cells_are_named_in_file_and_log(
     text = out.read_text()
     for good, bad in (("#training_cells\t", "#training_cells\tx"), ("\t200\tdonor", "\t3\tdonor")):
         out.write_text(text.replace(good, bad))
-        with pytest.raises(DataError, match="expected #training_cells, two numbers of cells, and the column"):
+        with pytest.raises(
+            DataError, match="expected #training_cells, two numbers of cells, and the column"
+        ):
             Vocabulary.read(out)

@@ -1,4 +1,6 @@
-"""cellmill watch: a run from its files alone, piped, on narrow terminals, and when folders come and go."""
+"""cellmill watch: a run from its files alone, piped, on narrow terminals, and when folders come and
+go.
+"""
 
 import io
 import json
@@ -16,7 +18,14 @@ from cellmill.errors import UserError
 from cellmill.runs.folder import TrainFolder
 from tests.unit.tracked import tracked_run
 
-LINE = {"loss": 0.5, "lr": 1e-3, "cells_per_s": 1234.5, "data_wait_frac": 0.25, "left_s": 7200.0, "skipped_steps": 2}
+LINE = {
+    "loss": 0.5,
+    "lr": 1e-3,
+    "cells_per_s": 1234.5,
+    "data_wait_frac": 0.25,
+    "left_s": 7200.0,
+    "skipped_steps": 2,
+}
 CURVE = "step 10/20 (50%)  loss 0.5  lr 1.00e-03  validation 0.75 at step 10  effective rank 12.3  2 steps skipped"
 
 
@@ -30,8 +39,20 @@ def append(train: Path, *lines: dict[str, Any]) -> None:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cellmill.cli", "watch", "one", "--results", "results", "--every-s", "0.1"]
+def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(
+    tmp_path: Path,
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "cellmill.cli",
+        "watch",
+        "one",
+        "--results",
+        "results",
+        "--every-s",
+        "0.1",
+    ]
     (tmp_path / "Snakefile").touch()
     watching = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert watching.stdout.readline() == "one: not begun\n"
@@ -47,14 +68,21 @@ def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(tm
     assert watching.stdout.read() == ""
 
 
-def test_a_resumed_run_is_shown_from_its_checkpoint_on_and_a_deleted_one_is_said(tmp_path: Path) -> None:
+def test_a_resumed_run_is_shown_from_its_checkpoint_on_and_a_deleted_one_is_said(
+    tmp_path: Path,
+) -> None:
     train = tracked_run(tmp_path)
     watched = WatchedRun("one", train)
     append(train, *({"step": step, "loss": 1 / step} for step in range(1, 7)))
     watched.update()
     assert watched.losses() == [1 / step for step in range(1, 7)]
     (train / "metrics.jsonl").rename(train / "before")
-    append(train, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 2, "skipped": "loss nan"})
+    append(
+        train,
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 2, "skipped": "loss nan"},
+    )
     watched.update()
     assert watched.losses() == [1.0, 0.5]
     assert watched.pieces("stopped") == ["one: stopped", "step 2/20 (10%)", "loss 0.5"]
@@ -101,4 +129,9 @@ def test_no_line_is_wider_than_the_terminal_and_the_block_is_drawn_in_place(
     assert len(lines) == {200: 2, 40: 4, 12: 7, 1: 7}[columns]
     assert terminal.getvalue() == first + f"\x1b[{len(lines)}A\x1b[J" + first
     assert columns < 3 or (lines[-1][0], lines[-1][-1]) == ("█", "▁")
-    assert [bars(few, 4) for few in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == ["", "▁", "▁▁", "█▆▃▁"]
+    assert [bars(few, 4) for few in ([], [1.0], [1.0, 1.0], [3.0, 2.0, 1.0, 0.0, 0.0])] == [
+        "",
+        "▁",
+        "▁▁",
+        "█▆▃▁",
+    ]

@@ -19,14 +19,21 @@ def cells() -> ad.AnnData:
     """Three cells of two genes with something in every mapping."""
     counts = sp.csr_matrix(np.arange(6, dtype=np.float32).reshape(3, 2))
     obs, var = pd.DataFrame(index=["c1", "c2", "c3"]), pd.DataFrame(index=["g1", "g2"])
-    pairs = {"obsp": {"near": sp.identity(3, format="csr")}, "varp": {"near": sp.identity(2, format="csr")}}
+    pairs = {
+        "obsp": {"near": sp.identity(3, format="csr")},
+        "varp": {"near": sp.identity(2, format="csr")},
+    }
     tables = {"obsm": {"x": np.ones((3, 4))}, "varm": {"x": np.ones((2, 4))}}
-    return ad.AnnData(counts, obs, var, uns={"about": {"n": 1}}, layers={"twice": 2 * counts}, **tables, **pairs)
+    return ad.AnnData(
+        counts, obs, var, uns={"about": {"n": 1}}, layers={"twice": 2 * counts}, **tables, **pairs
+    )
 
 
 def parts(adata: Any, **changed: Any) -> SimpleNamespace:
     """The parts of an AnnData, some of them changed."""
-    return SimpleNamespace(**{name: getattr(adata, name) for name in ("X", "obs", "var", *MAPPINGS)} | changed)
+    return SimpleNamespace(
+        **{name: getattr(adata, name) for name in ("X", "obs", "var", *MAPPINGS)} | changed
+    )
 
 
 def written(adata: Any, path: Path) -> ad.AnnData:
@@ -61,4 +68,6 @@ def test_an_entry_without_a_name_is_not_written(tmp_path: Path, mapping: str) ->
 
 
 def test_an_anndata_without_x_is_written_without_x(tmp_path: Path) -> None:
-    assert written(ad.AnnData(obs=pd.DataFrame(index=["c1", "c2"])), tmp_path / "cells.h5ad").X is None
+    assert (
+        written(ad.AnnData(obs=pd.DataFrame(index=["c1", "c2"])), tmp_path / "cells.h5ad").X is None
+    )

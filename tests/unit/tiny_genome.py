@@ -1,7 +1,9 @@
-"""A genome of a few genes, and reads of single cells from it, with a fixed seed: the truth of what programs count.
+"""A genome of a few genes, and reads of single cells from it, with a fixed seed: the truth of what
+programs count.
 
-Reads are those of 10x v3: 16 bases of a barcode and 12 of a UMI, and a read of the transcript. Each molecule gives one
-to three reads. Spliced molecules give reads of exons, unspliced ones reads within the intron.
+Reads are those of 10x v3: 16 bases of a barcode and 12 of a UMI, and a read of the transcript. Each
+molecule gives one to three reads. Spliced molecules give reads of exons, unspliced ones reads
+within the intron.
 """
 
 import gzip
@@ -58,7 +60,9 @@ def write_genome(folder: Path, with_introns: bool = False, seed: int = 0) -> Tin
         chromosome += spacer
     folder.mkdir(parents=True, exist_ok=True)
     fasta, gtf, barcodes = folder / "genome.fa", folder / "genes.gtf", folder / "barcodes.txt"
-    fasta.write_text(">1\n" + "\n".join(chromosome[at : at + 60] for at in range(0, len(chromosome), 60)) + "\n")
+    fasta.write_text(
+        ">1\n" + "\n".join(chromosome[at : at + 60] for at in range(0, len(chromosome), 60)) + "\n"
+    )
     gtf.write_text("\n".join(lines) + "\n")
     cells = sorted({bases(16) for _ in range(20)})
     barcodes.write_text("".join(f"{cell}\n" for cell in cells))
@@ -67,7 +71,10 @@ def write_genome(folder: Path, with_introns: bool = False, seed: int = 0) -> Tin
     pairs = []
     for cell in cells:
         for gene in GENES:
-            for kind, counts, most in (("mature", spliced, 6), ("nascent", unspliced, 3 if with_introns else 0)):
+            for kind, counts, most in (
+                ("mature", spliced, 6),
+                ("nascent", unspliced, 3 if with_introns else 0),
+            ):
                 n_molecules = draw.randint(0, most)
                 if n_molecules:
                     counts[cell, gene] = n_molecules
@@ -80,6 +87,8 @@ def write_genome(folder: Path, with_introns: bool = False, seed: int = 0) -> Tin
     draw.shuffle(pairs)
     reads = folder / "R1.fastq.gz", folder / "R2.fastq.gz"
     for side, path in enumerate(reads):
-        text = "".join(f"@r{n}\n{pair[side]}\n+\n{'I' * len(pair[side])}\n" for n, pair in enumerate(pairs))
+        text = "".join(
+            f"@r{n}\n{pair[side]}\n+\n{'I' * len(pair[side])}\n" for n, pair in enumerate(pairs)
+        )
         path.write_bytes(gzip.compress(text.encode()))
     return TinyGenome(fasta, gtf, barcodes, reads, spliced, unspliced, cells)

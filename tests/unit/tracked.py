@@ -1,4 +1,6 @@
-"""A run to track, and an installed package with trackers and observers that misbehave as they are told."""
+"""A run to track, and an installed package with trackers and observers that misbehave as they are
+told.
+"""
 
 import json
 import os
@@ -85,14 +87,19 @@ def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (site / "toy_tracks.py").write_text(PACKAGE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-tracks\nVersion: 1.0\n")
-    groups = {kind: [name for name in NAMES if name.startswith(kind)] for kind in ("tracker", "observer")}
+    groups = {
+        kind: [name for name in NAMES if name.startswith(kind)] for kind in ("tracker", "observer")
+    }
     (info / "entry_points.txt").write_text(
         "".join(
-            f"[cellmill.{kind}]\n" + "".join(f"{name} = toy_tracks:{kind.title()}Options\n" for name in names)
+            f"[cellmill.{kind}]\n"
+            + "".join(f"{name} = toy_tracks:{kind.title()}Options\n" for name in names)
             for kind, names in groups.items()
         )
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
     monkeypatch.syspath_prepend(str(site))
 
 
@@ -100,12 +107,21 @@ def tracked_run(folder: Path) -> Path:
     """The training folder of run `one` of 20 steps that has just begun, without trackers."""
     train = folder / "results" / "runs" / "one" / "train"
     train.mkdir(parents=True)
-    tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {"train": {"steps": 20}}
+    tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {
+        "train": {"steps": 20}
+    }
     made = TrainOptions.model_validate(tree).model_dump(mode="json")
     environment = {"cellmill": "0.1.0", "commit": "c" * 40}
-    record = {"options": made, "identity": {"init_from": None}, "fingerprint": "f" * 64, "environment": environment}
+    record = {
+        "options": made,
+        "identity": {"init_from": None},
+        "fingerprint": "f" * 64,
+        "environment": environment,
+    }
     (train / "run.json").write_text(json.dumps(record))
-    (train / "state.json").write_text(json.dumps({"state": "running", "steps": 20, "world_size": 1}))
+    (train / "state.json").write_text(
+        json.dumps({"state": "running", "steps": 20, "world_size": 1})
+    )
     return train
 
 

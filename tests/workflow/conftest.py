@@ -1,4 +1,6 @@
-"""A project in its own folder: a case of .test/ with a few hundred simulated cells and a tiny model."""
+"""A project in its own folder: a case of .test/ with a few hundred simulated cells and a tiny
+model.
+"""
 
 import json
 import os
@@ -46,9 +48,13 @@ class Project:
         return [sys.executable, "-m", "snakemake", *self.words(*arguments, profile=profile)]
 
     def snakemake(
-        self, *arguments: str, profile: str | None = "profiles/local", environment: dict[str, str] | None = None
+        self,
+        *arguments: str,
+        profile: str | None = "profiles/local",
+        environment: dict[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `snakemake`, a dry run in a fork of the server unless it has an `environment` of its own.
+        """Run `snakemake`, a dry run in a fork of the server unless it has an `environment` of its
+        own.
 
         `stdout` is all that a user sees.
         """
@@ -57,7 +63,9 @@ class Project:
             running = server()
             assert running.stdin is not None
             assert running.stdout is not None
-            running.stdin.write(json.dumps({"folder": str(self.folder), "words": words, "out": str(out)}) + "\n")
+            running.stdin.write(
+                json.dumps({"folder": str(self.folder), "words": words, "out": str(out)}) + "\n"
+            )
             running.stdin.flush()
             code = int(running.stdout.readline())
             return subprocess.CompletedProcess(words, code, out.read_text())
@@ -83,7 +91,9 @@ class Project:
         return jobs_in(self.ran("--dry-run", *arguments, profile=profile))
 
     def write_config(self, name: str = "config.yaml", **sections: Any) -> str:
-        """Write config/`name`: the configuration of .test/pretrain with keys of some sections changed."""
+        """Write config/`name`: the configuration of .test/pretrain with keys of some sections
+        changed.
+        """
         tree = yaml.safe_load((CASES / "pretrain" / "config" / "config.yaml").read_text())
         for section, values in sections.items():
             tree[section] = tree.get(section, {}) | values
@@ -98,14 +108,23 @@ def jobs_in(printed: str) -> dict[str, int]:
         assert "Nothing to be done" in printed, printed
         return {}
     table = printed.split("Job stats:")[1].split("total")[0]
-    return {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+)$", table, re.M) if name not in ("all", "default")}
+    return {
+        name: int(n)
+        for name, n in re.findall(r"^(\w+) +(\d+)$", table, re.M)
+        if name not in ("all", "default")
+    }
 
 
 @pytest.fixture(scope="session")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 simulated cells x 150 genes of 3 types."""
     path = tmp_path_factory.mktemp("cells") / "sim.h5ad"
-    assert main(f"simulate --out {path} --cells 240 --genes 150 --types 3 --batches 2 --seed 1".split()) == 0
+    assert (
+        main(
+            f"simulate --out {path} --cells 240 --genes 150 --types 3 --batches 2 --seed 1".split()
+        )
+        == 0
+    )
     return path
 
 

@@ -1,7 +1,8 @@
-"""A process that has imported Snakemake, and runs each command in a fork: most of a dry run's time are imports.
+"""A process that has imported Snakemake, and runs each command in a fork: most of a dry run's time
+are imports.
 
-A command is a line of JSON on stdin: `folder`, `words`, and `out`, the file that gets all output. Its exit code is a
-line on stdout.
+A command is a line of JSON on stdin: `folder`, `words`, and `out`, the file that gets all output.
+Its exit code is a line on stdout.
 """
 
 import json

@@ -18,16 +18,25 @@ from safetensors.numpy import load_file
 from cellmill.report.collect import read_corpus, read_run
 from tests.workflow.conftest import CASES, KEPT, Project, jobs_in
 
-pytestmark = pytest.mark.xdist_group("workflow")  # all use the same finished project: .test/pretrain
+# all use the same finished project: .test/pretrain
+pytestmark = pytest.mark.xdist_group("workflow")
 
 CORPUS = ["preprocess", "vocabulary", "shard"]
 RUN = ["plan", "train", "consolidate", "embed", "evaluate"]
 EVERYTHING = [*CORPUS, *RUN, "report"]
 CELLS = "results/corpora/sim/cells/sim.h5ad"
-NAMES = {"preprocess": "sim.sim", "vocabulary": "sim", "shard": "sim", "embed": "tiny.sim", "report": "report"}
+NAMES = {
+    "preprocess": "sim.sim",
+    "vocabulary": "sim",
+    "shard": "sim",
+    "embed": "tiny.sim",
+    "report": "report",
+}
 
 
-def test_each_stage_prints_to_the_terminal_and_its_log_and_has_a_benchmark(done: tuple[Project, str]) -> None:
+def test_each_stage_prints_to_the_terminal_and_its_log_and_has_a_benchmark(
+    done: tuple[Project, str],
+) -> None:
     for stage in EVERYTHING:
         name = NAMES.get(stage, "tiny")
         assert (done[0].folder / f"results/benchmarks/{stage}/{name}.tsv").stat().st_size > 0
@@ -72,8 +81,12 @@ def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, 
         ("tokens={max_tokens: 32}", [*RUN, "report"]),
         ("train={lr: 5e-4}", [*RUN, "report"]),
         ("train={lr: 1e-3}", []),  # the same value in another notation
-        pytest.param("consolidate={checkpoint: last}", [*RUN[2:], "report"], marks=pytest.mark.full),
-        pytest.param("embed={token_budget: 999}", ["embed", "evaluate", "report"], marks=pytest.mark.full),
+        pytest.param(
+            "consolidate={checkpoint: last}", [*RUN[2:], "report"], marks=pytest.mark.full
+        ),
+        pytest.param(
+            "embed={token_budget: 999}", ["embed", "evaluate", "report"], marks=pytest.mark.full
+        ),
         ("evaluate={folds: 4}", ["evaluate", "report"]),
         pytest.param("report={title: Ours}", ["report"], marks=pytest.mark.full),
     ],
@@ -133,7 +146,9 @@ def test_a_deleted_model_is_made_again_without_a_training(finished: Project) -> 
     assert weights.read_bytes() == before
 
 
-def test_a_changed_profile_or_another_machine_of_it_reruns_nothing(done: tuple[Project, str], tmp_path: Path) -> None:
+def test_a_changed_profile_or_another_machine_of_it_reruns_nothing(
+    done: tuple[Project, str], tmp_path: Path
+) -> None:
     assert done[0].jobs("--set-resources", "train:nproc_per_node=4", "plan:nproc_per_node=4") == {}
     assert done[0].jobs("--set-threads", "train=1", "--cores", "1") == {}
     assert done[0].jobs(profile=None) == {}
@@ -148,10 +163,18 @@ def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: P
     folder = finished.folder / "results/runs/adapted"
     made = "predictions/sim.h5ad", "knock_out/sim.h5ad", "evaluate/metrics.json"
     targets = [f"results/runs/adapted/{name}" for name in made]
-    assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict", "knock_out"], 1), "nothing of the first run"
+    assert finished.jobs(*targets) == dict.fromkeys([*RUN, "predict", "knock_out"], 1), (
+        "nothing of the first run"
+    )
     finished.ran(*targets)
-    before, after = (load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder))
-    moved = {name for name in before.keys() & after.keys() if not np.array_equal(before[name], after[name])}
+    before, after = (
+        load_file(path / "model/model.safetensors") for path in (folder.with_name("tiny"), folder)
+    )
+    moved = {
+        name
+        for name in before.keys() & after.keys()
+        if not np.array_equal(before[name], after[name])
+    }
     assert moved == {f"blocks.0.{layer}.weight" for layer in ("qkv", "out", "up", "down")}
     assert json.loads((folder / "model/adapter/adapter_config.json").read_text())["r"] == 2
     predicted = ad.read_h5ad(folder / "predictions/sim.h5ad")
@@ -179,11 +202,16 @@ def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> 
     page = done[0].folder / "snakemake.html"
     text = page.read_text()
     page.unlink()
-    for caption in ("Cells and genes of dataset sim before and after", "Evaluation of run tiny on held-out cells"):
+    for caption in (
+        "Cells and genes of dataset sim before and after",
+        "Evaluation of run tiny on held-out cells",
+    ):
         assert caption in text
 
 
-def test_a_run_waits_for_the_model_it_starts_from_and_a_branch_for_its_trunk(project: Project) -> None:
+def test_a_run_waits_for_the_model_it_starts_from_and_a_branch_for_its_trunk(
+    project: Project,
+) -> None:
     runs = {"tiny": TRUNK, "short": BRANCH, "tuned": {"corpus": "sim", "init_from": "tiny"}}
     config = project.write_config("branch.yaml", runs=runs)
     status = "results/runs/short/train/status.json"
@@ -198,13 +226,17 @@ def test_a_run_waits_for_the_model_it_starts_from_and_a_branch_for_its_trunk(pro
 
 @pytest.mark.full
 def test_kept_checkpoints_are_evaluated_without_training_again(finished: Project) -> None:
-    config = finished.write_config("kept.yaml", runs={"tiny": {"corpus": "sim", "evaluate_steps": KEPT}})
+    config = finished.write_config(
+        "kept.yaml", runs={"tiny": {"corpus": "sim", "evaluate_steps": KEPT}}
+    )
     kept = dict.fromkeys(["consolidate", "embed", "evaluate"], 2) | {"report": 1}
     assert finished.jobs("--configfile", config) == kept
     finished.ran("--configfile", config)
     results = finished.folder / "results"
     for step in KEPT:
-        metrics = json.loads((results / f"runs/tiny/steps/{step}/evaluate/metrics.json").read_text())
+        metrics = json.loads(
+            (results / f"runs/tiny/steps/{step}/evaluate/metrics.json").read_text()
+        )
         assert metrics["model"]["step"] == step
     assert "probe: accuracy over steps" in (results / "report/index.html").read_text()
 
@@ -220,10 +252,16 @@ def test_the_file_of_gene_vectors_is_an_input_of_the_training(project: Project) 
 def student(teacher: str) -> dict[str, Any]:
     """A run that learns from a teacher beside its own objective."""
     objective = {"name": "sum", "parts": {"cell_decoding": {}, "distill": {"teacher": teacher}}}
-    return {"corpus": "sim", "model": {"family": "profile", "hidden": 16, "layers": 1}, "objective": objective}
+    return {
+        "corpus": "sim",
+        "model": {"family": "profile", "hidden": 16, "layers": 1},
+        "objective": objective,
+    }
 
 
-def test_a_student_waits_for_the_embeddings_of_its_teacher_or_reads_a_folder(project: Project) -> None:
+def test_a_student_waits_for_the_embeddings_of_its_teacher_or_reads_a_folder(
+    project: Project,
+) -> None:
     runs = {"tiny": {"corpus": "sim"}, "student": student("tiny")}
     config = project.write_config("student.yaml", runs=runs)
     asked = ("--configfile", config, "--", "results/runs/student/train/status.json")
@@ -246,15 +284,26 @@ def test_a_student_is_trained_evaluated_and_named_after_its_teacher(finished: Pr
     config = finished.write_config("student.yaml", runs=runs)
     asked = ("--configfile", config, "--", "results/runs/student/evaluate/metrics.json")
     shown = finished.ran("--printshellcmds", *asked)
-    ancestors = re.search(r"cellmill evaluate .*runs/student/.* --ancestors (\S+ \S+) --cells", shown)
-    assert ancestors is not None, "the cells of its teacher, and of that which its teacher began with"
+    ancestors = re.search(
+        r"cellmill evaluate .*runs/student/.* --ancestors (\S+ \S+) --cells", shown
+    )
+    assert ancestors is not None, (
+        "the cells of its teacher, and of that which its teacher began with"
+    )
     folder = finished.folder / "results/runs/student"
     assert "training cells have a vector of 16 numbers" in shown
     config = json.loads((folder / "model/config.json").read_text())
     assert config["supervised_by"] == ["cell_type"]
-    digest = json.loads((folder.with_name("teacher") / "model/config.json").read_text())["weights_sha256"]
-    assert f"| distilled from | teacher, weights `{digest[:16]}` |" in (folder / "model/README.md").read_text()
-    logged = [json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()]
+    digest = json.loads((folder.with_name("teacher") / "model/config.json").read_text())[
+        "weights_sha256"
+    ]
+    assert (
+        f"| distilled from | teacher, weights `{digest[:16]}` |"
+        in (folder / "model/README.md").read_text()
+    )
+    logged = [
+        json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()
+    ]
     assert min(line["labelled_frac_distill"] for line in logged if "loss" in line) > 0.9
     assert finished.jobs(*asked) == {}
     embeddings = folder.with_name("teacher") / "embeddings/sim.h5ad"
@@ -264,7 +313,10 @@ def test_a_student_is_trained_evaluated_and_named_after_its_teacher(finished: Pr
     assert {"teach", "train", "consolidate"} <= set(finished.jobs(*asked))
     again = finished.snakemake(*asked)
     assert again.returncode != 0
-    assert "it holds a training of 12 steps with another configuration (objective.parts {" in again.stdout
+    assert (
+        "it holds a training of 12 steps with another configuration (objective.parts {"
+        in again.stdout
+    )
 
 
 def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:
@@ -272,11 +324,16 @@ def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:
     assert jobs == dict.fromkeys([*CORPUS, "divide"], 1) | {"shard_part": 3}
 
 
-def test_a_run_may_start_from_a_model_folder_or_the_hub_and_label_any_dataset(project: Project) -> None:
+def test_a_run_may_start_from_a_model_folder_or_the_hub_and_label_any_dataset(
+    project: Project,
+) -> None:
     (project.folder / "given").mkdir()
     (project.folder / "given" / "model.safetensors").touch()
     shared = {"corpus": "sim", "objective": {"name": "classification", "label_column": "cell_type"}}
-    runs = {"tuned": shared | {"init_from": "./given"}, "hub": shared | {"init_from": "hf://me/pbmc@v1.0"}}
+    runs = {
+        "tuned": shared | {"init_from": "./given"},
+        "hub": shared | {"init_from": "hf://me/pbmc@v1.0"},
+    }
     config = project.write_config("given.yaml", runs=runs)
     targets = [f"results/runs/{run}/predictions/sim.h5ad" for run in runs]
     shown = project.ran("--dry-run", "--printshellcmds", "--configfile", config, "--", *targets)
@@ -301,7 +358,9 @@ def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> N
         shown,
     )
     (project.folder / "python").touch()
-    shown = project.snakemake("-n", "-p", target, "--config", "bridges={scib-metrics: ./python}").stdout
+    shown = project.snakemake(
+        "-n", "-p", target, "--config", "bridges={scib-metrics: ./python}"
+    ).stdout
     assert "Shell command: ./python /" in shown
     config = project.write_config("none.yaml", evaluate={"datasets": []})
     refused = project.snakemake("-n", "--configfile", config, "--", target).stdout
@@ -309,8 +368,19 @@ def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> N
 
 
 def test_predicted_changes_are_judged_on_request_without_an_evaluation(project: Project) -> None:
-    targets = {name: f"results/runs/tiny/bridges/sim.{name}.json" for name in ("cell-eval", "cell-eval2")}
-    expected = [*CORPUS, "plan", "train", "consolidate", "embed", "predict_changes", "cell_eval", "cell_eval2"]
+    targets = {
+        name: f"results/runs/tiny/bridges/sim.{name}.json" for name in ("cell-eval", "cell-eval2")
+    }
+    expected = [
+        *CORPUS,
+        "plan",
+        "train",
+        "consolidate",
+        "embed",
+        "predict_changes",
+        "cell_eval",
+        "cell_eval2",
+    ]
     assert project.jobs(*targets.values()) == dict.fromkeys(expected, 1)
     shown = project.snakemake("-n", "-p", *targets.values()).stdout
     for name, script in zip(targets, ("cell_bridge", "cell2_bridge")):
@@ -334,15 +404,25 @@ ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": (u * s)[:, :5]}).write_h5ad(sys.arg
 
 
 @pytest.mark.full
-def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(finished: Project) -> None:
+def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(
+    finished: Project,
+) -> None:
     script = finished.folder / "embed it.py"
     script.write_text(EXTERNAL)
-    external = {"pca": {"command": f"{sys.executable} 'embed it.py' {{cells}} {{out}}", "files": ["embed it.py"]}}
-    tasks = {"tasks": {"probe": {"neighbors": 5, "seeds": 1}, "few_shot": {"shots": [5], "draws": 2}}}
+    external = {
+        "pca": {
+            "command": f"{sys.executable} 'embed it.py' {{cells}} {{out}}",
+            "files": ["embed it.py"],
+        }
+    }
+    tasks = {
+        "tasks": {"probe": {"neighbors": 5, "seeds": 1}, "few_shot": {"shots": [5], "draws": 2}}
+    }
     runs = {"tiny": {"corpus": "sim"}, "other": {"corpus": "sim", "train": {"seed": 1}}}
     both = finished.write_config("both.yaml", runs=runs, evaluate=tasks | {"external": external})
     targets = [f"results/runs/{run}/evaluate/metrics.json" for run in runs]
-    expected = dict.fromkeys(RUN, 1) | {"embed_external": 1, "evaluate": 2}  # the run `tiny` is done
+    # the run `tiny` is done
+    expected = dict.fromkeys(RUN, 1) | {"embed_external": 1, "evaluate": 2}
     assert finished.jobs("--configfile", both, "--", *targets) == expected
     config = finished.write_config("external.yaml", evaluate=tasks | {"external": external})
     asked = ("--configfile", config, "--", targets[0])
@@ -352,7 +432,9 @@ def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(f
     of_tasks = json.loads((finished.folder / targets[0]).read_text())["datasets"]["sim"]
     assert f"components of {of_tasks['n_cells']}\n" in log.read_text()
     for task in ("probe", "few_shot"):
-        names = [row["name"] for row in of_tasks["tasks"][task]["rows"] if row["kind"] == "external"]
+        names = [
+            row["name"] for row in of_tasks["tasks"][task]["rows"] if row["kind"] == "external"
+        ]
         assert "external: pca + kNN" in names
     assert finished.jobs(*asked) == {}
     script.write_text("another")
@@ -371,7 +453,12 @@ def refusal(project: Project, *words: str, profile: str | None = "profiles/local
 
 
 TRUNK = {"corpus": "sim", "train": {"schedule": "wsd", "keep_steps": [4]}}
-BRANCH = {"corpus": "sim", "trunk": "tiny", "trunk_step": 4, "train": {"schedule": "wsd", "steps": 6}}
+BRANCH = {
+    "corpus": "sim",
+    "trunk": "tiny",
+    "trunk_step": 4,
+    "train": {"schedule": "wsd", "steps": 6},
+}
 
 
 @pytest.mark.parametrize(
@@ -418,7 +505,10 @@ def test_a_training_on_the_login_node_is_refused(project: Project) -> None:
 def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Project) -> None:
     (project.folder / "other.yaml").write_text("trian: {lr: 1}\n")
     other = ["--configfile", "other.yaml", "--replace-workflow-config"]
-    for source, words in (("config/config.yaml + --config", ["--config", "trian={lr: 1}"]), ("other.yaml", other)):
+    for source, words in (
+        ("config/config.yaml + --config", ["--config", "trian={lr: 1}"]),
+        ("other.yaml", other),
+    ):
         said = refusal(project, "--dry-run", *words)
         assert said == f"cellmill: {source}: unknown key 'trian'; did you mean 'train'?"
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpth\n")
@@ -426,7 +516,9 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     assert said == "cellmill: config/datasets.tsv: unknown column 'pth'; did you mean 'path'?"
     (project.folder / "config" / "datasets.tsv").write_text("dataset\tpath\nsim\tdata/none.h5ad\n")
     said = refusal(project, "--dry-run")
-    assert said.startswith("cellmill: config/datasets.tsv: dataset sim: data/none.h5ad: no such file; correct the path")
+    assert said.startswith(
+        "cellmill: config/datasets.tsv: dataset sim: data/none.h5ad: no such file; correct the path"
+    )
     (project.folder / "config" / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{'a' * 300}\n")
     assert refusal(project, "--dry-run") == f"cellmill: {'a' * 300}: File name too long"
 
@@ -441,12 +533,12 @@ def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Pro
     assert said == "cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"
 
 
-def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(project: Project) -> None:
+def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(
+    project: Project,
+) -> None:
     table, names = project.folder / "config" / "datasets.tsv", project.folder / "names.tsv"
     header = "dataset\tpath\tlabel\tlabel_map\tfilter\tdonor\tmin_genes\tcounts_rule\n"
-    row = (
-        "sim\tdata/sim.h5ad\tcell_type|batch\tnames.tsv|\tbatch != \"it's\" and cell_type in ['{}']\tbatch\t{}\tround\n"
-    )
+    row = "sim\tdata/sim.h5ad\tcell_type|batch\tnames.tsv|\tbatch != \"it's\" and cell_type in ['{}']\tbatch\t{}\tround\n"
     kind = ad.read_h5ad(project.folder / "data" / "sim.h5ad", backed="r").obs["cell_type"].iloc[0]
     names.write_text(f"from\tto\n{kind}\tof this type\n")
     table.write_text(header + row.format(kind, 7))
@@ -474,14 +566,21 @@ def test_what_snakemake_s_own_reader_of_yaml_cannot_take_is_one_line(project: Pr
     config = project.folder / "config" / "config.yaml"
     text = config.read_text()
     config.write_text(f"{text}\ntokens: {'[' * 10_000}\n")
-    assert refusal(project, "--dry-run") == "cellmill: config/config.yaml: not valid YAML: nested too deeply"
+    assert (
+        refusal(project, "--dry-run")
+        == "cellmill: config/config.yaml: not valid YAML: nested too deeply"
+    )
     config.unlink()
     os.mkfifo(config)
-    assert refusal(project, "--dry-run") == "cellmill: config/config.yaml: expected a file, got a FIFO"
+    assert (
+        refusal(project, "--dry-run") == "cellmill: config/config.yaml: expected a file, got a FIFO"
+    )
     config.unlink()
     config.write_text(text)
     (project.folder / "results").mkdir(exist_ok=True)
-    (project.folder / "results" / "options").write_text("in the place of the folder, as on a read-only disk")
+    (project.folder / "results" / "options").write_text(
+        "in the place of the folder, as on a read-only disk"
+    )
     said = refusal(project)
     remedy = "the workflow writes to its working directory"
     assert said.splitlines()[-1] == f"cellmill: results/options/report: Not a directory; {remedy}"
@@ -524,7 +623,9 @@ def flags_by_run(printed: str) -> dict[str, str]:
 def test_runs_name_their_machines_of_which_a_command_changes_single_keys(project: Project) -> None:
     (project.folder / "machine").mkdir()
     (project.folder / "machine" / "config.yaml").write_text(MACHINES)
-    project.write_config(runs={"tiny": {"corpus": "sim"}, "big": {"corpus": "sim", "machine": "h100"}})
+    project.write_config(
+        runs={"tiny": {"corpus": "sim"}, "big": {"corpus": "sim", "machine": "h100"}}
+    )
     dry = ["--dry-run", "--printshellcmds"]
     assert flags_by_run(project.ran("--profile", "machine", *dry, profile=None)) == {
         "tiny": "launcher=slurm nodes=2 nproc-per-node=2 slurm-partition=gpu-a gpus-per-node=a100:2 mem-mb=9000 "
@@ -533,7 +634,12 @@ def test_runs_name_their_machines_of_which_a_command_changes_single_keys(project
         "plan --nodes 1-2 --nproc-per-node 2 --mem-mb 9000 --device h100",
     }
     # what the command sets for train holds for all; one machine is changed by its name
-    typed = ["--set-resources", "train:nodes=1", "train.h100:slurm_partition=new", "embed:runtime=19"]
+    typed = [
+        "--set-resources",
+        "train:nodes=1",
+        "train.h100:slurm_partition=new",
+        "embed:runtime=19",
+    ]
     for given in ("--profile", "--workflow-profile"):
         shown = project.ran(given, "machine", *dry, *typed, profile=None)
         assert flags_by_run(shown) == {
@@ -557,7 +663,9 @@ def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Pr
     assert failed.returncode == 1
     (command,) = re.findall(r"^ +(cellmill preprocess .*) 2>&1 \| tee", failed.stdout, re.M)
     assert len(command) < 400
-    assert max(len(line) for line in failed.stdout.splitlines()) < 600, "the other places that print it"
+    assert max(len(line) for line in failed.stdout.splitlines()) < 600, (
+        "the other places that print it"
+    )
     words = [str(Path(sys.executable).with_name("cellmill")), *shlex.split(command)[1:]]
     again = subprocess.run(words, cwd=project.folder, capture_output=True, text=True)
     assert again.returncode == 2
@@ -566,7 +674,9 @@ def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Pr
     project.ran(vocabulary)
     assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2
     assert "preprocess" in project.jobs(vocabulary, "--config", "preprocess={min_genes: 6}")
-    assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2, "by a dry run"
+    assert len(list((project.folder / "results/options/preprocess").glob("sim.*.json"))) == 2, (
+        "by a dry run"
+    )
 
 
 @pytest.mark.full
@@ -578,13 +688,17 @@ def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project
     assert project.jobs(CELLS) == {}
 
 
-def test_a_vocabulary_of_training_cells_follows_the_split_and_not_the_shards(project: Project) -> None:
+def test_a_vocabulary_of_training_cells_follows_the_split_and_not_the_shards(
+    project: Project,
+) -> None:
     vocabulary = "results/corpora/sim/vocabulary.tsv"
     held_out = {"split_by": "cell_type", "val_frac": 0.3, "test_frac": 0.3}
     project.write_config(shard=held_out)
     project.ran(vocabulary)
     [line] = [
-        line for line in (project.folder / vocabulary).read_text().splitlines() if line.startswith("#training_cells")
+        line
+        for line in (project.folder / vocabulary).read_text().splitlines()
+        if line.startswith("#training_cells")
     ]
     _, n_training, n_all, column = line.split("\t")
     assert 0 < int(n_training) < int(n_all) <= 240

@@ -1,4 +1,6 @@
-"""The whole workflow with a toy plug-in of each kind, named in the configuration and found through entry points."""
+"""The whole workflow with a toy plug-in of each kind, named in the configuration and found through
+entry points.
+"""
 
 import json
 import os
@@ -23,15 +25,26 @@ CONFIG: dict[str, Any] = {
     "objective": {"name": "toy_next_gene", "skip": 1},
     "train": {"steps": 6, "global_batch": 16, "token_budget": 2048, "warmup_steps": 2}
     | {"log_every_steps": 2, "val_every_steps": 3},
-    "track": {"to": {"toy_file": {"path": "tracked.jsonl"}}, "observers": {"toy_steps": {"path": "observed.txt"}}},
+    "track": {
+        "to": {"toy_file": {"path": "tracked.jsonl"}},
+        "observers": {"toy_steps": {"path": "observed.txt"}},
+    },
     "evaluate": {
         "folds": 3,
         "classifiers": ["toy_centroid"],
-        "tasks": {"probe": {"neighbors": 5, "seeds": 2}, "reconstruct": {}, "toy_norm": {"power": 1}},
+        "tasks": {
+            "probe": {"neighbors": 5, "seeds": 2},
+            "reconstruct": {},
+            "toy_norm": {"power": 1},
+        },
     },
     "runs": {
         "base": {"corpus": "sim"},
-        "tuned": {"corpus": "sim", "init_from": "base", "finetune": {"method": "toy_adapter", "rank": 2}},
+        "tuned": {
+            "corpus": "sim",
+            "init_from": "base",
+            "finetune": {"method": "toy_adapter", "rank": 2},
+        },
     },
 }
 
@@ -41,7 +54,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "config").mkdir()
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    (folder / "config" / "datasets.tsv").write_text("dataset\tpath\tlabel\nsim\tsim.h5ad\tcell_type\n")
+    (folder / "config" / "datasets.tsv").write_text(
+        "dataset\tpath\tlabel\nsim\tsim.h5ad\tcell_type\n"
+    )
     words = f"simulate --out {folder / 'sim.h5ad'} --cells 240 --genes 120 --types 4 --batches 2 --seed 1"
     assert main(words.split()) == 0
     return Project(folder)
@@ -64,10 +79,22 @@ def test_a_dry_run_accepts_the_options_of_plugins_without_torch(
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ("objective={skip: -1}", "objective: skip: input should be greater than or equal to 0, got"),
-        ("tokens={tokenizer: continuous}", "tokens.tokenizer continuous has values of kind scalar, family toy embeds"),
-        ("evaluate={classifiers: [toy_centre]}", "unknown classifier 'toy_centre'; did you mean 'toy_centroid'?"),
-        ("track={to: {toy_file: {pth: x}}}", "track.to: toy_file: unknown key 'pth'; did you mean 'path'?"),
+        (
+            "objective={skip: -1}",
+            "objective: skip: input should be greater than or equal to 0, got",
+        ),
+        (
+            "tokens={tokenizer: continuous}",
+            "tokens.tokenizer continuous has values of kind scalar, family toy embeds",
+        ),
+        (
+            "evaluate={classifiers: [toy_centre]}",
+            "unknown classifier 'toy_centre'; did you mean 'toy_centroid'?",
+        ),
+        (
+            "track={to: {toy_file: {pth: x}}}",
+            "track.to: toy_file: unknown key 'pth'; did you mean 'path'?",
+        ),
     ],
 )
 def test_a_dry_run_refuses_wrong_options_of_plugins_in_one_line(
@@ -79,18 +106,24 @@ def test_a_dry_run_refuses_wrong_options_of_plugins_in_one_line(
 
 
 @pytest.mark.full
-def test_plugins_of_every_kind_run_from_cells_to_the_report(project: Project, plugins: dict[str, str]) -> None:
+def test_plugins_of_every_kind_run_from_cells_to_the_report(
+    project: Project, plugins: dict[str, str]
+) -> None:
     done = project.snakemake(environment=plugins)
     assert done.returncode == 0, done.stdout
     runs = project.folder / "results" / "runs"
-    tracked = [json.loads(line) for line in (project.folder / "tracked.jsonl").read_text().splitlines()]
+    tracked = [
+        json.loads(line) for line in (project.folder / "tracked.jsonl").read_text().splitlines()
+    ]
     assert [line["start"] for line in tracked if "start" in line] == ["toy", "toy"]
     assert [line["finish"] for line in tracked if "finish" in line] == ["done", "done"]
     assert {line["step"] for line in tracked if "step" in line} >= {2, 3, 4, 6}
     observed = (project.folder / "observed.txt").read_text().splitlines()
     assert {"step 2", "validation 3", "step 6", "step-00000006"} <= {*observed}
 
-    tasks = json.loads((runs / "base" / "evaluate" / "metrics.json").read_text())["datasets"]["sim"]["tasks"]
+    tasks = json.loads((runs / "base" / "evaluate" / "metrics.json").read_text())["datasets"][
+        "sim"
+    ]["tasks"]
     assert list(tasks) == ["probe", "reconstruct", "toy_norm"]
     assert tasks["reconstruct"]["figures"]["n_targets"] > 0
     accuracy = {row["name"]: row["accuracy_mean"] for row in tasks["probe"]["rows"]}
@@ -100,7 +133,9 @@ def test_plugins_of_every_kind_run_from_cells_to_the_report(project: Project, pl
     assert "toy_norm" in page
     assert "next gene" in page
 
-    base, tuned = (load_file(runs / run / "model" / "model.safetensors") for run in ("base", "tuned"))
+    base, tuned = (
+        load_file(runs / run / "model" / "model.safetensors") for run in ("base", "tuned")
+    )
     assert base.keys() == tuned.keys()  # the adapters are merged
     changed = {name for name in base if not np.array_equal(base[name], tuned[name])}
     assert changed == {"blocks.0.qkv.weight", "blocks.0.out.weight"}

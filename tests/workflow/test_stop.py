@@ -16,8 +16,15 @@ pytestmark = pytest.mark.xdist_group("workflow")
 STATUS = "results/runs/tiny/train/status.json"
 
 
-def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(finished: Project) -> None:
-    length = {"steps": 100, "checkpoint_every_steps": 10, "log_every_steps": 20, "val_every_steps": 100}
+def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(
+    finished: Project,
+) -> None:
+    length = {
+        "steps": 100,
+        "checkpoint_every_steps": 10,
+        "log_every_steps": 20,
+        "val_every_steps": 100,
+    }
     runs = {"tiny": {"corpus": "sim"}, "stopped": {"corpus": "sim", "train": length}}
     project, target = finished, STATUS.replace("tiny", "stopped")
     project.write_config(runs=runs)
@@ -53,7 +60,9 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(fi
 
 
 @pytest.mark.full
-def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(project: Project) -> None:
+def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(
+    project: Project,
+) -> None:
     folder = (project.folder / STATUS).parent
     project.ran("--", STATUS)
     change = "train={lr: 5e-4}"

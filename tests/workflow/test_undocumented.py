@@ -1,7 +1,7 @@
 """Undocumented names of Snakemake still mean what workflow/rules/undocumented.smk says.
 
-`elsewhere` is held by test_a_training_on_the_login_node_is_refused, and what a command leaves of a profile by
-test_runs_name_their_machines_of_which_a_command_changes_single_keys (test_line.py).
+`elsewhere` is held by test_a_training_on_the_login_node_is_refused, and what a command leaves of a
+profile by test_runs_name_their_machines_of_which_a_command_changes_single_keys (test_line.py).
 """
 
 import re
@@ -44,9 +44,18 @@ rule asked:
     [
         (["-n"], "True False False config/config.yaml True asked"),
         ([], "True False True config/config.yaml True asked"),
-        (["-n", "--configfile", "other.yaml"], "True False False other.yaml + config/config.yaml True asked"),
-        (["-n", "--configfile", "other.yaml", "--replace-workflow-config"], "True False False other.yaml True asked"),
-        (["--config", "one=1", "two=2", "-n"], "True False False config/config.yaml + --config True asked"),
+        (
+            ["-n", "--configfile", "other.yaml"],
+            "True False False other.yaml + config/config.yaml True asked",
+        ),
+        (
+            ["-n", "--configfile", "other.yaml", "--replace-workflow-config"],
+            "True False False other.yaml True asked",
+        ),
+        (
+            ["--config", "one=1", "two=2", "-n"],
+            "True False False config/config.yaml + --config True asked",
+        ),
     ],
     ids=["dry", "run", "more", "replaced", "command"],
 )
@@ -55,7 +64,9 @@ def test_each_name_means_what_is_said_of_it(project: Project, words: list[str], 
     (project.folder / "other.yaml").write_text("{}")
     shown = Outer(project.folder).snakemake("-p", *words, "--", "made.txt", "asked", profile=None)
     assert shown.returncode == 0, shown.stdout
-    assert f"echo seen {seen!r}".replace('"', "'") in shown.stdout.replace("'\"'\"'", "'").replace('"', "'")
+    assert f"echo seen {seen!r}".replace('"', "'") in shown.stdout.replace("'\"'\"'", "'").replace(
+        '"', "'"
+    )
     assert f"echo 'True False {REPOSITORY}'" in shown.stdout
 
 
@@ -67,6 +78,7 @@ def test_nothing_else_is_taken_from_snakemake() -> None:
     ]
     for path in files:
         found = re.findall(
-            r"workflow\.(?!source_path\b)\w+|sys\.argv|sys\.exit|warnings\.|os\.environ", path.read_text()
+            r"workflow\.(?!source_path\b)\w+|sys\.argv|sys\.exit|warnings\.|os\.environ",
+            path.read_text(),
         )
         assert not found or path.name == "undocumented.smk", f"{path}: {found}"

@@ -63,9 +63,21 @@ def own_warnings() -> Iterator[list[str]]:
 def options_of(cells: PerturbedCells, threads: int, folder: str) -> dict[str, Any]:
     """The preset's options, with those that the cells need."""
     preset: dict[str, Any] = EvalConfig.from_preset("vcc2026").to_dict()
-    own_gene = {name: name if name in cells.measured.var_names else None for name in cells.perturbations}
-    changed = {"pert_col": COLUMN, "control": cells.control, "input_type": "lognorm", "target_sum": 1e4}
-    changed |= {"target_gene_map": own_gene, "num_threads": threads, "cache_real": folder, "device": DEVICE}
+    own_gene = {
+        name: name if name in cells.measured.var_names else None for name in cells.perturbations
+    }
+    changed = {
+        "pert_col": COLUMN,
+        "control": cells.control,
+        "input_type": "lognorm",
+        "target_sum": 1e4,
+    }
+    changed |= {
+        "target_gene_map": own_gene,
+        "num_threads": threads,
+        "cache_real": folder,
+        "device": DEVICE,
+    }
     return preset | changed | {"de": preset["de"] | {"backend": DE_BACKEND}}
 
 
@@ -87,12 +99,17 @@ def main() -> None:
             try:
                 with own_warnings() as warned[method]:
                     found = compute_metrics(cells.sampled(method), cells.measured, config=config)
-                    means = dict(sorted(aggregate_metrics(found).select("metric", "mean").iter_rows()))
+                    means = dict(
+                        sorted(aggregate_metrics(found).select("metric", "mean").iter_rows())
+                    )
             except ValueError as error:  # as of a screen without a measurable change
                 sys.exit(f"cellmill: {method}: cell-eval2 refuses the cells: {error}")
             counts[method] = {metric: count_of(found, metric) for metric in means}
             if len(cells.perturbations) < FEWEST_TO_RANK:
-                means = {name: float("nan") if name.startswith(RANKS) else mean for name, mean in means.items()}
+                means = {
+                    name: float("nan") if name.startswith(RANKS) else mean
+                    for name, mean in means.items()
+                }
             values[method] = means
     about = {
         "dataset": given.changes.stem,

@@ -43,7 +43,9 @@ def measure(cells: PerturbedCells, method: str, folder: Path, threads: int) -> d
         num_threads=threads,
         outdir=str(folder / (method if known.exists() else "first")),
     )
-    return means_of(evaluator.compute(write_csv=False, skip_metrics=skipped(cells))[0], len(cells.perturbations))
+    return means_of(
+        evaluator.compute(write_csv=False, skip_metrics=skipped(cells))[0], len(cells.perturbations)
+    )
 
 
 def ceiling(cells: PerturbedCells, folder: Path, threads: int) -> dict[str, float]:
@@ -56,7 +58,9 @@ def ceiling(cells: PerturbedCells, folder: Path, threads: int) -> dict[str, floa
         num_threads=threads,
         outdir=str(folder / "ceiling"),
     )
-    made = evaluator.compute_ceiling(write_csv=False, skip_metrics=skipped(cells), seed=cells.seed)[1]
+    made = evaluator.compute_ceiling(write_csv=False, skip_metrics=skipped(cells), seed=cells.seed)[
+        1
+    ]
     means = means_of(made, len(cells.perturbations))
     return {name: value for name, value in means.items() if np.isfinite(value)}
 
@@ -86,8 +90,14 @@ def means_of(results: Any, n_perturbations: int) -> dict[str, float]:
     names += [name for name in results.columns if name.startswith(COUNTS)]
     values = {}
     for name in names:
-        of_name = np.asarray(results[name].to_numpy(), float) if name in results.columns else np.array([])
-        values[name] = float(of_name[np.isfinite(of_name)].mean()) if np.isfinite(of_name).any() else float("nan")
+        of_name = (
+            np.asarray(results[name].to_numpy(), float) if name in results.columns else np.array([])
+        )
+        values[name] = (
+            float(of_name[np.isfinite(of_name)].mean())
+            if np.isfinite(of_name).any()
+            else float("nan")
+        )
         if name.startswith(RANKS) and n_perturbations < FEWEST_TO_RANK:
             values[name] = float("nan")
     return values
@@ -108,7 +118,9 @@ def main() -> None:
         "n_controls": int(is_control.sum()),
         "n_start_controls": cells.start.n_obs,
         "n_genes": cells.measured.n_vars,
-        "below_zero_frac": {method: float((cells.profiles(method) < 0).mean()) for method in cells.changes},
+        "below_zero_frac": {
+            method: float((cells.profiles(method) < 0).mean()) for method in cells.changes
+        },
     }
     write_rows(given.out, "cell-eval", about, cells.kinds | {CEILING: "ceiling"}, values)
 

@@ -50,11 +50,17 @@ def measure(vectors: np.ndarray, cells: EmbeddedCells) -> dict[str, float]:
 def _named(task: str, result: MetricResult) -> str:
     """Task, metric and classifier of a value; `all` stands for the package's mean over classifiers."""
     classifier = result.params.get("classifier", "")
-    words = [task, result.metric_type.value, "all" if classifier.startswith("MEAN(") else classifier]
+    words = [
+        task,
+        result.metric_type.value,
+        "all" if classifier.startswith("MEAN(") else classifier,
+    ]
     return ": ".join(filter(None, words))
 
 
 if __name__ == "__main__":
     logging.getLogger("czbenchmarks").setLevel(logging.WARNING)
-    warnings.simplefilter("ignore", UndefinedMetricWarning)  # a class that a classifier never predicts: precision 0
+    warnings.simplefilter(
+        "ignore", UndefinedMetricWarning
+    )  # a class that a classifier never predicts: precision 0
     judge("cz-benchmarks", measure)

@@ -63,7 +63,9 @@ def read_cells(given: argparse.Namespace) -> EmbeddedCells:
     scored = np.flatnonzero(np.isin(np.asarray(obs.index, str), sorted(scored_names)))
     labels = _column(obs, given.label, given.embedding)[scored]
     kept, dropped = _choose(labels, metrics["options"]["seed"])
-    batches = _column(obs, given.batch, given.embedding)[scored[kept]] if given.batch in obs else None
+    batches = (
+        _column(obs, given.batch, given.embedding)[scored[kept]] if given.batch in obs else None
+    )
     if batches is not None and len({*batches} - {None}) > 1:
         known = np.array([batch is not None for batch in batches], bool)
         kept, batches = kept[known], batches[known].astype(str)
@@ -76,7 +78,10 @@ def read_cells(given: argparse.Namespace) -> EmbeddedCells:
             "expected two or more; raise shard.test_frac, or name another label in the table of datasets"
         )
     cells = scored[kept]
-    features = {"embedding": vectors[cells], f"PCA{COMPONENTS}": principal_components(read_counts(given.cells, cells))}
+    features = {
+        "embedding": vectors[cells],
+        f"PCA{COMPONENTS}": principal_components(read_counts(given.cells, cells)),
+    }
     return EmbeddedCells(np.asarray(obs.index, str)[cells], labels, batches, features, dropped)
 
 
@@ -84,15 +89,23 @@ def _scored(umap: Path, dataset: str, every: bool) -> set[str]:
     """obs names of the dataset in umap.tsv that were held out, or all of them."""
     with open(umap, newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file, delimiter="\t")
-        return {line["obs_name"] for line in lines if line["dataset"] == dataset and (every or line["heldout"] == "1")}
+        return {
+            line["obs_name"]
+            for line in lines
+            if line["dataset"] == dataset and (every or line["heldout"] == "1")
+        }
 
 
 def _column(obs: Any, name: str, path: Path) -> np.ndarray:
     """An obs column as text, None for missing values; object `(cells,)`."""
     if name not in obs:
-        sys.exit(f"cellmill: {path}: no obs column {name!r}; there are: {', '.join(map(str, obs.columns))}")
+        sys.exit(
+            f"cellmill: {path}: no obs column {name!r}; there are: {', '.join(map(str, obs.columns))}"
+        )
     values = obs[name].astype(object)
-    return np.array([None if missing else str(value) for value, missing in zip(values, values.isna())], object)
+    return np.array(
+        [None if missing else str(value) for value, missing in zip(values, values.isna())], object
+    )
 
 
 def _choose(labels: np.ndarray, seed: int) -> tuple[np.ndarray, dict[str, int]]:
@@ -101,22 +114,30 @@ def _choose(labels: np.ndarray, seed: int) -> tuple[np.ndarray, dict[str, int]]:
     if len(known) > MAX_CELLS:  # the draw of cellmill's own tasks
         generator = np.random.Generator(np.random.Philox(key=[seed, 0]))
         known = np.sort(generator.permutation(known)[:MAX_CELLS])
-    names, number, counts = np.unique(labels[known].astype(str), return_inverse=True, return_counts=True)
-    return known[counts[number] >= FEWEST], {str(n): int(c) for n, c in zip(names, counts) if c < FEWEST}
+    names, number, counts = np.unique(
+        labels[known].astype(str), return_inverse=True, return_counts=True
+    )
+    return known[counts[number] >= FEWEST], {
+        str(n): int(c) for n, c in zip(names, counts) if c < FEWEST
+    }
 
 
 def read_counts(path: Path, cells: np.ndarray) -> sp.csr_matrix:
     """Counts of some cells (indices, ascending) of an .h5ad, `(cells, genes)`."""
     with h5py.File(path) as file:
         stored = file["X"]
-        return sp.csr_matrix(sparse_dataset(stored)[cells] if isinstance(stored, h5py.Group) else stored[cells])
+        return sp.csr_matrix(
+            sparse_dataset(stored)[cells] if isinstance(stored, h5py.Group) else stored[cells]
+        )
 
 
 def principal_components(counts: sp.csr_matrix) -> np.ndarray:
     """COMPONENTS principal components of `log_normalise`, `(cells, components)` float32."""
     profiles = log_normalise(counts)
     n = max(1, min(COMPONENTS, *(size - 1 for size in profiles.shape)))
-    return np.asarray(PCA(n, svd_solver="arpack", random_state=0).fit_transform(profiles), np.float32)
+    return np.asarray(
+        PCA(n, svd_solver="arpack", random_state=0).fit_transform(profiles), np.float32
+    )
 
 
 def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
@@ -130,7 +151,9 @@ def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
 def neighbors_with_self(vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices and distances of the k nearest cells, exact; each cell is its own first neighbour."""
     k = min(k, len(vectors))
-    distances, indices = NearestNeighbors(n_neighbors=max(k - 1, 1), algorithm="brute").fit(vectors).kneighbors()
+    distances, indices = (
+        NearestNeighbors(n_neighbors=max(k - 1, 1), algorithm="brute").fit(vectors).kneighbors()
+    )
     own = np.arange(len(vectors))[:, None]
     return np.hstack([own, indices]), np.hstack([np.zeros((len(vectors), 1)), distances])
 
@@ -139,11 +162,19 @@ def judge(package: str, measure: Measure) -> None:
     """Measure each kind of features of the cells that the arguments name, and write the result: all of a bridge."""
     given = parse_arguments()
     cells = read_cells(given)
-    write_result(given, package, cells, {name: measure(vectors, cells) for name, vectors in cells.features.items()})
+    write_result(
+        given,
+        package,
+        cells,
+        {name: measure(vectors, cells) for name, vectors in cells.features.items()},
+    )
 
 
 def write_result(
-    given: argparse.Namespace, package: str, cells: EmbeddedCells, values: dict[str, dict[str, float]]
+    given: argparse.Namespace,
+    package: str,
+    cells: EmbeddedCells,
+    values: dict[str, dict[str, float]],
 ) -> None:
     """Write the values of each kind of features by metric to `--out`, and print them."""
     about = {

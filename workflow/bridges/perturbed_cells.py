@@ -46,7 +46,9 @@ class PerturbedCells:
         means = np.zeros((n_strata, self.start.n_vars))
         for stratum in np.unique(self.start.obs["stratum"]):
             means[stratum] = self.start.X[self._starting(stratum)].mean(axis=0, dtype=np.float64)
-        shares = np.stack([np.bincount(self._strata(name), minlength=n_strata) for name in self.perturbations])
+        shares = np.stack(
+            [np.bincount(self._strata(name), minlength=n_strata) for name in self.perturbations]
+        )
         return shares / shares.sum(axis=1, keepdims=True) @ means + self.changes[method]
 
     def predicted(self, method: str) -> ad.AnnData:
@@ -54,10 +56,14 @@ class PerturbedCells:
         usual = _usual_values(self.start.X)
         blocks, names = [], []
         for number, (name, means) in enumerate(zip(self.perturbations, self.profiles(method))):
-            generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))  # the same for all methods
+            generator = np.random.Generator(
+                np.random.Philox(key=[self.seed, number])
+            )  # the same for all methods
             drawn = np.concatenate([*self._draw(name, generator)])
             cells = self.start.X[drawn].toarray().astype(np.float64)
-            blocks.append(sp.csr_matrix(with_means(cells, means, usual, generator).astype(np.float32)))
+            blocks.append(
+                sp.csr_matrix(with_means(cells, means, usual, generator).astype(np.float32))
+            )
             names += [name] * len(drawn)
         return self._with_start(blocks, names)
 
@@ -71,7 +77,9 @@ class PerturbedCells:
         for number, (name, means) in enumerate(zip(self.perturbations, self.profiles(method))):
             generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
             strata, sizes = np.unique(self._strata(name), return_counts=True)
-            weights = np.zeros(self.start.n_obs)  # of each control: the share of its stratum, evenly divided
+            weights = np.zeros(
+                self.start.n_obs
+            )  # of each control: the share of its stratum, evenly divided
             for stratum, size in zip(strata, sizes):
                 starting = self._starting(stratum)
                 weights[starting] = size / sizes.sum() / len(starting)
@@ -83,7 +91,10 @@ class PerturbedCells:
     def _with_start(self, blocks: list[sp.csr_matrix], names: list[str]) -> ad.AnnData:
         """Cells of perturbations `names`, and the controls that they start from."""
         perturbation = names + [self.control] * self.start.n_obs
-        obs = pd.DataFrame({COLUMN: perturbation}, index=[f"predicted {number}" for number in range(len(perturbation))])
+        obs = pd.DataFrame(
+            {COLUMN: perturbation},
+            index=[f"predicted {number}" for number in range(len(perturbation))],
+        )
         return ad.AnnData(sp.csr_matrix(sp.vstack([*blocks, self.start.X])), obs, self.start.var)
 
     def _draw(self, name: str, generator: np.random.Generator) -> Iterator[np.ndarray]:
@@ -144,7 +155,9 @@ def _usual_values(expression: sp.csr_matrix) -> np.ndarray:
     return np.divide(sums, n, out=np.full(len(n), sums.sum() / max(n.sum(), 1) or 1.0), where=n > 0)
 
 
-def with_means(cells: np.ndarray, means: np.ndarray, usual: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def with_means(
+    cells: np.ndarray, means: np.ndarray, usual: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
     """`cells`, (n, G) float64, changed so that the mean of each gene is that of `means`, within 0 and LARGEST.
 
     `usual` (G,) is the value of a gene that none of them has.
@@ -159,7 +172,9 @@ def with_means(cells: np.ndarray, means: np.ndarray, usual: np.ndarray, generato
             column[generator.choice(detected, len(detected) - n, replace=False)] = 0
         elif n > len(detected):
             silent = generator.choice(np.flatnonzero(column == 0), n - len(detected), replace=False)
-            column[silent] = generator.choice(column[detected], len(silent)) if len(detected) else level
+            column[silent] = (
+                generator.choice(column[detected], len(silent)) if len(detected) else level
+            )
         if n:
             column *= total / column.sum()
             if column.max() > LARGEST:
@@ -168,7 +183,11 @@ def with_means(cells: np.ndarray, means: np.ndarray, usual: np.ndarray, generato
 
 
 def sample_with_means(
-    controls: sp.csr_matrix, weights: np.ndarray, means: np.ndarray, n: int, generator: np.random.Generator
+    controls: sp.csr_matrix,
+    weights: np.ndarray,
+    means: np.ndarray,
+    n: int,
+    generator: np.random.Generator,
 ) -> np.ndarray:
     """`n` cells, `(n, G)` float64, drawn one by one, each with expected values `means`, within 0 and LARGEST.
 
@@ -202,7 +221,9 @@ def sample_with_means(
     return made
 
 
-def _quantiles(values: np.ndarray, weights: np.ndarray, ranks: np.ndarray, level: float) -> np.ndarray:
+def _quantiles(
+    values: np.ndarray, weights: np.ndarray, ranks: np.ndarray, level: float
+) -> np.ndarray:
     """Weighted quantiles of `values` at `ranks`, between 0 and 1; `level` where there are no values."""
     if not weights.any():
         return np.full(len(ranks), level)

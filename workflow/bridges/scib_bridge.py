@@ -20,13 +20,19 @@ def measure(vectors: np.ndarray, cells: EmbeddedCells) -> dict[str, float]:
     labels, batches = cells.labels, cells.batches
     nearest = NeighborsResults(*neighbors_with_self(vectors, 90))
     of_15, of_50 = (nearest.subset_neighbors(min(k, nearest.n_neighbors)) for k in (15, 50))
-    clusters = {"leiden": scib.nmi_ari_cluster_labels_leiden(of_15, labels, optimize_resolution=True)}
+    clusters = {
+        "leiden": scib.nmi_ari_cluster_labels_leiden(of_15, labels, optimize_resolution=True)
+    }
     clusters["kmeans"] = scib.nmi_ari_cluster_labels_kmeans(vectors, labels)
     found = {
         "clisi_knn": scib.clisi_knn(nearest, labels),
         "graph_connectivity": scib.graph_connectivity(of_15, labels),
         "silhouette_label": scib.silhouette_label(vectors, labels),
-        **{f"{score}_{how}": value for how, scores in clusters.items() for score, value in scores.items()},
+        **{
+            f"{score}_{how}": value
+            for how, scores in clusters.items()
+            for score, value in scores.items()
+        },
     }
     if batches is not None:
         found |= {
@@ -35,7 +41,9 @@ def measure(vectors: np.ndarray, cells: EmbeddedCells) -> dict[str, float]:
             "kbet": scib.kbet(of_50, batches)[0],
             "kbet_per_label": scib.kbet_per_label(of_50, batches, labels),
             "bras": scib.bras(vectors, labels, batches),
-            "pcr_comparison": scib.pcr_comparison(cells.features["PCA50"], vectors, batches, categorical=True),
+            "pcr_comparison": scib.pcr_comparison(
+                cells.features["PCA50"], vectors, batches, categorical=True
+            ),
         }
     return {name: float(value) for name, value in found.items()}
 

@@ -39,17 +39,28 @@ def run(preset: str, package: str, embed: Embed) -> None:
     cells = ad.read_h5ad(given.cells)
     cells.X = sp.csr_matrix(cells.X).astype(np.float32)  # torch has no uint16
     if not (train := training_cells(given.manifest, given.cells.stem, cells)).any():
-        sys.exit(f"cellmill: {where}: expected training cells, got none in {given.manifest}; lower shard.test_frac")
+        sys.exit(
+            f"cellmill: {where}: expected training cells, got none in {given.manifest}; lower shard.test_frac"
+        )
     try:
         vectors = np.asarray(embed(cells, train, given.threads), np.float32)
     except Exception as error:
         traceback.print_exc()
         reason = " ".join(str(error).split())
-        sys.exit(f"cellmill: {where}: {package} {version(package)} failed: {type(error).__name__}: {reason}")
+        sys.exit(
+            f"cellmill: {where}: {package} {version(package)} failed: {type(error).__name__}: {reason}"
+        )
     if not np.isfinite(vectors).all():
-        sys.exit(f"cellmill: {where}: expected finite numbers from {package} {version(package)}, got others")
+        sys.exit(
+            f"cellmill: {where}: expected finite numbers from {package} {version(package)}, got others"
+        )
     seconds = time.perf_counter() - started
-    about = {"model_digest": preset, "package": package, "version": version(package), "seconds": seconds}
+    about = {
+        "model_digest": preset,
+        "package": package,
+        "version": version(package),
+        "seconds": seconds,
+    }
     made = ad.AnnData(obs=cells.obs[[]], obsm={"X_cellmill": vectors}, uns={"cellmill": about})
     beside = given.out.with_name(f".{given.out.stem}.{os.getpid()}.h5ad")  # complete or not at all
     try:
@@ -80,4 +91,6 @@ def batches_of(cells: ad.AnnData) -> np.ndarray | None:
     if "batch" not in cells.obs:
         return None
     column = cells.obs["batch"]
-    return np.array(["nan" if missing else str(batch) for batch, missing in zip(column, column.isna())], object)
+    return np.array(
+        ["nan" if missing else str(batch) for batch, missing in zip(column, column.isna())], object
+    )

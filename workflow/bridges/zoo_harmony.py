@@ -26,13 +26,19 @@ def embed(cells: ad.AnnData, train: np.ndarray, threads: int) -> np.ndarray:
     """Corrected components, `(cells, 50)`, or fewer of few training cells."""
     batches = batches_of(cells)
     if batches is None or len(set(batches)) < 2:
-        sys.exit("cellmill: preset harmony: expected two or more batches in column batch of the dataset, got fewer")
+        sys.exit(
+            "cellmill: preset harmony: expected two or more batches in column batch of the dataset, got fewer"
+        )
     profiles = log_normalise(cells.X)
     n = max(1, min(COMPONENTS, int(train.sum()) - 1, cells.n_vars - 1))
     with threadpool_limits(1):  # sums in one order
-        components = PCA(n, svd_solver="arpack", random_state=0).fit(profiles[train]).transform(profiles)
+        components = (
+            PCA(n, svd_solver="arpack", random_state=0).fit(profiles[train]).transform(profiles)
+        )
     frame = pd.DataFrame({"batch": batches})
-    done = harmonypy.run_harmony(components, frame, "batch", verbose=False, random_state=0, ncores=threads)
+    done = harmonypy.run_harmony(
+        components, frame, "batch", verbose=False, random_state=0, ncores=threads
+    )
     corrected = np.asarray(done.Z_corr)
     return corrected if corrected.shape == components.shape else corrected.T
 

@@ -1,4 +1,6 @@
-"""Commands on data: cells of other tools as .h5ad, archives of shards, and the cost of a corpus before it is made."""
+"""Commands on data: cells of other tools as .h5ad, archives of shards, and the cost of a corpus
+before it is made.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,9 @@ def convert(
     counts: str = "X",
     value_filter: str | None = None,
 ) -> None:
-    """Write the cells of `input`, in the format `kind`, to `out`; of a census those that fulfil `value_filter`."""
+    """Write the cells of `input`, in the format `kind`, to `out`; of a census those that fulfil
+    `value_filter`.
+    """
     if "://" not in str(input) and not Path(input).is_dir():
         raise DataError(f"{input}: no such folder")
     check_h5ad(out, "--out")
@@ -48,7 +52,10 @@ def convert(
             n_values, largest = n_values + block.nnz, max(largest, int(block.data.max(initial=0)))
         write_cells(out, reader.obs, reader.var, reader.rows(), n_values, count_dtype(largest))
         reader.warn_if_rounded()
-        print(f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts", flush=True)
+        print(
+            f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts",
+            flush=True,
+        )
 
 
 def archive(*, manifest: Path, out: Path) -> None:
@@ -56,7 +63,8 @@ def archive(*, manifest: Path, out: Path) -> None:
     shards = Manifest.read(manifest)
     archived = archive_shards(shards, out)
     stored = sum(shards.shard_path(file).stat().st_size for file in shards.files())
-    in_float32 = 8 * sum(split.nnz for split in shards.splits.values())  # a value and its int32 index
+    # a value and its int32 index
+    in_float32 = 8 * sum(split.nnz for split in shards.splits.values())
     print(
         f"{out}: {archived / 1e9:.3f} GB of {stored / 1e9:.3f} GB of shards, {archived / max(1, in_float32):.2f} of "
         "float32; "
@@ -71,10 +79,14 @@ def unarchive(*, archive: Path, out: Path) -> None:
 
 
 def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) -> None:
-    """Print the plan of a corpus of the configuration, with the cells of its files, or `cells` in even files."""
+    """Print the plan of a corpus of the configuration, with the cells of its files, or `cells` in
+    even files.
+    """
     pipeline = load_config(config)
     if corpus not in pipeline.corpora:
-        raise ConfigError(f"{config}: no corpus {corpus!r}; {did_you_mean(corpus, list(pipeline.corpora))}")
+        raise ConfigError(
+            f"{config}: no corpus {corpus!r}; {did_you_mean(corpus, list(pipeline.corpora))}"
+        )
     options, datasets = pipeline.corpora[corpus], pipeline.datasets(corpus)
     datasets = {name: datasets[name] for name in options.datasets or datasets}
     if cells is not None:
@@ -83,7 +95,9 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         sizes = []
         for dataset in datasets.values():
             if is_url(dataset.path):
-                raise ConfigError(f"{dataset.path}: its cells are not known before it is fetched; give --cells")
+                raise ConfigError(
+                    f"{dataset.path}: its cells are not known before it is fetched; give --cells"
+                )
             with open_dataset(Path(dataset.path), dataset.counts) as reader:
                 sizes.append(reader.n_obs)
     print(
@@ -91,7 +105,9 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         "on another machine, without waiting for disks:"
     )
     costs = corpus_cost(sizes, genes_per_cell, options.preprocess, options.shard)
-    print(f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}")
+    print(
+        f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}"
+    )
     for cost in costs:
         print(
             f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"

@@ -9,18 +9,28 @@ import yaml
 
 from cellmill.errors import ConfigError, DataError
 from cellmill.models.published import import_geneformer, import_scgpt
-from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets, read_corpus, read_run
+from cellmill.report.collect import (
+    ReportedCorpus,
+    ReportedRun,
+    evaluated_datasets,
+    read_corpus,
+    read_run,
+)
 
 READERS = {"geneformer": import_geneformer, "scgpt": import_scgpt}
 
 
 def import_model(*, kind: str, folder: Path, out: Path, **options: Any) -> None:
-    """Read the published layout `kind` in `folder` into the model folder `out`. Raises DataError if it is another."""
+    """Read the published layout `kind` in `folder` into the model folder `out`. Raises DataError if
+    it is another.
+    """
     print(READERS[kind](folder, out, **options), flush=True)
 
 
 def export(*, format: str, model: Path, out: Path) -> None:
-    """Write the model in folder `model` to `out`, a .onnx file or a folder for transformers. Raises UserError."""
+    """Write the model in folder `model` to `out`, a .onnx file or a folder for transformers. Raises
+    UserError.
+    """
     if format == "onnx":
         if out.suffix != ".onnx":
             raise ConfigError(f"{out}: expected a name that ends in .onnx")
@@ -30,7 +40,9 @@ def export(*, format: str, model: Path, out: Path) -> None:
     try:
         module = importlib.import_module("cellmill.models.families.hf")
     except ImportError as error:
-        raise ConfigError(f"the package {error.name} is not installed; pip install 'cellmill[hf]'") from None
+        raise ConfigError(
+            f"the package {error.name} is not installed; pip install 'cellmill[hf]'"
+        ) from None
     module.write_transformers(model, out)
     print(f"{model} -> {out}", flush=True)
 
@@ -39,21 +51,30 @@ def push(*, model: Path, repo: str, licence: str, private: bool) -> None:
     """Upload the model folder; of a run's, also its evaluate/metrics.json. Raises UserError."""
     metrics = model.resolve().parent / "evaluate" / "metrics.json"
     hub = importlib.import_module("cellmill.models.hub")
-    url = hub.push(model, repo, hub_card(model, licence), metrics if metrics.is_file() else None, private)
+    url = hub.push(
+        model, repo, hub_card(model, licence), metrics if metrics.is_file() else None, private
+    )
     print(f"{model} -> {url}", flush=True)
 
 
 def hub_card(model: Path, licence: str) -> str:
-    """The card of the export, with licence; of a run's model also data, results beside baselines, and options to rerun
-    it. Raises DataError if the folder has no card."""
+    """The card of the export, with licence; of a run's model also data, results beside baselines,
+    and options to rerun it. Raises DataError if the folder has no card.
+    """
     if not licence.replace("-", "").replace(".", "").isalnum():
-        raise ConfigError(f"--licence {licence!r}: expected an identifier of the hub, such as apache-2.0 or other")
+        raise ConfigError(
+            f"--licence {licence!r}: expected an identifier of the hub, such as apache-2.0 or other"
+        )
     try:
         card = (model / "README.md").read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"{model / 'README.md'}: no such file; export the model again (consolidate)") from None
+        raise DataError(
+            f"{model / 'README.md'}: no such file; export the model again (consolidate)"
+        ) from None
     card = re.sub(r"(?m)^license: .*\n", "", card, count=1)  # of a card that was pulled
-    card = card.replace("library_name: cellmill\n", f"library_name: cellmill\nlicense: {licence}\n", 1)
+    card = card.replace(
+        "library_name: cellmill\n", f"library_name: cellmill\nlicense: {licence}\n", 1
+    )
     folder = model.resolve().parent
     if not (folder / "train" / "run.json").is_file():
         return card
@@ -63,15 +84,23 @@ def hub_card(model: Path, licence: str) -> str:
     corpus = read_corpus(data) if (data / "cells").is_dir() else None  # it may be gone
     options = {name: section for name, section in record["options"].items() if name != "track"}
     started = {"init_from": record["init_from"]} if record["init_from"] else {}
-    shown = {"runs": {run.name: {"corpus": corpus.name if corpus else "CORPUS", **started, **options}}}
-    environment = ", ".join(f"{name} {version}" for name, version in record.get("environment", {}).items())
+    shown = {
+        "runs": {run.name: {"corpus": corpus.name if corpus else "CORPUS", **started, **options}}
+    }
+    environment = ", ".join(
+        f"{name} {version}" for name, version in record.get("environment", {}).items()
+    )
     lines = [card.rstrip("\n")]
     if corpus is not None:
         lines += _data(corpus)
     lines += _results(run)
     lines += ["", "## Rerun"]
-    lines.append(f"Trained with {environment}, on {record['nodes']} nodes of {record['nproc_per_node']} processes.")
-    lines.append("With the data above as a corpus, this configuration trains the same model in any layout:")
+    lines.append(
+        f"Trained with {environment}, on {record['nodes']} nodes of {record['nproc_per_node']} processes."
+    )
+    lines.append(
+        "With the data above as a corpus, this configuration trains the same model in any layout:"
+    )
     lines += ["", "```yaml", yaml.safe_dump(shown, sort_keys=False).rstrip("\n"), "```", ""]
     return "\n".join(lines)
 
@@ -79,13 +108,24 @@ def hub_card(model: Path, licence: str) -> str:
 def _data(corpus: ReportedCorpus) -> list[str]:
     manifest = corpus.manifest or {}
     trained = (manifest.get("obs_levels", {}).get("dataset") or {}).get("levels")
-    lines = ["", "## Data", "| dataset | source | licence | SHA-256 of the input | cells |", "|---|---|---|---|---|"]
+    lines = [
+        "",
+        "## Data",
+        "| dataset | source | licence | SHA-256 of the input | cells |",
+        "|---|---|---|---|---|",
+    ]
     rounded: list[str] = []
     for dataset in corpus.datasets:
         if trained is None or dataset["dataset"] in trained:
             source = dataset["source"]
-            texts = (dataset["dataset"], source["source"] or "not said", source["licence"] or "not said")
-            lines.append(f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |")
+            texts = (
+                dataset["dataset"],
+                source["source"] or "not said",
+                source["licence"] or "not said",
+            )
+            lines.append(
+                f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |"
+            )
             if "counts_rule" in source:
                 rounded.append(
                     f"{_cell(dataset['dataset'])}: {source['n_rounded']:,} estimated counts had fractions and were "

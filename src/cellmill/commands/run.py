@@ -1,6 +1,7 @@
 """Commands on one run, wherever it trains: its log, its end, and sending it to a tracker.
 
-attach takes no lock and changes no file, beside a launcher that may follow the job too; Ctrl-C ends attach alone.
+attach takes no lock and changes no file, beside a launcher that may follow the job too; Ctrl-C ends
+attach alone.
 """
 
 import os
@@ -10,13 +11,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cellmill.commands.status import job_of, living_jobs, state_of, train_folder, train_log, until_interrupted
+from cellmill.commands.status import (
+    job_of,
+    living_jobs,
+    state_of,
+    train_folder,
+    train_log,
+    until_interrupted,
+)
 from cellmill.config.load import stored_options
 from cellmill.config.parts.trackers import TrackerConfig
 from cellmill.config.plugin import by_name, in_one_line
 from cellmill.errors import Stopped, UserError
 from cellmill.files import read_json
-from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, how_to_end, lost_start, save_job, say, settle
+from cellmill.launch.follow import (
+    TICK_S,
+    JobFollower,
+    Tail,
+    cancel_job,
+    how_to_end,
+    lost_start,
+    save_job,
+    say,
+    settle,
+)
 from cellmill.launch.queue import Queue
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TAIL_BYTES, TrainFolder
@@ -31,23 +49,30 @@ SAVE_S = 600  # how long a training on this machine may take to save
 
 
 def attach(*, run: str, results: Path) -> None:
-    """Follow the training of `run`. Raises Stopped if it stopped with its state saved, UserError if it failed or if
-    nothing is running."""
+    """Follow the training of `run`. Raises Stopped if it stopped with its state saved, UserError if
+    it failed or if nothing is running.
+    """
     train, queue, job, follower = train_folder(results, run), Queue(TICK_S), None, None
     holder = holder_of(train)
     if holder is not None and not holder.follows:  # then no job of this run is alive
         what, who, log = "the training", holder.text, train_log(results, run)
         if not log.exists():
-            raise UserError(f"trained by {who}, which prints where it was started: {log} does not exist")
+            raise UserError(
+                f"trained by {who}, which prints where it was started: {log} does not exist"
+            )
     elif living := living_jobs(train, queue):
         job = living[0]
         what = who = f"job {job.job_id}"
         if (folder := Jobs(train).folder(job.name)) is None:
-            raise UserError(f"{who} has the name {job.name}, but its folder is missing: there is no log")
+            raise UserError(
+                f"{who} has the name {job.name}, but its folder is missing: there is no log"
+            )
         log = folder / f"{job.job_id}_0_log.out"
     else:
         state, newest = state_of(train, job_of(train, None, False)[1], holder), Jobs(train).newest()
-        why = f": {newest.error}" if state == "failed" and newest is not None and newest.error else ""
+        why = (
+            f": {newest.error}" if state == "failed" and newest is not None and newest.error else ""
+        )
         raise UserError(
             f"{run}: no job is queued or running, and no training runs on this machine; its state is {state}, saved at "
             f"step {TrainFolder(train).saved_step()}{why}"
@@ -58,7 +83,9 @@ def attach(*, run: str, results: Path) -> None:
         tail.position = max(0, log.stat().st_size - TAIL_BYTES) if log.exists() else 0
         if job is not None:
             follower = JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
-        follow_run(tail, follower.alive if follower is not None else lambda: holder_of(train) is not None)
+        follow_run(
+            tail, follower.alive if follower is not None else lambda: holder_of(train) is not None
+        )
     except KeyboardInterrupt:
         print(f"\nno longer following; {what} goes on")
         return
@@ -86,7 +113,13 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
     if error:
         raise UserError(f"{ended}: {error}")
     saved = f"{ended}; saved at step {folder.saved_step()}"
-    if folder.state() == "stopped" or end_state in ("", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"):
+    if folder.state() == "stopped" or end_state in (
+        "",
+        "CANCELLED",
+        "TIMEOUT",
+        "PREEMPTED",
+        "NODE_FAIL",
+    ):
         raise Stopped(saved)
     raise UserError(f"{saved}; `cellmill logs {train.parent.name}` shows its output")
 
@@ -104,13 +137,16 @@ def cancel(*, run: str, results: Path) -> None:
     if not ended:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
-    print(f"{' and '.join(ended)}; saved at step {TrainFolder(train).saved_step()}; train resumes from there")
+    print(
+        f"{' and '.join(ended)}; saved at step {TrainFolder(train).saved_step()}; train resumes from there"
+    )
 
 
 def _cancel_jobs(train: Path) -> list[str]:
     """Cancel the run's jobs; return a line for each."""
     done, jobs = list[str](), Jobs(train)
-    while living := living_jobs(train, Queue(1.0)):  # its launcher may just have submitted the next one
+    # its launcher may just have submitted the next one
+    while living := living_jobs(train, Queue(1.0)):
         for job in living:
             print(f"cancelling job {job.job_id}", flush=True)
             if (folder := jobs.folder(job.name)) is not None:
@@ -121,7 +157,8 @@ def _cancel_jobs(train: Path) -> list[str]:
             state = cancel_job(job.job_id, job.name)
             if settle(lambda: holder_of(train) is None, train, LAUNCHER_S, time.sleep):
                 record = jobs.record(job.job_id, job.name)
-                if record is not None and record.ended_at is None:  # else a launcher that follows records it
+                # else a launcher that follows records it
+                if record is not None and record.ended_at is None:
                     record.write_state(state.name, state.reason, ended=True)
             done.append(f"cancelled job {job.job_id}")
     return done
@@ -131,7 +168,11 @@ def _end_process(train: Path, holder: Holder) -> str:
     """Ask the lock's holder to save and end, and wait until it has; return a line about it."""
     if not holder.holds(train / "lock"):
         here = holder.host == os.uname().nodename
-        remedy = "it has passed the lock on; end its processes" if here else f"run cellmill cancel on {holder.host}"
+        remedy = (
+            "it has passed the lock on; end its processes"
+            if here
+            else f"run cellmill cancel on {holder.host}"
+        )
         raise UserError(f"{train}: trained by {holder.text}: {remedy}")
     print(f"asking {holder.text} to save and end", flush=True)
     try:
@@ -146,8 +187,9 @@ def _end_process(train: Path, holder: Holder) -> str:
 
 
 def follow(*, run: str, to: str, results: Path) -> None:
-    """Send `run` to the tracker called `to` until it has ended. The tracker has the options that the run was started
-    with, or its defaults. Raises UserError if it is unknown or fails."""
+    """Send `run` to the tracker called `to` until it has ended. The tracker has the options that
+    the run was started with, or its defaults. Raises UserError if it is unknown or fails.
+    """
     train = train_folder(results, run)
     options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
     try:
@@ -157,7 +199,9 @@ def follow(*, run: str, to: str, results: Path) -> None:
     follower, queue = Follower(train, tracker), Queue(POLL_S)
 
     def ended() -> str:
-        """The status of a training that has ended; empty, after a moment, while it is queued or runs."""
+        """The status of a training that has ended; empty, after a moment, while it is queued or
+        runs.
+        """
         locked = holder_of(train) is not None
         if locked or living_jobs(train, queue):  # a job whose launcher left it
             time.sleep(POLL_S if locked else SLOWEST_POLL_S)
@@ -170,16 +214,23 @@ def follow(*, run: str, to: str, results: Path) -> None:
     except KeyboardInterrupt:
         print(f"\nno longer sending {run}; run the same command to resume")
     except Exception as error:
-        # the tracker's library raises what it likes; an OSError of a file names it, and a ConnectionError does not
-        if isinstance(error, UserError) or (isinstance(error, OSError) and error.filename is not None):
+        # the tracker's library raises what it likes; an OSError of a file names it, and a
+        # ConnectionError does not
+        if isinstance(error, UserError) or (
+            isinstance(error, OSError) and error.filename is not None
+        ):
             raise
-        line = without_secrets(f"tracker {to!r}: {in_one_line(error)}; run the same command to resume")
+        line = without_secrets(
+            f"tracker {to!r}: {in_one_line(error)}; run the same command to resume"
+        )
         raise UserError(line) from error
     print(f"{run}: sent {follower.n_lines} lines and {follower.n_artifacts} files to {to}")
 
 
 def logs(*, run: str, results: Path, follow: bool) -> None:
-    """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError without a log."""
+    """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError
+    without a log.
+    """
     train, printed = train_folder(results, run), train_log(results, run)
     newest, local = Jobs(train).newest(), read_local(train)
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
@@ -190,13 +241,19 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
             follow_run(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
             tail = Tail(newest.log)
-            follower = JobFollower(newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=SLOWEST_POLL_S)
+            follower = JobFollower(
+                newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=SLOWEST_POLL_S
+            )
             follow_run(tail, follower.alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()
-        elif printed.exists():  # of a training here or in an allocation, or of the launcher of a waiting job
+        elif (
+            printed.exists()
+        ):  # of a training here or in an allocation, or of the launcher of a waiting job
             Tail(printed).read()
         elif newest is not None:
-            raise UserError(f"{run}: job {newest.job_id} ({newest.state}) has no log yet; it will be {newest.log}")
+            raise UserError(
+                f"{run}: job {newest.job_id} ({newest.state}) has no log yet; it will be {newest.log}"
+            )
         else:
             raise UserError(f"{run}: no log: it has no job, and {printed} does not exist")

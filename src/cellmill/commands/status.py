@@ -1,8 +1,9 @@
-"""Commands that show runs: status once, watch live. Both need neither SLURM nor torch, and change no file.
+"""Commands that show runs: status once, watch live. Both need neither SLURM nor torch, and change
+no file.
 
-A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed. On a terminal `watch`
-redraws a block of lines; into a pipe or file it prints a line per update that brings something new. It waits for a run
-that has not begun, and shows one that has ended once.
+A run is `running` if SLURM runs it or its lock is held; if only its files say so, it was killed. On
+a terminal `watch` redraws a block of lines; into a pipe or file it prints a line per update that
+brings something new. It waits for a run that has not begun, and shows one that has ended once.
 """
 
 import math
@@ -32,23 +33,36 @@ def run_names(results: Path) -> list[str]:
     """Every run under `results`. Raises UserError if it is not the results folder of a workflow."""
     folder = results / "runs"
     if folder.is_dir():
-        return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if results.is_dir() or any((results.parent / name).exists() for name in ("Snakefile", "workflow", ".snakemake")):
+        return sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.is_dir() and not path.name.startswith(".")
+        )
+    if results.is_dir() or any(
+        (results.parent / name).exists() for name in ("Snakefile", "workflow", ".snakemake")
+    ):
         return []
     raise UserError(f"{folder}: no such folder; set --results to the results folder of a workflow")
 
 
 def train_folder(results: Path, run: str, may_begin: bool = False) -> Path:
-    """The training folder of a run. Raises UserError naming the runs that exist, if `may_begin` also those of the
-    configuration; before the first run any name may begin."""
-    runs, where, config = run_names(results), f"{results / 'runs'}", results.parent / "config" / "config.yaml"
+    """The training folder of a run. Raises UserError naming the runs that exist, if `may_begin`
+    also those of the configuration; before the first run any name may begin.
+    """
+    runs, where, config = (
+        run_names(results),
+        f"{results / 'runs'}",
+        results.parent / "config" / "config.yaml",
+    )
     if may_begin and config.exists() and run not in runs:
         runs += (with_sweeps(read_yaml(config)) or {}).get("runs") or ()
         where += f" or {config}"
     is_path = "/" in run or "\\" in run
     if is_path or (run not in runs and (runs or not may_begin)):
         problem = "expected the name of a run, got a path" if is_path else "no such run"
-        raise UserError(f"{run!r}: {problem} in {where}; {did_you_mean(run, runs) if runs else 'no run yet'}")
+        raise UserError(
+            f"{run!r}: {problem} in {where}; {did_you_mean(run, runs) if runs else 'no run yet'}"
+        )
     return results / "runs" / run / "train"
 
 
@@ -70,14 +84,34 @@ def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
 
 HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
 RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
-WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+WAITING = {
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+}
 STOPPED = {
-    *("COMPLETED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "DEADLINE", NOT_LISTED),
+    *(
+        "COMPLETED",
+        "CANCELLED",
+        "TIMEOUT",
+        "PREEMPTED",
+        "NODE_FAIL",
+        "BOOT_FAIL",
+        "REVOKED",
+        "DEADLINE",
+        NOT_LISTED,
+    ),
 }
 """End states after which the same command resumes."""
 POLL_S = 1.0
-STALE_S = 300.0  # age of a log whose stage is taken for dead: ten times that between two lines of progress
-KILLED = "stopped (killed)"  # on this machine, without a chance to save: it resumes from its last checkpoint
+# age of a log whose stage is taken for dead: ten times that between two lines of progress
+STALE_S = 300.0
+# on this machine, without a chance to save: it resumes from its last checkpoint
+KILLED = "stopped (killed)"
 
 
 def status(*, runs: list[str], results: Path) -> None:
@@ -110,7 +144,9 @@ def status(*, runs: list[str], results: Path) -> None:
 
 
 def running_stages(logs: Path) -> list[str]:
-    """The last line of each stage's log that says how far it is, unless it is older than stages write them."""
+    """The last line of each stage's log that says how far it is, unless it is older than stages
+    write them.
+    """
     lines = []
     for path in sorted(logs.glob("*/*.log")):
         with suppress(OSError), open(path, "rb") as file:
@@ -122,7 +158,9 @@ def running_stages(logs: Path) -> list[str]:
 
 
 def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
-    """Jobs that squeue lists, if a run has one that may be alive; None without an answer, and the reason."""
+    """Jobs that squeue lists, if a run has one that may be alive; None without an answer, and the
+    reason.
+    """
     alive = False
     for train in trains:
         with suppress(UserError, OSError):  # reported in its own row
@@ -138,7 +176,9 @@ def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
 
 
 def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[str], str]:
-    """Cells of a run in the table, and a line that says what its job waits for; empty if it only has to wait."""
+    """Cells of a run in the table, and a line that says what its job waits for; empty if it only
+    has to wait.
+    """
     holder, folder = holder_of(train), TrainFolder(train)
     job_id, slurm = job_of(train, queued, holder is not None)
     state = state_of(train, slurm, holder)
@@ -193,7 +233,8 @@ def job_of(train: Path, queued: list[QueuedJob] | None, held: bool) -> tuple[str
     if record.ended_at is not None or queued is None:
         return record.job_id, recorded
     for job in queued:
-        if job.job_id == record.job_id:  # of another name: an allocation, which outlives what is started in it
+        # of another name: an allocation, which outlives what is started in it
+        if job.job_id == record.job_id:
             return job.job_id, job.state if held else JobState(NOT_LISTED, "the allocation goes on")
     state = Queue(POLL_S).state(record.job_id, record.name)  # ended while nobody followed it
     return record.job_id, recorded if state.name == UNKNOWN else state
@@ -219,7 +260,11 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
         return "failed" if failed else "stopped"
     if TrainFolder(train).state() == "running":
         return KILLED
-    return "stopped" if (train / "state.json").exists() or TrainFolder(train).saved_step() else "not begun"
+    return (
+        "stopped"
+        if (train / "state.json").exists() or TrainFolder(train).saved_step()
+        else "not begun"
+    )
 
 
 def table(rows: list[list[str]]) -> str:
@@ -227,7 +272,9 @@ def table(rows: list[list[str]]) -> str:
     columns = []
     for head, *texts in zip(HEAD, *rows):
         width = max(map(len, (head, *texts)))
-        columns.append([f"{text:{'>' if head in RIGHT_ALIGNED else '<'}{width}}" for text in (head, *texts)])
+        columns.append(
+            [f"{text:{'>' if head in RIGHT_ALIGNED else '<'}{width}}" for text in (head, *texts)]
+        )
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns))
 
 
@@ -235,10 +282,15 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:
-    """Show `run` until it has ended. Raises UserError for an unknown run, and once its folder is deleted."""
+    """Show `run` until it has ended. Raises UserError for an unknown run, and once its folder is
+    deleted.
+    """
     if not 0.1 <= every_s <= 3600:
         raise UserError(f"--every-s: expected seconds from 0.1 to 3600, got {every_s:g}")
-    watched, screen = WatchedRun(run, train_folder(results, run, may_begin=True)), Screen(sys.stdout)
+    watched, screen = (
+        WatchedRun(run, train_folder(results, run, may_begin=True)),
+        Screen(sys.stdout),
+    )
     with until_interrupted():
         while True:
             state = watched.update()
@@ -250,7 +302,9 @@ def watch(*, run: str, results: Path, every_s: float) -> None:
 
 @contextmanager
 def until_interrupted() -> Iterator[None]:
-    """Ctrl-C, or a reader such as `head` that closes the pipe, ends what is enclosed without an error."""
+    """Ctrl-C, or a reader such as `head` that closes the pipe, ends what is enclosed without an
+    error.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -276,7 +330,9 @@ class WatchedRun:
             return "not begun"
         self._seen = True
         if lines := self._tail.read():  # a resume goes back to the last checkpoint
-            self._lines = {key: line for key, line in self._lines.items() if key[0] <= lines[0]["step"]}
+            self._lines = {
+                key: line for key, line in self._lines.items() if key[0] <= lines[0]["step"]
+            }
             self._lines |= {(line["step"], kind_of(line)): line for line in lines}
         holder = holder_of(self._train)
         self._steps = progress_of(self._train).get("steps", self._steps)
@@ -292,7 +348,10 @@ class WatchedRun:
         line, shown = newest("loss", lines), [f"{self._name}: {state}"]
         if lines:
             step = max(each["step"] for each in lines)
-            shown.append(f"step {step}" + (f"/{self._steps} ({step / self._steps:.0%})" if self._steps else ""))
+            shown.append(
+                f"step {step}"
+                + (f"/{self._steps} ({step / self._steps:.0%})" if self._steps else "")
+            )
         for key, text in (
             ("loss", "loss {loss:.4g}"),
             ("lr", "lr {lr:.2e}"),
@@ -300,11 +359,17 @@ class WatchedRun:
             ("effective_rank", "effective rank {effective_rank:.1f}"),
         ):
             shown += [text.format(**found)] if (found := newest(key, lines)) else []
-        shown += ["{skipped_steps} steps skipped".format(**line)] if line.get("skipped_steps") else []
+        shown += (
+            ["{skipped_steps} steps skipped".format(**line)] if line.get("skipped_steps") else []
+        )
         if state == "running" and line:
             age_s = age(self._train / "metrics.jsonl")
             shown += [f"{line['cells_per_s']:,.0f} cells/s"] if "cells_per_s" in line else []
-            shown += [f"waiting for data {line['data_wait_frac']:.0%}"] if "data_wait_frac" in line else []
+            shown += (
+                [f"waiting for data {line['data_wait_frac']:.0%}"]
+                if "data_wait_frac" in line
+                else []
+            )
             shown += [f"MFU {line['mfu']:.1%}"] if "mfu" in line else []
             shown += [f"GPU {max(line['gpu_busy_frac']):.0%}"] if line.get("gpu_busy_frac") else []
             shown += [f"left {span(max(0.0, line['left_s'] - age_s))}"] if "left_s" in line else []
@@ -313,7 +378,9 @@ class WatchedRun:
 
 
 class Screen:
-    """A terminal on which a block of lines is drawn again, or a pipe that gets a line for each change."""
+    """A terminal on which a block of lines is drawn again, or a pipe that gets a line for each
+    change.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._drawn, self._last = out, 0, ""
@@ -345,10 +412,14 @@ def wrapped(pieces: list[str], columns: int) -> list[str]:
 
 
 def bars(losses: list[float], columns: int) -> str:
-    """The curve as one line of at most `columns` characters, each the mean of its part; low is good."""
+    """The curve as one line of at most `columns` characters, each the mean of its part; low is
+    good.
+    """
     finite = [loss for loss in losses if math.isfinite(loss)]
     width = max(1, min(columns, len(finite)))
-    parts = [finite[len(finite) * at // width : len(finite) * (at + 1) // width] for at in range(width)]
+    parts = [
+        finite[len(finite) * at // width : len(finite) * (at + 1) // width] for at in range(width)
+    ]
     means = [sum(part) / len(part) for part in parts if part]
     lowest, highest = min(means, default=0.0), max(means, default=0.0)
     scale = (len(BARS) - 1) / (highest - lowest) if highest > lowest else 0.0

@@ -1,7 +1,8 @@
-"""translate: a configuration of scModelForge becomes one of cellmill, with a line for each of its keys.
+"""translate: a configuration of scModelForge becomes one of cellmill, with a line for each of its
+keys.
 
-The line begins with *written* (its value is in the new file), *advice* (what to set or do instead) or *dropped* (it had
-no effect there, or has no counterpart here).
+The line begins with *written* (its value is in the new file), *advice* (what to set or do instead)
+or *dropped* (it had no effect there, or has no counterpart here).
 """
 
 import copy
@@ -23,13 +24,18 @@ TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
 BATCH = {"batch_size": 64, "num_gpus": 1, "gradient_accumulation": 1}
 """Factors of a global batch, with scModelForge's defaults."""
 
-Answers = dict[str, tuple[str, str]]  # for each key of the file: written, advice or dropped, and the words on it
+# for each key of the file: written, advice or dropped, and the words on it
+Answers = dict[str, tuple[str, str]]
 
 
 def translate(*, file: Path, out: Path) -> None:
-    """Write `out`, and its table beside it as .tsv. Raises ConfigError for what is not valid there or here."""
+    """Write `out`, and its table beside it as .tsv. Raises ConfigError for what is not valid there
+    or here.
+    """
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{out}: expected a name that ends in .yaml; its table is beside it as .tsv")
+        raise ConfigError(
+            f"{out}: expected a name that ends in .yaml; its table is beside it as .tsv"
+        )
     table = out.with_suffix(".tsv")
     for path in (out, table):
         if path.exists():
@@ -39,12 +45,16 @@ def translate(*, file: Path, out: Path) -> None:
         raise ConfigError("expected a configuration of scModelForge, with sections data and model")
     paths = tree["data"].get("paths") or []
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
-        raise ConfigError(f"data.paths: expected a list of .h5ad files, got {paths or 'none'}; add them")
+        raise ConfigError(
+            f"data.paths: expected a list of .h5ad files, got {paths or 'none'}; add them"
+        )
     config, answers = translated(flat(tree))
     config["corpora"] = {"corpus": {"table": str(table)}}
     config["runs"] = {"translated": {"corpus": "corpus"}}
     answers["data.paths"] = ("written", f"column path of {table}")
-    write_text(table, "\n".join(["dataset\tpath", *(f"{Path(path).stem}\t{path}" for path in paths), ""]))
+    write_text(
+        table, "\n".join(["dataset\tpath", *(f"{Path(path).stem}\t{path}" for path in paths), ""])
+    )
     try:
         check_config(config, str(file))
     except ConfigError:
@@ -67,23 +77,35 @@ def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
 
     factors = [given.get(f"training.{key}") or default for key, default in BATCH.items()]
     if wrong := [value for value in factors if type(value) is not int]:
-        raise ConfigError(f"training: expected a whole number for {', '.join(BATCH)}, got {wrong[0]!r}")
+        raise ConfigError(
+            f"training: expected a whole number for {', '.join(BATCH)}, got {wrong[0]!r}"
+        )
     _put(config, "train.global_batch", prod(factors))
     product = f"train.global_batch: {prod(factors)} = {' x '.join(map(str, factors))} ({', '.join(BATCH)})"
-    answers |= {f"training.{key}": ("written", product) for key in BATCH if f"training.{key}" in given}
+    answers |= {
+        f"training.{key}": ("written", product) for key in BATCH if f"training.{key}" in given
+    }
     if "training.num_gpus" in given:
-        answers["training.num_gpus"] = ("written", f"{product}; set nproc_per_node in the profile too")
+        answers["training.num_gpus"] = (
+            "written",
+            f"{product}; set nproc_per_node in the profile too",
+        )
 
     tokens = config["tokens"]
     if tokens["tokenizer"] == "binned":
         quantiles = given.get("tokenizer.binning_method", "uniform") == "quantile"
-        tokens |= {"bins": given.get("tokenizer.n_bins", 51), "binning": "quantile_corpus" if quantiles else "uniform"}
+        tokens |= {
+            "bins": given.get("tokenizer.n_bins", 51),
+            "binning": "quantile_corpus" if quantiles else "uniform",
+        }
         if quantiles:  # fitted to the corpus
             _put(config, "vocabulary.quantiles", True)
         for key, here in (("n_bins", "bins"), ("binning_method", "binning")):
             if f"tokenizer.{key}" in given:
                 answers[f"tokenizer.{key}"] = ("written", f"tokens.{here}: {tokens[here]}")
-    _put(config, "objective.name", "masked_gene" if tokens["tokenizer"] == "rank" else "masked_value")
+    _put(
+        config, "objective.name", "masked_gene" if tokens["tokenizer"] == "rank" else "masked_value"
+    )
     if given.get("training.wandb_project") and "wandb" in config.get("track", {}).get("to", {}):
         config["track"]["to"]["wandb"]["project"] = given["training.wandb_project"]
         answers["training.wandb_project"] = ("written", "track.to.wandb.project")
@@ -102,7 +124,10 @@ def _translate_key(config: dict[str, Any], key: str, value: Any) -> tuple[str, s
         if str(value) not in names:
             return "advice", f"{value}: none here; set {here}"
         _put(config, here, copy.deepcopy(names[str(value)]))
-        return "written", f"{here}: {yaml.safe_dump(names[str(value)], default_flow_style=True).splitlines()[0]}"
+        return (
+            "written",
+            f"{here}: {yaml.safe_dump(names[str(value)], default_flow_style=True).splitlines()[0]}",
+        )
     section = key
     while section:  # the key itself, or the next section above it
         if section in TABLES["no_effect"]:

@@ -1,4 +1,6 @@
-"""Every option of cellmill: types, defaults, descriptions, and the checks across sections. Torch-free."""
+"""Every option of cellmill: types, defaults, descriptions, and the checks across sections.
+Torch-free.
+"""
 
 from cellmill.config.load import check_config, check_options, load_config
 from cellmill.config.options import OPTIONS

@@ -1,7 +1,8 @@
-"""Checks across sections, of a run against the processes it gets, and of a tokenizer against the cells. Torch-free.
+"""Checks across sections, of a run against the processes it gets, and of a tokenizer against the
+cells. Torch-free.
 
-`snakemake -n` and each stage that takes options call them once; behind them the options are asserted. All raise
-ConfigError.
+`snakemake -n` and each stage that takes options call them once; behind them the options are
+asserted. All raise ConfigError.
 """
 
 import math
@@ -27,7 +28,11 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
     model, objective, tokens = options.model, options.objective, options.tokens
     for part in objective.each():
         if part.name not in model.objectives and model.family not in part.families:
-            key = f"objective.name {part.name}" if part is objective else f"objective.parts.{part.name}"
+            key = (
+                f"objective.name {part.name}"
+                if part is objective
+                else f"objective.parts.{part.name}"
+            )
             serves = ", ".join(model.objectives) or "none"
             yield f"{key}: family {model.family} serves {serves}; choose one of these, or another model.family"
     if tokens.value_kind not in model.value_kinds:
@@ -37,7 +42,9 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
         )
     if tokens.covariates and not model.covariates:
         yield f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or use encoder"
-    if tokens.zero_frac and (without := [part.name for part in objective.each() if not part.reads_zeros]):
+    if tokens.zero_frac and (
+        without := [part.name for part in objective.each() if not part.reads_zeros]
+    ):
         yield f"tokens.zero_frac: objective {without[0]} has no use for genes without counts; set it to 0"
     if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
         yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
@@ -85,7 +92,12 @@ def _problems_of_layout(model: FamilyConfig, parallel: Parallel) -> Iterator[str
 
 
 def _problems_of_training(options: TrainOptions) -> Iterator[str]:
-    tokens, stream, parallel, train = options.tokens, options.stream, options.parallel, options.train
+    tokens, stream, parallel, train = (
+        options.tokens,
+        options.stream,
+        options.parallel,
+        options.train,
+    )
     if parallel.tf32 and parallel.half_precision:
         yield f"parallel.tf32 has no effect with precision {parallel.precision}; set tf32 to no, or 32-true"
     if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
@@ -107,11 +119,21 @@ def _problems_of_training(options: TrainOptions) -> Iterator[str]:
         yield f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {batch}; set {fitting}"
 
 
-def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None) -> None:
-    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide over."""
+def check_nodes(
+    options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None
+) -> None:
+    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide
+    over.
+    """
     check_together(options)
-    layouts = [layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts]
-    groups, lanes, batch = [sizes.dp for sizes in layouts], options.stream.lanes, options.train.global_batch
+    layouts = [
+        layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts
+    ]
+    groups, lanes, batch = (
+        [sizes.dp for sizes in layouts],
+        options.stream.lanes,
+        options.train.global_batch,
+    )
     if len(groups) > 1 and any(lanes % dp for dp in groups):
         raise ConfigError(
             f"stream.lanes {lanes} is not a multiple of {' and of '.join(map(str, groups))}, the numbers of "
@@ -120,7 +142,9 @@ def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, 
         )
     for sizes in layouts:
         if train_cells is not None and train_cells < sizes.dp:
-            raise ConfigError(f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile")
+            raise ConfigError(
+                f"{sizes.dp_text} for {train_cells} training cells; set fewer processes in the profile"
+            )
         if lanes % sizes.dp:
             raise ConfigError(
                 f"stream.lanes {lanes} is not a multiple of {sizes.dp_text}; set {nearest(sizes.dp, divisors(lanes))} "
@@ -129,7 +153,9 @@ def check_nodes(options: TrainOptions, node_counts: range, nproc_per_node: int, 
 
 
 def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
-    """The number of lanes nearest to `lanes` that `dp` divides, with another global batch if that needs one."""
+    """The number of lanes nearest to `lanes` that `dp` divides, with another global batch if that
+    needs one.
+    """
     dividing = [n for n in range(dp, global_batch + 1, dp) if global_batch % n == 0]
     if dividing:
         return f"stream.lanes {nearest(lanes, dividing)}"
@@ -137,18 +163,24 @@ def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
 
 
 def check_rows(tokens: Tokens, rows: Any, source: str, counted: bool = False) -> None:
-    """Refuse a tokenizer of other rows; for ranks also one, or an objective (`counted`), that needs counts.
+    """Refuse a tokenizer of other rows; for ranks also one, or an objective (`counted`), that needs
+    counts.
 
-    `rows` is a file or shards: `ordered` if sequences or genes in rank order, `ranked` if the latter, without counts.
+    `rows` is a file or shards: `ordered` if sequences or genes in rank order, `ranked` if the
+    latter, without counts.
     """
     if rows.ranked:
         have, choose = "ranks without counts", "rank"
         suits = tokens.value_kind in ("none", "place") and not tokens.sequences
     else:
-        have, choose = ("sequences", "sequence") if rows.ordered else ("cells", "one of cells, such as rank")
+        have, choose = (
+            ("sequences", "sequence") if rows.ordered else ("cells", "one of cells, such as rank")
+        )
         suits = tokens.sequences == rows.ordered
     if not suits:
-        raise ConfigError(f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}")
+        raise ConfigError(
+            f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}"
+        )
     if rows.ranked and counted:
         raise ConfigError(
             f"{source}: it has {have}, which the objective needs; set objective.name to masked_gene or next_gene"

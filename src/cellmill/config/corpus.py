@@ -1,4 +1,6 @@
-"""A corpus: the table of its datasets, and the sections of the stages that make it: preprocess, vocabulary, shard."""
+"""A corpus: the table of its datasets, and the sections of the stages that make it: preprocess,
+vocabulary, shard.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +16,18 @@ SPLIT_OPTIONS = ("split_by", "train_values", "val_frac", "test_frac", "seed")
 """Options of section shard that say which cells are held out."""
 FASTA = (".fasta", ".fa", ".faa")  # also with .gz
 NOT_WILDCARD = r"^[^{}<>\r\n]+$"
-"""Pattern of a path that Snakemake takes as it is: it reads braces and angles in an input as wildcards."""
+"""Pattern of a path that Snakemake takes as it is: it reads braces and angles in an input as
+wildcards.
+"""
 ROLES = ("batch", "donor", "condition", "perturbation", "dose")
-"""Columns of the table that name an obs column, which preprocessed cells have under the name of the role."""
-IS_CONTROL = "is_control"  # obs column of preprocessed cells: True for those with the dataset's `control`
+"""Columns of the table that name an obs column, which preprocessed cells have under the name of the
+role.
+"""
+# obs column of preprocessed cells: True for those with the dataset's `control`
+IS_CONTROL = "is_control"
 ORGANISM = "organism"  # obs column of preprocessed cells with `organism_column`
-RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")  # obs columns of cells or shards that no `label_name` may take
+# obs columns of cells or shards that no `label_name` may take
+RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")
 
 
 def is_fasta(path: Path) -> bool:
@@ -28,36 +36,54 @@ def is_fasta(path: Path) -> bool:
 
 
 class Preprocess(Section):
-    """Quality control and gene names of a dataset; of FASTA, min_counts, keep_obs, row_block, compression are read."""
+    """Quality control and gene names of a dataset; of FASTA, min_counts, keep_obs, row_block,
+    compression are read.
+    """
 
     organism: Literal["human", "mouse"] | None = "human"
     """Gene table that maps symbols to Ensembl ids; null uses var_names as ids."""
     reference_organism: Literal["human", "mouse"] | None = None
-    """Organism whose genes the other organism's genes are mapped to, by one-to-one orthologs, so that a corpus can
-    contain both; genes without an ortholog are dropped and counted. null keeps each dataset's own genes."""
+    """Organism whose genes the other organism's genes are mapped to, by one-to-one orthologs, so
+    that a corpus can contain both; genes without an ortholog are dropped and counted. null keeps
+    each dataset's own genes.
+    """
     orthologs: str | None = None
-    """Tab-separated file of orthologs to use instead of the packaged table: a header with the names of both organisms,
-    then Ensembl ids; only pairs whose genes occur once are used. Requires reference_organism."""
+    """Tab-separated file of orthologs to use instead of the packaged table: a header with the names
+    of both organisms, then Ensembl ids; only pairs whose genes occur once are used. Requires
+    reference_organism.
+    """
     organism_column: bool = False
-    """Add obs column `organism`, human or mouse, to the cells. Datasets of both can then form one corpus without
-    reference_organism, each with its own genes, and tokens.covariates: [organism] tells the model the organism."""
+    """Add obs column `organism`, human or mouse, to the cells. Datasets of both can then form one
+    corpus without reference_organism, each with its own genes, and tokens.covariates: [organism]
+    tells the model the organism.
+    """
     min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
     min_counts: int = Field(1, ge=1)
-    """Drop cells with fewer counts (sequences with fewer residues); cells without counts are always dropped."""
-    max_mito_frac: float = Field(0.2, ge=0, le=1, description="Largest mitochondrial fraction of a cell; 1 keeps all.")
+    """Drop cells with fewer counts (sequences with fewer residues); cells without counts are always
+    dropped.
+    """
+    max_mito_frac: float = Field(
+        0.2, ge=0, le=1, description="Largest mitochondrial fraction of a cell; 1 keeps all."
+    )
     min_cells: int = Field(0, ge=0)
-    """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell depend on the other cells
-    of its file. `vocabulary.min_cells` counts over the corpus."""
-    min_coverage_frac: float = Field(0.5, ge=0, le=1, description="Minimum fraction of genes with an Ensembl id.")
+    """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell
+    depend on the other cells of its file. `vocabulary.min_cells` counts over the corpus.
+    """
+    min_coverage_frac: float = Field(
+        0.5, ge=0, le=1, description="Minimum fraction of genes with an Ensembl id."
+    )
     gene_length: Literal["keep", "normalise", "refuse"] = "keep"
-    """Cells of full-length protocols (Smart-seq and others, found by any obs column that names them), whose counts grow
-    with the length of a gene: keep them as they are, with a warning; normalise their counts by gene length, keeping the
-    sum of each cell, and draw whole numbers; or refuse the dataset."""
+    """Cells of full-length protocols (Smart-seq and others, found by any obs column that names
+    them), whose counts grow with the length of a gene: keep them as they are, with a warning;
+    normalise their counts by gene length, keeping the sum of each cell, and draw whole numbers; or
+    refuse the dataset.
+    """
     keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
     row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
     compression: Literal["gzip"] | None = None
     """Compression of the preprocessed cells. gzip takes a quarter of the disk (`cellmill plan_corpus` prints it) and
-    2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same."""
+    2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same.
+    """
 
     _as_before = leaving_out("gene_length")
 
@@ -72,24 +98,38 @@ class VocabularyConfig(Section):
     """Selection of the genes that become tokens."""
 
     min_cells: int = Field(1, ge=1, description="Drop genes detected in fewer cells of the corpus.")
-    max_genes: int | None = Field(None, ge=1, description="Maximum number of genes, chosen by `select`; null: all.")
+    max_genes: int | None = Field(
+        None, ge=1, description="Maximum number of genes, chosen by `select`; null: all."
+    )
     select: Literal["detected", "seurat", "seurat_v3"] = "detected"
-    """Which genes max_genes keeps: those detected in most cells, or the most variable ones, by this flavor of scanpy's
-    highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`). With seurat, seurat_v3 or shard.split_by,
-    cells of val and test have no part in the vocabulary: genes, medians and quantiles are those of training cells."""
+    """Which genes max_genes keeps: those detected in most cells, or the most variable ones, by this
+    flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`). With
+    seurat, seurat_v3 or shard.split_by, cells of val and test have no part in the vocabulary:
+    genes, medians and quantiles are those of training cells.
+    """
     quantiles: bool = False
-    """Store the per-mille quantiles of the corpus's values, within 0.5 %, for tokens.binning quantile_corpus."""
+    """Store the per-mille quantiles of the corpus's values, within 0.5 %, for tokens.binning
+    quantile_corpus.
+    """
     variability: bool = False
-    """Store the order of the genes by variability (as `select`, else seurat), for tokens.truncation variable."""
+    """Store the order of the genes by variability (as `select`, else seurat), for tokens.truncation
+    variable.
+    """
     genes: str | None = None
-    """File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all."""
+    """File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all.
+    """
     medians: str | None = Field(None, pattern=NOT_WILDCARD)
-    """Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or scgpt:FOLDER, as in
-    init_from, or a vocabulary.tsv. Tokens then have that model's order. null replaces none."""
-    protein_coding: bool = Field(False, description="Drop genes that GENCODE does not list as protein coding.")
+    """Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or
+    scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have that model's order. null
+    replaces none.
+    """
+    protein_coding: bool = Field(
+        False, description="Drop genes that GENCODE does not list as protein coding."
+    )
 
     def reads_split(self, shard: "Shard") -> bool:
-        """True if only training cells are read: genes chosen by variability, or a split that holds out whole groups.
+        """True if only training cells are read: genes chosen by variability, or a split that holds
+        out whole groups.
 
         Otherwise cells are split by chance, and those held out are as the others.
         """
@@ -105,15 +145,25 @@ class Shard(Section):
 
     cells_per_shard: int = Field(16_384, ge=64, description="Cells per shard file.")
     split_by: str | None = None
-    """obs column, such as donor, or `dataset`: cells of one value stay together; null keeps equal cells together."""
+    """obs column, such as donor, or `dataset`: cells of one value stay together; null keeps equal
+    cells together.
+    """
     train_values: list[str] = Field([])
-    """Values of split_by for training alone, such as the control; the fractions apply to the other values."""
-    val_frac: float = Field(0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation.")
+    """Values of split_by for training alone, such as the control; the fractions apply to the other
+    values.
+    """
+    val_frac: float = Field(
+        0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation."
+    )
     test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk.")
+    seed: int = Field(
+        0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk."
+    )
     duplicates: Literal["keep", "drop"] = "keep"
-    """Duplicate cells, which have the same counts of the same genes as an earlier cell of the corpus: keep counts and
-    reports them, drop removes them. With few counts, different cells may be equal by chance."""
+    """Duplicate cells, which have the same counts of the same genes as an earlier cell of the
+    corpus: keep counts and reports them, drop removes them. With few counts, different cells may be
+    equal by chance.
+    """
     jobs: int = Field(1, ge=1, le=1000)
     """Number of jobs that write the shards, each a part of them; the shards do not depend on it."""
 
@@ -121,5 +171,7 @@ class Shard(Section):
         if self.train_values and self.split_by is None:
             yield "train_values requires split_by, the obs column of these values; set it, or leave them out"
         # beside train_values the others may all be held out
-        if (held_out := self.val_frac + self.test_frac) > 1 or (held_out == 1 and not self.train_values):
+        if (held_out := self.val_frac + self.test_frac) > 1 or (
+            held_out == 1 and not self.train_values
+        ):
             yield f"val_frac + test_frac = {held_out:g} leaves no cells for training"

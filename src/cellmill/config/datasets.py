@@ -1,7 +1,9 @@
-"""The table of datasets: rows of a tab-separated file, URLs of inputs, filters of cells, and label maps. Torch-free.
+"""The table of datasets: rows of a tab-separated file, URLs of inputs, filters of cells, and label
+maps. Torch-free.
 
-The csv module reads one line at a time: a quote that is not closed on its line, which it would continue through the
-rows below, is an error, so that no row can vanish. pandas would take a second to import.
+The csv module reads one line at a time: a quote that is not closed on its line, which it would
+continue through the rows below, is an error, so that no row can vanish. pandas would take a second
+to import.
 """
 
 import ast
@@ -20,23 +22,39 @@ from cellmill.config.section import Section, error_line, explain, shown
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import special_kind
 
-MAX_NAME = 100  # characters; names of a corpus and a dataset are in one file name, whose limit is 255
+# characters; names of a corpus and a dataset are in one file name, whose limit is 255
+MAX_NAME = 100
 
 
 def check_name(name: Any) -> str:
-    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option can have."""
+    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option
+    can have.
+    """
     if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit")
+        raise ValueError(
+            f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
+        )
     if not isinstance(read := yaml.safe_load(name) if isinstance(name, str) else name, str):
         raise ValueError(f"the name {name} is {read} in YAML; add a letter to it")
     if len(name) > MAX_NAME:
-        raise ValueError(f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}...")
+        raise ValueError(
+            f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}..."
+        )
     return str(name)
 
 
 NO_LABEL = (
     *("na", "n a", "nan", "none", "missing", "blank"),
-    *("unknown", "unk", "unidentified", "undefined", "undetermined", "unspecified", "not known", "not determined"),
+    *(
+        "unknown",
+        "unk",
+        "unidentified",
+        "undefined",
+        "undetermined",
+        "unspecified",
+        "not known",
+        "not determined",
+    ),
     *("unassigned", "not assigned", "unclassified", "not classified"),
     *("unannotated", "not annotated", "unlabeled", "unlabelled", "not labeled", "not labelled"),
     *("not available", "not applicable", "not reported", "not provided", "to be determined", "tbd"),
@@ -53,7 +71,9 @@ NO_LABEL = (
     ),
     *("cell", "native cell", "animal cell", "eukaryotic cell"),
 )
-"""Texts that mean no label, as `plain_label` writes them. The last line are terms of the Cell Ontology for any cell."""
+"""Texts that mean no label, as `plain_label` writes them. The last line are terms of the Cell
+Ontology for any cell.
+"""
 
 
 def plain_label(text: str) -> str:
@@ -62,42 +82,65 @@ def plain_label(text: str) -> str:
     A last word such as cells is left out if it has another before it: `Unknown cells` is `unknown`.
     """
     words = re.findall(r"\w+", text.replace("_", " ").casefold())
-    while len(words) > 1 and words[-1] in ("cell", "cells", "type", "celltype") and " ".join(words) not in NO_LABEL:
+    while (
+        len(words) > 1
+        and words[-1] in ("cell", "cells", "type", "celltype")
+        and " ".join(words) not in NO_LABEL
+    ):
         words.pop()
     return " ".join(words)
 
 
 class ObsColumns(Section):
-    """Columns of the table that are about obs: each obs column is looked for before anything is computed."""
+    """Columns of the table that are about obs: each obs column is looked for before anything is
+    computed.
+    """
 
     filter: str | None = None
-    """Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in backticks` `` if
-    the name has spaces) with strings, numbers and lists, joined by and, or, not."""
+    """Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in
+    backticks` `` if the name has spaces) with strings, numbers and lists, joined by and, or, not.
+    """
     label: str | None = None
-    """obs column that the probes predict, or several, separated by |; kept whatever preprocess.keep_obs says."""
+    """obs column that the probes predict, or several, separated by |; kept whatever
+    preprocess.keep_obs says.
+    """
     label_name: str | None = None
-    """Name of the label in preprocessed cells, so that datasets whose columns have other names share one; of several
-    labels one for each, separated by |. Empty for the name of the column."""
+    """Name of the label in preprocessed cells, so that datasets whose columns have other names
+    share one; of several labels one for each, separated by |. Empty for the name of the column.
+    """
     label_map: str | None = Field(None, pattern=NOT_WILDCARD)
-    """Tab-separated file with the columns `from` and `to`, which renames values of the label in preprocessed cells and
-    all that follows; of several labels one for each, or nothing, separated by |. Cells whose `to` is empty get no
-    label; labels not listed stay, and are reported. A `from` that no cell has is refused. `filter` comes before."""
+    """Tab-separated file with the columns `from` and `to`, which renames values of the label in
+    preprocessed cells and all that follows; of several labels one for each, or nothing, separated
+    by |. Cells whose `to` is empty get no label; labels not listed stay, and are reported. A `from`
+    that no cell has is refused. `filter` comes before.
+    """
     no_label: str | None = None
-    """Texts of labels that mean no label, separated by |, in place of the list in docs/data.md (`unknown`, `nan`,
-    `Unassigned`, `doublet`, ...); - for none, so that each of these is a class. Cells that have one get no label."""
-    batch: str | None = Field(None, description="obs column of the batch; preprocessed cells have it as `batch`.")
-    donor: str | None = Field(None, description="obs column of the donor; preprocessed cells have it as `donor`.")
+    """Texts of labels that mean no label, separated by |, in place of the list in docs/data.md
+    (`unknown`, `nan`, `Unassigned`, `doublet`, ...); - for none, so that each of these is a class.
+    Cells that have one get no label.
+    """
+    batch: str | None = Field(
+        None, description="obs column of the batch; preprocessed cells have it as `batch`."
+    )
+    donor: str | None = Field(
+        None, description="obs column of the donor; preprocessed cells have it as `donor`."
+    )
     condition: str | None = None
     """obs column of the condition, such as a disease; preprocessed cells have it as `condition`."""
     perturbation: str | None = None
     """obs column of the perturbation; preprocessed cells have it as `perturbation`."""
     control: str | None = None
-    """Value of untreated cells in the perturbation column, or else the condition column, or several values, separated
-    by |: `is_control` afterwards, under the name of the first."""
+    """Value of untreated cells in the perturbation column, or else the condition column, or several
+    values, separated by |: `is_control` afterwards, under the name of the first.
+    """
     guide: str | None = None
-    """obs column of the guide of each cell: preprocess names controls without a guide, or with one that perturbed cells
-    have too. Empty: a column whose name and values say that it has guides, if there is one."""
-    dose: str | None = Field(None, description="obs column of a dose, a number; preprocessed cells have it as `dose`.")
+    """obs column of the guide of each cell: preprocess names controls without a guide, or with one
+    that perturbed cells have too. Empty: a column whose name and values say that it has guides, if
+    there is one.
+    """
+    dose: str | None = Field(
+        None, description="obs column of a dose, a number; preprocessed cells have it as `dose`."
+    )
 
     def problems(self) -> Iterator[str]:
         labels, names = self.labels, self.label_names
@@ -124,16 +167,24 @@ class ObsColumns(Section):
     @property
     def label_names(self) -> list[str]:
         """Names of the labels in preprocessed cells, in the order of `labels`."""
-        return self.labels if self.label_name is None else [name.strip() for name in self.label_name.split("|")]
+        return (
+            self.labels
+            if self.label_name is None
+            else [name.strip() for name in self.label_name.split("|")]
+        )
 
     @property
     def label_maps(self) -> dict[str, str]:
-        """Path of the label map by name of the label in preprocessed cells, of the labels that have one."""
+        """Path of the label map by name of the label in preprocessed cells, of the labels that have
+        one.
+        """
         paths = map(str.strip, (self.label_map or "").split("|"))
         return {name: path for name, path in zip(self.label_names, paths) if path}
 
     def means_no_label(self, label: str) -> bool:
-        """True for a text that stands for a missing label; upper and lower case, `_` and punctuation are the same."""
+        """True for a text that stands for a missing label; upper and lower case, `_` and
+        punctuation are the same.
+        """
         if self.no_label is None:
             plain = plain_label(label)
             return not plain or plain in NO_LABEL
@@ -157,12 +208,18 @@ class ObsColumns(Section):
             return []
         if self.control in values:
             return [self.control]
-        return [value for value in map(str.strip, re.split(r"(?<!\|)\|(?!\|)", self.control)) if value]
+        return [
+            value for value in map(str.strip, re.split(r"(?<!\|)\|(?!\|)", self.control)) if value
+        ]
 
     @property
     def read_columns(self) -> dict[str, str]:
-        """Every obs column of the file that the row names, and the columns of the table that name it."""
-        read = [(name, "label") for name in self.labels] + [(column, role) for role, column in self.roles.items()]
+        """Every obs column of the file that the row names, and the columns of the table that name
+        it.
+        """
+        read = [(name, "label") for name in self.labels] + [
+            (column, role) for role, column in self.roles.items()
+        ]
         read += [(self.guide, "guide")] if self.guide is not None else []
         if self.filter is not None:
             read += [(name, "filter") for name in filter_columns(self.filter)]
@@ -180,11 +237,13 @@ NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, label
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SECRET = re.compile(
-    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)", re.I
+    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)",
+    re.I,
 )
 
 
-_PART = re.compile(r"(.+\.(?:h5mu|h5ad|h5|zarr|zip))#([^#]+)")  # a file of several AnnData, and one of them
+# a file of several AnnData, and one of them
+_PART = re.compile(r"(.+\.(?:h5mu|h5ad|h5|zarr|zip))#([^#]+)")
 
 
 def is_url(text: str) -> bool:
@@ -204,19 +263,28 @@ def redacted(url: str) -> str:
 
 
 def check_url(text: str | None) -> str | None:
-    """Return an input. Raises ConfigError for a URL with credentials, which logs would show, or chained protocols."""
+    """Return an input. Raises ConfigError for a URL with credentials, which logs would show, or
+    chained protocols.
+    """
     if text is None or not is_url(text):
         return text
     parts = urlsplit(text)
-    secrets = [f"parameter {name}" for name, _ in parse_qsl(parts.query, True) if _SECRET.search(name)]
+    secrets = [
+        f"parameter {name}" for name, _ in parse_qsl(parts.query, True) if _SECRET.search(name)
+    ]
     user = parts.netloc.rpartition("@")[0]
-    if user and (":" in user or parts.scheme not in ("abfs", "abfss")):  # abfss://CONTAINER@ACCOUNT…
+    # abfss://CONTAINER@ACCOUNT…
+    if user and (":" in user or parts.scheme not in ("abfs", "abfss")):
         secrets.append("a user before @")
     if secrets:
-        problem = f"has credentials ({secrets[0]}), which logs would show; give them by the environment"
+        problem = (
+            f"has credentials ({secrets[0]}), which logs would show; give them by the environment"
+        )
         raise ConfigError(f"{redacted(text)}: {problem}")
     if "::" in text:
-        raise ConfigError(f"{redacted(text)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad")
+        raise ConfigError(
+            f"{redacted(text)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad"
+        )
     return text
 
 
@@ -224,23 +292,31 @@ class Dataset(ObsColumns):
     """One row of the table; an empty field is null."""
 
     dataset: str = Field(description="Name, used in file names.")
-    path: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)]
-    """Input in a format of docs/data.md: a path, absolute or relative to Snakemake's working directory, or a URL;
-    without braces and < >. `cells.h5mu#rna` is one modality of a file."""
+    path: Annotated[
+        str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)
+    ]
+    """Input in a format of docs/data.md: a path, absolute or relative to Snakemake's working
+    directory, or a URL; without braces and < >. `cells.h5mu#rna` is one modality of a file.
+    """
     counts: str = "X"
-    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a 10x file;
-    `expm1(raw)` recovers counts from logarithms and the obs column of each cell's counts."""
+    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a
+    10x file; `expm1(raw)` recovers counts from logarithms and the obs column of each cell's counts.
+    """
     counts_rule: CountsRule = "refuse"
-    """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and alevin): refuse; round to
-    the nearest whole number; or stochastic, a reproducible draw of one of the two nearest that keeps the expectation of
-    each value and the sum of each cell. Logarithms, normalised and imputed values are always refused."""
+    """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and
+    alevin): refuse; round to the nearest whole number; or stochastic, a reproducible draw of one of
+    the two nearest that keeps the expectation of each value and the sum of each cell. Logarithms,
+    normalised and imputed values are always refused.
+    """
     gene_column: str | None = None
     """Column of var that names the genes, or `index`. Empty for the one that names most genes."""
     organism: Literal["human", "mouse", "none"] | None = None
     """preprocess.organism of this dataset; none uses var_names as ids."""
     min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")
     min_counts: int | None = Field(None, ge=1, description="preprocess.min_counts of this dataset.")
-    max_mito_frac: float | None = Field(None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset.")
+    max_mito_frac: float | None = Field(
+        None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset."
+    )
     source: str | None = Field(None, description="Source of the data, for the report.")
     licence: str | None = Field(None, description="Licence of the data, for the report.")
 
@@ -249,7 +325,11 @@ class Dataset(ObsColumns):
     def _part_is_of_counts(cls, row: Any) -> Any:
         """`cells.h5mu#rna` is a file and a part of it: the rules need the path of the file."""
         path = row.get("path") if isinstance(row, dict) else None
-        match = _PART.fullmatch(path.strip()) if isinstance(path, str) and not is_url(path.strip()) else None
+        match = (
+            _PART.fullmatch(path.strip())
+            if isinstance(path, str) and not is_url(path.strip())
+            else None
+        )
         if match is None:
             return row
         return row | {"path": match[1], "counts": f"{match[2]}#{row.get('counts') or 'X'}"}
@@ -261,7 +341,9 @@ class Dataset(ObsColumns):
         """The corpus's options, overridden by the dataset's."""
         names = ("organism", "min_genes", "min_counts", "max_mito_frac")
         own = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return section.model_copy(update={name: None if value == "none" else value for name, value in own.items()})
+        return section.model_copy(
+            update={name: None if value == "none" else value for name, value in own.items()}
+        )
 
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
@@ -271,9 +353,13 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
         try:
             dataset = Dataset.model_validate(row)
         except ValidationError as error:
-            raise ConfigError(f"{table}, line {line}: {error_line(*explain(error, Dataset))}") from None
+            raise ConfigError(
+                f"{table}, line {line}: {error_line(*explain(error, Dataset))}"
+            ) from None
         if dataset.dataset in datasets:
-            raise ConfigError(f"{table}, line {line}: dataset {dataset.dataset!r} is a duplicate; rename it")
+            raise ConfigError(
+                f"{table}, line {line}: dataset {dataset.dataset!r} is a duplicate; rename it"
+            )
         datasets[dataset.dataset] = dataset
     if not datasets:
         raise ConfigError(f"{table}: no datasets; add a row per .h5ad file")
@@ -281,9 +367,14 @@ def read_datasets(table: Path) -> dict[str, Dataset]:
 
 
 def read_rows(
-    table: Path, known: Sequence[str], what: str = "the table of datasets", required: Sequence[str] = ()
+    table: Path,
+    known: Sequence[str],
+    what: str = "the table of datasets",
+    required: Sequence[str] = (),
 ) -> list[tuple[int, dict[str, str]]]:
-    """Line number and filled cells of each row; `known` are all columns it may have. Raises ConfigError."""
+    """Line number and filled cells of each row; `known` are all columns it may have. Raises
+    ConfigError.
+    """
     if (kind := special_kind(table)) is not None:  # opening a FIFO would wait without end
         raise ConfigError(f"{table}: expected {what}, got a {kind}")
     try:
@@ -292,7 +383,9 @@ def read_rows(
         raise ConfigError(f"{table}: {error.strerror}; expected {what}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{table}: not UTF-8 text; save it as tab-separated UTF-8") from None
-    header, *rows = [_cells(f"{table}, line {number}", line) for number, line in enumerate(lines, start=1)]
+    header, *rows = [
+        _cells(f"{table}, line {number}", line) for number, line in enumerate(lines, start=1)
+    ]
     while header and not header[-1].strip():  # spreadsheets save empty columns behind the others
         header.pop()
     for name in header:
@@ -302,7 +395,9 @@ def read_rows(
         if header.count(name) > 1:
             raise ConfigError(f"{table}: two columns are called {name!r}; remove one")
     if lacking := [name for name in required if name not in header]:
-        raise ConfigError(f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it")
+        raise ConfigError(
+            f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it"
+        )
     filled = []
     for number, cells in enumerate(rows, start=2):
         if any(cells[len(header) :]):
@@ -318,10 +413,13 @@ def _cells(where: str, line: str) -> list[str]:
             raise csv.Error("a NUL character")
         return next(csv.reader([line.removesuffix("\r")], delimiter="\t", strict=True), [])
     except csv.Error as error:
-        raise ConfigError(f"{where}: {error}; save UTF-8 text with tabs, short cells and quotes that end") from None
+        raise ConfigError(
+            f"{where}: {error}; save UTF-8 text with tabs, short cells and quotes that end"
+        ) from None
 
 
-_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")  # text, or a name in backticks
+# text, or a name in backticks
+_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")
 
 
 def filter_columns(condition: str) -> list[str]:
@@ -337,7 +435,9 @@ def filter_columns(condition: str) -> list[str]:
         tree = ast.parse(_QUOTED.sub(plain, condition).strip(), mode="eval")
     except SyntaxError as error:
         example = """is_primary_data and assay == "10x 3' v3\""""
-        raise ValueError(f"filter: cannot be read ({error.msg}); expected a condition such as {example}") from None
+        raise ValueError(
+            f"filter: cannot be read ({error.msg}); expected a condition such as {example}"
+        ) from None
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     names.sort(key=lambda node: (node.lineno, node.col_offset))
     return list(dict.fromkeys(quoted.get(node.id, node.id) for node in names))
@@ -355,10 +455,16 @@ def read_label_map(path: Path) -> dict[str, MappedLabel]:
     labels: dict[str, MappedLabel] = {}
     for line, row in read_rows(path, ("from", "to"), "a label map", required=("from", "to")):
         if "from" not in row:
-            raise ConfigError(f"{path}, line {line}: expected a label in column from, got none; fill it in")
+            raise ConfigError(
+                f"{path}, line {line}: expected a label in column from, got none; fill it in"
+            )
         if (label := row["from"]) in labels:
-            raise ConfigError(f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one")
+            raise ConfigError(
+                f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one"
+            )
         labels[label] = MappedLabel(line, row.get("to"))
     if not labels:
-        raise ConfigError(f"{path}: no labels; add a line with the columns from and to for each label to rename")
+        raise ConfigError(
+            f"{path}: no labels; add a line with the columns from and to for each label to rename"
+        )
     return labels

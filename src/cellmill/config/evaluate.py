@@ -1,4 +1,6 @@
-"""Section `evaluate`: tasks, gates that an evaluation has to reach, models of other environments. Torch-free."""
+"""Section `evaluate`: tasks, gates that an evaluation has to reach, models of other environments.
+Torch-free.
+"""
 
 import re
 import shlex
@@ -24,17 +26,26 @@ AS_IS = "may have seen these cells"
 
 
 class ExternalModel(Section):
-    """A preset, a model or a command, run for each dataset; its embedding is a row beside the model."""
+    """A preset, a model or a command, run for each dataset; its embedding is a row beside the
+    model.
+    """
 
     preset: str | None = None
-    """scvi: fitted on the dataset's training cells. harmony: principal components of these, corrected over all cells by
-    column `batch` of the table. The package is in the environment of `--sdm conda`, or the Python of `bridges`."""
+    """scvi: fitted on the dataset's training cells. harmony: principal components of these,
+    corrected over all cells by column `batch` of the table. The package is in the environment of
+    `--sdm conda`, or the Python of `bridges`.
+    """
     model: str | None = None
-    """A model that is used as it is: a model folder, or as in `init_from` hf://owner/name, geneformer:FOLDER or
-    scgpt:FOLDER. Which cells it was trained on is not known."""
+    """A model that is used as it is: a model folder, or as in `init_from` hf://owner/name,
+    geneformer:FOLDER or scgpt:FOLDER. Which cells it was trained on is not known.
+    """
     command: str | None = None
-    """Program and arguments, split as by a shell but run without one; {cells} is the input .h5ad, {out} the output."""
-    files: list[str] = Field([], description="Files, such as its script; a change of one reruns the command.")
+    """Program and arguments, split as by a shell but run without one; {cells} is the input .h5ad,
+    {out} the output.
+    """
+    files: list[str] = Field(
+        [], description="Files, such as its script; a change of one reruns the command."
+    )
 
     _dump = leaving_out("preset", "model", "command")
 
@@ -70,7 +81,11 @@ class ExternalModel(Section):
     @property
     def read_files(self) -> list[str]:
         """Files whose change reruns it."""
-        return self.files if self.model is None else [f"{model_folder_of(self.model)}/model.safetensors"]
+        return (
+            self.files
+            if self.model is None
+            else [f"{model_folder_of(self.model)}/model.safetensors"]
+        )
 
     @property
     def digest(self) -> str:
@@ -84,7 +99,9 @@ class ExternalModel(Section):
 
 
 def command_words(command: str, cells: str, out: str) -> list[str]:
-    """Program and arguments with the two paths in their places: split first, so that a path stays in one argument."""
+    """Program and arguments with the two paths in their places: split first, so that a path stays
+    in one argument.
+    """
     places = dict(zip(PLACEHOLDERS, (cells, out)))
     either = "|".join(map(re.escape, PLACEHOLDERS))
     return [re.sub(either, lambda found: places[found[0]], word) for word in shlex.split(command)]
@@ -94,10 +111,18 @@ class BaselineGate(Section):
     """One condition: in a task, the model's best row against the best row of a baseline."""
 
     task: str = Field(description="Task of evaluate.tasks; for all labels of a dataset.")
-    baseline: str = Field(description="Row to reach, or features, whose best classifier counts: `all genes`.")
-    column: str | None = Field(None, description="Column to compare; null is that which ranks the task's rows.")
-    lower_is_better: bool = Field(False, description="Whether lower values of the column are better, as of MAE.")
-    margin: float = Field(0.0, description="By how much the model has to be better than the baseline, at least.")
+    baseline: str = Field(
+        description="Row to reach, or features, whose best classifier counts: `all genes`."
+    )
+    column: str | None = Field(
+        None, description="Column to compare; null is that which ranks the task's rows."
+    )
+    lower_is_better: bool = Field(
+        False, description="Whether lower values of the column are better, as of MAE."
+    )
+    margin: float = Field(
+        0.0, description="By how much the model has to be better than the baseline, at least."
+    )
 
 
 _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
@@ -106,28 +131,38 @@ _DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 class Evaluate(Section):
     """Tasks that evaluate the exported model on held-out cells."""
 
-    datasets: Names | None = Field(None, description="Datasets to evaluate; null means those of the run's corpus.")
+    datasets: Names | None = Field(
+        None, description="Datasets to evaluate; null means those of the run's corpus."
+    )
     cells: Literal["heldout", "all"] = "heldout"
     """heldout excludes every cell that the model was trained or validated on."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Number format of the model in tasks that run it again; set it as embed.precision."""
     folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit a model.")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP.")
-    tasks: Annotated[dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))] = Field(
-        _DEFAULT_TASKS, min_length=1
+    seed: int = Field(
+        0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP."
     )
+    tasks: Annotated[
+        dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))
+    ] = Field(_DEFAULT_TASKS, min_length=1)
     """Tasks to run, by name, each with its options; a run's tasks replace the default ones."""
     classifiers: Names = Field([])
-    """Classifiers of installed packages that tasks fit to labels beside logistic regression and kNN."""
+    """Classifiers of installed packages that tasks fit to labels beside logistic regression and
+    kNN.
+    """
     gate: list[BaselineGate] = Field([])
-    """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or features, whose best
-    classifier counts), `column` (default: the one that ranks the rows) and `margin` (default 0): the minimum difference
-    between the model's best row and the baseline's. Results are then in metrics.failed.json."""
+    """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or
+    features, whose best classifier counts), `column` (default: the one that ranks the rows) and
+    `margin` (default 0): the minimum difference between the model's best row and the baseline's.
+    Results are then in metrics.failed.json.
+    """
 
     external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field({})
-    """Other models by name, each with `preset` (scvi or harmony), `model` (used as it is), or `command` (run without a
-    shell, with {cells} and {out} among its arguments) and `files` (a change of which reruns it): they add rows beside
-    the model in the tasks that read only embeddings, but enter no verdict and no gate."""
+    """Other models by name, each with `preset` (scvi or harmony), `model` (used as it is), or
+    `command` (run without a shell, with {cells} and {out} among its arguments) and `files` (a
+    change of which reruns it): they add rows beside the model in the tasks that read only
+    embeddings, but enter no verdict and no gate.
+    """
 
     _dump = leaving_out("classifiers", "gate", "external")
 
@@ -142,9 +177,15 @@ class Evaluate(Section):
 def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None:
     """Raise ConfigError for a dataset of task `transfer` that is not among the `evaluated` ones."""
     task = evaluate.tasks.get("transfer")
-    options = {"fit_on": task.fit_on, "test_on": task.test_on or []} if isinstance(task, TransferConfig) else {}
+    options = (
+        {"fit_on": task.fit_on, "test_on": task.test_on or []}
+        if isinstance(task, TransferConfig)
+        else {}
+    )
     for option, datasets in options.items():
         for name in datasets:
             if name not in evaluated:
                 wrong = f"{where}.tasks.transfer.{option}: {name!r} is not evaluated"
-                raise ConfigError(f"{wrong}; name one of {', '.join(evaluated)}, or add it to evaluate.datasets")
+                raise ConfigError(
+                    f"{wrong}; name one of {', '.join(evaluated)}, or add it to evaluate.datasets"
+                )

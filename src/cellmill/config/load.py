@@ -1,8 +1,10 @@
-"""Checked options, from YAML or as a run stored them; errors name the key, the nearest one and the file.
+"""Checked options, from YAML or as a run stored them; errors name the key, the nearest one and the
+file.
 
-A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported models. An option
-added with a default needs no translation, because validation fills it in. A run with `init_from` takes sections from
-the model that it starts from, and some options must equal the model's. Torch-free.
+A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported
+models. An option added with a default needs no translation, because validation fills it in. A run
+with `init_from` takes sections from the model that it starts from, and some options must equal the
+model's. Torch-free.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,9 @@ from cellmill.files import read_json, refuse_special
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses a key that a mapping has twice, of which PyYAML keeps the last, and 010, 0x10 and 1:30."""
+    """Loader that refuses a key that a mapping has twice, of which PyYAML keeps the last, and 010,
+    0x10 and 1:30.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -34,7 +38,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.value in seen:
-                raise ConfigError(f"line {key.start_mark.line + 1}: key {key.value!r} is there twice; remove one")
+                raise ConfigError(
+                    f"line {key.start_mark.line + 1}: key {key.value!r} is there twice; remove one"
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -42,7 +48,9 @@ class _Loader(yaml.SafeLoader):
         value, text, line = self.construct_yaml_int(node), node.value, node.start_mark.line + 1
         digits = text.replace("_", "").lstrip("+-")
         if not digits.isdigit() or int(digits) != abs(value):
-            raise ConfigError(f"line {line}: {text} is {value} in YAML 1.1; write {value}, or '{text}' in quotes")
+            raise ConfigError(
+                f"line {line}: {text} is {value} in YAML 1.1; write {value}, or '{text}' in quotes"
+            )
         return int(value)
 
 
@@ -70,10 +78,11 @@ INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 
 
 def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Runs, in which `init_from` supplies the sections of model and tokens that do not match the parent's.
+    """Runs, in which `init_from` supplies the sections of model and tokens that do not match the
+    parent's.
 
-    Keys that the run itself sets (`own`) stay. A section that suits the model stays whole: free options, such as
-    dropout, are those at the top.
+    Keys that the run itself sets (`own`) stay. A section that suits the model stays whole: free
+    options, such as dropout, are those at the top.
     """
     done: dict[str, Tree] = {}
 
@@ -84,12 +93,17 @@ def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str,
         if isinstance(parent, str) and parent not in (*above, name):  # a circle is refused later
             if parent in runs:
                 theirs = resolved(parent, (*above, name))
-            elif not parent.startswith("hf://"):  # which may not be here yet, and options must not change when it comes
+            elif not parent.startswith(
+                "hf://"
+            ):  # which may not be here yet, and options must not change when it comes
                 theirs = stored_sections(parent)
         if theirs is not None:
             with suppress(ValidationError):  # the check of the whole reports the error
                 unlike = {option.partition(".")[0] for option in unequal_options(theirs, run)}
-                taken = {key: INHERITED[key].override(theirs[key], own[name].get(key) or {}) for key in unlike}
+                taken = {
+                    key: INHERITED[key].override(theirs[key], own[name].get(key) or {})
+                    for key in unlike
+                }
                 run = run | taken
         done[name] = run
         return run
@@ -98,7 +112,9 @@ def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str,
 
 
 def stored_sections(parent: str) -> Tree | None:
-    """Sections of the model of a folder, published folder or model of the hub; None if it is not there (yet)."""
+    """Sections of the model of a folder, published folder or model of the hub; None if it is not
+    there (yet).
+    """
     if (published := PublishedFolder.named_by(parent)) is not None:
         try:
             published.files()
@@ -108,16 +124,26 @@ def stored_sections(parent: str) -> Tree | None:
     if not (path := Path(model_folder_of(parent), "config.json")).is_file():
         return None
     config = read_json(path)
-    if not isinstance(config, dict) or any(not isinstance(config.get(key), dict) for key in INHERITED):
+    if not isinstance(config, dict) or any(
+        not isinstance(config.get(key), dict) for key in INHERITED
+    ):
         return None  # stage train reports the error
     # the file of the vectors is where the model was trained; the model has them
-    return {"tokens": config["tokens"], "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"}}
+    return {
+        "tokens": config["tokens"],
+        "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"},
+    }
 
 
-def unequal_options(before: Mapping[str, Any], now: Mapping[str, Any], parent: Path | str = "") -> dict[str, str]:
-    """Options of the sections model and tokens that must equal those of the model `parent` to start from but differ,
-    and a message on each. Raises ValidationError."""
-    model, new_model = (FamilyConfig.model_validate(sections["model"]) for sections in (before, now))
+def unequal_options(
+    before: Mapping[str, Any], now: Mapping[str, Any], parent: Path | str = ""
+) -> dict[str, str]:
+    """Options of the sections model and tokens that must equal those of the model `parent` to start
+    from but differ, and a message on each. Raises ValidationError.
+    """
+    model, new_model = (
+        FamilyConfig.model_validate(sections["model"]) for sections in (before, now)
+    )
     tokens, new_tokens = (Tokens.model_validate(sections["tokens"]) for sections in (before, now))
     bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values
     compared: tuple[tuple[str, Section, Section, tuple[str, ...]], ...] = (
@@ -140,14 +166,18 @@ def load_config(path: Path) -> Workflow:
 
 
 def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
-    """Configuration of a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in `source`."""
+    """Configuration of a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in
+    `source`.
+    """
     try:
         tree = with_sweeps(tree)
         checked = Workflow.model_validate(with_defaults(tree))
     except ValidationError as error:
         where, message = explain(error, Workflow)
         for name, given in tree["runs"].items():  # without its parent's sections a run may be wrong
-            published = PublishedFolder.named_by(str(_mapping(given, f"runs.{name}").get("init_from")))
+            published = PublishedFolder.named_by(
+                str(_mapping(given, f"runs.{name}").get("init_from"))
+            )
             if published is not None and where[-1:] != ["init_from"]:
                 try:
                     published.files()
@@ -183,8 +213,12 @@ def stored_options(options: Tree, source: str) -> TrainOptions:
 
 
 def top_level() -> dict[str, type[Section] | None]:
-    """Keys of a configuration file: every section, and None for the mappings of corpora and runs and single keys."""
-    inherited = {name: section for owner in ENTRIES.values() for name, section in sections_of(owner).items()}
+    """Keys of a configuration file: every section, and None for the mappings of corpora and runs
+    and single keys.
+    """
+    inherited = {
+        name: section for owner in ENTRIES.values() for name, section in sections_of(owner).items()
+    }
     return {**inherited, **dict.fromkeys(Workflow.model_fields), **sections_of(Workflow)}
 
 
@@ -227,12 +261,15 @@ def _entries(kind: str, given: Any) -> dict[str, Tree]:
         except ValueError as error:
             raise ConfigError(f"{kind}: {error}") from None
         if name.endswith(".h5ad"):
-            raise ConfigError(f"{kind}: {name} is the name of a file; set {name.removesuffix('.h5ad')}, without .h5ad")
+            raise ConfigError(
+                f"{kind}: {name} is the name of a file; set {name.removesuffix('.h5ad')}, without .h5ad"
+            )
     return {name: _mapping(own, f"{kind}.{name}") for name, own in given.items()}
 
 
 def _mapping(value: Any, where: str) -> Tree:
-    return {} if value in (None, "null") else mapping(value, where)  # Snakemake's --config makes text of null
+    # Snakemake's --config makes text of null
+    return {} if value in (None, "null") else mapping(value, where)
 
 
 def _as_written(where: list[str], tree: Tree) -> list[str]:

@@ -1,8 +1,10 @@
-"""The machine a run is trained on: a profile's `set-resources: train:`, and the flags of `cellmill train`.
+"""The machine a run is trained on: a profile's `set-resources: train:`, and the flags of `cellmill
+train`.
 
-Each field is a resource of the rule train and a flag of the command; rule and command take names and defaults from
-here. A profile is trusted like code, since `setup` is a command. All other values are quoted where the batch script is
-written (launch/submit.py), so they have to be one line, and no more.
+Each field is a resource of the rule train and a flag of the command; rule and command take names
+and defaults from here. A profile is trusted like code, since `setup` is a command. All other values
+are quoted where the batch script is written (launch/submit.py), so they have to be one line, and no
+more.
 """
 
 import re
@@ -31,11 +33,15 @@ def options_in(words: str) -> dict[str, str | bool]:
 
 
 def flags(options: Mapping[str, str | bool]) -> list[str]:
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    return [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
+    ]
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Number of GPUs by type, "" for those without one: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}."""
+    """Number of GPUs by type, "" for those without one: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is
+    {"a100": 4, "": 2}.
+    """
     gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
@@ -50,7 +56,9 @@ class Machine(Section):
     """The processes of a training, and where they run."""
 
     launcher: Literal["local", "slurm", "allocation"] = "local"
-    """local: processes on this machine; slurm: submitted jobs; allocation: in the job that cellmill runs in."""
+    """local: processes on this machine; slurm: submitted jobs; allocation: in the job that cellmill
+    runs in.
+    """
     nodes: Text = "1"
     """Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."""
     nproc_per_node: int = Field(1, ge=1, description="Processes per node: one per GPU.")
@@ -62,23 +70,34 @@ class Machine(Section):
     gpus_per_node: Text = Field("", description="GPUs per node: 4, or h100:4.")
     gres: Text = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs; auto: cuda if
-    gpus_per_node or gres requests GPUs or a node shows some, else cpu."""
-    runtime: int = Field(60, ge=1, description="Time limit of a job in minutes; a longer training takes several jobs.")
+    """cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs;
+    auto: cuda if gpus_per_node or gres requests GPUs or a node shows some, else cpu.
+    """
+    runtime: int = Field(
+        60,
+        ge=1,
+        description="Time limit of a job in minutes; a longer training takes several jobs.",
+    )
     mem_mb: int = Field(0, ge=0, description="Memory per node in MB; 0 for all of it.")
     cpus_per_task: int = Field(0, ge=0)
     """CPU cores per node; 0 for 2 per process, or with launcher local for all."""
-    modules: Text = Field("", description="Environment modules to load on every node, separated by spaces.")
+    modules: Text = Field(
+        "", description="Environment modules to load on every node, separated by spaces."
+    )
     container: Text = Field("", description="Apptainer image to run the processes in.")
     interface: Text = Field("", description="Network interface between nodes, such as ib0.")
     setup: Text = ""
     """Shell command to run on the first node before the processes start in its environment."""
     sbatch_options: Text = Field("", description="More sbatch options: `exclude=node7 exclusive`.")
-    srun_options: Text = Field("", description="More options of the srun that starts the processes: `mpi=none`.")
+    srun_options: Text = Field(
+        "", description="More options of the srun that starts the processes: `mpi=none`."
+    )
     save_within_s: int = Field(120, ge=1)
     """Seconds before the time limit at which the training saves and ends."""
     max_restarts: int = Field(2, ge=0)
-    """Restarts per job after a process was lost, each from a newer checkpoint than the previous start."""
+    """Restarts per job after a process was lost, each from a newer checkpoint than the previous
+    start.
+    """
     max_jobs: int = Field(100, ge=1, description="Maximum number of jobs of a training.")
     poll_s: float = Field(10.0, gt=0, description="Seconds between two queries of the queue.")
     on_interrupt: Literal["cancel", "detach"] = "cancel"
@@ -112,7 +131,11 @@ class Machine(Section):
             if isinstance(value, str) and not value.isprintable():
                 yield f"{key}: expected one line of printable text, got {value!r}"
         if not re.fullmatch(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?", self.nodes) or not self.node_counts:
-            quotes = """; in a profile a range needs both quotes: "'2-4'\"""" if self.nodes.startswith("-") else ""
+            quotes = (
+                """; in a profile a range needs both quotes: "'2-4'\""""
+                if self.nodes.startswith("-")
+                else ""
+            )
             yield f"nodes: expected a number such as 2 or a range such as 1-2, got {self.nodes!r}{quotes}"
         if len(self.node_counts) > 1 and self.launcher != "slurm":
             yield f"nodes: a range such as {self.nodes} requires launcher slurm, got {self.launcher}"

@@ -1,4 +1,6 @@
-"""Sections of the configuration that each stage reads. A new section is its class and one line here."""
+"""Sections of the configuration that each stage reads. A new section is its class and one line
+here.
+"""
 
 from typing import Self
 
@@ -33,8 +35,12 @@ class TrainOptions(Section):
     tokens: SerializeAsAny[Tokens]
     stream: Stream
     model: SerializeAsAny[FamilyConfig]
-    objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: ObjectiveConfig.model_validate({}))
-    finetune: SerializeAsAny[MethodConfig] = Field(default_factory=lambda: MethodConfig.model_validate({}))
+    objective: SerializeAsAny[ObjectiveConfig] = Field(
+        default_factory=lambda: ObjectiveConfig.model_validate({})
+    )
+    finetune: SerializeAsAny[MethodConfig] = Field(
+        default_factory=lambda: MethodConfig.model_validate({})
+    )
     parallel: Parallel
     train: Train
     track: Track = Track()
@@ -47,18 +53,25 @@ class TrainOptions(Section):
         return self.model_copy(update={"stream": stream})
 
     def obs_columns(self) -> dict[str, str]:
-        """obs columns whose levels batches carry, in the order of the batches, and the option that names each."""
+        """obs columns whose levels batches carry, in the order of the batches, and the option that
+        names each.
+        """
         covariates = dict.fromkeys(self.tokens.covariates, "tokens.covariates")
         return dict(sorted((covariates | self.objective.columns().levels).items()))
 
     def number_columns(self) -> dict[str, str]:
-        """obs columns whose numbers batches carry, in the order of the batches, and the option that names each."""
+        """obs columns whose numbers batches carry, in the order of the batches, and the option that
+        names each.
+        """
         return dict(sorted(self.objective.columns().numbers.items()))
 
     @property
     def teacher(self) -> str | None:
         """Run, or folder of embeddings, whose vectors batches carry."""
-        return next((part.teacher for part in self.objective.each() if isinstance(part, DistillConfig)), None)
+        return next(
+            (part.teacher for part in self.objective.each() if isinstance(part, DistillConfig)),
+            None,
+        )
 
     def read_columns(self) -> dict[str, str]:
         """obs columns that the run depends on: the batch columns and `stream.weight_by`'s."""

@@ -1,4 +1,6 @@
-"""Section `parallel`, and the sizes of the mesh axes for it and a number of processes. Torch-free arithmetic."""
+"""Section `parallel`, and the sizes of the mesh axes for it and a number of processes. Torch-free
+arithmetic.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,39 +16,68 @@ ROUND = 64  # smallest difference of padded lengths in a pipeline
 class Parallel(Section):
     """Layout of the model over processes; the profile sets how many processes there are."""
 
-    strategy: Literal["ddp", "fsdp"] = Field("fsdp", description="DistributedDataParallel or FSDP2.")
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "HYBRID_SHARD"
-    """What fsdp shards: parameters, gradients and optimizer over all processes (FULL_SHARD, ZeRO-3); the same with
-    parameters kept gathered between forward and backward (SHARD_GRAD_OP, ZeRO-2); the same as FULL_SHARD inside groups
-    of shard_size, replicated across groups (HYBRID_SHARD); or nothing. Ignored by ddp."""
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "fsdp", description="DistributedDataParallel or FSDP2."
+    )
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = (
+        "HYBRID_SHARD"
+    )
+    """What fsdp shards: parameters, gradients and optimizer over all processes (FULL_SHARD,
+    ZeRO-3); the same with parameters kept gathered between forward and backward (SHARD_GRAD_OP,
+    ZeRO-2); the same as FULL_SHARD inside groups of shard_size, replicated across groups
+    (HYBRID_SHARD); or nothing. Ignored by ddp.
+    """
     shard_size: int | None = Field(None, ge=1)
     """Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp."""
-    tp: int = Field(1, ge=1, description="Tensor-parallel size: processes that share matrices and cells, on one node.")
+    tp: int = Field(
+        1,
+        ge=1,
+        description="Tensor-parallel size: processes that share matrices and cells, on one node.",
+    )
     sequence_parallel: bool = False
-    """Tensor-parallel processes also split the tokens between matrix multiplications, to save memory."""
-    pp: int = Field(1, ge=1, description="Pipeline-parallel size: processes that each hold some blocks, across nodes.")
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"] = "1F1B"
+    """Tensor-parallel processes also split the tokens between matrix multiplications, to save
+    memory.
+    """
+    pp: int = Field(
+        1,
+        ge=1,
+        description="Pipeline-parallel size: processes that each hold some blocks, across nodes.",
+    )
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"
+    ] = "1F1B"
     """Pipeline schedule; the last four have two pipeline stages per process."""
     microbatches: int | None = Field(None, ge=1)
-    """Minimum number of micro-batches per step in a pipeline; more of them leave less idle time. null is twice the
-    pipeline stages. train.token_budget may require more."""
+    """Minimum number of micro-batches per step in a pipeline; more of them leave less idle time.
+    null is twice the pipeline stages. train.token_budget may require more.
+    """
     gradient_reduction: Literal["step", "micro_batch"] = "step"
-    """When fsdp reduces the gradients of a step with several micro-batches. step: with the last one, keeping whole
-    float32 gradients until then; micro_batch: with each, keeping only their shards."""
+    """When fsdp reduces the gradients of a step with several micro-batches. step: with the last
+    one, keeping whole float32 gradients until then; micro_batch: with each, keeping only their
+    shards.
+    """
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
-    """Number format of forward and backward. 16-mixed scales the loss and skips steps that overflow."""
+    """Number format of forward and backward. 16-mixed scales the loss and skips steps that
+    overflow.
+    """
     tf32: bool = False
-    """With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32: several times faster,
-    with three decimal digits. No effect on other devices. Not tested on a GPU."""
+    """With precision 32-true, float32 matrix products of an NVIDIA GPU from Ampere on use TF32:
+    several times faster, with three decimal digits. No effect on other devices. Not tested on a
+    GPU.
+    """
     activation_checkpointing: Literal["full", "selective"] | None = None
-    """full recomputes each block in the backward pass, to save memory; selective recomputes all but matrix products and
-    attention; null keeps all activations."""
+    """full recomputes each block in the backward pass, to save memory; selective recomputes all but
+    matrix products and attention; null keeps all activations.
+    """
     compile: bool = False
-    """torch.compile of each block, attention excluded: faster on a GPU after minutes of compilation, with less memory
-    than planned. Needs a C++ compiler on the training machine."""
+    """torch.compile of each block, attention excluded: faster on a GPU after minutes of
+    compilation, with less memory than planned. Needs a C++ compiler on the training machine.
+    """
     cpu_offload: Literal["full", "optimizer"] | None = None
-    """What is kept in host memory. optimizer: AdamW's moments, and its step runs on the CPU. full: also parameters and
-    gradients, which needs strategy fsdp and at least two data-parallel processes."""
+    """What is kept in host memory. optimizer: AdamW's moments, and its step runs on the CPU. full:
+    also parameters and gradients, which needs strategy fsdp and at least two data-parallel
+    processes.
+    """
 
     @property
     def half_precision(self) -> bool:
@@ -55,8 +86,14 @@ class Parallel(Section):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True if FSDP2 frees a block's weights after its forward pass; not in a pipeline, which needs them again."""
-        return self.strategy == "fsdp" and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.pp == 1
+        """True if FSDP2 frees a block's weights after its forward pass; not in a pipeline, which
+        needs them again.
+        """
+        return (
+            self.strategy == "fsdp"
+            and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+            and self.pp == 1
+        )
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -88,33 +125,53 @@ class Layout:
 
     @property
     def tp_pp_text(self) -> str:
-        """Axes whose processes share the same cells, as text to append: ` x tp 2`, ` x pp 4`, or empty."""
-        return "".join(f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
+        """Axes whose processes share the same cells, as text to append: ` x tp 2`, ` x pp 4`, or
+        empty.
+        """
+        return "".join(
+            f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1
+        )
 
     @property
     def dp_text(self) -> str:
         """The data-parallel groups as text: `8 processes`, `4 groups of tp 2`."""
-        return f"{self.dp} groups of{self.tp_pp_text[2:]}" if self.tp_pp_text else f"{self.dp} processes"
+        return (
+            f"{self.dp} groups of{self.tp_pp_text[2:]}"
+            if self.tp_pp_text
+            else f"{self.dp} processes"
+        )
 
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
-    """Layout of `world` processes, `local_world` on each node. Raises ConfigError if they do not fit."""
+    """Layout of `world` processes, `local_world` on each node. Raises ConfigError if they do not
+    fit.
+    """
     sharding = "strategy ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
     tp, pp = parallel.tp, parallel.pp
     _check_divides("pp", pp, world, f"{world} processes")
     stage = world // pp
-    _check_divides("tp", tp, stage, f"{world} processes" if pp == 1 else f"the {stage} processes of each of pp {pp}")
+    _check_divides(
+        "tp",
+        tp,
+        stage,
+        f"{world} processes" if pp == 1 else f"the {stage} processes of each of pp {pp}",
+    )
     data = stage // tp
     shards = data if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
     if sharding == "HYBRID_SHARD":
         if parallel.shard_size is None and tp % local_world:
             _check_divides("tp", tp, local_world, f"the {local_world} processes of a node")
-        shards = parallel.shard_size or min(max(1, local_world // tp), data)  # 1 if a tp group spans nodes
+        # 1 if a tp group spans nodes
+        shards = parallel.shard_size or min(max(1, local_world // tp), data)
         _check_divides("shard_size", shards, data, Layout(data, 1, tp, pp).dp_text)
     elif parallel.shard_size is not None:
-        raise ConfigError(f"parallel.shard_size requires HYBRID_SHARD, got {sharding}; set it to null")
+        raise ConfigError(
+            f"parallel.shard_size requires HYBRID_SHARD, got {sharding}; set it to null"
+        )
     if parallel.cpu_offload == "full" and data == 1:
-        raise ConfigError("parallel.cpu_offload full requires two data-parallel processes, got one; set optimizer")
+        raise ConfigError(
+            "parallel.cpu_offload full requires two data-parallel processes, got one; set optimizer"
+        )
     return Layout(data // shards, shards, tp, pp)
 
 
@@ -122,15 +179,20 @@ def min_microbatches(parallel: Parallel) -> int:
     """Fewest micro-batches of a step that fill the pipeline schedule: a multiple of `pp`."""
     if parallel.pp == 1:
         return 1
-    number = 2 * parallel.stages if parallel.microbatches is None else max(parallel.microbatches, parallel.stages)
+    number = (
+        2 * parallel.stages
+        if parallel.microbatches is None
+        else max(parallel.microbatches, parallel.stages)
+    )
     return -(-number // parallel.pp) * parallel.pp
 
 
 def pipeline_tokens(tokens: int, multiple: int = 1) -> int:
-    """Tokens to which a pipeline pads its micro-batches, the longest of which has `tokens`: a multiple of `multiple`.
+    """Tokens to which a pipeline pads its micro-batches, the longest of which has `tokens`: a
+    multiple of `multiple`.
 
-    One of few lengths, 16 in each doubling, so that steps share their shapes and buffers: at most 1/16 is added to
-    micro-batches of more than 1,024 tokens.
+    One of few lengths, 16 in each doubling, so that steps share their shapes and buffers: at most
+    1/16 is added to micro-batches of more than 1,024 tokens.
     """
     unit = ROUND * multiple
     while tokens > 32 * unit:
@@ -150,15 +212,22 @@ def divisors(number: int) -> list[int]:
 def _check_divides(name: str, size: int, number: int, what: str) -> None:
     if number % size:
         possible = nearest(size, divisors(number))
-        raise ConfigError(f"parallel.{name} {size} does not divide {what}; use {possible}, or change the profile")
+        raise ConfigError(
+            f"parallel.{name} {size} does not divide {what}; use {possible}, or change the profile"
+        )
 
 
 Style = Literal[
     "columns",  # a linear layer sharded by outputs: by whole heads, or by feed-forward width
     "rows",  # the linear layer after it, sharded by inputs; its outputs are summed over ranks
-    "vocabulary",  # an embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`
-    "norm",  # a replicated module between two sharded ones: with sequence parallel it sees this rank's tokens
-    "enter",  # a module that returns its input, (tokens, …): with sequence parallel, this rank's share of the tokens
+    # an embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`
+    "vocabulary",
+    # a replicated module between two sharded ones: with sequence parallel it sees this rank's
+    # tokens
+    "norm",
+    # a module that returns its input, (tokens, …): with sequence parallel, this rank's share of the
+    # tokens
+    "enter",
     "leave",  # the first module that needs all tokens again
 ]
 """Sharding of one module."""

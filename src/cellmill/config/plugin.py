@@ -1,11 +1,14 @@
-"""Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method, tracker, task.
+"""Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method,
+tracker, task.
 
-Two kinds have no options. The entry point of an `input` is a `cellmill.data.inputs.source.Format`; the entry point of a
-`classifier` is a function that returns an unfitted classifier of scikit-learn's kind.
+Two kinds have no options. The entry point of an `input` is a `cellmill.data.inputs.source.Format`;
+the entry point of a `classifier` is a function that returns an unfitted classifier of
+scikit-learn's kind.
 
-A contract is a subclass of `Plugin`. Each choice is a subclass of the contract: one in `config/parts`, or one in the
-entry-point group `cellmill.<kind>` of an installed package, which never replaces a built-in. Validating a mapping
-against the contract gives the options of the choice that the mapping names. Options are torch-free.
+A contract is a subclass of `Plugin`. Each choice is a subclass of the contract: one in
+`config/parts`, or one in the entry-point group `cellmill.<kind>` of an installed package, which
+never replaces a built-in. Validating a mapping against the contract gives the options of the choice
+that the mapping names. Options are torch-free.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ from cellmill.config.section import Section, error_line, explain
 from cellmill.errors import ConfigError, did_you_mean
 
 BUILT_IN: dict[str, dict[str, type[Plugin]]] = {"input": {}, "classifier": {}}
-"""Options classes of cellmill's own choices, by kind and name; formats are rows of `data/inputs/formats.py`."""
+"""Options classes of cellmill's own choices, by kind and name; formats are rows of
+`data/inputs/formats.py`.
+"""
 
 
 def names(kind: str) -> list[str]:
     """Every available name of `kind`, built-ins first."""
-    return [*BUILT_IN[kind], *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind])]
+    return [
+        *BUILT_IN[kind],
+        *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind]),
+    ]
 
 
 def unknown(kind: str, name: str) -> ConfigError:
@@ -36,20 +44,30 @@ def unknown(kind: str, name: str) -> ConfigError:
 
 
 def load(kind: str, name: str, contract: Any = None) -> Any:
-    """The options class `name`. Raises ConfigError if it is unknown, not importable, or no `contract`."""
+    """The options class `name`. Raises ConfigError if it is unknown, not importable, or no
+    `contract`.
+    """
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
     points = [point for point in entry_points(group=f"cellmill.{kind}") if point.name == name]
-    found = {f"{p.value} of {p.dist.name if p.dist is not None else 'an installed package'}": p for p in points}
+    found = {
+        f"{p.value} of {p.dist.name if p.dist is not None else 'an installed package'}": p
+        for p in points
+    }
     if not found:
         raise unknown(kind, name)
     if len(found) > 1:
-        raise ConfigError(f"{kind} {name!r} is in {' and '.join(sorted(found))}; remove one of the packages")
+        raise ConfigError(
+            f"{kind} {name!r} is in {' and '.join(sorted(found))}; remove one of the packages"
+        )
     [(where, point)] = found.items()
     try:
         options = point.load()
         problem = _misfit(options, contract, name) if contract is not None else ""
-    except (Exception, SystemExit) as error:  # of somebody else's package: the user has to know which
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # of somebody else's package: the user has to know which
         problem = f"cannot be imported ({in_one_line(error)})"
     if problem:
         raise ConfigError(f"{kind} {name!r}: {where} {problem}; repair or remove the package")
@@ -57,7 +75,9 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
 
 
 def _misfit(options: Any, contract: Any, name: str) -> str:
-    """Reason why an installed object cannot be the options class of the choice `name`; empty if there is none."""
+    """Reason why an installed object cannot be the options class of the choice `name`; empty if
+    there is none.
+    """
     if not isinstance(options, type) or not issubclass(options, contract) or options is contract:
         return f"is no subclass of {contract.__module__}.{contract.__name__}"
     field = options.model_fields[contract.key]  # type: ignore[attr-defined]
@@ -109,21 +129,28 @@ class Plugin(Section):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         if cls.__module__.startswith("cellmill.config.parts."):
             choices = BUILT_IN.setdefault(cls.kind, {})
-            if get_args(cls.model_fields[cls.key].annotation):  # a Literal: a choice, not a contract
-                choices.setdefault(cls.model_fields[cls.key].default, cls)  # a sum derives classes of its parts
+            # a Literal: a choice, not a contract
+            if get_args(cls.model_fields[cls.key].annotation):
+                # a sum derives classes of its parts
+                choices.setdefault(cls.model_fields[cls.key].default, cls)
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """Another choice than the one at the top inherits the options of the contract alone."""
         name = defaults.get(cls.key, cls.default)
         if own.get(cls.key, name) != name:
-            defaults = {key: value for key, value in defaults.items() if key in cls.model_fields and key != cls.key}
+            defaults = {
+                key: value
+                for key, value in defaults.items()
+                if key in cls.model_fields and key != cls.key
+            }
         return defaults | own
 
     @model_validator(mode="wrap")
     @classmethod
     def _choose(cls, value: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        if "kind" not in cls.__dict__ or isinstance(value, cls):  # a choice, or options that are validated already
+        # a choice, or options that are validated already
+        if "kind" not in cls.__dict__ or isinstance(value, cls):
             return handler(value)
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping with `{cls.key}`, got {value!r}")
@@ -131,13 +158,18 @@ class Plugin(Section):
             value = {key: option for key, option in value.items() if key != cls.key}
         name = value.get(cls.key, cls.default)
         if name is None:
-            raise ValueError(f"expected `{cls.key}`, one of: {', '.join(names(cls.kind)) or 'none installed'}")
+            raise ValueError(
+                f"expected `{cls.key}`, one of: {', '.join(names(cls.kind)) or 'none installed'}"
+            )
         return validated(load(cls.kind, str(name), cls), {**value, cls.key: str(name)}, [])
 
 
-def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None) -> Any:
-    """Validated `{name: options}` of several choices of a contract; with `choice`, which gives the class of a choice, a
-    name may be any, if the options have `contract.key`."""
+def by_name(
+    contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None
+) -> Any:
+    """Validated `{name: options}` of several choices of a contract; with `choice`, which gives the
+    class of a choice, a name may be any, if the options have `contract.key`.
+    """
     value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping of names, got {value!r}")
@@ -155,10 +187,14 @@ def by_name(contract: type[Plugin], value: Any, choice: Callable[[str], type[Plu
 
 
 def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
-    """`value` as a `model`; a nested ValidationError, which would print as a paragraph, becomes one line."""
+    """`value` as a `model`; a nested ValidationError, which would print as a paragraph, becomes one
+    line.
+    """
     try:
         return model.model_validate(value)
-    except KeyError as error:  # a validator of an installed package; pydantic reports ValueErrors alone
+    except (
+        KeyError
+    ) as error:  # a validator of an installed package; pydantic reports ValueErrors alone
         raise ValueError(f"{model.__module__}.{model.__name__}: {in_one_line(error)}") from None
     except ValidationError as error:
         where, message = explain(error, model)

@@ -1,7 +1,9 @@
-"""Folders of published models, by layout: their files, and the sections of a run that starts from them.
+"""Folders of published models, by layout: their files, and the sections of a run that starts from
+them.
 
-A run names one as `init_from: geneformer:FOLDER` or `scgpt:FOLDER`; rule `import` makes a model folder of it. A dry run
-reads the layout's own JSON, so nothing here imports torch or unpickles: the token dictionary is searched for <cls>.
+A run names one as `init_from: geneformer:FOLDER` or `scgpt:FOLDER`; rule `import` makes a model
+folder of it. A dry run reads the layout's own JSON, so nothing here imports torch or unpickles: the
+token dictionary is searched for <cls>.
 """
 
 import re
@@ -16,10 +18,16 @@ from cellmill.files import digest, read_json, require_file
 Json = dict[str, Any]
 DICTIONARIES = ("token_dictionary*.pkl", "gene_median_dictionary*.pkl")
 FILES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "geneformer": (("config.json",), ("model.safetensors", "pytorch_model.bin"), *zip(DICTIONARIES)),
+    "geneformer": (
+        ("config.json",),
+        ("model.safetensors", "pytorch_model.bin"),
+        *zip(DICTIONARIES),
+    ),
     "scgpt": (("args.json",), ("best_model.pt", "model.safetensors"), ("vocab.json",)),
 }
-"""Files of each layout, the options first, then the weights; of several names the first that is there."""
+"""Files of each layout, the options first, then the weights; of several names the first that is
+there.
+"""
 SIZES = ("hidden", "layers", "heads", "ffn_hidden")
 BERT = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 SCGPT = ("embsize", "nlayers", "nheads", "d_hid")
@@ -27,11 +35,15 @@ SCGPT = ("embsize", "nlayers", "nheads", "d_hid")
 
 
 def published_file(folder: Path, *names: str) -> Path:
-    """The file of the first of these names or patterns that has one. Raises DataError for none, or for several."""
+    """The file of the first of these names or patterns that has one. Raises DataError for none, or
+    for several.
+    """
     found = next((paths for name in names if (paths := sorted(folder.glob(name)))), [])
     if len(found) != 1:
         got = ", ".join(path.name for path in found) or "none"
-        raise DataError(f"{folder}: expected one {' or '.join(names)}, got {got}; copy the one of these weights there")
+        raise DataError(
+            f"{folder}: expected one {' or '.join(names)}, got {got}; copy the one of these weights there"
+        )
     require_file(found[0])
     return found[0]
 
@@ -71,7 +83,9 @@ class PublishedFolder:
 
     @property
     def name(self) -> str:
-        """A name for files, different for each folder: of its letters, digits, dots and dashes, and a digest."""
+        """A name for files, different for each folder: of its letters, digits, dots and dashes, and
+        a digest.
+        """
         letters = re.sub(r"[^A-Za-z0-9.-]+", "_", self.folder.name)[:60]
         return f"{self.kind}-{letters}-{digest(str(self.folder))[:8]}"
 
@@ -83,24 +97,41 @@ class PublishedFolder:
     def files(self) -> list[Path]:
         """Files in the order of FILES. Raises DataError for a missing, incomplete or other folder."""
         if not self.folder.is_dir():
-            raise DataError(f"{self.folder}: no such folder; give the folder with the published files")
-        if (self.folder / "vocabulary.tsv").exists() and (self.folder / "model.safetensors").exists():
-            raise DataError(f"{self.folder}: this is a model folder of cellmill already; use it as it is")
+            raise DataError(
+                f"{self.folder}: no such folder; give the folder with the published files"
+            )
+        if (self.folder / "vocabulary.tsv").exists() and (
+            self.folder / "model.safetensors"
+        ).exists():
+            raise DataError(
+                f"{self.folder}: this is a model folder of cellmill already; use it as it is"
+            )
         return [published_file(self.folder, *names) for names in FILES[self.kind]]
 
     def sections(self) -> dict[str, Json]:
         """Sections `model` and `tokens`, by name. Raises DataError for files of another model."""
-        return geneformer_sections(self.folder) if self.kind == "geneformer" else scgpt_sections(self.folder)
+        return (
+            geneformer_sections(self.folder)
+            if self.kind == "geneformer"
+            else scgpt_sections(self.folder)
+        )
 
 
-HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"  # name and revision of a model on the Hugging Face hub
+# name and revision of a model on the Hugging Face hub
+HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"
 
 
 def model_folder_of(parent: str) -> str:
-    """The model folder that an `init_from` other than a run names: of a published folder and the hub, the rule's."""
+    """The model folder that an `init_from` other than a run names: of a published folder and the
+    hub, the rule's.
+    """
     if (published := PublishedFolder.named_by(parent)) is not None:
         return published.model
-    return f"results/hub/{parent.removeprefix('hf://')}" if parent.startswith("hf://") else str(Path(parent))
+    return (
+        f"results/hub/{parent.removeprefix('hf://')}"
+        if parent.startswith("hf://")
+        else str(Path(parent))
+    )
 
 
 def vocabulary_file(model: str) -> str:
@@ -110,18 +141,29 @@ def vocabulary_file(model: str) -> str:
 
 
 def geneformer_sections(folder: Path) -> dict[str, Json]:
-    """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to last layer: the state
-    of <cls> where the dictionary has it (V2), else the mean (V1)."""
+    """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to
+    last layer: the state of <cls> where the dictionary has it (V2), else the mean (V1).
+    """
     path, tokens = published_file(folder, "config.json"), published_file(folder, DICTIONARIES[0])
-    config = {"model_type": "bert", "position_embedding_type": "absolute", "hidden_act": None} | read_mapping(path)
+    config = {
+        "model_type": "bert",
+        "position_embedding_type": "absolute",
+        "hidden_act": None,
+    } | read_mapping(path)
     names = tokens.read_bytes()  # a pickle has its texts as they are
     n_ends = 2 if b"<cls>" in names and b"<eos>" in names else 0
     sizes = {ours: _whole(path, config, name) for ours, name in zip(SIZES, BERT)}
     longest = _whole(path, config, "max_position_embeddings", 1 + n_ends)
-    expected = {"model_type": ("bert",), "position_embedding_type": ("absolute",), "hidden_act": ("gelu", "relu")}
+    expected = {
+        "model_type": ("bert",),
+        "position_embedding_type": ("absolute",),
+        "hidden_act": ("gelu", "relu"),
+    }
     for name, known in expected.items():
         if config[name] not in known:
-            raise DataError(f"{path}: {name}: expected {' or '.join(known)}, got {config[name]!r}; it is no Geneformer")
+            raise DataError(
+                f"{path}: {name}: expected {' or '.join(known)}, got {config[name]!r}; it is no Geneformer"
+            )
     options = {
         **sizes,
         "family": "bert",
@@ -140,7 +182,11 @@ def scgpt_sections(folder: Path) -> dict[str, Json]:
     path = published_file(folder, "args.json")
     config = {"n_bins": 51, "input_emb_style": "continuous", "pre_norm": False} | read_mapping(path)
     if config["input_emb_style"] != "continuous" or config["pre_norm"]:
-        problem = "pre_norm is set" if config["pre_norm"] else f"input_emb_style is {config['input_emb_style']!r}"
+        problem = (
+            "pre_norm is set"
+            if config["pre_norm"]
+            else f"input_emb_style is {config['input_emb_style']!r}"
+        )
         raise DataError(f"{path}: expected post-norm blocks over continuous values, but {problem}")
     options = {
         **{ours: _whole(path, config, name) for ours, name in zip(SIZES, SCGPT)},

@@ -1,4 +1,6 @@
-"""Input files, options and arguments of the jobs of the workflow, by their wildcards: what workflow/rules/ call."""
+"""Input files, options and arguments of the jobs of the workflow, by their wildcards: what
+workflow/rules/ call.
+"""
 
 import json
 import os
@@ -25,7 +27,8 @@ def sized(base: int, mb_per_unit: float | None = None) -> Callable[..., int]:
     """Resource of a job: `base`, and 1 more for each `mb_per_unit` MB of input, times the attempt."""
 
     def resource(wildcards: Wildcards, input: Iterable[str], attempt: int) -> int:
-        # not input.size_mb, which warns, is unknown in a dry run, and is nothing for folders and URLs
+        # not input.size_mb, which warns, is unknown in a dry run, and is nothing for folders and
+        # URLs
         more = sum(map(_bytes_of, input)) / 2**20 / mb_per_unit if mb_per_unit else 0
         return int(base + more) * attempt
 
@@ -58,33 +61,48 @@ def _shown(value: Any) -> str:
 
 
 class JobFiles:
-    """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule as it is."""
+    """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule
+    as it is.
+    """
 
     def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:
         self.workflow, self.corpora, self.runs = workflow, workflow.corpora, workflow.runs
-        self.writes = writes  # true if jobs run, so that files of options are written; known only once all rules are
+        # true if jobs run, so that files of options are written; known only once all rules are
+        self.writes = writes
         self._told: set[Path] = set()  # files of options whose changes were printed
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
         models = [run.init_from for run in self.runs.values()]
         models += [corpus.vocabulary.medians for corpus in self.corpora.values()]
-        models += [external.model for run in self.runs.values() for external in run.evaluate.external.values()]
+        models += [
+            external.model
+            for run in self.runs.values()
+            for external in run.evaluate.external.values()
+        ]
         named = [PublishedFolder.named_by(model or "") for model in models]
         self.published = {folder.name: folder for folder in named if folder is not None}
 
     def check_targets(self, words: Iterable[str]) -> None:
-        """Raise ConfigError for a file of an unknown run or corpus among the words of the command: Snakemake would miss
-        a rule for it."""
+        """Raise ConfigError for a file of an unknown run or corpus among the words of the command:
+        Snakemake would miss a rule for it.
+        """
         for word in words:
             path = Path(word).parts
-            for folder, kind, names in (("runs", "run", [*self.runs]), ("corpora", "corpus", [*self.corpora])):
+            for folder, kind, names in (
+                ("runs", "run", [*self.runs]),
+                ("corpora", "corpus", [*self.corpora]),
+            ):
                 if path[:2] == ("results", folder) and len(path) > 3 and path[2] not in names:
-                    raise ConfigError(f"{word}: no {kind} {path[2]!r}; {did_you_mean(path[2], names)}")
+                    raise ConfigError(
+                        f"{word}: no {kind} {path[2]!r}; {did_you_mean(path[2], names)}"
+                    )
 
     # options
 
     def section(self, stage: str, wildcards: Wildcards) -> dict[str, Any]:
-        """Sections of the configuration that `stage` reads; with a dataset's own options where it preprocesses one."""
+        """Sections of the configuration that `stage` reads; with a dataset's own options where it
+        preprocesses one.
+        """
         name = wildcards.get("run") or wildcards.get("corpus")
         dataset = self.dataset(wildcards) if stage == "preprocess" else None
         section = self.workflow.section(stage, name, dataset)
@@ -93,14 +111,20 @@ class JobFiles:
         return section
 
     def options(self, stage: str) -> Callable[[Wildcards], str]:
-        """File of the options that `stage` reads, or of the values of a sweep, named after its content: other options
-        rerun the stage, and a job that waits in a queue reads what it was submitted with."""
+        """File of the options that `stage` reads, or of the values of a sweep, named after its
+        content: other options rerun the stage, and a job that waits in a queue reads what it was
+        submitted with.
+        """
 
         @one_line()
         def file(wildcards: Wildcards) -> str:
-            tree = self.swept[wildcards.sweep] if stage == "sweep" else self.section(stage, wildcards)
+            tree = (
+                self.swept[wildcards.sweep] if stage == "sweep" else self.section(stage, wildcards)
+            )
             name = wildcards.get("run") or wildcards.get("corpus") or wildcards.get("sweep")
-            path = Path("results/options", stage, f"{name + '.' if name else ''}{digest(tree)[:12]}.json")
+            path = Path(
+                "results/options", stage, f"{name + '.' if name else ''}{digest(tree)[:12]}.json"
+            )
             if not path.exists() and not self.writes():
                 self._tell_changes(stage, name, path, tree)
             if self.writes() and not path.exists():
@@ -108,13 +132,17 @@ class JobFiles:
                     write_json(path, tree)
                 except OSError as error:  # the first file that a workflow writes
                     problem = f"{error.filename or path}: {error.strerror}"
-                    raise ConfigError(f"{problem}; the workflow writes to its working directory") from None
+                    raise ConfigError(
+                        f"{problem}; the workflow writes to its working directory"
+                    ) from None
             return str(path)
 
         return file
 
     def _tell_changes(self, stage: str, name: str | None, path: Path, tree: dict[str, Any]) -> None:
-        """Print once which options differ from the newest file of the stage: Snakemake names files by their digests."""
+        """Print once which options differ from the newest file of the stage: Snakemake names files
+        by their digests.
+        """
         pattern = re.compile(rf"{re.escape(f'{name}.' if name else '')}[0-9a-f]{{12}}\.json")
         written = [file for file in path.parent.glob("*.json") if pattern.fullmatch(file.name)]
         if not written or path in self._told:
@@ -123,7 +151,10 @@ class JobFiles:
         before = values_by_path(json.loads(max(written, key=os.path.getmtime).read_text()))
         now = values_by_path(tree)
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        shown = [f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}" for key in changed[:SHOWN_CHANGES]]
+        shown = [
+            f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}"
+            for key in changed[:SHOWN_CHANGES]
+        ]
         more = f" and {len(changed) - SHOWN_CHANGES} more" if len(changed) > SHOWN_CHANGES else ""
         owner = f" of {name}" if name else ""
         print(f"cellmill: {stage}{owner}: {', '.join(shown)}{more}", file=sys.stderr, flush=True)
@@ -148,10 +179,16 @@ class JobFiles:
         return fetched if is_url(path) else path
 
     def columns(self, wildcards: Wildcards) -> list[str]:
-        """Columns of the table about a dataset's obs and counts, as arguments of `cellmill preprocess`."""
+        """Columns of the table about a dataset's obs and counts, as arguments of `cellmill
+        preprocess`.
+        """
         dataset = self.dataset(wildcards)
         given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        words = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
+        ]
         if dataset.counts_rule != "refuse":
             words.append(f"--counts-rule={dataset.counts_rule}")
         if dataset.gene_column is not None:
@@ -159,9 +196,11 @@ class JobFiles:
         return words
 
     def vocabulary_options(self, wildcards: Wildcards) -> str | list[str]:
-        """File of the options of stage vocabulary and, if it reads training cells only, the split as an argument.
+        """File of the options of stage vocabulary and, if it reads training cells only, the split
+        as an argument.
 
-        In one parameter, so that vocabularies of all cells, as earlier versions made them, are not made again.
+        In one parameter, so that vocabularies of all cells, as earlier versions made them, are not
+        made again.
         """
         file = self.options("vocabulary")(wildcards)
         corpus = self.corpora[wildcards.corpus]
@@ -175,8 +214,12 @@ class JobFiles:
 
     def option_file(self, section: str, key: str) -> Callable[[Wildcards], list[str]]:
         """The file that an option of the corpus names, if any; of a published model its vocabulary."""
-        named = {name: getattr(getattr(corpus, section), key) for name, corpus in self.corpora.items()}
-        files = {name: [] if path is None else [vocabulary_file(path)] for name, path in named.items()}
+        named = {
+            name: getattr(getattr(corpus, section), key) for name, corpus in self.corpora.items()
+        }
+        files = {
+            name: [] if path is None else [vocabulary_file(path)] for name, path in named.items()
+        }
         return lambda wildcards: files[wildcards.corpus]
 
     def cells(self, wildcards: Wildcards) -> list[str]:
@@ -188,7 +231,11 @@ class JobFiles:
         """Parts of the shards that jobs of their own write; none if one job writes all."""
         jobs = self.corpora[wildcards.corpus].shard.jobs
         folder = f"results/corpora/{wildcards.corpus}/shards/parts"
-        return [f"{folder}/{number}-of-{jobs}.json" for number in range(1, jobs + 1)] if jobs > 1 else []
+        return (
+            [f"{folder}/{number}-of-{jobs}.json" for number in range(1, jobs + 1)]
+            if jobs > 1
+            else []
+        )
 
     def reported_corpora(self) -> list[str]:
         """Corpora used by any run, in the order of the configuration."""
@@ -199,7 +246,10 @@ class JobFiles:
         """Reports on quality control of the datasets that runs are trained or evaluated on."""
         used: dict[str, None] = {}  # in order, each once
         for name, run in self.runs.items():
-            for dataset in [*self.workflow.trained_on(run.corpus), *self.workflow.evaluated_on(name)]:
+            for dataset in [
+                *self.workflow.trained_on(run.corpus),
+                *self.workflow.evaluated_on(name),
+            ]:
                 used[f"results/corpora/{run.corpus}/cells/{dataset}.json"] = None
         return list(used)
 
@@ -220,28 +270,39 @@ class JobFiles:
         """What a training reads of others: a file, and flag and argument of `cellmill train`."""
         run, found = self.runs[wildcards.run], []
         if (parent := run.init_from) is not None:
-            folder = f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
+            folder = (
+                f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
+            )
             found.append((f"{folder}/model.safetensors", "--init-from", folder))
         if run.trunk is not None:
             train = f"results/runs/{run.trunk}/train"
-            found.append((f"{train}/status.json", "--trunk", f"{train}/checkpoints/step-{run.trunk_step:08}"))
+            found.append(
+                (f"{train}/status.json", "--trunk", f"{train}/checkpoints/step-{run.trunk_step:08}")
+            )
         if run.teacher is not None:
             folder = f"results/runs/{wildcards.run}/teacher"
             found.append((f"{folder}/vectors.json", "--teacher", folder))
         return found
 
     def parents(self, wildcards: Wildcards) -> list[str]:
-        vectors = getattr(self.runs[wildcards.run].model, "gene_vectors", None)  # its path is among the options
-        return [file for file, _, _ in self._parents(wildcards)] + ([] if vectors is None else [vectors])
+        # its path is among the options
+        vectors = getattr(self.runs[wildcards.run].model, "gene_vectors", None)
+        return [file for file, _, _ in self._parents(wildcards)] + (
+            [] if vectors is None else [vectors]
+        )
 
     def parent_arguments(self, wildcards: Wildcards) -> list[str]:
         return [word for _, *words in self._parents(wildcards) for word in words]
 
     def ancestor_manifests(self, wildcards: Wildcards) -> list[str]:
-        """Manifests of the runs that the run began with or learnt from: their cells are not held out either."""
+        """Manifests of the runs that the run began with or learnt from: their cells are not held
+        out either.
+        """
         ancestors = [self.runs[wildcards.run]]
         for run in ancestors:  # which grows; a parent may also be None, or the path of a folder
-            ancestors += [self.runs[parent] for parent in (run.init_from, run.teacher) if parent in self.runs]
+            ancestors += [
+                self.runs[parent] for parent in (run.init_from, run.teacher) if parent in self.runs
+            ]
         return [f"results/corpora/{run.corpus}/shards/manifest.json" for run in ancestors[1:]]
 
     # evaluation
@@ -262,14 +323,23 @@ class JobFiles:
     def label_columns(self, wildcards: Wildcards) -> list[str]:
         """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
         table = self.datasets[self.runs[wildcards.run].corpus]
-        return ["|".join(table[name].label_names) or "-" for name in self.workflow.evaluated_on(wildcards.run)]
+        return [
+            "|".join(table[name].label_names) or "-"
+            for name in self.workflow.evaluated_on(wildcards.run)
+        ]
 
     def task_files(self, wildcards: Wildcards) -> list[str]:
         """Files that the options of the run's evaluation tasks name."""
-        return [path for task in self.runs[wildcards.run].evaluate.tasks.values() for path in task.paths().values()]
+        return [
+            path
+            for task in self.runs[wildcards.run].evaluate.tasks.values()
+            for path in task.paths().values()
+        ]
 
     def external_embeddings(self, wildcards: Wildcards) -> list[str]:
-        """Embeddings by the models of `evaluate.external`: of the first dataset, then of the next one."""
+        """Embeddings by the models of `evaluate.external`: of the first dataset, then of the next
+        one.
+        """
         corpus, models = self._corpus(wildcards), self.runs[wildcards.run].evaluate.external.items()
         return [
             f"{corpus}/zoo/{model.preset}/{dataset}.h5ad"
@@ -286,7 +356,9 @@ class JobFiles:
             model = run.evaluate.external.get(wildcards.external)
             if model is not None and model.digest.startswith(wildcards.digest):
                 return model
-        raise ConfigError(f"no run has an evaluate.external.{wildcards.external} of digest {wildcards.digest}")
+        raise ConfigError(
+            f"no run has an evaluate.external.{wildcards.external} of digest {wildcards.digest}"
+        )
 
     # bridges
 
@@ -311,7 +383,9 @@ class JobFiles:
         labels = self.datasets[corpus][name].label_names
         if not labels:
             table = self.corpora[corpus].table
-            raise ConfigError(f"{table}: dataset {name} has no label, which bridges read; name an obs column in label")
+            raise ConfigError(
+                f"{table}: dataset {name} has no label, which bridges read; name an obs column in label"
+            )
         return labels[0]
 
     def bridge_python(self, package: str) -> str:

@@ -14,48 +14,75 @@ from cellmill.config.section import Counts, Section, leaving_out, one_message
 
 
 class Stream(Section):
-    """Order in which cells are read from shards; an epoch holds the same cells whatever is set here."""
+    """Order in which cells are read from shards; an epoch holds the same cells whatever is set
+    here.
+    """
 
     lanes: int = Field(8, ge=1)
-    """Independent streams of cells: a multiple of all data-parallel sizes of the run, for equal global batches."""
+    """Independent streams of cells: a multiple of all data-parallel sizes of the run, for equal
+    global batches.
+    """
     block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
-    window_blocks: int = Field(16, ge=1, description="Blocks of one lane whose cells are shuffled together.")
+    window_blocks: int = Field(
+        16, ge=1, description="Blocks of one lane whose cells are shuffled together."
+    )
     equal_steps: bool = False
-    """Spread the cells of an epoch evenly over its steps, whose number stays. Otherwise the last step has the remaining
-    cells, which may be a handful. Recommended for new runs; off reproduces earlier runs."""
+    """Spread the cells of an epoch evenly over its steps, whose number stays. Otherwise the last
+    step has the remaining cells, which may be a handful. Recommended for new runs; off reproduces
+    earlier runs.
+    """
     train_frac: float = Field(1.0, gt=0, le=1)
-    """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller fraction is a subset
-    of a larger one, and the validation and test cells are always the same."""
+    """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller
+    fraction is a subset of a larger one, and the validation and test cells are always the same.
+    """
     weight_by: str | None = None
-    """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are read more often, those
-    of frequent ones less; an epoch repeats some and omits others. null reads each cell once. If it is left out, a run
-    whose only objective is classification has weight_by: its label_column, and labelled_frac: 1."""
+    """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are
+    read more often, those of frequent ones less; an epoch repeats some and omits others. null reads
+    each cell once. If it is left out, a run whose only objective is classification has weight_by:
+    its label_column, and labelled_frac: 1.
+    """
     labelled_frac: float | None = Field(None, gt=0, le=1)
-    """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these, and the other cells
-    fill the rest, each equally often. null counts a missing value as a value like the others."""
+    """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these,
+    and the other cells fill the rest, each equally often. null counts a missing value as a value
+    like the others.
+    """
     weight_exponent: float = Field(1.0, ge=0, le=1)
-    """Cells of a value with n cells weigh n ** -weight_exponent: 1 reads all values equally, 0 each cell once."""
+    """Cells of a value with n cells weigh n ** -weight_exponent: 1 reads all values equally, 0 each
+    cell once.
+    """
     max_repeats: float = Field(10.0, ge=1, le=1000)
-    """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value; with labelled_frac
-    as a multiple of the mean over all cells with a value."""
+    """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value;
+    with labelled_frac as a multiple of the mean over all cells with a value.
+    """
     weight_warmup_steps: int = Field(0, ge=0)
-    """Steps over which the exponent goes linearly from weight_start_exponent to weight_exponent; each epoch has the
-    weights of its first step. 0 starts with the latter."""
+    """Steps over which the exponent goes linearly from weight_start_exponent to weight_exponent;
+    each epoch has the weights of its first step. 0 starts with the latter.
+    """
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
-    """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values equally."""
+    """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values
+    equally.
+    """
     io_threads: int = Field(4, ge=1)
-    """Reader threads: the number of reads that a process has in flight. One read is block_cells cells."""
+    """Reader threads: the number of reads that a process has in flight. One read is block_cells
+    cells.
+    """
     stage_to: str | None = Field(None, min_length=1)
-    """Folder on each node's local disk, such as $TMPDIR, to which one process per node copies the shards that it reads
-    while the training runs. A shard is read from the shared folder until its copy matches the manifest's SHA-256. A
-    failure is one warning; copies are removed at the end. null copies none. Variables are expanded on the node."""
+    """Folder on each node's local disk, such as $TMPDIR, to which one process per node copies the
+    shards that it reads while the training runs. A shard is read from the shared folder until its
+    copy matches the manifest's SHA-256. A failure is one warning; copies are removed at the end.
+    null copies none. Variables are expanded on the node.
+    """
     stage_limit_gb: float | None = Field(None, gt=0)
-    """Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay free."""
+    """Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay
+    free.
+    """
 
     _dump = leaving_out("labelled_frac")
 
     def train_cells(self, n: int) -> int:
-        """Number of the corpus's `n` training cells that the run reads: the first ones, as shards are shuffled."""
+        """Number of the corpus's `n` training cells that the run reads: the first ones, as shards
+        are shuffled.
+        """
         return max(1, round(self.train_frac * n)) if n else 0
 
     def problems(self) -> Iterator[str]:
@@ -63,15 +90,21 @@ class Stream(Section):
             yield "weight_start_exponent requires weight_warmup_steps, got 0; set both, or neither"
 
     def weights_column(self) -> dict[str, str]:
-        """obs column by which cells are weighted, and the option that names it; empty without weights."""
+        """obs column by which cells are weighted, and the option that names it; empty without
+        weights.
+        """
         return {} if self.weight_by is None else {self.weight_by: "stream.weight_by"}
 
 
 class Plan(Section):
     """Assumptions of the plan about the machine."""
 
-    memory_gb: float | None = Field(None, gt=0, description="Memory of a process; null: of the profile's device.")
-    memory_frac: float = Field(0.9, gt=0, le=1, description="Fraction of that memory a run may use.")
+    memory_gb: float | None = Field(
+        None, gt=0, description="Memory of a process; null: of the profile's device."
+    )
+    memory_frac: float = Field(
+        0.9, gt=0, le=1, description="Fraction of that memory a run may use."
+    )
     mfu_frac: float = Field(0.35, gt=0, le=1)
     """Assumed fraction of the device's peak FLOP/s; communication and idle time are added."""
     intra_node_gbs: float | None = Field(None, gt=0)
@@ -81,8 +114,9 @@ class Plan(Section):
 
 
 AUTO_EPOCHS, AUTO_MIN_STEPS = 3, 1600
-"""Length of `train.steps: auto`, from benchmarks/lengths.py: docs/objectives.md has its table. Larger numbers continue
-finished runs, smaller ones refuse them."""
+"""Length of `train.steps: auto`, from benchmarks/lengths.py: docs/objectives.md has its table.
+Larger numbers continue finished runs, smaller ones refuse them.
+"""
 
 
 class Train(Section):
@@ -96,10 +130,16 @@ class Train(Section):
         description=f"Optimizer steps; exactly one of steps and epochs is set. auto: {AUTO_EPOCHS} epochs, at least "
         f"{AUTO_MIN_STEPS:,} steps. A run whose length is changed continues.",
     )
-    epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training cells.")
-    global_batch: int = Field(256, ge=1, le=10**7, description="Cells per optimizer step over all processes.")
+    epochs: float | None = Field(
+        None, gt=0, le=10**6, description="Passes over the training cells."
+    )
+    global_batch: int = Field(
+        256, ge=1, le=10**7, description="Cells per optimizer step over all processes."
+    )
     token_budget: int = Field(16_384, ge=1)
-    """Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share needs."""
+    """Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share
+    needs.
+    """
     optimizer: Optimizer = Field(  # type: ignore[assignment]  # the default is validated, too
         "adamw",
         description="Optimizer: its name, or a mapping of name and further options. muon: orthogonalised momentum for "
@@ -107,51 +147,83 @@ class Train(Section):
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning-rate schedule after warm-up. wsd: constant, then linear decay, so longer runs begin the same."""
-    decay_frac: float = Field(0.2, gt=0, le=1, description="Fraction of the steps, at the end, in which wsd decays.")
+    """Learning-rate schedule after warm-up. wsd: constant, then linear decay, so longer runs begin
+    the same.
+    """
+    decay_frac: float = Field(
+        0.2, gt=0, le=1, description="Fraction of the steps, at the end, in which wsd decays."
+    )
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    min_lr_frac: float = Field(0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr.")
-    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; norms, biases, embeddings have none.")
+    min_lr_frac: float = Field(
+        0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr."
+    )
+    weight_decay: float = Field(
+        0.1, ge=0, description="Weight decay of matrices; norms, biases, embeddings have none."
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")
-    clip_norm: float | None = Field(1.0, gt=0, description="Maximum global gradient norm; null disables clipping.")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="Maximum global gradient norm; null disables clipping."
+    )
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Decay per step of an exponential moving average of the trained weights; after t steps at most (1 + t) / (10 + t).
-    Validation, and so the best checkpoint, and the exported model use the average. null keeps none."""
+    """Decay per step of an exponential moving average of the trained weights; after t steps at most
+    (1 + t) / (10 + t). Validation, and so the best checkpoint, and the exported model use the
+    average. null keeps none.
+    """
     max_bad_steps: int = Field(5, ge=1)
-    """Consecutive steps with a non-finite loss or gradient norm that end the training; each is skipped."""
+    """Consecutive steps with a non-finite loss or gradient norm that end the training; each is
+    skipped.
+    """
     timeout_s: float = Field(600, gt=0)
-    """Seconds without progress after which a hanging process ends the training; five times as long during the first
-    steps, and at least a minute until all have joined."""
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout.")
-    val_every_steps: int = Field(200, ge=1, description="Steps between validations; the last step always validates.")
+    """Seconds without progress after which a hanging process ends the training; five times as long
+    during the first steps, and at least a minute until all have joined.
+    """
+    seed: int = Field(
+        0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout."
+    )
+    val_every_steps: int = Field(
+        200, ge=1, description="Steps between validations; the last step always validates."
+    )
     val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
     best_metric: str = "val_loss"
-    """Validation metric that chooses the best checkpoint and stops early, by its name in metrics.jsonl: val_loss,
-    val_accuracy of classification, val_pearson of regression, effective_rank, depth_r2 or batch_r2; of a part of
-    objective sum val_loss_PART, val_accuracy_PART or val_pearson_PART."""
-    best_mode: Literal["min", "max"] = Field("min", description="Whether a smaller or a larger best_metric is better.")
+    """Validation metric that chooses the best checkpoint and stops early, by its name in
+    metrics.jsonl: val_loss, val_accuracy of classification, val_pearson of regression,
+    effective_rank, depth_r2 or batch_r2; of a part of objective sum val_loss_PART,
+    val_accuracy_PART or val_pearson_PART.
+    """
+    best_mode: Literal["min", "max"] = Field(
+        "min", description="Whether a smaller or a larger best_metric is better."
+    )
     early_stop_patience: int | None = Field(None, ge=1)
-    """Validations in a row without a better best_metric after which the run ends; a higher value continues it. null
-    trains to the last step."""
+    """Validations in a row without a better best_metric after which the run ends; a higher value
+    continues it. null trains to the last step.
+    """
     early_stop_min_delta: float = Field(0.0, ge=0)
     """Minimum improvement that resets the patience; the best checkpoint is the best regardless."""
     checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
-    checkpoint_every_min: float | None = Field(None, gt=0, description="Minutes between more checkpoints; null: none.")
-    keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints kept in addition to the best.")
+    checkpoint_every_min: float | None = Field(
+        None, gt=0, description="Minutes between more checkpoints; null: none."
+    )
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Number of newest checkpoints kept in addition to the best."
+    )
     keep_steps: Counts = Field([])
-    """Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and keep_checkpoints
-    say, such as those from which other runs branch (trunk_step)."""
+    """Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and
+    keep_checkpoints say, such as those from which other runs branch (trunk_step).
+    """
     log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
     profile_steps: list[int] | None = Field(None, min_length=2, max_length=2)
-    """First and last step (from 1) to profile: a torch profiler trace, and on a GPU a memory snapshot, in
-    train/profile/ of the run; null profiles none."""
+    """First and last step (from 1) to profile: a torch profiler trace, and on a GPU a memory
+    snapshot, in train/profile/ of the run; null profiles none.
+    """
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """A length given by the run replaces the one at the top."""
         if own.get("steps") is not None or own.get("epochs") is not None:
-            defaults = {key: value for key, value in defaults.items() if key not in ("steps", "epochs")}
+            defaults = {
+                key: value for key, value in defaults.items() if key not in ("steps", "epochs")
+            }
         return defaults | own
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -165,7 +237,10 @@ class Train(Section):
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"
             yield f"expected one of steps and epochs, got {both}; set one of them, and the other to null"
-        if self.profile_steps is not None and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+        if (
+            self.profile_steps is not None
+            and not 1 <= self.profile_steps[0] <= self.profile_steps[1]
+        ):
             yield f"profile_steps: expected [first, last] with 1 <= first <= last, got {self.profile_steps}"
 
 
@@ -184,14 +259,16 @@ class Embed(Section):
 
     token_budget: int = Field(16_384, ge=1, description="Maximum tokens of one forward pass.")
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one call per cell
-    length; embeddings then have two to three decimal digits. Not tested on a GPU."""
+    """Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one
+    call per cell length; embeddings then have two to three decimal digits. Not tested on a GPU.
+    """
     min_coverage_frac: float = Field(0.3, ge=0, le=1)
     """Minimum fraction of a dataset's counts in genes of the model's vocabulary."""
     # a panel of 1,000 genes in a corpus of whole transcriptomes has .03, and is not a mistake
     min_expressed_frac: float = Field(0.01, ge=0, le=1)
-    """Minimum fraction of the model's genes that a dataset measures, each weighted by the number of training cells that
-    express it; below one half there is a warning."""
+    """Minimum fraction of the model's genes that a dataset measures, each weighted by the number of
+    training cells that express it; below one half there is a warning.
+    """
 
 
 class Predict(Section):
@@ -200,8 +277,9 @@ class Predict(Section):
     min_probability: float | None = Field(None, gt=0, lt=1)
     """Minimum calibrated probability of a cell's predicted label; cells below it get none."""
     min_accuracy: float | None = Field(None, gt=0, le=1)
-    """Minimum accuracy among the validation cells that get a label: min_probability is then the lowest value that
-    reaches it. null, with min_probability null too, labels every cell."""
+    """Minimum accuracy among the validation cells that get a label: min_probability is then the
+    lowest value that reaches it. null, with min_probability null too, labels every cell.
+    """
 
     def problems(self) -> Iterator[str]:
         if self.min_probability is not None and self.min_accuracy is not None:
@@ -214,9 +292,12 @@ class KnockOut(Section):
     genes: list[str] | None = Field(None, min_length=1)
     """Ids or symbols; null removes each gene that min_cells of the cells express."""
     cells: int = Field(1000, ge=1, description="Cells drawn from the dataset at most.")
-    min_cells: int = Field(20, ge=1, description="Minimum number of drawn cells that express a gene.")
+    min_cells: int = Field(
+        20, ge=1, description="Minimum number of drawn cells that express a gene."
+    )
     null_genes: int = Field(100, ge=1)
-    """Other genes of the most similar expression, each removed too, that a gene is compared with."""
+    """Other genes of the most similar expression, each removed too, that a gene is compared with.
+    """
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the draw of cells.")
 
 
@@ -227,10 +308,12 @@ class Report(Section):
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:
-    """Return the rate of optimizer step `step` (from 0) out of `steps`: linear warm-up, then the schedule's decay.
+    """Return the rate of optimizer step `step` (from 0) out of `steps`: linear warm-up, then the
+    schedule's decay.
 
-    The last step of a schedule that decays has `lr * min_lr_frac`. A wsd schedule (warm-up, stable, decay; Hu et al.
-    2024, MiniCPM) decays linearly over the last `decay_frac` of the steps, and never before the end of the warm-up.
+    The last step of a schedule that decays has `lr * min_lr_frac`. A wsd schedule (warm-up, stable,
+    decay; Hu et al. 2024, MiniCPM) decays linearly over the last `decay_frac` of the steps, and
+    never before the end of the warm-up.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps

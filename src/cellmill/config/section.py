@@ -1,8 +1,8 @@
 """Base class of every configuration section: frozen, no unknown keys, a description for each field.
 
-Snakemake's YAML loads `3e-4` as text, so numbers are accepted as text, and "null" where null is allowed. A boolean is
-not accepted as a number. Error messages also recognise the option names of scModelForge, Molfun, AxonML and PyTorch
-Lightning, and name ours.
+Snakemake's YAML loads `3e-4` as text, so numbers are accepted as text, and "null" where null is
+allowed. A boolean is not accepted as a number. Error messages also recognise the option names of
+scModelForge, Molfun, AxonML and PyTorch Lightning, and name ours.
 """
 
 import ast
@@ -54,7 +54,9 @@ Counts = Annotated[list[Annotated[int, Field(ge=1)]], EachOnce]
 
 
 def one_message(expected: str) -> WrapValidator:
-    """Annotation of numbers and words: one message that says what is `expected`, instead of one for each of them."""
+    """Annotation of numbers and words: one message that says what is `expected`, instead of one for
+    each of them.
+    """
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         if not isinstance(value, bool):
@@ -66,12 +68,17 @@ def one_message(expected: str) -> WrapValidator:
 
 
 def leaving_out(*names: str) -> Any:
-    """Serializer without these options where they are empty or the default: results from before there were such options
-    stay valid."""
+    """Serializer without these options where they are empty or the default: results from before
+    there were such options stay valid.
+    """
 
     def dump(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields = type(self).model_fields
-        is_new = {name for name in names if not getattr(self, name) or getattr(self, name) == fields[name].default}
+        is_new = {
+            name
+            for name in names
+            if not getattr(self, name) or getattr(self, name) == fields[name].default
+        }
         return {name: value for name, value in handler(self).items() if name not in is_new}
 
     return model_serializer(mode="wrap")(dump)
@@ -85,7 +92,9 @@ def _texts_below(module: str) -> dict[tuple[str, str], str]:
     for section in (part for part in tree.body if isinstance(part, ast.ClassDef)):
         for pair in pairwise(section.body):
             match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(text))
+                ):
                     texts[section.name, name] = " ".join(text.split())
     return texts
 
@@ -96,7 +105,8 @@ def summary(section: type[BaseModel]) -> str:
 
 
 def description(section: type[BaseModel], name: str) -> str:
-    """Meaning, unit and default of a field: its `description`, or the text below it; of a part's name, its class's.
+    """Meaning, unit and default of a field: its `description`, or the text below it; of a part's
+    name, its class's.
 
     That text is read for help and documents alone; pydantic would read it at each start, in .2 s.
     """
@@ -109,12 +119,18 @@ def description(section: type[BaseModel], name: str) -> str:
 
 
 class Section(BaseModel):
-    """Options of one section; a field's description, or the text below it, gives meaning, unit and default."""
+    """Options of one section; a field's description, or the text below it, gives meaning, unit and
+    default.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True
+    )
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, of_field in schema.get("properties", {}).items():
             of_field |= {"description": text} if (text := description(cls, name)) else {}
@@ -122,11 +138,15 @@ class Section(BaseModel):
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """The section as a run or corpus has it: keys of its `own`, then keys of the section at the top."""
+        """The section as a run or corpus has it: keys of its `own`, then keys of the section at the
+        top.
+        """
         return defaults | own
 
     def problems(self) -> Iterator[str]:
-        """Messages about options that do not fit together. Each class yields those on its own, and no base class's."""
+        """Messages about options that do not fit together. Each class yields those on its own, and
+        no base class's.
+        """
         yield from ()
 
     @model_validator(mode="after")
@@ -152,28 +172,45 @@ class Section(BaseModel):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:
-    """Location and one-line message of the first problem of `error`, raised when validating `model`."""
-    errors = error.errors()  # a misspelled key is also a missing one; the misspelled one is what to correct
+    """Location and one-line message of the first problem of `error`, raised when validating
+    `model`.
+    """
+    # a misspelled key is also a missing one; the misspelled one is what to correct
+    errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         section: Any = model
         for part in where[:-1]:
-            section = get_args(section)[-1] if get_origin(section) else section.model_fields[part].annotation
-        return where[:-1], unknown_key(where[-1], section.model_fields, getattr(section, "kind", None), model)
+            section = (
+                get_args(section)[-1]
+                if get_origin(section)
+                else section.model_fields[part].annotation
+            )
+        return where[:-1], unknown_key(
+            where[-1], section.model_fields, getattr(section, "kind", None), model
+        )
     if first["type"] == "missing":
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] != "value_error" and not isinstance(first["input"], dict):
         here = other_words("values").get(str(first["input"]).lower())
-        hint = f"; {first['input']} is {here} here" if here is not None and repr(here) in message else ""
+        hint = (
+            f"; {first['input']} is {here} here"
+            if here is not None and repr(here) in message
+            else ""
+        )
         message += f", got {shown(first['input'])}{hint}"
     return where, message[0].lower() + message[1:]
 
 
 def _sections_with(key: str, owner: type[BaseModel]) -> Iterator[str]:
     for name, field in owner.model_fields.items():
-        part = get_args(field.annotation)[-1] if get_origin(field.annotation) is dict else field.annotation
+        part = (
+            get_args(field.annotation)[-1]
+            if get_origin(field.annotation) is dict
+            else field.annotation
+        )
         if isinstance(part, type) and issubclass(part, BaseModel):
             yield from [name] if key in part.model_fields else _sections_with(key, part)
 
@@ -192,9 +229,12 @@ def error_line(where: list[str], message: str) -> str:
     return f"{'.'.join(where)}: {message}" if where else message
 
 
-def unknown_key(key: str, known: Iterable[str], kind: str | None = None, whole: type[BaseModel] | None = None) -> str:
-    """Message for a key that does not exist, of a section or of a `kind` of parts: the sections of `whole` that have
-    it, ours for a word of another tool, or the nearest name."""
+def unknown_key(
+    key: str, known: Iterable[str], kind: str | None = None, whole: type[BaseModel] | None = None
+) -> str:
+    """Message for a key that does not exist, of a section or of a `kind` of parts: the sections of
+    `whole` that have it, ours for a word of another tool, or the nearest name.
+    """
     if whole is not None and (owners := dict.fromkeys(_sections_with(key, whole))):
         return f"unknown key {key!r}; it is an option of {' and of '.join(owners)}"
     here = other_words("keys").get(key)

@@ -1,8 +1,9 @@
-"""The whole configuration: defaults for each section, corpora, and runs and sweeps that may override any of them.
+"""The whole configuration: defaults for each section, corpora, and runs and sweeps that may
+override any of them.
 
-`Workflow.section(stage, name)` is what a rule passes to its stage: only the options that stage reads, so that a
-changed key reruns those stages and no others. A sweep is a set of runs, the product of values of some options, with
-names made from the values.
+`Workflow.section(stage, name)` is what a rule passes to its stage: only the options that stage
+reads, so that a changed key reruns those stages and no others. A sweep is a set of runs, the
+product of values of some options, with names made from the values.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,44 +47,70 @@ _COLUMNS = {  # of results.csv, beside the axes
 
 
 class Sweep(Section):
-    """Runs for all combinations of values of the options in `over`, with names such as `size-seed0-hidden128`."""
+    """Runs for all combinations of values of the options in `over`, with names such as
+    `size-seed0-hidden128`.
+    """
 
-    run: dict[str, Any] = Field(description="Shared by all its runs: `corpus`, and any key of a run.")
+    run: dict[str, Any] = Field(
+        description="Shared by all its runs: `corpus`, and any key of a run."
+    )
     over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(min_length=1)
-    """Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points that set several
-    options at once, such as `layout: {ddp: {parallel.strategy: ddp}, pp: {parallel.pp: 2}}`."""
+    """Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points
+    that set several options at once, such as `layout: {ddp: {parallel.strategy: ddp}, pp:
+    {parallel.pp: 2}}`.
+    """
 
 
-def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
-    """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises ConfigError."""
+def expand(
+    sweeps: Any, taken: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
+    """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises
+    ConfigError.
+    """
     runs: dict[str, Any] = {}
     values: dict[str, dict[str, dict[str, Any]]] = {}
     for name, sweep in mapping(sweeps, "sweep").items():
         where = f"sweep.{name}"
         over = mapping(mapping(sweep, where).get("over"), f"{where}.over")
-        axes = {str(axis): _points(str(axis), given, f"{where}.over.{axis}") for axis, given in over.items()}
+        axes = {
+            str(axis): _points(str(axis), given, f"{where}.over.{axis}")
+            for axis, given in over.items()
+        }
         if taken_names := sorted(axes.keys() & _COLUMNS):
-            raise ConfigError(f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name")
+            raise ConfigError(
+                f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name"
+            )
         if (n := prod(map(len, axes.values()))) > MOST_RUNS:
-            raise ConfigError(f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MOST_RUNS:,}")
+            raise ConfigError(
+                f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MOST_RUNS:,}"
+            )
         for combination in product(*axes.values()):
             run = "-".join([str(name), *(label for label, _ in combination)])
             try:
                 check_name(run)
             except ValueError as error:
-                raise ConfigError(f"{where}: {error}; name its values, as {{NAME: {{OPTION: VALUE}}}}") from None
+                raise ConfigError(
+                    f"{where}: {error}; name its values, as {{NAME: {{OPTION: VALUE}}}}"
+                ) from None
             if run in runs or run in taken:
-                raise ConfigError(f"{where}: two runs are called {run}; give one of its values another name")
+                raise ConfigError(
+                    f"{where}: two runs are called {run}; give one of its values another name"
+                )
             runs[run] = dict(mapping(sweep.get("run"), f"{where}.run"))
             for _, options in combination:
                 for option, value in options.items():
                     *sections, key = str(option).split(".")
                     tree = runs[run]
                     for section in sections:
-                        tree[section] = dict(mapping(tree.get(section) or {}, f"{where}.run.{section}"))
+                        tree[section] = dict(
+                            mapping(tree.get(section) or {}, f"{where}.run.{section}")
+                        )
                         tree = tree[section]
                     tree[key] = value
-            shown = {axis: _shown(axis, label, options) for axis, (label, options) in zip(axes, combination)}
+            shown = {
+                axis: _shown(axis, label, options)
+                for axis, (label, options) in zip(axes, combination)
+            }
             values.setdefault(name, {})[run] = shown
     return runs, values
 
@@ -91,11 +118,22 @@ def expand(sweeps: Any, taken: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 def _points(axis: str, given: Any, where: str) -> list[tuple[str, dict[str, Any]]]:
     """Points of an axis: as each stands in the run's name, and its value by option."""
     if isinstance(given, dict) and given:
-        return [(str(label), mapping(options, f"{where}.{label}")) for label, options in given.items()]
-    if not isinstance(given, list) or not given or any(isinstance(value, dict | list) for value in given):
-        raise ConfigError(f"{where}: expected a list of values, or {{NAME: {{OPTION: VALUE}}}}, got {given!r}")
+        return [
+            (str(label), mapping(options, f"{where}.{label}")) for label, options in given.items()
+        ]
+    if (
+        not isinstance(given, list)
+        or not given
+        or any(isinstance(value, dict | list) for value in given)
+    ):
+        raise ConfigError(
+            f"{where}: expected a list of values, or {{NAME: {{OPTION: VALUE}}}}, got {given!r}"
+        )
     known = {"True": "yes", "False": "no", "None": "null"}  # by repr: 1 equals True
-    return [(f"{axis.rsplit('.', 1)[-1]}{known.get(repr(value), value)}", {axis: value}) for value in given]
+    return [
+        (f"{axis.rsplit('.', 1)[-1]}{known.get(repr(value), value)}", {axis: value})
+        for value in given
+    ]
 
 
 def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:
@@ -114,7 +152,8 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)  # of rules/bridges.smk and zoo.smk
+# of rules/bridges.smk and zoo.smk
+BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)
 
 
 # with several bases, pydantic puts the fields of the last one first
@@ -130,26 +169,38 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
 
     corpus: str = Field(description="Name of its corpus.")
     init_from: str | None = Field(None, pattern=NOT_WILDCARD)
-    """Run whose exported model provides the initial weights; or the path of a model folder, with a `/`, such as
-    ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or geneformer:FOLDER or scgpt:FOLDER, with
-    published files, which rule import reads. Sections model and tokens are those of a run or folder where those at the
-    top of the file do not fit. For all but a run, evaluate does not know which cells the model was trained on."""
+    """Run whose exported model provides the initial weights; or the path of a model folder, with a
+    `/`, such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or
+    geneformer:FOLDER or scgpt:FOLDER, with published files, which rule import reads. Sections model
+    and tokens are those of a run or folder where those at the top of the file do not fit. For all
+    but a run, evaluate does not know which cells the model was trained on.
+    """
     trunk: str | None = None
-    """Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position and curve. Its
-    results equal a separate run from step 0, so all options except length and schedule must equal the trunk's, and the
-    learning rates up to that step must be the same, as with schedule wsd or constant."""
-    trunk_step: int | None = Field(None, ge=1, description="Step of the trunk's checkpoint, of its train.keep_steps.")
+    """Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position
+    and curve. Its results equal a separate run from step 0, so all options except length and
+    schedule must equal the trunk's, and the learning rates up to that step must be the same, as
+    with schedule wsd or constant.
+    """
+    trunk_step: int | None = Field(
+        None, ge=1, description="Step of the trunk's checkpoint, of its train.keep_steps."
+    )
     evaluate_steps: Counts = Field(default=[])
     """Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in
-    `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains nothing."""
+    `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains
+    nothing.
+    """
     machine: str | None = None
-    """Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`. Reruns nothing."""
+    """Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`.
+    Reruns nothing.
+    """
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         check_together(self)
         if not_kept := sorted({*self.evaluate_steps} - {*self.train.keep_steps}):
-            raise ValueError(f"evaluate_steps: {not_kept[0]} is not in train.keep_steps; add it there")
+            raise ValueError(
+                f"evaluate_steps: {not_kept[0]} is not in train.keep_steps; add it there"
+            )
         task = self.evaluate.tasks.get("reconstruct")
         if isinstance(task, ReconstructConfig):
             changed = self.objective.model_dump() | task.objective
@@ -163,7 +214,9 @@ ENTRIES: dict[str, type[Section]] = {"corpora": CorpusConfig, "runs": RunConfig}
 def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
     """Sections of a corpus, a run or the whole workflow by name."""
     annotations = {name: field.annotation for name, field in owner.model_fields.items()}
-    return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)}
+    return {
+        name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)
+    }
 
 
 class Workflow(Section):
@@ -173,18 +226,31 @@ class Workflow(Section):
     corpora: dict[str, CorpusConfig] = Field(min_length=1)
     runs: dict[str, RunConfig] = Field(min_length=1)
     sweep: dict[str, Sweep] = Field({})
-    """Grids of runs over values of some options, by name; `snakemake results/sweeps/NAME/results.csv` makes one."""
+    """Grids of runs over values of some options, by name; `snakemake
+    results/sweeps/NAME/results.csv` makes one.
+    """
     private: bool = False
-    """Make new files readable only by their user (umask 077). Off: the shell's umask. Changing it reruns nothing."""
+    """Make new files readable only by their user (umask 077). Off: the shell's umask. Changing it
+    reruns nothing.
+    """
     bridges: dict[str, str] = Field({})
-    """Python of an environment that has the package, by package, for use without conda (`--sdm conda`), for
-    `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`, `.cell-eval.json` or
-    `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony. Changing it reruns nothing."""
+    """Python of an environment that has the package, by package, for use without conda (`--sdm
+    conda`), for `results/runs/RUN/bridges/DATASET.scib-metrics.json`, `.cz-benchmarks.json`,
+    `.cell-eval.json` or `.cell-eval2.json`; or by preset of `evaluate.external`, scvi or harmony.
+    Changing it reruns nothing.
+    """
 
     def problems(self) -> Iterator[str]:
         empty = [name for name, corpus in self.corpora.items() if corpus.datasets == []]
-        yield from (f"corpora.{name}.datasets: expected names of datasets, got none; null takes all" for name in empty)
-        yield from (f"bridges: no bridge {n!r}; {did_you_mean(n, BRIDGES)}" for n in self.bridges if n not in BRIDGES)
+        yield from (
+            f"corpora.{name}.datasets: expected names of datasets, got none; null takes all"
+            for name in empty
+        )
+        yield from (
+            f"bridges: no bridge {n!r}; {did_you_mean(n, BRIDGES)}"
+            for n in self.bridges
+            if n not in BRIDGES
+        )
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
                 yield f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}"
@@ -193,19 +259,31 @@ class Workflow(Section):
                 yield f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles or tokens.edges"
             if run.tokens.truncation == "variable" and not vocabulary.variability:
                 yield f"runs.{name}.tokens.truncation: variable requires vocabulary.variability; set it to yes"
-            for key, parent in (("init_from", run.init_from or "/"), ("objective.teacher", run.teacher or "/")):
-                if parent not in self.runs and "/" not in parent and PublishedFolder.named_by(parent) is None:
+            for key, parent in (
+                ("init_from", run.init_from or "/"),
+                ("objective.teacher", run.teacher or "/"),
+            ):
+                if (
+                    parent not in self.runs
+                    and "/" not in parent
+                    and PublishedFolder.named_by(parent) is None
+                ):
                     known = did_you_mean(parent, self.runs)
                     yield f"runs.{name}.{key}: no run {parent!r}; {known}; a folder has a `/`, such as ./NAME"
             yield from (f"runs.{name}{problem}" for problem in self._trunk_problems(run))
-        waits_for = {name: {run.init_from, run.trunk, run.teacher} & {*self.runs} for name, run in self.runs.items()}
+        waits_for = {
+            name: {run.init_from, run.trunk, run.teacher} & {*self.runs}
+            for name, run in self.runs.items()
+        }
         try:
             TopologicalSorter(waits_for).prepare()
         except CycleError as error:
             yield f"runs: init_from, trunk and objective.teacher are a circle: {' -> '.join(reversed(error.args[1]))}"
 
     def _trunk_problems(self, run: RunConfig) -> Iterator[str]:
-        """Why a run cannot continue from its trunk: it is not a run, or will not have the checkpoint."""
+        """Why a run cannot continue from its trunk: it is not a run, or will not have the
+        checkpoint.
+        """
         step = run.trunk_step
         if run.trunk is None or step is None:
             if run.trunk != step:
@@ -241,8 +319,13 @@ class Workflow(Section):
             check_transfer(run.evaluate, self.evaluated_on(name), f"{source}: runs.{name}.evaluate")
 
     def _table_problems(self) -> Iterator[str]:
-        chosen = [(f"corpora.{name}", name, corpus.datasets) for name, corpus in self.corpora.items()]
-        chosen += [(f"runs.{name}.evaluate", run.corpus, run.evaluate.datasets) for name, run in self.runs.items()]
+        chosen = [
+            (f"corpora.{name}", name, corpus.datasets) for name, corpus in self.corpora.items()
+        ]
+        chosen += [
+            (f"runs.{name}.evaluate", run.corpus, run.evaluate.datasets)
+            for name, run in self.runs.items()
+        ]
         for where, corpus, names in chosen:
             known, table = self.datasets(corpus), self.corpora[corpus].table
             for name in names or ():
@@ -284,7 +367,9 @@ class Workflow(Section):
     def teacher_files(self, run: str) -> list[str]:
         """Embeddings of the datasets of the run's corpus by its teacher; none without one."""
         teacher = self.runs[run].teacher
-        folder = Path(f"results/runs/{teacher}/embeddings" if teacher in self.runs else teacher or "")
+        folder = Path(
+            f"results/runs/{teacher}/embeddings" if teacher in self.runs else teacher or ""
+        )
         names = [] if teacher is None else self.trained_on(self.runs[run].corpus)
         return [str(folder / f"{name}.h5ad") for name in names]
 
@@ -296,8 +381,12 @@ class Workflow(Section):
                 return found
         return {}
 
-    def section(self, stage: str, name: str | None = None, dataset: Dataset | None = None) -> dict[str, Any]:
-        """JSON-able {section: options} that `stage` reads, of the corpus or run `name`, or of a dataset."""
+    def section(
+        self, stage: str, name: str | None = None, dataset: Dataset | None = None
+    ) -> dict[str, Any]:
+        """JSON-able {section: options} that `stage` reads, of the corpus or run `name`, or of a
+        dataset.
+        """
         owner = self.entries(stage).get(name or "", self)
         sections = {section: getattr(owner, section) for section in OPTIONS[stage].model_fields}
         if dataset is not None and "preprocess" in sections:

@@ -1,1 +1,3 @@
-"""From .h5ad files to batches of tokens: counts, gene names, vocabulary, shards, stream. Torch-free."""
+"""From .h5ad files to batches of tokens: counts, gene names, vocabulary, shards, stream.
+Torch-free.
+"""

@@ -1,12 +1,13 @@
 """Array arithmetic of the data engine: blocks of CSR counts, rank order of genes, and text columns.
 
-A cell's genes are ranked by count over the gene's corpus median, highest first, ties by gene. Shards and cells embedded
-on the fly go through the same function, so both give the same tokens bit for bit. The sort key is float32 and never
-negative, so its bits sort as integers: one sort of (key bits, position) packed into 64 bits is exact for genes and
-counts of any width, and takes about a tenth of the time of an argsort.
+A cell's genes are ranked by count over the gene's corpus median, highest first, ties by gene.
+Shards and cells embedded on the fly go through the same function, so both give the same tokens bit
+for bit. The sort key is float32 and never negative, so its bits sort as integers: one sort of (key
+bits, position) packed into 64 bits is exact for genes and counts of any width, and takes about a
+tenth of the time of an argsort.
 
-Text columns are normalised because pandas 3 stores text as `str` and keeps missing values in `astype(str)` where pandas
-2 made `nan` of them, and because anndata 0.12 refuses to write `str`.
+Text columns are normalised because pandas 3 stores text as `str` and keeps missing values in
+`astype(str)` where pandas 2 made `nan` of them, and because anndata 0.12 refuses to write `str`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from cellmill.errors import DataError
 if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards alone do not need
     import pandas as pd
 
-TARGET_SUM = 10_000.0  # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
+# counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
+TARGET_SUM = 10_000.0
 MAX_COUNT = int(np.iinfo(np.uint32).max)
 _RANKED = 128  # cells at a time, whose numbers fit into a core's cache
 
@@ -32,9 +34,14 @@ _RANKED = 128  # cells at a time, whose numbers fit into a core's cache
 def select_columns(
     block: sp.csr_matrix, target: np.ndarray, n_columns: int, what: str = "columns of one gene"
 ) -> sp.csr_matrix:
-    """Canonical `block` with column j moved to `target[j]` (int32) and columns of one target, which `what` names,
-    summed; -1 drops a column."""
-    if len(target) == n_columns and block.has_canonical_format and (target == np.arange(n_columns)).all():
+    """Canonical `block` with column j moved to `target[j]` (int32) and columns of one target, which
+    `what` names, summed; -1 drops a column.
+    """
+    if (
+        len(target) == n_columns
+        and block.has_canonical_format
+        and (target == np.arange(n_columns)).all()
+    ):
         return block
     columns = target.take(block.indices)  # a third of the time of target[block.indices]
     keep = columns >= 0 if (target < 0).any() else None
@@ -53,16 +60,18 @@ def select_rows(block: sp.csr_matrix, keep: np.ndarray) -> sp.csr_matrix:
 
 
 def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
-    """A canonical copy of `block`, of the same dtype, whose repeated entries, which `what` names, are summed.
+    """A canonical copy of `block`, of the same dtype, whose repeated entries, which `what` names,
+    are summed.
 
     Raises DataError when a sum of unsigned integers is larger than its dtype.
     """
     if block.data.dtype.kind != "u":
-        ordered = block.tocsc().tocsr()  # a copy with sorted rows, in less than half the time of scipy's own sort
+        # a copy with sorted rows, in less than half the time of scipy's own sort
+        ordered = block.tocsc().tocsr()
         ordered.sum_duplicates()
         return ordered
-    # rows sorted by column, then value: both are packed into one integer, of 32 bits where they fit, which takes a
-    # quarter of the time of two transpositions
+    # rows sorted by column, then value: both are packed into one integer, of 32 bits where they
+    # fit, which takes a quarter of the time of two transpositions
     fits = max(block.shape[1] - 1, int(block.data.max(initial=0))) < 1 << 16
     word, bits = (np.uint32, 16) if fits else (np.uint64, 32)
     packed = block.indices.astype(word)
@@ -79,8 +88,12 @@ def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
     wide = ordered.astype(np.uint64)
     wide.sum_duplicates()
     if len(wide.data) and (largest := int(wide.data.max())) > np.iinfo(block.data.dtype).max:
-        raise DataError(f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}")
-    return sp.csr_matrix((wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape)
+        raise DataError(
+            f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}"
+        )
+    return sp.csr_matrix(
+        (wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape
+    )
 
 
 def summed(block: sp.csr_matrix) -> sp.csr_matrix:
@@ -91,7 +104,9 @@ def summed(block: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-    """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty, start at `indptr`."""
+    """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty,
+    start at `indptr`.
+    """
     sums, filled = np.zeros(len(indptr) - 1, np.int64), np.flatnonzero(indptr[1:] > indptr[:-1])
     if len(filled):
         sums[filled] = np.add.reduceat(values, indptr[:-1][filled], dtype=np.int64)
@@ -103,11 +118,13 @@ def positions_in_rows(starts: np.ndarray) -> np.ndarray:
     return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
 
 
-def counts_per_10k(counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:
+def counts_per_10k(
+    counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]] = np.float64
+) -> np.ndarray:
     """Scale each row of counts to a sum of 10,000; return `(nonzeros,)` of `dtype`.
 
-    `counts`, `(nonzeros,)`, are of any integer type, above zero. Rows, which may be empty, start at `indptr`,
-    `(cells + 1,)`, the first at 0.
+    `counts`, `(nonzeros,)`, are of any integer type, above zero. Rows, which may be empty, start at
+    `indptr`, `(cells + 1,)`, the first at 0.
     """
     values, scale = counts.astype(dtype), scale_of_totals(row_sums(counts, indptr), dtype)
     # a loop, because a temporary as long as the counts costs more in allocation than the arithmetic
@@ -142,10 +159,12 @@ def rank_buckets(places: np.ndarray) -> np.ndarray:
 def rank_order_rows(
     starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Genes (int32) and counts of each cell by count / median descending, ties by gene ascending; `(nonzeros,)`.
+    """Genes (int32) and counts of each cell by count / median descending, ties by gene ascending;
+    `(nonzeros,)`.
 
-    `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and `counts`, `(nonzeros,)`,
-    are in any order within a cell, each gene at most once, at most 2**32 in all.
+    `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and
+    `counts`, `(nonzeros,)`, are in any order within a cell, each gene at most once, at most 2**32
+    in all.
     """
     genes = genes.astype(np.int32, copy=False)
     ascending, borders = genes[1:] > genes[:-1], starts[1:-1]
@@ -172,7 +191,9 @@ def rank_order_rows(
 
 
 def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
-    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom); twice as fast `in_place`."""
+    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom); twice as
+    fast `in_place`.
+    """
     mixed = values if in_place else values.copy()
     shifted = np.empty_like(mixed)
     mixed += np.uint64(0x9E3779B97F4A7C15)
@@ -205,8 +226,9 @@ def text_index(index: pd.Index) -> pd.Index:
 
 
 def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with text of dtype object in its index, columns and categories; columns with missing text are
-    categories."""
+    """The frame with text of dtype object in its index, columns and categories; columns with
+    missing text are categories.
+    """
     pd = import_module("pandas")
     changed = {}
     for name in frame.columns:
@@ -218,9 +240,13 @@ def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
                 changed[name] = column.cat.rename_categories(names.astype(object))
         elif is_string or column.dtype == object:
             if column.isna().any():
-                codes, values = pd.factorize(column.astype(object).map(str, na_action="ignore"), sort=True)
+                codes, values = pd.factorize(
+                    column.astype(object).map(str, na_action="ignore"), sort=True
+                )
                 changed[name] = pd.Categorical.from_codes(codes, pd.Index(values, dtype=object))
             elif is_string:
                 changed[name] = column.astype(object)
-    index = frame.index.astype(object) if isinstance(frame.index.dtype, pd.StringDtype) else frame.index
+    index = (
+        frame.index.astype(object) if isinstance(frame.index.dtype, pd.StringDtype) else frame.index
+    )
     return frame.assign(**changed).set_axis(index, axis=0)

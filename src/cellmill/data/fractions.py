@@ -1,17 +1,19 @@
 """Values with fractions: what they look like, and how estimated counts become whole numbers.
 
-SoupX, CellBender, RSEM and the EM of STARsolo, alevin and kallisto write estimated counts, such as 3.72. Logarithms,
-normalised and imputed values have fractions too, and no rounding makes counts of them. They show it:
+SoupX, CellBender, RSEM and the EM of STARsolo, alevin and kallisto write estimated counts, such as
+3.72. Logarithms, normalised and imputed values have fractions too, and no rounding makes counts of
+them. They show it:
 
     imputed        hardly a zero among the genes that the cells express, but values far below 1 or little variance
     logarithms     exp(x) - 1, or 2^x - 1, are multiples of one unit in each cell, or have one sum in all cells
     square roots   x^2, or the inverse of sqrt(x) + sqrt(x + 1) of Freeman and Tukey, are whole numbers
     normalised     the values are multiples of one unit in each cell, or have one sum in all cells
 
-A stochastic draw keeps the expectation of every value and the sum of every cell. The fractions of a cell are laid end
-to end, and a count is added wherever the line crosses k - u for a whole number k: each value is rounded up with the
-probability of its fraction, and the sum of the cell differs by less than 1. `u` and the order of the genes are hashes
-of seed, file, cell and gene, so the draw does not depend on blocks, on the order of columns, or on the machine.
+A stochastic draw keeps the expectation of every value and the sum of every cell. The fractions of a
+cell are laid end to end, and a count is added wherever the line crosses k - u for a whole number k:
+each value is rounded up with the probability of its fraction, and the sum of the cell differs by
+less than 1. `u` and the order of the genes are hashes of seed, file, cell and gene, so the draw
+does not depend on blocks, on the order of columns, or on the machine.
 """
 
 from collections.abc import Sequence
@@ -69,7 +71,9 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
         return IMPUTED
     if values.max() < _LOG_MAX:
         for exponential in (np.expm1, _exp2m1):
-            linear = sp.csr_matrix((exponential(values), cells.indices, cells.indptr), shape=cells.shape)
+            linear = sp.csr_matrix(
+                (exponential(values), cells.indices, cells.indptr), shape=cells.shape
+            )
             if _has_units(linear) or _has_one_sum(linear):
                 return LOGARITHMS
     if _has_one_sum(cells):
@@ -80,7 +84,9 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
 
 
 def describe_negatives(matrix: sp.csr_matrix) -> str:
-    """What a block with negative values looks like: centred genes are negative in about half of the cells."""
+    """What a block with negative values looks like: centred genes are negative in about half of the
+    cells.
+    """
     cells = matrix[:_CELLS].astype(np.float64)
     n_expressed = len(np.unique(cells.indices))
     is_dense = n_expressed >= _FEWEST_COLUMNS and cells.nnz > _DENSE * n_expressed * cells.shape[0]
@@ -91,11 +97,17 @@ def describe_negatives(matrix: sp.csr_matrix) -> str:
 def _is_imputed(cells: sp.csr_matrix) -> bool:
     genes = np.unique(cells.indices)
     n_cells = cells.shape[0]
-    if len(genes) < _FEWEST_COLUMNS or n_cells < _FEWEST or cells.nnz < _DENSE * len(genes) * n_cells:
+    if (
+        len(genes) < _FEWEST_COLUMNS
+        or n_cells < _FEWEST
+        or cells.nnz < _DENSE * len(genes) * n_cells
+    ):
         return False
     dense = cells[:, genes].toarray()
     dispersion = dense.var(axis=0) / dense.mean(axis=0)
-    return bool((cells.data < _SMALL).mean() > _MANY_SMALL or np.median(dispersion) < _LEAST_DISPERSION)
+    return bool(
+        (cells.data < _SMALL).mean() > _MANY_SMALL or np.median(dispersion) < _LEAST_DISPERSION
+    )
 
 
 def _are_square_roots(values: np.ndarray) -> bool:
@@ -109,7 +121,9 @@ def _exp2m1(values: np.ndarray) -> np.ndarray:
 
 
 def _has_units(cells: sp.csr_matrix) -> bool:
-    """True if the values of nearly every cell are multiples of its smallest one, or of a half or third of that."""
+    """True if the values of nearly every cell are multiples of its smallest one, or of a half or
+    third of that.
+    """
     shares = []
     for start, stop in pairwise(cells.indptr.tolist()):
         values = cells.data[start:stop]
@@ -139,7 +153,9 @@ class StochasticRounding:
         self._genes = np.array([hash_text(name) for name in columns], np.uint64)
 
     def round(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, whose first row is row `first` of the file, rounded up or down; float64."""
+        """Values of `matrix`, whose first row is row `first` of the file, rounded up or down;
+        float64.
+        """
         values = matrix.data.astype(np.float64)
         whole = np.floor(values)
         fractions = values - whole

@@ -1,6 +1,8 @@
-"""The split of cells into train, val and test: a pure function of a cell's content, or of a value that it has.
+"""The split of cells into train, val and test: a pure function of a cell's content, or of a value
+that it has.
 
-The vocabulary stage calls it before the shards are planned, so that genes and medians are those of training cells.
+The vocabulary stage calls it before the shards are planned, so that genes and medians are those of
+training cells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,14 +24,18 @@ def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
 
 _SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
 _SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
-_HASHED = 32  # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
+# cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
+_HASHED = 32
 
 
-def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray) -> np.ndarray:
+def hash_cells(
+    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_hashes: np.ndarray
+) -> np.ndarray:
     """128 bits per cell, `(cells, 2)` uint64, of its set of (gene id, count) pairs in any order.
 
-    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index `gene_hashes`. The first half
-    decides the split. Equal hashes are equal cells: among a billion different ones two collide with probability 10^-21.
+    CSR rows: `starts` `(cells + 1,)`, `genes` and `counts` `(nonzeros,)`; `genes` index
+    `gene_hashes`. The first half decides the split. Equal hashes are equal cells: among a billion
+    different ones two collide with probability 10^-21.
     """
     small = not len(counts) or counts.max() < len(_SMALL_COUNTS)
     sums = np.zeros((len(starts) - 1, 2), np.uint64)
@@ -39,7 +45,11 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
         nonzeros = slice(starts[first], starts[first] + lengths.sum())
         block_counts = counts[nonzeros]
         pairs = gene_hashes.take(genes[nonzeros])
-        pairs ^= _SMALL_COUNTS.take(block_counts) if small else splitmix64(block_counts.astype(np.uint64))
+        pairs ^= (
+            _SMALL_COUNTS.take(block_counts)
+            if small
+            else splitmix64(block_counts.astype(np.uint64))
+        )
         splitmix64(pairs, in_place=True)
         filled = np.flatnonzero(lengths)
         begins = (starts[cells] - starts[first])[filled]
@@ -51,18 +61,32 @@ def hash_cells(starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, gene_h
 
 
 def split_of_hashes(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
-    """Split of cells with these hashes, as int8 index into `SPLITS`, whatever other cells there are."""
+    """Split of cells with these hashes, as int8 index into `SPLITS`, whatever other cells there
+    are.
+    """
     mixed = splitmix64(hashes ^ splitmix64(np.array([seed], np.uint64)))
     uniform = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return np.where(uniform < test_frac, 2, np.where(uniform < test_frac + val_frac, 1, 0)).astype(np.int8)
+    return np.where(uniform < test_frac, 2, np.where(uniform < test_frac + val_frac, 1, 0)).astype(
+        np.int8
+    )
 
 
-def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: float) -> np.ndarray:
+def split_by_content(
+    hashes: np.ndarray, seed: int, val_frac: float, test_frac: float
+) -> np.ndarray:
     """Split of each cell, as int8 index into `SPLITS`. Raises DataError when one is empty."""
     split = split_of_hashes(hashes, seed, val_frac, test_frac)
-    for index, name, frac in ((0, "train", 1 - val_frac - test_frac), (1, "val", val_frac), (2, "test", test_frac)):
+    for index, name, frac in (
+        (0, "train", 1 - val_frac - test_frac),
+        (1, "val", val_frac),
+        (2, "test", test_frac),
+    ):
         if frac > 0 and not (split == index).any():
-            remedy = f"raise shard.{name}_frac, change shard.seed" if index else "lower val_frac or test_frac"
+            remedy = (
+                f"raise shard.{name}_frac, change shard.seed"
+                if index
+                else "lower val_frac or test_frac"
+            )
             raise DataError(
                 f"the {name} split of {len(hashes):,} cells ({len(np.unique(hashes)):,} distinct) is empty "
                 f"at a fraction of {frac:g}; {remedy} or add cells"
@@ -71,28 +95,45 @@ def split_by_content(hashes: np.ndarray, seed: int, val_frac: float, test_frac: 
 
 
 def split_by_value(
-    values: np.ndarray, column: str, seed: int, val_frac: float, test_frac: float, train_values: Sequence[str] = ()
+    values: np.ndarray,
+    column: str,
+    seed: int,
+    val_frac: float,
+    test_frac: float,
+    train_values: Sequence[str] = (),
 ) -> np.ndarray:
-    """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay together.
+    """Split of each cell, as int8 index into `SPLITS`; cells with the same value (text) stay
+    together.
 
-    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the next to val. Those
-    in `train_values` go to train, and count for no fraction. Raises DataError for too few, or one that no cell has.
+    Values are sorted by a seeded hash; the first fraction of them, at least one, goes to test, the
+    next to val. Those in `train_values` go to train, and count for no fraction. Raises DataError
+    for too few, or one that no cell has.
     """
     code, unique = pd.factorize(values, sort=True)
     if missing := sorted({*train_values} - {*unique}):
         hint = did_you_mean(missing[0], unique.tolist())
-        raise DataError(f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; {hint}")
+        raise DataError(
+            f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; {hint}"
+        )
     order = [i for i, value in enumerate(unique) if value not in train_values]
     order.sort(key=lambda i: (hash_text(unique[i], seed), unique[i]))
-    n_test, n_val = (max(1, round(frac * len(order))) if frac > 0 else 0 for frac in (test_frac, val_frac))
+    n_test, n_val = (
+        max(1, round(frac * len(order))) if frac > 0 else 0 for frac in (test_frac, val_frac)
+    )
     if not order and n_test + n_val:
         raise DataError(
             f"shard.train_values has every value of {column}, so none is left for val and test; leave one out, or "
             "set shard.val_frac and test_frac to 0"
         )
     if n_test + n_val > len(order) - (not train_values):
-        values_text = f"only the value {str(unique[0])!r}" if len(unique) == 1 else f"only {len(unique)} values"
-        splits = " and ".join(name for name, n in (("train", 1), ("val", n_val), ("test", n_test)) if n)
+        values_text = (
+            f"only the value {str(unique[0])!r}"
+            if len(unique) == 1
+            else f"only {len(unique)} values"
+        )
+        splits = " and ".join(
+            name for name, n in (("train", 1), ("val", n_val), ("test", n_test)) if n
+        )
         raise DataError(
             f"shard.split_by {column!r} has {values_text}, too few to split into {splits}; "
             "split by another column, set a fraction to 0, or leave split_by null"
@@ -104,7 +145,9 @@ def split_by_value(
 
 
 def values_that_split(reader: CountsReader, column: str) -> np.ndarray:
-    """Text of obs column `column` of each cell, or of `dataset` the name of the file. Raises DataError for gaps."""
+    """Text of obs column `column` of each cell, or of `dataset` the name of the file. Raises
+    DataError for gaps.
+    """
     if column == _BY_FILE:
         return np.full(reader.n_obs, reader.path.stem, object)
     values = reader.obs_column(column, "shard.split_by")

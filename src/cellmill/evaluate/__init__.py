@@ -2,6 +2,7 @@
 
 import os
 
-# Read by OpenMP when torch is loaded, hence set here. By default its threads spin while they wait for each other: with
-# other work on the cores an embedding took 8 s in place of 1.5 s. Only waiting changes, no result.
+# Read by OpenMP when torch is loaded, hence set here. By default its threads spin while they wait
+# for each other: with other work on the cores an embedding took 8 s in place of 1.5 s. Only waiting
+# changes, no result.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,8 @@
 """Cache of baseline predictions and principal components, shared by all evaluations of a dataset.
 
-A prediction is keyed by the SHA-256 of everything it depends on: classifier, library versions, training features and
-labels, and features of the tested cells. Each dataset has one .npz file; its arrays are never pickled.
+A prediction is keyed by the SHA-256 of everything it depends on: classifier, library versions,
+training features and labels, and features of the tested cells. Each dataset has one .npz file; its
+arrays are never pickled.
 """
 
 import hashlib
@@ -25,15 +26,20 @@ MAX_BYTES = 2**20  # of one array of features: the file is read whole by each ev
 
 
 class BaselineCache:
-    """Known predictions by digest, kept by `save` in an .npz file; without `file`, in this process alone."""
+    """Known predictions by digest, kept by `save` in an .npz file; without `file`, in this process
+    alone.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
         self.file, self.known = file, _read(file)
-        self.of_model: dict[str, np.ndarray] = {}  # predictions from features that no other run has: never saved
+        # predictions from features that no other run has: never saved
+        self.of_model: dict[str, np.ndarray] = {}
         self._n_read = len(self.known)
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if it is small."""
+        """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if
+        it is small.
+        """
         key = _digest(f"{about} of {VERSIONS}", values)
         found = self.known[key] if key in self.known else compute()
         if found.nbytes <= MAX_BYTES:
@@ -41,7 +47,9 @@ class BaselineCache:
         return found
 
     def save(self) -> None:
-        """Write what was added. Of two evaluations that save at the same time, one may lose its additions."""
+        """Write what was added. Of two evaluations that save at the same time, one may lose its
+        additions.
+        """
         if self.file is not None and len(self.known) > self._n_read:
             arrays: dict[str, Any] = _read(self.file) | self.known
             with atomic_path(self.file) as temporary:
@@ -49,10 +57,16 @@ class BaselineCache:
 
 
 class CachedClassifiers:
-    """Classifiers by name, each fitted on `features`, `(cells, width)`, only for a prediction not yet known."""
+    """Classifiers by name, each fitted on `features`, `(cells, width)`, only for a prediction not
+    yet known.
+    """
 
     def __init__(
-        self, known: dict[str, np.ndarray], classifiers: Mapping[str, Any], features: Any, labels: np.ndarray
+        self,
+        known: dict[str, np.ndarray],
+        classifiers: Mapping[str, Any],
+        features: Any,
+        labels: np.ndarray,
     ) -> None:
         self._known, self._classifiers = known, classifiers
         self._classes, of_cell = np.unique(labels, return_inverse=True)
@@ -70,12 +84,17 @@ class CachedClassifiers:
 
 
 def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
-    """Fit the classifier and return it; a regression that stops before it converged says so in one line."""
+    """Fit the classifier and return it; a regression that stops before it converged says so in one
+    line.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         classifier.fit(features, labels)
     if any(issubclass(w.category, ConvergenceWarning) for w in caught):
-        print(f"logistic regression on {features.shape[1]:,} features stopped before it converged", flush=True)
+        print(
+            f"logistic regression on {features.shape[1]:,} features stopped before it converged",
+            flush=True,
+        )
     return classifier
 
 
@@ -93,7 +112,11 @@ def _digest(about: str, *values: Any) -> str:
     """SHA-256 of a text and arrays, dense or sparse."""
     whole = hashlib.sha256(about.encode())
     for value in values:
-        parts = [value.data, value.indices, value.indptr, np.array(value.shape)] if sp.issparse(value) else [value]
+        parts = (
+            [value.data, value.indices, value.indptr, np.array(value.shape)]
+            if sp.issparse(value)
+            else [value]
+        )
         for array in map(np.ascontiguousarray, parts):
             whole.update(f" {array.dtype} {array.shape} ".encode())
             whole.update(array.tobytes())

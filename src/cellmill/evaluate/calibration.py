@@ -1,8 +1,9 @@
 """Calibration of a model's classifiers, on cells that it was not trained on.
 
-One temperature divides all logits, so it never changes a cell's most likely label (Guo et al. 2017, section 4.2). It
-minimises the cross-entropy, and is kept only if temperatures fitted without a fifth of the cells lower the calibration
-error on that fifth; otherwise it is 1. The error is the expected calibration error of the same paper, section 3.
+One temperature divides all logits, so it never changes a cell's most likely label (Guo et al. 2017,
+section 4.2). It minimises the cross-entropy, and is kept only if temperatures fitted without a
+fifth of the cells lower the calibration error on that fifth; otherwise it is 1. The error is the
+expected calibration error of the same paper, section 3.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,17 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.labels import Classification, Regression, calibration_error, error_of_logits, highest_of
+from cellmill.models.objectives.labels import (
+    Classification,
+    Regression,
+    calibration_error,
+    error_of_logits,
+    highest_of,
+)
 
 STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
-LARGEST = 100.0  # temperature, and inverse of the smallest: cells that are all separated would have none
+# temperature, and inverse of the smallest: cells that are all separated would have none
+LARGEST = 100.0
 NO_VALIDATION = "the run had no labelled validation cells"
 CHUNK = 65_536  # cells whose logits are computed at once
 FOLDS = 5  # parts of the cells that are held out in turn, to see whether a temperature is of use
@@ -41,7 +49,9 @@ class Calibration:
 
 
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
-    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,) int from 0."""
+    """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,)
+    int from 0.
+    """
     logits = logits.astype(np.float64)
     fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
     for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
@@ -71,13 +81,18 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
         return -float(scaled[np.arange(len(labels)), labels].mean())
 
     bound = float(np.log(LARGEST))
-    minimize_scalar = import_module("scipy.optimize").minimize_scalar  # a fifth of a second, for few models
+    # a fifth of a second, for few models
+    minimize_scalar = import_module("scipy.optimize").minimize_scalar
     return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
 
 
 def classifications_of(objective: Objective) -> dict[str, Classification]:
-    """Return the objective, or the parts of a sum, that predict labels, by part; not those whose label is hidden."""
-    heads = {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)}
+    """Return the objective, or the parts of a sum, that predict labels, by part; not those whose
+    label is hidden.
+    """
+    heads = {
+        name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)
+    }
     return {name: head for name, head in heads.items() if head.config.adversarial_scale is None}
 
 
@@ -87,8 +102,12 @@ def regressions_of(objective: Objective) -> dict[str, Regression]:
 
 
 @torch.inference_mode()
-def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from vectors of `embed`."""
+def run_head(
+    model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]
+) -> np.ndarray:
+    """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from
+    vectors of `embed`.
+    """
     device = next(model.parameters()).device
     parts = torch.from_numpy(vectors).split(CHUNK)
     return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
@@ -97,7 +116,9 @@ def run_head(model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Ten
 def calibration_of(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
-    """Calibration of a head on the labelled validation cells of its run, None without any; for a model on the CPU."""
+    """Calibration of a head on the labelled validation cells of its run, None without any; for a
+    model on the CPU.
+    """
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None
     stream = CellStream(
@@ -124,4 +145,8 @@ def calibration_of(
             labels.append(batch.levels[known, at].astype(np.int64) - 1)
     stream.close()
     found = np.concatenate(labels)
-    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), found) if len(found) else None
+    return (
+        calibrate(run_head(model, np.concatenate(vectors), objective.predict), found)
+        if len(found)
+        else None
+    )

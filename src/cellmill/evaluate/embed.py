@@ -1,8 +1,9 @@
 """Embed the cells of an .h5ad file with an exported model, and check that the result can be used.
 
-Cells are tokenized as for the shards and packed without padding; the token budget only changes rounding. An embedding
-without most of the model's genes does not represent the whole cell: on 700 PBMC the cosine to the whole cell's vector
-was .97 without half of the genes, and .81 without nine tenths.
+Cells are tokenized as for the shards and packed without padding; the token budget only changes
+rounding. An embedding without most of the model's genes does not represent the whole cell: on 700
+PBMC the cosine to the whole cell's vector was .97 without half of the genes, and .81 without nine
+tenths.
 """
 
 import os
@@ -45,7 +46,9 @@ class GeneCoverage:
     n_present: int
     n_genes: int
     expressed_frac: float
-    """Share of a training cell's genes that are measured, on average: genes weighted by the cells that express them."""
+    """Share of a training cell's genes that are measured, on average: genes weighted by the cells
+    that express them.
+    """
     absent: tuple[str, ...]
     """Symbols of the most widely expressed genes that the file lacks."""
 
@@ -58,7 +61,9 @@ class GeneCoverage:
 
 
 def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
-    """Coverage of `vocabulary` by a file with these columns; imported models count every gene alike."""
+    """Coverage of `vocabulary` by a file with these columns; imported models count every gene
+    alike.
+    """
     present = np.zeros(vocabulary.n_genes, dtype=bool)
     present[columns.target[columns.target >= 0]] = True
     cells = vocabulary.n_cells.astype(np.float64)
@@ -66,12 +71,18 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
     absent = np.flatnonzero(~present)
     common = absent[np.argsort(-weights[absent], kind="stable")][:3]
     frac = float(weights[present].sum() / weights.sum())
-    return GeneCoverage(int(present.sum()), vocabulary.n_genes, frac, tuple(vocabulary.symbols[row] for row in common))
+    return GeneCoverage(
+        int(present.sum()),
+        vocabulary.n_genes,
+        frac,
+        tuple(vocabulary.symbols[row] for row in common),
+    )
 
 
 @dataclass(frozen=True)
 class Embedding:
-    vectors: np.ndarray  # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
+    # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
+    vectors: np.ndarray
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
@@ -82,12 +93,17 @@ class Embedding:
 
 
 def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[str, Any]]:
-    """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and config.json."""
+    """Exported model in eval mode, on a GPU if there is one; its vocabulary, tokens and
+    config.json.
+    """
     network, vocabulary, config = load_model(folder)
     if torch.cuda.is_available():
         network.to("cuda")
     elif "SLURM_GPUS_ON_NODE" in os.environ:
-        print(f"warning: torch {torch.__version__} sees none of this job's GPUs: computing on CPU cores", flush=True)
+        print(
+            f"warning: torch {torch.__version__} sees none of this job's GPUs: computing on CPU cores",
+            flush=True,
+        )
     return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 
@@ -101,11 +117,13 @@ def tokens_of(
     counted: bool = False,
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
-    """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of `rows` at a time.
+    """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
+    `rows` at a time.
 
-    `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on known genes
-    and all counts of the chosen cells to `totals` (two int64). `counted` batches have the counts of their tokens;
-    `per_cell` are rows of further fields, such as levels, of all cells of the file.
+    `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on
+    known genes and all counts of the chosen cells to `totals` (two int64). `counted` batches have
+    the counts of their tokens; `per_cell` are rows of further fields, such as levels, of all cells
+    of the file.
     """
     inverse, first = inverse_medians(vocabulary.medians), 0
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
@@ -120,7 +138,9 @@ def tokens_of(
         if totals is not None and columns.ordered:
             totals += raw.nnz
         elif totals is not None:
-            measured = raw.data if columns.measured.all() else raw.data[columns.measured[raw.indices]]
+            measured = (
+                raw.data if columns.measured.all() else raw.data[columns.measured[raw.indices]]
+            )
             totals += block.data.sum(dtype=np.int64), measured.sum(dtype=np.int64)
         nonempty = np.diff(block.indptr) > 0
         block, cells = select_rows(block, nonempty), cells[nonempty].astype(np.int64)
@@ -140,25 +160,37 @@ def embed_cells(
     section: Embed,
     chosen: np.ndarray | None = None,
 ) -> Embedding:
-    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file order.
+    """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file
+    order.
 
-    Raises DataError if the model knows too few of the file's counts, or the file has too few of the model's genes.
+    Raises DataError if the model knows too few of the file's counts, or the file has too few of the
+    model's genes.
     """
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))
-    columns, totals, of_columns = match_columns(reader, vocabulary), np.zeros(2, np.int64), np.zeros(reader.n_vars)
+    columns, totals, of_columns = (
+        match_columns(reader, vocabulary),
+        np.zeros(2, np.int64),
+        np.zeros(reader.n_vars),
+    )
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
 
     def rows() -> Iterator[sp.csr_matrix]:
-        """Blocks of the file; where some of its names are not known, the counts of each column are added up."""
+        """Blocks of the file; where some of its names are not known, the counts of each column are
+        added up.
+        """
         for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
             if unnamed:
-                of_columns[:] += np.bincount(raw.indices, weights=raw.data, minlength=len(of_columns))
+                of_columns[:] += np.bincount(
+                    raw.indices, weights=raw.data, minlength=len(of_columns)
+                )
             yield raw
 
     per_cell = {"levels": levels_of(reader, model)}
     batches = tokens_of(rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
-    vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)[chosen]
+    vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)[
+        chosen
+    ]
     if np.isnan(vectors).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     if (frac := float(totals[0] / totals[1])) < (least := section.min_coverage_frac):
@@ -181,8 +213,12 @@ def embed_cells(
         genes=genes,
         lost_frac=float(of_columns[lost].sum() / max(of_columns[columns.measured].sum(), 1)),
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
-        gene_notes=columns.notes if columns.mismatch is None else (f"warning: {columns.mismatch}", *columns.notes),
-        absent_columns=tuple(name for name in tokens.covariates if name != DATASET and name not in reader.obs),
+        gene_notes=columns.notes
+        if columns.mismatch is None
+        else (f"warning: {columns.mismatch}", *columns.notes),
+        absent_columns=tuple(
+            name for name in tokens.covariates if name != DATASET and name not in reader.obs
+        ),
     )
 
 
@@ -193,15 +229,23 @@ def _advice(columns: GeneColumns, option: str) -> str:
 
 
 def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
-    """Numbers of levels of a file's cells for `tokens_of`; None for a model that reads no obs column."""
+    """Numbers of levels of a file's cells for `tokens_of`; None for a model that reads no obs
+    column.
+    """
     known = model.objective.levels
     return numbers_of(reader.obs, reader.dataset or reader.path.stem, known) if known else None
 
 
 def embed_batches(
-    batches: Iterable[Batch], model: Model, n_cells: int, token_budget: int, precision: str = "32-true"
+    batches: Iterable[Batch],
+    model: Model,
+    n_cells: int,
+    token_budget: int,
+    precision: str = "32-true",
 ) -> np.ndarray:
-    """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has the cell."""
+    """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has
+    the cell.
+    """
     model.eval()
     device = next(model.parameters()).device
     embedded = np.full((n_cells, model.vector_width), np.nan, np.float32)
@@ -214,8 +258,13 @@ def embed_batches(
 
 @contextmanager
 def inference(device: torch.device, precision: str) -> Iterator[None]:
-    """Run the model without gradients, in the number format `precision`, an option of `embed` and `evaluate`."""
-    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+    """Run the model without gradients, in the number format `precision`, an option of `embed` and
+    `evaluate`.
+    """
+    with (
+        torch.inference_mode(),
+        torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"),
+    ):
         yield
 
 
@@ -225,7 +274,9 @@ def limits_of(embedding: Embedding) -> list[str]:
     if line := lost_counts(embedding.lost_frac, embedding.lost_names):
         lines.append(line)
     if embedding.genes.expressed_frac < FEW:
-        lines.append(f"warning: it measures {embedding.genes}: compare its vectors with each other only")
+        lines.append(
+            f"warning: it measures {embedding.genes}: compare its vectors with each other only"
+        )
     if names := ", ".join(embedding.absent_columns):
         lines.append(
             f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes that "

@@ -1,7 +1,8 @@
-"""Labelled cells, features made from their counts alone (the embedding and the baselines), and classifiers on them.
+"""Labelled cells, features made from their counts alone (the embedding and the baselines), and
+classifiers on them.
 
-Logistic regression runs on both standardised and unchanged features: standardising raises the weight of small principal
-components, which helps or hurts depending on the number of cells.
+Logistic regression runs on both standardised and unchanged features: standardising raises the
+weight of small principal components, which helps or hurts depending on the number of cells.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +33,8 @@ from cellmill.evaluate.task import COMPONENTS, TOKEN_BUDGET, Context, Skipped, p
 from cellmill.models.family import Model
 
 ALL_GENES = "all genes"
-OF_THE_MODEL = (EMBEDDING, UNTRAINED)  # features that no other run has, and beginnings of the names of others
+# features that no other run has, and beginnings of the names of others
+OF_THE_MODEL = (EMBEDDING, UNTRAINED)
 OF_TRAINING = f"PCA{COMPONENTS} of the training cells"
 REGRESSION = "logistic regression"
 RANKED = "rank-z genes, ANOVA"
@@ -41,21 +43,34 @@ VARIABLE_GENES, BINS = 2000, 20
 ROW_BLOCK = 4096  # cells read at once
 COMPARED = 512  # cells compared with all fitted ones at once
 SHOWN_CLASSES = 8  # in a line of the log
-MAX_CELLS = 10_000  # all-genes regression over more takes hours and moves accuracy by less than 0.01
+# all-genes regression over more takes hours and moves accuracy by less than 0.01
+MAX_CELLS = 10_000
 
 
-def cell_features(context: Context, cells: np.ndarray, embedding: np.ndarray | None = None) -> dict[str, Any]:
-    """Features of the cells with these indices, ascending, with the embeddings by models of other packages."""
-    return with_external(features_of_counts(context, read_rows(context.reader, cells), embedding), context, cells)
+def cell_features(
+    context: Context, cells: np.ndarray, embedding: np.ndarray | None = None
+) -> dict[str, Any]:
+    """Features of the cells with these indices, ascending, with the embeddings by models of other
+    packages.
+    """
+    return with_external(
+        features_of_counts(context, read_rows(context.reader, cells), embedding), context, cells
+    )
 
 
 def with_external(features: dict[str, Any], context: Context, cells: np.ndarray) -> dict[str, Any]:
     """The features, with the embeddings of `cells` (indices) by models of other packages."""
-    return features | {f"{EXTERNAL}{name}": vectors[cells] for name, vectors in context.external.items()}
+    return features | {
+        f"{EXTERNAL}{name}": vectors[cells] for name, vectors in context.external.items()
+    }
 
 
-def features_of_counts(context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None) -> dict[str, Any]:
-    """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding` is taken."""
+def features_of_counts(
+    context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None
+) -> dict[str, Any]:
+    """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding`
+    is taken.
+    """
     model, columns = context.model, context.columns
     profiles = summed(counts) if columns.ordered else counts
     known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
@@ -75,9 +90,13 @@ def tokens_of_counts(context: Context, counts: sp.csr_matrix) -> Iterator[Batch]
 def embed_counts(
     context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
 ) -> np.ndarray:
-    """Vectors of the cells, or of other `tokens` of theirs, `(cells, hidden)` float32; zeros for cells without any."""
+    """Vectors of the cells, or of other `tokens` of theirs, `(cells, hidden)` float32; zeros for
+    cells without any.
+    """
     batches = tokens_of_counts(context, counts) if tokens is None else tokens
-    return np.nan_to_num(embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, context.options.precision))
+    return np.nan_to_num(
+        embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, context.options.precision)
+    )
 
 
 def own_components(profiles: sp.csr_matrix) -> np.ndarray:
@@ -86,39 +105,55 @@ def own_components(profiles: sp.csr_matrix) -> np.ndarray:
 
 
 def variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
-    """The VARIABLE_GENES most variable genes, ascending: scanpy's highly_variable_genes of flavor seurat.
+    """The VARIABLE_GENES most variable genes, ascending: scanpy's highly_variable_genes of flavor
+    seurat.
 
-    Variance over mean of counts per 10,000, its logarithm standardised over the genes of like means.
+    Variance over mean of counts per 10,000, its logarithm standardised over the genes of like
+    means.
     """
     mean, variance = mean_variance_axis(profiles.expm1().astype(np.float64), axis=0)
     varying = np.flatnonzero(variance > 0)
     dispersion = pd.Series(np.log(variance[varying] / mean[varying]))
     of_bin = dispersion.groupby(pd.cut(np.log1p(mean[varying]), BINS, labels=False))
-    scores = ((dispersion - of_bin.transform("mean")) / of_bin.transform("std")).fillna(1)  # of a gene alone in its bin
+    # of a gene alone in its bin
+    scores = ((dispersion - of_bin.transform("mean")) / of_bin.transform("std")).fillna(1)
     return np.sort(varying[np.argsort(-scores.to_numpy(), kind="stable")[:VARIABLE_GENES]])
 
 
 class RankedGenes:
-    """Genes of each cell by the rank of their log counts, standardised within the cell; equal values share a rank.
+    """Genes of each cell by the rank of their log counts, standardised within the cell; equal
+    values share a rank.
 
-    Kept as the value of the genes without a count, `zero`, `(cells,)`, and what others have `above` it, sparse.
+    Kept as the value of the genes without a count, `zero`, `(cells,)`, and what others have `above`
+    it, sparse.
     """
 
     def __init__(self, genes: sp.csr_matrix) -> None:
         self.above = genes.astype(np.float64)
         self.above.eliminate_zeros()
         (n, width), expressed = genes.shape, np.diff(self.above.indptr)
-        cell, absent, middle = np.repeat(np.arange(n), expressed), width - expressed, (width + 1) / 2
+        cell, absent, middle = (
+            np.repeat(np.arange(n), expressed),
+            width - expressed,
+            (width + 1) / 2,
+        )
         ranks = absent[cell] + pd.Series(self.above.data).groupby(cell).rank().to_numpy()
         lowest = (absent + 1) / 2
         variance = (np.bincount(cell, ranks**2, n) + absent * lowest**2) / width - middle**2
-        scale = np.sqrt(np.where(variance > 1e-9 * middle**2, variance, 1))  # of a cell whose values are all equal, 1
+        # of a cell whose values are all equal, 1
+        scale = np.sqrt(np.where(variance > 1e-9 * middle**2, variance, 1))
         self.zero, self.above.data = (lowest - middle) / scale, (ranks - lowest[cell]) / scale[cell]
 
     def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Of all cells, the RANKED_GENES of largest F between the `labels` of some `cells`, in their order: dense."""
+        """Of all cells, the RANKED_GENES of largest F between the `labels` of some `cells`, in
+        their order: dense.
+        """
         of_class = np.unique(labels, return_inverse=True)[1]
-        member, above, zero = np.eye(of_class.max() + 1)[of_class].T, self.above[cells], self.zero[cells]
+        member, above, zero = (
+            np.eye(of_class.max() + 1)[of_class].T,
+            self.above[cells],
+            self.zero[cells],
+        )
         sums = member @ above + (member @ zero)[:, None]
         squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero
         of_classes = (sums**2 / member.sum(1)[:, None]).sum(0)
@@ -129,7 +164,9 @@ class RankedGenes:
 
 
 class NearestCells:
-    """Predicts the most frequent class of the nearest fitted cells, by Euclidean distance; of equal ones the first."""
+    """Predicts the most frequent class of the nearest fitted cells, by Euclidean distance; of equal
+    ones the first.
+    """
 
     def __init__(self, neighbors: int) -> None:
         self.neighbors = neighbors
@@ -173,8 +210,13 @@ _libraries = cache(ThreadpoolController)  # finding them takes longer than many 
 
 @contextmanager
 def small_problems() -> Iterator[None]:
-    """Fit and predict inside without threads and scikit-learn's checks: they would take longer than the work."""
-    with _libraries().limit(limits=1), config_context(assume_finite=True, skip_parameter_validation=True):
+    """Fit and predict inside without threads and scikit-learn's checks: they would take longer than
+    the work.
+    """
+    with (
+        _libraries().limit(limits=1),
+        config_context(assume_finite=True, skip_parameter_validation=True),
+    ):
         yield
 
 
@@ -188,14 +230,22 @@ def fit_all(
 ) -> dict[str, CachedClassifiers]:
     """Classifiers by kind of features; `features` are `(cells, width)` each, dense or sparse.
 
-    With a classifier of another package, whose code may change, no prediction is saved. Genes by rank have the
-    standardised regression alone.
+    With a classifier of another package, whose code may change, no prediction is saved. Genes by
+    rank have the standardised regression alone.
     """
-    baselines, most, installed = context.baselines, min(neighbors, len(labels)), context.options.classifiers
+    baselines, most, installed = (
+        context.baselines,
+        min(neighbors, len(labels)),
+        context.options.classifiers,
+    )
     return {
         kind: CachedClassifiers(
             baselines.of_model if kind.startswith(OF_THE_MODEL) or installed else baselines.known,
-            {name: one for name, one in classifiers(most, installed).items() if kind != RANKED or name == REGRESSION},
+            {
+                name: one
+                for name, one in classifiers(most, installed).items()
+                if kind != RANKED or name == REGRESSION
+            },
             values,
             labels,
         )
@@ -203,8 +253,12 @@ def fit_all(
     }
 
 
-def predict_all(fitted: Mapping[str, CachedClassifiers], features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Predicted classes, text `(cells,)`, by `features + classifier`, each from its own kind of features."""
+def predict_all(
+    fitted: Mapping[str, CachedClassifiers], features: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Predicted classes, text `(cells,)`, by `features + classifier`, each from its own kind of
+    features.
+    """
     return {
         f"{kind} + {name}": classes
         for kind, of_kind in fitted.items()
@@ -213,7 +267,9 @@ def predict_all(fitted: Mapping[str, CachedClassifiers], features: Mapping[str, 
 
 
 def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
-    """Counts without those of the columns where `kept`, bool `(columns,)`, is False; the shape stays."""
+    """Counts without those of the columns where `kept`, bool `(columns,)`, is False; the shape
+    stays.
+    """
     few = counts.copy()
     few.data = counts.data * kept[counts.indices].astype(counts.dtype)
     few.eliminate_zeros()
@@ -230,11 +286,16 @@ def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
 
 
 def halves(context: Context) -> np.ndarray:
-    """Label of each cell, text `(n_obs,)`, by all genes' regression on the labels of the other half; "" for none.
+    """Label of each cell, text `(n_obs,)`, by all genes' regression on the labels of the other
+    half; "" for none.
 
     Evaluated cells of labels with at least `folds` cells are divided into two stratified halves.
     """
-    column, seed, scored = context.roles["label"], context.options.seed, np.flatnonzero(context.scored)
+    column, seed, scored = (
+        context.roles["label"],
+        context.options.seed,
+        np.flatnonzero(context.scored),
+    )
     chosen = choose_cells(column.iloc[scored], context.options.folds, seed)
     cells, labels = scored[chosen.cells], chosen.labels
     found = np.full(context.reader.n_obs, "", dtype=labels.dtype)
@@ -243,11 +304,16 @@ def halves(context: Context) -> np.ndarray:
     counts = read_rows(context.reader, cells)
     genes = log_normalise(summed(counts) if context.columns.ordered else counts)
     order = seeded(seed, 6).permutation(len(labels))
-    half, classifier = np.ones(len(labels), bool), {REGRESSION: LogisticRegression(standardised=True)}
+    half, classifier = (
+        np.ones(len(labels), bool),
+        {REGRESSION: LogisticRegression(standardised=True)},
+    )
     half[order[np.argsort(labels[order], kind="stable")][1::2]] = False
     with small_problems():
         for tested in (half, ~half):
-            fitted = CachedClassifiers(context.baselines.known, classifier, genes[~tested], labels[~tested])
+            fitted = CachedClassifiers(
+                context.baselines.known, classifier, genes[~tested], labels[~tested]
+            )
             found[cells[tested]] = fitted.predict(genes[tested])[REGRESSION]
     return found
 
@@ -264,15 +330,21 @@ class Labelled:
     @property
     def numbers(self) -> dict[str, Any]:
         """Numbers of cells, for metrics.json."""
-        used = {"n_cells": len(self.cells), "classes": self.classes, "dropped_classes": self.dropped}
+        used = {
+            "n_cells": len(self.cells),
+            "classes": self.classes,
+            "dropped_classes": self.dropped,
+        }
         return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_left_out}
 
 
-def labelled_cells(context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS) -> Labelled:
+def labelled_cells(
+    context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS
+) -> Labelled:
     """Evaluated cells of classes with at least `fewest` cells, which are printed.
 
-    `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such classes, and DataError
-    for a column of one class.
+    `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such
+    classes, and DataError for a column of one class.
     """
     if "label" not in context.roles:
         raise Skipped("the dataset has no label column")
@@ -287,7 +359,10 @@ def labelled_cells(context: Context, task: str, fewest: int, needed_by: str, max
         )
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(column.iloc[scored], fewest, context.options.seed, max_cells)
-    for heading, classes in ((column.name, chosen.classes), (f"left out, fewer than {fewest} cells", chosen.dropped)):
+    for heading, classes in (
+        (column.name, chosen.classes),
+        (f"left out, fewer than {fewest} cells", chosen.dropped),
+    ):
         if classes or heading == column.name:
             print(f"{context.dataset}: {task}: {heading}: {_listed(classes)}", flush=True)
     if (n := len(chosen.classes)) < 2:
@@ -305,7 +380,9 @@ def _listed(classes: dict[str, int]) -> str:
         return "no class"
     shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:SHOWN_CLASSES])
     others = [*classes.values()][SHOWN_CLASSES:]
-    return shown + (f" and {len(others):,} more classes with {sum(others):,} cells" if others else "")
+    return shown + (
+        f" and {len(others):,} more classes with {sum(others):,} cells" if others else ""
+    )
 
 
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:

@@ -1,8 +1,9 @@
-"""In-silico knock-out: how far the embeddings of cells move when the counts of one gene are removed.
+"""In-silico knock-out: how far the embeddings of cells move when the counts of one gene are
+removed.
 
-A cell's shift is 1 - the cosine of its embeddings with and without the gene (Theodoris et al. 2023, Nature 618:616); a
-gene's shift is the mean over the drawn cells that express it, and is compared with the `null_genes` other genes whose
-mean expression in the cells that express them is nearest.
+A cell's shift is 1 - the cosine of its embeddings with and without the gene (Theodoris et al. 2023,
+Nature 618:616); a gene's shift is the mean over the drawn cells that express it, and is compared
+with the `null_genes` other genes whose mean expression in the cells that express them is nearest.
 """
 
 from typing import Any
@@ -27,18 +28,26 @@ from cellmill.models.family import Model
 
 
 def knock_out_genes(
-    reader: CountsReader, network: Model, vocabulary: Vocabulary, tokens: Tokens, embed: Embed, section: KnockOut
+    reader: CountsReader,
+    network: Model,
+    vocabulary: Vocabulary,
+    tokens: Tokens,
+    embed: Embed,
+    section: KnockOut,
 ) -> tuple[ad.AnnData, Embedding]:
-    """Remove one gene at a time from drawn cells; return their shifts, and their embedding with all genes.
+    """Remove one gene at a time from drawn cells; return their shifts, and their embedding with all
+    genes.
 
-    X, CSR float32, has an entry for each cell that expresses the gene. var is by Ensembl id, the largest z first:
-    symbol, n_cells, expression (mean log(1 + counts per 10,000)), shift, null_mean, null_sd, z, p (one-sided, at least
-    1 / (null genes + 1)). Raises DataError as `embed_cells`, and where every gene is rare; ConfigError for one that is
-    unknown or rare.
+    X, CSR float32, has an entry for each cell that expresses the gene. var is by Ensembl id, the
+    largest z first: symbol, n_cells, expression (mean log(1 + counts per 10,000)), shift,
+    null_mean, null_sd, z, p (one-sided, at least 1 / (null genes + 1)). Raises DataError as
+    `embed_cells`, and where every gene is rare; ConfigError for one that is unknown or rare.
     """
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
-        raise DataError(f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells")
+        raise DataError(
+            f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells"
+        )
     cells = draw_cells(np.arange(reader.n_obs), section.cells, section.seed, key=0)
     drawn = np.isin(np.arange(reader.n_obs), cells)
     embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
@@ -67,24 +76,38 @@ def knock_out_genes(
         block = keep_columns(counts[cells], columns.target != gene)
         per_cell = {"levels": None if levels is None else levels[drawn][cells]}
         batches = tokens_of([block], columns, vocabulary, tokens, per_cell=per_cell)
-        without = _unit(embed_batches(batches, network, len(cells), embed.token_budget, embed.precision))
+        without = _unit(
+            embed_batches(batches, network, len(cells), embed.token_budget, embed.precision)
+        )
         shifts = 1 - (without * whole[cells]).sum(1)
         known = np.isfinite(shifts)
         return cells[known], shifts[known]
 
     removed = sorted({*nulls}.union(*nulls.values()))
-    steps = progress(removed, f"knock_out {reader.path.stem}", len(removed), "genes", size=lambda gene: 1)
+    steps = progress(
+        removed, f"knock_out {reader.path.stem}", len(removed), "genes", size=lambda gene: 1
+    )
     found = {gene: shifts_of(gene) for gene in steps}
-    mean = {gene: float(shifts.mean()) if len(shifts) else np.nan for gene, (_, shifts) in found.items()}
+    mean = {
+        gene: float(shifts.mean()) if len(shifts) else np.nan for gene, (_, shifts) in found.items()
+    }
     rows: list[dict[str, Any]] = []
     for gene, others in nulls.items():
         null = np.array([mean[other] for other in others])
         null, shift = null[np.isfinite(null)], mean[gene]
-        about = {"symbol": vocabulary.symbols[gene], "n_cells": len(found[gene][0]), "expression": expression[gene]}
+        about = {
+            "symbol": vocabulary.symbols[gene],
+            "n_cells": len(found[gene][0]),
+            "expression": expression[gene],
+        }
         compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
         if len(null) and np.isfinite(shift):
             center, sd = float(null.mean()), float(null.std())
-            compared |= {"null_mean": center, "null_sd": sd, "z": (shift - center) / sd if sd else np.nan}
+            compared |= {
+                "null_mean": center,
+                "null_sd": sd,
+                "z": (shift - center) / sd if sd else np.nan,
+            }
             compared["p"] = (1 + int((null >= shift).sum())) / (1 + len(null))
         rows.append(about | compared)
     genes = pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in nulls])
@@ -92,7 +115,9 @@ def knock_out_genes(
     by_gene = [found[gene] for gene in wanted[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
     of_cells, shifts = (np.concatenate(part) for part in zip(*by_gene))
-    matrix = sp.csc_matrix((shifts.astype(np.float32), of_cells, ends), shape=(len(cells), len(wanted)))
+    matrix = sp.csc_matrix(
+        (shifts.astype(np.float32), of_cells, ends), shape=(len(cells), len(wanted))
+    )
     return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
 
 
@@ -102,10 +127,14 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
 
 
-def rows_of_genes(section: KnockOut, vocabulary: Vocabulary, n_expressing: np.ndarray) -> np.ndarray:
-    """Vocabulary rows of `section.genes`, by default of all genes that enough cells express, ascending.
+def rows_of_genes(
+    section: KnockOut, vocabulary: Vocabulary, n_expressing: np.ndarray
+) -> np.ndarray:
+    """Vocabulary rows of `section.genes`, by default of all genes that enough cells express,
+    ascending.
 
-    `n_expressing`, `(genes,)`, are numbers of drawn cells. Raises ConfigError for an unknown gene, or a rare one.
+    `n_expressing`, `(genes,)`, are numbers of drawn cells. Raises ConfigError for an unknown gene,
+    or a rare one.
     """
     usable = np.flatnonzero(n_expressing >= section.min_cells)
     if section.genes is None:
@@ -114,7 +143,9 @@ def rows_of_genes(section: KnockOut, vocabulary: Vocabulary, n_expressing: np.nd
     for name, row in rows.items():
         if row < 0:
             known = [*vocabulary.symbols, *vocabulary.gene_ids]
-            raise ConfigError(f"knock_out.genes: {name!r} is not a gene of the model; {did_you_mean(name, known)}")
+            raise ConfigError(
+                f"knock_out.genes: {name!r} is not a gene of the model; {did_you_mean(name, known)}"
+            )
         if n_expressing[row] < section.min_cells:
             raise ConfigError(
                 f"knock_out.genes: {name} has counts in {n_expressing[row]:,} of the drawn cells, knock_out.min_cells "

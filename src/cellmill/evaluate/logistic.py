@@ -1,16 +1,19 @@
 """Multinomial logistic regression on few cells: the optimum of scikit-learn's solvers, sooner.
 
-The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with λ = 1 / n, or 2 / n
-for two classes, whose single logit there has half the penalty. Inexact Newton steps minimise it (Dembo, Eisenstat and
-Steihaug, SIAM J. Numer. Anal. 19, 1982), each found by conjugate gradients over whitened features.
+The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with
+λ = 1 / n, or 2 / n for two classes, whose single logit there has half the penalty. Inexact Newton
+steps minimise it (Dembo, Eisenstat and Steihaug, SIAM J. Numer. Anal. 19, 1982), each found by
+conjugate gradients over whitened features.
 
-Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell had the curvature
-c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44, 1992). Over U the penalty λ |w|²
-is |v|² - c |Uv|² / n. For centred features, a column of c^-½ gets the intercept as its coefficient, by the same formula
-without a penalty. With fewer cells than features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
+Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell
+had the curvature c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44,
+1992). Over U the penalty λ |w|² is |v|² - c |Uv|² / n. For centred features, a column of c^-½ gets
+the intercept as its coefficient, by the same formula without a penalty. With fewer cells than
+features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
 
-Every v is Uᵀa of weights a of the cells, and a step is one product of weights with UUᵀ. A RIDGE on its diagonal, as if
-each cell had a small feature of its own, keeps weights bounded that change no logit.
+Every v is Uᵀa of weights a of the cells, and a step is one product of weights with UUᵀ. A RIDGE on
+its diagonal, as if each cell had a small feature of its own, keeps weights bounded that change no
+logit.
 """
 
 import warnings
@@ -32,16 +35,19 @@ TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
 RIDGE = 1e-10  # of n / c, the largest value of UUᵀ
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
-# larger features are left to scikit-learn: cells or features, whichever is less, and values (256 MiB)
+# larger features are left to scikit-learn: cells or features, whichever is less, and values (256
+# MiB)
 MAX_SIDE, MAX_VALUES = 2048, 2**25
 
 
 class LogisticRegression:
-    """Fitted on features as they are or, if `standardised`, on those divided by their standard deviations.
+    """Fitted on features as they are or, if `standardised`, on those divided by their standard
+    deviations.
 
-    The intercept of dense features has no penalty, as in scikit-learn. Sparse ones are not centred, and their intercept
-    has the penalty of a coefficient: large intercepts would decide on cells with fewer counts than the fitted ones.
-    (scikit-learn's solvers stop before they reach such intercepts, but only at its default tolerance.)
+    The intercept of dense features has no penalty, as in scikit-learn. Sparse ones are not centred,
+    and their intercept has the penalty of a coefficient: large intercepts would decide on cells
+    with fewer counts than the fitted ones. (scikit-learn's solvers stop before they reach such
+    intercepts, but only at its default tolerance.)
     """
 
     def __init__(self, *, standardised: bool) -> None:
@@ -51,7 +57,8 @@ class LogisticRegression:
         return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
-        """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two classes or more.
+        """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
+        classes or more.
 
         Warns by ConvergenceWarning where it stops before it converged.
         """
@@ -75,7 +82,9 @@ class LogisticRegression:
         else:
             values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
         self.classes, of_cell = np.unique(labels, return_inverse=True)
-        coefficients, intercepts = _fit(values, of_cell, len(self.classes), small, intercept=centred)
+        coefficients, intercepts = _fit(
+            values, of_cell, len(self.classes), small, intercept=centred
+        )
         self.coefficients = coefficients[:width] / scale[:, None]
         self.intercepts = intercepts - mean @ self.coefficients if centred else coefficients[width]
         return self
@@ -92,19 +101,25 @@ def _fit(
     if small:
         with suppress(LinAlgError):  # where scales are more than about 1e4 apart
             penalty = (2 if n_classes == 2 else 1) / len(features)
-            whitened, kernel, unwhiten = _whiten(features, penalty, np.full(int(intercept), CURVATURE**-0.5))
+            whitened, kernel, unwhiten = _whiten(
+                features, penalty, np.full(int(intercept), CURVATURE**-0.5)
+            )
             found = _minimise(whitened, kernel, np.eye(n_classes)[:, of_cell])
             return unwhiten(found), found.sum(1) * (intercept / CURVATURE)
-    model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000, fit_intercept=intercept)
-    found, sign = model.fit(features, of_cell).coef_.T, [-0.5, 0.5] if n_classes == 2 else 1.0  # two have one logit
+    model = linear_model.LogisticRegression(
+        solver="newton-cg", max_iter=1000, fit_intercept=intercept
+    )
+    # two have one logit
+    found, sign = model.fit(features, of_cell).coef_.T, [-0.5, 0.5] if n_classes == 2 else 1.0
     return found * sign, model.intercept_ * sign
 
 
 def _whiten(
     features: np.ndarray, penalty: float, more: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, Callable[[np.ndarray], np.ndarray]]:
-    """U with columns of the values `more`, UUᵀ + RIDGE where its product is the faster one, and the function from
-    weights of cells `(classes, cells)` to coefficients `(width, classes)`."""
+    """U with columns of the values `more`, UUᵀ + RIDGE where its product is the faster one, and the
+    function from weights of cells `(classes, cells)` to coefficients `(width, classes)`.
+    """
     n, width = features.shape
     side, square = min(n, width), n <= min(2 * width, MAX_SIDE)
     columns = np.empty((n, side + len(more)), order="C" if square and width <= n else "F")
@@ -117,11 +132,16 @@ def _whiten(
         inverse, _ = dpotri(factor, lower=True)  # zeros above the diagonal
         inverse *= -penalty * n / CURVATURE
         kernel = inverse + inverse.T
-        kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE  # of centred features, else singular
+        # of centred features, else singular
+        kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
         whitened[:] = kernel.T
         _cholesky(whitened)
         kernel += more @ more
-        return columns, kernel, lambda weights: (dpotrs(factor, weights.T, lower=True)[0].T @ features).T
+        return (
+            columns,
+            kernel,
+            lambda weights: (dpotrs(factor, weights.T, lower=True)[0].T @ features).T,
+        )
     whitened[:] = dtrtrs(factor, features.T, lower=True)[0].T
     if square:
         kernel = columns @ columns.T
@@ -138,9 +158,11 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarray) -> np.ndarray:
-    """Weights of the cells, `(classes, cells)`, by results of `_whiten` and one-hot `targets` of the same shape.
+    """Weights of the cells, `(classes, cells)`, by results of `_whiten` and one-hot `targets` of
+    the same shape.
 
-    Weights and what they add to the logits, their product with UUᵀ, are kept side by side: `(2, classes, cells)`.
+    Weights and what they add to the logits, their product with UUᵀ, are kept side by side: `(2,
+    classes, cells)`.
     """
     n, share, both = len(whitened), CURVATURE / len(whitened), np.zeros((2, *targets.shape))
     between = np.empty((len(targets), whitened.shape[1]))
@@ -169,14 +191,18 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
         multiply(*gradient)
         norm = float(np.vdot(*gradient))
         # a larger norm has a larger derivative
-        if norm <= between.size * TOLERANCE**2 and np.abs(gradient[0] @ whitened).max() <= TOLERANCE:
+        if (
+            norm <= between.size * TOLERANCE**2
+            and np.abs(gradient[0] @ whitened).max() <= TOLERANCE
+        ):
             break
         step = _newton_step(multiply, probabilities, gradient, norm)
         slope, length = np.vdot(gradient[1], step[0]), 1.0
         while True:
             new = both + length * step
             new_value, probabilities = loss(*new)
-            if new_value <= value + 1e-4 * length * slope + 1e-12:  # rounding may hide the descent of the last steps
+            # rounding may hide the descent of the last steps
+            if new_value <= value + 1e-4 * length * slope + 1e-12:
                 break
             length /= 2
         both, value = new, new_value
@@ -186,11 +212,15 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
 
 
 def _newton_step(
-    multiply: Callable[[np.ndarray, np.ndarray], None], probabilities: np.ndarray, gradient: np.ndarray, norm: float
+    multiply: Callable[[np.ndarray, np.ndarray], None],
+    probabilities: np.ndarray,
+    gradient: np.ndarray,
+    norm: float,
 ) -> np.ndarray:
     """The step, in the shape of `gradient`, whose squared norm over whitened features is `norm`.
 
-    Works in place, and on conjugate directions divided by their norms: calls of numpy take the most time here.
+    Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
+    time here.
     """
     weights = probabilities / probabilities.shape[1]
     own = weights - CURVATURE / probabilities.shape[1]
@@ -198,7 +228,9 @@ def _newton_step(
     curved, shared = np.empty_like(own), np.empty_like(own)
     (residual, image), (along, seen) = left, direction
     all_left, all_along, all_moved = left.ravel(), direction.ravel(), moved.ravel()
-    flat_residual, flat_image, flat_seen, flat_curved = (one.ravel() for one in (residual, image, seen, curved))
+    flat_residual, flat_image, flat_seen, flat_curved = (
+        one.ravel() for one in (residual, image, seen, curved)
+    )
     enough = FORCING**2 * norm
     while norm > enough:
         daxpy(all_left, all_along, a=1 / norm)

@@ -1,8 +1,9 @@
 """Prediction of labels and numbers by the heads of a model, and `LoadedModel` (`cellmill.load`).
 
-config.json of a model that predicts labels has the entry `classifier`: label_column, labels (in the order of the head's
-rows) and `calibration` (fields of `Calibration`), or None and the reason in `uncalibrated`. If a sum has several
-classifiers, the others are in `more_classifiers`, by part. `regressors` lists the columns of predicted numbers.
+config.json of a model that predicts labels has the entry `classifier`: label_column, labels (in the
+order of the head's rows) and `calibration` (fields of `Calibration`), or None and the reason in
+`uncalibrated`. If a sum has several classifiers, the others are in `more_classifiers`, by part.
+`regressors` lists the columns of predicted numbers.
 """
 
 import warnings
@@ -25,7 +26,13 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import DATASET, text_of
 from cellmill.data.shards.obs import values_of_column
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import NO_VALIDATION, STEPS, classifications_of, regressions_of, run_head
+from cellmill.evaluate.calibration import (
+    NO_VALIDATION,
+    STEPS,
+    classifications_of,
+    regressions_of,
+    run_head,
+)
 from cellmill.evaluate.embed import Embedding, embed_cells, limits_of, load_for_inference
 from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
 from cellmill.models.family import Model
@@ -40,26 +47,39 @@ VALUE = "cellmill_value"  # obs
 ABOUT_PREDICTION = "cellmill_prediction"  # uns
 
 
-def classifiers_of(model: Model, config: dict[str, Any]) -> dict[str, tuple[Classification, dict[str, Any]]]:
-    """Return the heads that predict labels and their entries of config.json, by the end of the columns' names."""
+def classifiers_of(
+    model: Model, config: dict[str, Any]
+) -> dict[str, tuple[Classification, dict[str, Any]]]:
+    """Return the heads that predict labels and their entries of config.json, by the end of the
+    columns' names.
+    """
     heads = classifications_of(model.objective)
     first = next(iter(heads), None)
     if first is None or "classifier" not in config:
         return {}
-    others = {name: entry for name, entry in config.get("more_classifiers", {}).items() if name in heads}
-    return {"": (heads[first], config["classifier"])} | {f"_{name}": (heads[name], own) for name, own in others.items()}
+    others = {
+        name: entry for name, entry in config.get("more_classifiers", {}).items() if name in heads
+    }
+    return {"": (heads[first], config["classifier"])} | {
+        f"_{name}": (heads[name], own) for name, own in others.items()
+    }
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Content that `cellmill predict` writes; names end in `_PART` where a sum has several heads alike."""
+    """Content that `cellmill predict` writes; names end in `_PART` where a sum has several heads
+    alike.
+    """
 
     obs: dict[str, Any]
-    """(cells,) each: cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a threshold, and
-    cellmill_seen_in_training if the model's training cells are known."""
-    obsm: dict[str, np.ndarray]  # cellmill_probabilities, (cells, labels) float32, after the temperature
+    """(cells,) each: cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a
+    threshold, and cellmill_seen_in_training if the model's training cells are known.
+    """
+    # cellmill_probabilities, (cells, labels) float32, after the temperature
+    obsm: dict[str, np.ndarray]
     about: dict[str, Any]  # uns["cellmill_prediction"]
-    agreement: list[str] = field(default_factory=list)  # sentences about labels that the file has too
+    # sentences about labels that the file has too
+    agreement: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         n_cells = len(next(iter(self.obs.values()), ()))
@@ -67,7 +87,9 @@ class Predicted:
         for name, column in self.obs.items():
             if name.startswith(LABEL):
                 counts = tally(np.asarray(column.dropna(), str))
-                lines.append(f"{name}: {_listed([f'{label!r} {n:,}' for label, n in counts.items()]) or 'no label'}")
+                lines.append(
+                    f"{name}: {_listed([f'{label!r} {n:,}' for label, n in counts.items()]) or 'no label'}"
+                )
             elif name.startswith(REJECTED):
                 lines.append(f"{name}: {int(column.sum()):,}")
         return "\n".join(["Predicted", *(f"    {line}" for line in [*lines, *self.agreement])])
@@ -76,7 +98,9 @@ class Predicted:
     def labels(self) -> pd.Categorical:
         """(cells,), of the first head of labels."""
         if LABEL not in self.obs:
-            raise ConfigError(f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}")
+            raise ConfigError(
+                f"the model predicts no labels; its numbers are in obs: {', '.join(self.obs)}"
+            )
         return self.obs[LABEL]
 
     def add_to(self, adata: Any) -> None:
@@ -88,22 +112,34 @@ class Predicted:
         adata.uns[ABOUT_PREDICTION] = self.about
 
 
-def thresholds_of(model: Model, config: dict[str, Any], section: Predict, name: str) -> dict[str, float]:
-    """Smallest probability of a label that is given, by the end of the names of each head of labels.
+def thresholds_of(
+    model: Model, config: dict[str, Any], section: Predict, name: str
+) -> dict[str, float]:
+    """Smallest probability of a label that is given, by the end of the names of each head of
+    labels.
 
-    Raises ConfigError for a model without heads, which it calls `name`, and for an accuracy out of reach.
+    Raises ConfigError for a model without heads, which it calls `name`, and for an accuracy out of
+    reach.
     """
     heads, smallest = classifiers_of(model, config), {}
     if not heads and not regressions_of(model.objective):
-        raise ConfigError(f"{name}: it predicts no labels; export a run with objective classification or regression")
+        raise ConfigError(
+            f"{name}: it predicts no labels; export a run with objective classification or regression"
+        )
     for end, (_, classifier) in heads.items():
         smallest[end] = section.min_probability or 0.0
         if section.min_accuracy is None:
             continue
         if (calibration := classifier["calibration"]) is None:
             why = classifier.get("uncalibrated", NO_VALIDATION)
-            raise ConfigError(f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability")
-        known = [(accuracy, at) for at, accuracy in enumerate(calibration["accuracy_above"]) if accuracy is not None]
+            raise ConfigError(
+                f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability"
+            )
+        known = [
+            (accuracy, at)
+            for at, accuracy in enumerate(calibration["accuracy_above"])
+            if accuracy is not None
+        ]
         reached = [at for accuracy, at in known if accuracy >= section.min_accuracy]
         if not reached:
             raise ConfigError(
@@ -127,7 +163,9 @@ def predict_heads(
     A label is missing below the probability in `smallest`, and for a cell without a vector.
     """
     digest = config["weights_sha256"]  # of model.safetensors, compared when it was loaded
-    predicted = Predicted({}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes})
+    predicted = Predicted(
+        {}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes}
+    )
     if seen.cells is not None:
         predicted.obs[SEEN] = seen.cells
         predicted.about["n_seen_in_training"] = int(seen.cells.sum())
@@ -179,19 +217,27 @@ def _predict_labels(
 
 
 def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
-    """(cells,): labels as shards have them. None where there is none, or a text that means none and is not `known`."""
+    """(cells,): labels as shards have them. None where there is none, or a text that means none and
+    is not `known`.
+    """
     codes, values = pd.factorize(column)
     texts: list[str | None] = [text_of(value) for value in values]
     for at, text in enumerate(texts):
-        if isinstance(values[at], str) and text not in known and NO_COLUMNS.means_no_label(str(text)):
+        if (
+            isinstance(values[at], str)
+            and text not in known
+            and NO_COLUMNS.means_no_label(str(text))
+        ):
             texts[at] = None
     return np.array([*texts, None], object)[codes]
 
 
 class LoadedModel:
-    """An exported model with its vocabulary and tokens. A cell's vector depends on its counts alone.
+    """An exported model with its vocabulary and tokens. A cell's vector depends on its counts
+    alone.
 
-    Neither the other cells nor their order change it (but for rounding, 5e-6), and `cellmill embed` writes the same.
+    Neither the other cells nor their order change it (but for rounding, 5e-6), and `cellmill embed`
+    writes the same.
 
     Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels`, of the first head; empty without any.
     """
@@ -201,13 +247,17 @@ class LoadedModel:
         self._model, self.vocabulary, self._tokens, self.config = load_for_inference(folder)
         self.labels: list[str] = list((self.config.get("classifier") or {}).get("labels", ()))
 
-    def embed(self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any) -> np.ndarray:
-        """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a gene of the model.
+    def embed(
+        self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any
+    ) -> np.ndarray:
+        """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a
+        gene of the model.
 
-        `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X, raw, or the name of
-        a layer, `dataset` the name that a model with this covariate reads. `options` are those of section `embed`:
-        token_budget, precision, min_coverage_frac, min_expressed_frac. Raises DataError if the matrix holds no counts,
-        or the model knows too few of its genes.
+        `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X,
+        raw, or the name of a layer, `dataset` the name that a model with this covariate reads.
+        `options` are those of section `embed`: token_budget, precision, min_coverage_frac,
+        min_expressed_frac. Raises DataError if the matrix holds no counts, or the model knows too
+        few of its genes.
         """
         section = check_options(Embed, options, "options of embed")
         with self._reader(adata, counts, dataset) as reader:
@@ -231,11 +281,13 @@ class LoadedModel:
         dataset: str = "adata",
         **options: Any,
     ) -> Predicted:
-        """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated probabilities and numbers.
+        """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated
+        probabilities and numbers.
 
-        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)` adds it; `labels`
-        are from the first head of labels. Thresholds are options of section `predict`; other arguments are as in
-        `embed`. Raises ConfigError for a model that predicts neither labels nor numbers.
+        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)`
+        adds it; `labels` are from the first head of labels. Thresholds are options of section
+        `predict`; other arguments are as in `embed`. Raises ConfigError for a model that predicts
+        neither labels nor numbers.
         """
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")
@@ -244,7 +296,9 @@ class LoadedModel:
         with self._reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
             seen = mark_seen_cells(reader, self.folder)
-            predicted = predict_heads(self._model, self.config, embedding, smallest, reader.obs, seen)
+            predicted = predict_heads(
+                self._model, self.config, embedding, smallest, reader.obs, seen
+            )
         _warn(dataset, embedding)
         return predicted
 
@@ -278,11 +332,17 @@ class LabelCounts:
     def numbers(self) -> dict[str, Any]:
         """Cells of unknown labels and the labels of most of them; empty without any."""
         named = dict(list(self.unknown.items())[:MOST_NAMES])
-        return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named} if named else {}
+        return (
+            {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named} if named else {}
+        )
 
 
-def count_labels(obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]) -> LabelCounts:
-    """Count the cells of `obs` by labels that are not in `labels`; `dataset` is the value of a column `dataset`."""
+def count_labels(
+    obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]
+) -> LabelCounts:
+    """Count the cells of `obs` by labels that are not in `labels`; `dataset` is the value of a
+    column `dataset`.
+    """
     found = values_of_column(obs, dataset, column)
     if found is None:
         return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")

@@ -35,22 +35,35 @@ KEY, ABOUT = "X_cellmill", "cellmill"  # in obsm and uns
 OWN, EXTERNAL = f"obsm[{KEY!r}]", "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
-OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE)  # beginnings of the names of obs columns of `predict`
+# beginnings of the names of obs columns of `predict`
+OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE)
 
 
 def write_embedding(
-    path: Path, obs: pd.DataFrame, vectors: np.ndarray, about: dict[str, Any], source: Path | None = None
+    path: Path,
+    obs: pd.DataFrame,
+    vectors: np.ndarray,
+    about: dict[str, Any],
+    source: Path | None = None,
 ) -> None:
-    """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, or added to a copy of the .h5ad `source`."""
+    """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, or added to a copy of the .h5ad
+    `source`.
+    """
     with create_h5(path, copy_of=source) as file:
         _add(file, obs, {KEY: vectors}, {ABOUT: about}, source)
 
 
-def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None) -> None:
-    """Write the predictions with `obs`, or in place of another model's in a copy of the .h5ad `source`."""
+def write_prediction(
+    path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None
+) -> None:
+    """Write the predictions with `obs`, or in place of another model's in a copy of the .h5ad
+    `source`.
+    """
     columns = predicted.obs
     with create_h5(path, copy_of=source) as file:
-        _add(file, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source)
+        _add(
+            file, obs.assign(**columns), predicted.obsm, {ABOUT_PREDICTION: predicted.about}, source
+        )
         if source is None:
             return
         obs = file["obs"]
@@ -60,19 +73,34 @@ def write_prediction(path: Path, obs: pd.DataFrame, predicted: Predicted, source
             )
         for name in [name for name in obs if name.startswith(OWN_COLUMNS) and name not in columns]:
             del obs[name]
-        for name in [name for name in file["obsm"] if name.startswith(PROBABILITIES) and name not in predicted.obsm]:
+        for name in [
+            name
+            for name in file["obsm"]
+            if name.startswith(PROBABILITIES) and name not in predicted.obsm
+        ]:
             del file["obsm"][name]
         for name, column in plain_text(pd.DataFrame(columns)).items():
-            write_elem(obs, name, column.array if isinstance(column.dtype, pd.CategoricalDtype) else column.to_numpy())
+            write_elem(
+                obs,
+                name,
+                column.array
+                if isinstance(column.dtype, pd.CategoricalDtype)
+                else column.to_numpy(),
+            )
         order = [name for name in obs.attrs["column-order"] if name not in columns and name in obs]
         obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
 
 
 def _add(
-    file: h5py.File, obs: pd.DataFrame, obsm: Mapping[str, Any], uns: Mapping[str, Any], source: Path | None
+    file: h5py.File,
+    obs: pd.DataFrame,
+    obsm: Mapping[str, Any],
+    uns: Mapping[str, Any],
+    source: Path | None,
 ) -> None:
     """Write these entries without X or, to a copy of `source`, those of obsm and uns."""
-    if source is None:  # anndata's own writer of files crashes the interpreter when the disk is full
+    # anndata's own writer of files crashes the interpreter when the disk is full
+    if source is None:
         write_anndata(file, ad.AnnData(obs=obs, obsm=dict(obsm), uns=dict(uns)))
         return
     for group, entries in (("obsm", obsm), ("uns", uns)):
@@ -83,35 +111,47 @@ def _add(
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
-    """Vectors of a file written by `write_embedding`, `(cells, width)` float32; a row is finite, or all NaN.
+    """Vectors of a file written by `write_embedding`, `(cells, width)` float32; a row is finite, or
+    all NaN.
 
-    None is any width. Raises DataError when the file is of another model, or its obs names are not `names` in this
-    order.
+    None is any width. Raises DataError when the file is of another model, or its obs names are not
+    `names` in this order.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
     with open_h5(path, AGAIN) as file:
         _, _, vectors, about = _read(file, str(path), (OWN,), names, "the dataset", f"; {AGAIN}")
     if (digest := str(about.get("model_digest"))) != model_digest:
-        raise DataError(f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}")
+        raise DataError(
+            f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}"
+        )
     if width not in (None, vectors.shape[1]):
-        raise DataError(f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {AGAIN}")
+        raise DataError(
+            f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {AGAIN}"
+        )
     finite = np.isfinite(vectors)
     if (wrong := (finite.any(axis=1) != finite.all(axis=1)) | np.isinf(vectors).any(axis=1)).any():
-        raise DataError(f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {AGAIN}")
+        raise DataError(
+            f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {AGAIN}"
+        )
     return vectors
 
 
 def read_costs(path: Path) -> dict[str, float]:
     """`seconds`, `peak_gb` and `coverage_frac` of the stage `embed` that wrote an embedding."""
     with open_h5(path, AGAIN) as file, _readable(f"{path}: uns[{ABOUT!r}]", f"; {AGAIN}"):
-        return {name: float(read_elem(file["uns"][ABOUT][name])) for name in ("seconds", "peak_gb", "coverage_frac")}
+        return {
+            name: float(read_elem(file["uns"][ABOUT][name]))
+            for name in ("seconds", "peak_gb", "coverage_frac")
+        }
 
 
 def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
-    """Vectors of another model, `(cells, width)` float32, finite, from obsm["X_emb"], the file of stage embed, or X.
+    """Vectors of another model, `(cells, width)` float32, finite, from obsm["X_emb"], the file of
+    stage embed, or X.
 
-    Raises DataError, beginning with `command`, for anything else, such as other cells or another order.
+    Raises DataError, beginning with `command`, for anything else, such as other cells or another
+    order.
     """
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
@@ -127,7 +167,8 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
 
 
 def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
-    """obs names and vectors of a file of stage embed, or of another package, and what the stage says of the model.
+    """obs names and vectors of a file of stage embed, or of another package, and what the stage
+    says of the model.
 
     Vectors are `(cells, width)` float32; a row is finite, or all NaN.
     """
@@ -146,15 +187,21 @@ def _read(
     cells: str = "",
     remedy: str = "",
 ) -> tuple[pd.Index, str, np.ndarray, dict[str, Any]]:
-    """obs names, which must be `names`; the first array of `wanted`, by name; and uns["cellmill"] with an own one."""
+    """obs names, which must be `names`; the first array of `wanted`, by name; and uns["cellmill"]
+    with an own one.
+    """
     with _readable(f"{source}: obs, obsm or uns", remedy):
         found = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
         where = next((name for name in wanted if PATHS[name] in file), wanted[-1])
         stored = file.get(PATHS[where])
         about = dict(read_elem(file["uns"][ABOUT])) if where == OWN and stored is not None else {}
     if names is not None and not found.equals(names.astype(str)):
-        at = next((i for i, (a, b) in enumerate(zip(found, names)) if a != b), min(len(found), len(names)))
-        there, here = (repr(index[at]) if at < len(index) else "no cell" for index in (found, names))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(found, names)) if a != b), min(len(found), len(names))
+        )
+        there, here = (
+            repr(index[at]) if at < len(index) else "no cell" for index in (found, names)
+        )
         raise DataError(
             f"{source}: expected the {len(names):,} cells of {cells} in their order, got {len(found):,}; the first "
             f"that differs is cell {at + 1:,}, {there} instead of {here}{remedy}"
@@ -163,9 +210,13 @@ def _read(
         # a null dataset, as anndata 0.12 writes for X = None, has no shape
         dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
         form = f"shape {stored.shape} of {stored.dtype}" if dense else "no dense array"
-        raise DataError(f"{source}: expected a dense array of numbers in {' or '.join(wanted)}, got {form}{remedy}")
+        raise DataError(
+            f"{source}: expected a dense array of numbers in {' or '.join(wanted)}, got {form}{remedy}"
+        )
     if stored.shape[0] != len(found) or not stored.shape[1]:
-        raise DataError(f"{source}: expected {len(found):,} rows in {where}, got shape {stored.shape}{remedy}")
+        raise DataError(
+            f"{source}: expected {len(found):,} rows in {where}, got shape {stored.shape}{remedy}"
+        )
     with _readable(f"{source}: {where}", remedy):
         return found, where, np.asarray(stored[:], np.float32), about
 
@@ -199,9 +250,18 @@ def write_scores(path: Path, datasets: Mapping[str, Any]) -> None:
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[Any, ...]]:
-    """Column, statistic (mean, sd or repetition by the end of the key, else value), repetition and value of numbers."""
+    """Column, statistic (mean, sd or repetition by the end of the key, else value), repetition and
+    value of numbers.
+    """
     column, _, ending = key.rpartition("_")
-    column, statistic = (column, ending) if column and ending in ("mean", "sd", "repetitions") else (key, "value")
+    column, statistic = (
+        (column, ending) if column and ending in ("mean", "sd", "repetitions") else (key, "value")
+    )
     for repetition, one in enumerate(value if isinstance(value, list) else [value]):
         if isinstance(one, int | float):
-            yield column, statistic.removesuffix("s"), repetition if isinstance(value, list) else "", one
+            yield (
+                column,
+                statistic.removesuffix("s"),
+                repetition if isinstance(value, list) else "",
+                one,
+            )

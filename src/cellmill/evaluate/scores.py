@@ -1,21 +1,25 @@
-"""Scores of several methods on the same cells: tables, paired differences with 95 % intervals, verdicts and gates.
+"""Scores of several methods on the same cells: tables, paired differences with 95 % intervals,
+verdicts and gates.
 
-A method is features plus a classifier (a row of the table). A condition is a number of training cells, or whatever the
-cells have lost (a column). All methods classify the same cells in the same repetitions, which differ in the seeds of
-folds, the draws of training cells, or the draws of what cells lose.
+A method is features plus a classifier (a row of the table). A condition is a number of training
+cells, or whatever the cells have lost (a column). All methods classify the same cells in the same
+repetitions, which differ in the seeds of folds, the draws of training cells, or the draws of what
+cells lose.
 
-The classified cells and the repetitions vary, as in a crossed design. The variance of the mean difference is the sum of
-both parts, each from its own clusters (two-way clustering: Cameron, Gelbach & Miller 2011, J. Bus. Econ. Stat. 29:238).
-The part common to both is not subtracted, so intervals are too wide rather than too narrow. The quantile is Student's
-with Satterthwaite's degrees of freedom. Cells of different folds count as independent (Bayle, Bayle, Janson & Mackey
-2020, "Cross-validation confidence intervals for test error"). The interval does not cover other pretraining seeds,
-training cells, donors or batches.
+The classified cells and the repetitions vary, as in a crossed design. The variance of the mean
+difference is the sum of both parts, each from its own clusters (two-way clustering: Cameron,
+Gelbach & Miller 2011, J. Bus. Econ. Stat. 29:238). The part common to both is not subtracted, so
+intervals are too wide rather than too narrow. The quantile is Student's with Satterthwaite's
+degrees of freedom. Cells of different folds count as independent (Bayle, Bayle, Janson & Mackey
+2020, "Cross-validation confidence intervals for test error"). The interval does not cover other
+pretraining seeds, training cells, donors or batches.
 
-The share p of a gap that a method closes is a ratio of two such differences. Its interval is the one of the linear
-combination score - p * ceiling - (1 - p) * zero over the same cells and repetitions, divided by the gap (delta method).
+The share p of a gap that a method closes is a ratio of two such differences. Its interval is the
+one of the linear combination score - p * ceiling - (1 - p) * zero over the same cells and
+repetitions, divided by the gap (delta method).
 
-F1 is not a mean over cells. Its linear terms by cell are used instead (infinitesimal jackknife, Efron 1981), which is
-coarse for classes of a few cells.
+F1 is not a mean over cells. Its linear terms by cell are used instead (infinitesimal jackknife,
+Efron 1981), which is coarse for classes of a few cells.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -40,7 +44,8 @@ class Difference:
     mean: float
     low: float
     high: float
-    cells_se: float  # standard error over cells alone, for the same cells in runs of several pretraining seeds
+    # standard error over cells alone, for the same cells in runs of several pretraining seeds
+    cells_se: float
 
 
 def seeded(seed: int, key: int) -> np.random.Generator:
@@ -61,10 +66,11 @@ def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
 
 
 def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or weighted_f1.
+    """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or
+    weighted_f1.
 
-    `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class numbers. Returns float64 of the shape of
-    `predicted`, NaN where a cell is not tested.
+    `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class numbers. Returns
+    float64 of the shape of `predicted`, NaN where a cell is not tested.
     """
     scores = np.full(predicted.shape, np.nan)
     for row, classes in zip(scores, predicted):
@@ -101,8 +107,11 @@ def paired_difference(own: np.ndarray, other: np.ndarray) -> Difference:
     return Difference(mean, mean - half, mean + half, cells[0] ** 0.5)
 
 
-def share_closed(own: np.ndarray, zero: np.ndarray, ceiling: np.ndarray) -> tuple[float, float, float] | None:
-    """Share of `ceiling` minus `zero` that `own` minus `zero` is, and its interval; None if that gap may be 0 or less.
+def share_closed(
+    own: np.ndarray, zero: np.ndarray, ceiling: np.ndarray
+) -> tuple[float, float, float] | None:
+    """Share of `ceiling` minus `zero` that `own` minus `zero` is, and its interval; None if that
+    gap may be 0 or less.
 
     Results of `cell_scores` of the same metric; where one of them is not tested, none counts.
     """
@@ -123,60 +132,96 @@ def _clustered(sums: np.ndarray) -> tuple[float, int]:
 
 
 def failures(gates: Iterable[BaselineGate], datasets: Mapping[str, Any]) -> list[str]:
-    """A line for each gate and dataset (and label) that it fails on. Raises ConfigError for a gate without a row."""
+    """A line for each gate and dataset (and label) that it fails on. Raises ConfigError for a gate
+    without a row.
+    """
     lines = []
     for gate in gates:
         tables = {
             f"{name}: {task}": result
             for name, dataset in datasets.items()
             for task, result in dataset["tasks"].items()
-            if (task == gate.task or task.startswith(f"{gate.task} of ")) and result["skipped"] is None
+            if (task == gate.task or task.startswith(f"{gate.task} of "))
+            and result["skipped"] is None
         }
         if not tables:
-            raise ConfigError(f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare")
+            raise ConfigError(
+                f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare"
+            )
         for where, result in tables.items():
             own, other = (_best(gate, where, result, model) for model in (True, False))
             if (other[1] - own[1] if gate.lower_is_better else own[1] - other[1]) < gate.margin:
-                more = f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}" if gate.margin else ""
+                more = (
+                    f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}"
+                    if gate.margin
+                    else ""
+                )
                 lines.append(
                     f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
                 )
     return lines
 
 
-def _best(gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool) -> tuple[str, float, str]:
+def _best(
+    gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
+) -> tuple[str, float, str]:
     """Name, value and column of the best row of the model, or of the gate's baseline."""
     column = gate.column or result["metric"]
     if column is None:
         raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
     neither = ("external", "variant")
-    rows = [row for row in result["rows"] if (row.get("kind") == "model") == model and row.get("kind") not in neither]
+    rows = [
+        row
+        for row in result["rows"]
+        if (row.get("kind") == "model") == model and row.get("kind") not in neither
+    ]
     if not model:
-        rows = [row for row in rows if row["name"] == gate.baseline or row["name"].startswith(f"{gate.baseline} + ")]
+        rows = [
+            row
+            for row in rows
+            if row["name"] == gate.baseline or row["name"].startswith(f"{gate.baseline} + ")
+        ]
         if not rows:
-            names = ", ".join(row["name"] for row in result["rows"] if row.get("kind") not in ("model", *neither))
-            raise ConfigError(f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}")
+            names = ", ".join(
+                row["name"] for row in result["rows"] if row.get("kind") not in ("model", *neither)
+            )
+            raise ConfigError(
+                f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}"
+            )
     key = f"{column}_mean" if any(f"{column}_mean" in row for row in rows) else column
     known = [
-        (row["name"], float(row[key])) for row in rows if isinstance(row.get(key), int | float) and isfinite(row[key])
+        (row["name"], float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and isfinite(row[key])
     ]
     if not known:
-        keys = dict.fromkeys(key.removesuffix("_mean") for row in rows for key in row if not key.endswith("_sd"))
-        columns = ", ".join(key for key in keys if key not in ("name", "kind") and not key.endswith("_repetitions"))
-        raise ConfigError(f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {columns}")
+        keys = dict.fromkeys(
+            key.removesuffix("_mean") for row in rows for key in row if not key.endswith("_sd")
+        )
+        columns = ", ".join(
+            key for key in keys if key not in ("name", "kind") and not key.endswith("_repetitions")
+        )
+        raise ConfigError(
+            f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {columns}"
+        )
     name, value = (min if gate.lower_is_better else max)(known, key=lambda one: one[1])
     return name, value, column
 
 
 EMBEDDING = "embedding"  # name of the model's features
-FULL_PANEL = f"{EMBEDDING}, full panel"  # of a dataset's own genes, where the other features have the shared ones
+# of a dataset's own genes, where the other features have the shared ones
+FULL_PANEL = f"{EMBEDDING}, full panel"
 WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
-VARIANTS = (FULL_PANEL, WITH_COMPONENTS)  # features beside the model's own: in no verdict against the best baseline
-IN_FOLDS = ", folds of scored cells"  # after the name of features that are fitted on other cells than the model
-UNTRAINED = "untrained"  # features of the same architecture with initial weights, a baseline as all other names
+# features beside the model's own: in no verdict against the best baseline
+VARIANTS = (FULL_PANEL, WITH_COMPONENTS)
+# after the name of features that are fitted on other cells than the model
+IN_FOLDS = ", folds of scored cells"
+# features of the same architecture with initial weights, a baseline as all other names
+UNTRAINED = "untrained"
 MAJORITY = "majority"
 HALF_LABELS = "all genes with half of the labels"  # ceiling of labels
-EXTERNAL = "external: "  # beginning of the names of features by models of other packages: neither model nor baseline
+# beginning of the names of features by models of other packages: neither model nor baseline
+EXTERNAL = "external: "
 
 
 @dataclass
@@ -188,7 +233,8 @@ class ScoreColumn:
     scores: dict[str, np.ndarray]  # of each method, as `cell_scores` returns them
     lower_is_better: bool = False
     n_units: int | None = None  # independent units, where these are not the columns of `scores`
-    trivial: dict[str, np.ndarray] = field(default_factory=dict)  # scores of methods, the best of which closes 0 %
+    # scores of methods, the best of which closes 0 %
+    trivial: dict[str, np.ndarray] = field(default_factory=dict)
     ceiling: tuple[str, np.ndarray] | None = None  # name and scores of what closes 100 %
 
     def mean(self, name: str) -> float:
@@ -202,19 +248,27 @@ class ScoreColumn:
     def best(self, own: bool, among: Collection[str] | None = None) -> str:
         """Method with the best mean: of the embedding, or of the baselines."""
         kind = "model" if own else "baseline"
-        names = [name for name in self.scores if kind_of(name) == kind and (among is None or name in among)]
+        names = [
+            name
+            for name in self.scores
+            if kind_of(name) == kind and (among is None or name in among)
+        ]
         return (min if self.lower_is_better else max)(names, key=self.mean)
 
     def compare(self, own: str, other: str) -> Verdict:
         found = paired_difference(self.scores[own], self.scores[other])
         n = self._units(self.scores[own] - self.scores[other])
-        return compare(own, other, self.metric, found.mean, (found.low, found.high), self.lower_is_better, n)
+        return compare(
+            own, other, self.metric, found.mean, (found.low, found.high), self.lower_is_better, n
+        )
 
     def _units(self, scores: np.ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
-        """Percent that the best methods close of the gap between trivial ones and the ceiling; None without these."""
+        """Percent that the best methods close of the gap between trivial ones and the ceiling; None
+        without these.
+        """
         if not self.trivial or self.ceiling is None:
             return None
         sign = -1 if self.lower_is_better else 1
@@ -222,7 +276,11 @@ class ScoreColumn:
         zero_name, zero = max(self.trivial.items(), key=lambda one: sign * np.nanmean(one[1]))
         if not (known := np.isfinite(zero + ceiling)).any():
             return None
-        gap = Gap(self.heading, (zero_name, float(zero[known].mean())), (name, float(ceiling[known].mean())))
+        gap = Gap(
+            self.heading,
+            (zero_name, float(zero[known].mean())),
+            (name, float(ceiling[known].mean())),
+        )
         closed = []
         for row in (self.best(own=True), self.best(own=False)):
             own = self.scores[row]
@@ -240,16 +298,21 @@ class Predictions:
     labels: np.ndarray  # class of each cell; text
     repetitions: int
     others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
-    halves: np.ndarray | None = None  # class of each cell by `features.halves`, the ceiling; "" for none
+    # class of each cell by `features.halves`, the ceiling; "" for none
+    halves: np.ndarray | None = None
     by_condition: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does not test a cell."""
+    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does
+    not test a cell.
+    """
 
     @cached_property
     def classes(self) -> np.ndarray:
         """Classes of cells and of predictions, sorted: a class number is an index into it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
-    def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Mapping[str, np.ndarray]) -> None:
+    def record(
+        self, condition: str, repetition: int, cells: np.ndarray, classes: Mapping[str, np.ndarray]
+    ) -> None:
         """Keep the predicted `classes` (text), by method, of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
         for name, predicted in classes.items():
@@ -289,7 +352,9 @@ class Predictions:
 
     def accuracies(self) -> list[ScoreColumn]:
         """A column for each condition."""
-        return [self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition]
+        return [
+            self.column(name, "accuracy", name, f"accuracy, {name}") for name in self.by_condition
+        ]
 
 
 def kind_of(name: str) -> str:
@@ -310,7 +375,9 @@ def by_features(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
-    """A row for each method: mean, sd and single values over repetitions in each column; None where it lacks one."""
+    """A row for each method: mean, sd and single values over repetitions in each column; None where
+    it lacks one.
+    """
     columns = list(columns)
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column.scores):
@@ -320,7 +387,10 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
             if name in column.scores:
                 values = np.nanmean(column.scores[name], axis=1)
                 shown = column.mean(name), float(values.std(ddof=len(values) > 1)), values.tolist()
-            row |= {f"{column.heading}_{ending}": value for ending, value in zip(("mean", "sd", "repetitions"), shown)}
+            row |= {
+                f"{column.heading}_{ending}": value
+                for ending, value in zip(("mean", "sd", "repetitions"), shown)
+            }
         rows.append(row)
     return rows
 
@@ -344,6 +414,7 @@ def difference(column: ScoreColumn, compared: str, against: str) -> dict[str, An
 def against_best(columns: Iterable[ScoreColumn]) -> list[Verdict]:
     """The best method of the embedding against the best baseline, in each column.
 
-    Both are chosen by their scores on the tested cells; the baselines, which are more, gain more by it.
+    Both are chosen by their scores on the tested cells; the baselines, which are more, gain more by
+    it.
     """
     return [column.compare(column.best(own=True), column.best(own=False)) for column in columns]

@@ -1,10 +1,12 @@
-"""Cells of a file that a model was trained on, and the agreement of its labels with those of the file.
+"""Cells of a file that a model was trained on, and the agreement of its labels with those of the
+file.
 
-A cell is told by its counts of the vocabulary's genes, under any name: hashes of all training and validation cells lie
-beside the shards. For a file that lacks some of these genes, the cells of the shards are hashed again over the others.
-A model folder contains none of this. The shards are found through train/run.json of the run that the
-folder is in, also for the models that the run started from or learnt from. A model that was copied elsewhere has lost
-its training cells, and its users are told so.
+A cell is told by its counts of the vocabulary's genes, under any name: hashes of all training and
+validation cells lie beside the shards. For a file that lacks some of these genes, the cells of the
+shards are hashed again over the others. A model folder contains none of this. The shards are found
+through train/run.json of the run that the folder is in, also for the models that the run started
+from or learnt from. A model that was copied elsewhere has lost its training cells, and its users
+are told so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,9 @@ class HashedCorpus(NamedTuple):
     manifest: Manifest
 
     def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
-        """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough such genes."""
+        """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough such
+        genes.
+        """
         gene_hashes = hash_genes(self.genes.gene_ids)
         found = [np.zeros((0, 2), np.uint64)]
         for split in READ:
@@ -69,10 +73,14 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
     first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
     ids = read_names(first_shard, "var").tolist()
     genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
-    return HashedCorpus(genes, [open_index(manifest, split, "hashes") for split in splits], manifest)
+    return HashedCorpus(
+        genes, [open_index(manifest, split, "hashes") for split in splits], manifest
+    )
 
 
-def find_equal_cells(reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray) -> np.ndarray:
+def find_equal_cells(
+    reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
+) -> np.ndarray:
     """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a cell of `corpora`.
 
     Only genes that both have are compared; a cell with few of them is never found.
@@ -117,14 +125,21 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     for candidate in candidates:
         with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
             shards = Manifest.read(candidate)
-            if shards.fingerprint_with(options.read_columns(), options.number_columns()) == fingerprint:
+            if (
+                shards.fingerprint_with(options.read_columns(), options.number_columns())
+                == fingerprint
+            ):
                 return candidate, ""
     return None, f"{path} {'is of other shards by now' if candidates else 'was not found'}"
 
 
 def _existing(path: Path, start: Path) -> list[Path]:
     """Files or folders called `path` in the working directory and in each folder above `start`."""
-    return [found for found in (path, *(above / path for above in start.resolve().parents)) if found.exists()]
+    return [
+        found
+        for found in (path, *(above / path for above in start.resolve().parents))
+        if found.exists()
+    ]
 
 
 class Training(NamedTuple):
@@ -174,7 +189,9 @@ def _own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
 
 
 def _train_folder(model: Path) -> Path | None:
-    """Folder of the training of an export: results/runs/RUN/model, or results/runs/RUN/steps/STEP/model."""
+    """Folder of the training of an export: results/runs/RUN/model, or
+    results/runs/RUN/steps/STEP/model.
+    """
     folder = model.resolve().parent
     if folder.parent.name == "steps":
         folder = folder.parents[1]
@@ -184,7 +201,10 @@ def _train_folder(model: Path) -> Path | None:
 def _verified(path: Path) -> Manifest:
     """The manifest at `path`. Raises DataError if its hashes of cells are damaged."""
     manifest = Manifest.read(path)
-    verify(manifest, [manifest.splits[split].index["hashes"] for split in READ if manifest.splits[split].n_obs])
+    verify(
+        manifest,
+        [manifest.splits[split].index["hashes"] for split in READ if manifest.splits[split].n_obs],
+    )
     return manifest
 
 
@@ -206,7 +226,9 @@ class Seen(NamedTuple):
 
 
 def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
-    """Cells of `reader` that the exported model in the folder `model`, or a model before it, was trained on."""
+    """Cells of `reader` that the exported model in the folder `model`, or a model before it, was
+    trained on.
+    """
     training = find_training(model)
     if training.own_missing:
         return Seen(None, training.own_missing)
@@ -219,7 +241,9 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
 
 
 class Agreement(NamedTuple):
-    """Numbers of cells whose label in the file the model knows, and of those that have it as predicted label."""
+    """Numbers of cells whose label in the file the model knows, and of those that have it as
+    predicted label.
+    """
 
     n_cells: int
     n_right: int
@@ -242,9 +266,11 @@ class Agreement(NamedTuple):
 def compare_labels(
     column: str, given: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
 ) -> tuple[dict[str, Any], list[str]]:
-    """Numbers and sentences about the labels `given` in obs column `column` against `predicted`, both (cells,).
+    """Numbers and sentences about the labels `given` in obs column `column` against `predicted`,
+    both (cells,).
 
-    Only cells whose label is `known` to the model are compared, and only unseen ones have an accuracy.
+    Only cells whose label is `known` to the model are compared, and only unseen ones have an
+    accuracy.
     """
     compared = np.isin(given.astype(str), np.array(known, str)) & ~pd.isna(given)
     if not compared.any():
@@ -255,12 +281,19 @@ def compare_labels(
         return {}, [f"{line} ({seen.unknown})"]
     unseen = Agreement.of_labels(given, predicted, compared & ~seen.cells)
     trained = Agreement.of_labels(given, predicted, compared & seen.cells)
-    numbers: dict[str, Any] = {"n_labelled_unseen": unseen.n_cells, "n_labelled_seen": trained.n_cells}
+    numbers: dict[str, Any] = {
+        "n_labelled_unseen": unseen.n_cells,
+        "n_labelled_seen": trained.n_cells,
+    }
     lines = []
     if unseen.n_cells:
         numbers["accuracy"] = unseen.n_right / unseen.n_cells
         note = f"; {seen.unknown}" if seen.unknown else ""
-        lines.append(f"{column}: accuracy on cells that the model was not trained on: {unseen.words()}{note}")
+        lines.append(
+            f"{column}: accuracy on cells that the model was not trained on: {unseen.words()}{note}"
+        )
     if trained.n_cells:
-        lines.append(f"{column}: no accuracy, cells of its training or validation: {trained.words()} as in the file")
+        lines.append(
+            f"{column}: no accuracy, cells of its training or validation: {trained.words()} as in the file"
+        )
     return numbers, lines

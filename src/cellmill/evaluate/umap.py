@@ -1,6 +1,8 @@
-"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv of drawn cells.
+"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv
+of drawn cells.
 
-umap-learn, a second's import, is imported by the process that draws, not by those that read or write the file.
+umap-learn, a second's import, is imported by the process that draws, not by those that read or
+write the file.
 """
 
 import csv
@@ -32,8 +34,9 @@ APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # what umap-learn imports of 
 def import_umap() -> Any:
     """umap-learn, its machine code kept in numba's cache where that is writable.
 
-    It compiles in every process otherwise: 5 CPU-seconds, where the picture of 300 cells takes 0.4. The approximate
-    search of neighbours, which is not used here, would compile for 14 when it is imported.
+    It compiles in every process otherwise: 5 CPU-seconds, where the picture of 300 cells takes 0.4.
+    The approximate search of neighbours, which is not used here, would compile for 14 when it is
+    imported.
     """
     stand_ins = {} if "pynndescent" in sys.modules else APPROXIMATE_SEARCH
     for name, content in stand_ins.items():
@@ -54,13 +57,17 @@ def import_umap() -> Any:
 
 
 def project(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """Coordinates `(cells, 2)` float32 of `vectors` `(cells, hidden)`; below 4 cells, the first two columns."""
+    """Coordinates `(cells, 2)` float32 of `vectors` `(cells, hidden)`; below 4 cells, the first two
+    columns.
+    """
     if len(vectors) < 4:  # too few for a neighbour graph
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
     neighbors = min(15, len(vectors) - 1)
-    # exact neighbours, 4 CPU-seconds for 20,000 cells of width 128; a cell is its own first one, even where another is
-    # at the same place
-    search = import_module("sklearn.neighbors").NearestNeighbors(n_neighbors=neighbors, algorithm="brute")
+    # exact neighbours, 4 CPU-seconds for 20,000 cells of width 128; a cell is its own first one,
+    # even where another is at the same place
+    search = import_module("sklearn.neighbors").NearestNeighbors(
+        n_neighbors=neighbors, algorithm="brute"
+    )
     distances, indices = search.fit(vectors).kneighbors()
     indices = np.hstack([np.arange(len(vectors))[:, None], indices[:, :-1]])
     known = indices, np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
@@ -69,7 +76,9 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     umap = import_umap()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
-        model = umap.UMAP(n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known)
+        model = umap.UMAP(
+            n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known
+        )
         return model.fit_transform(vectors)
 
 
@@ -92,9 +101,13 @@ def read_umap(path: Path) -> list[dict[str, str]]:
             if tuple(next(lines, ())) != COLUMNS:
                 raise ValueError(f"expected the columns {', '.join(COLUMNS)}")
             for line in lines:
-                if len(line) != len(COLUMNS) or not all(isfinite(float(value)) for value in line[3:5]):
+                if len(line) != len(COLUMNS) or not all(
+                    isfinite(float(value)) for value in line[3:5]
+                ):
                     raise ValueError(f"expected {', '.join(COLUMNS)}")
                 rows.append(dict(zip(COLUMNS, line)))
     except (ValueError, csv.Error) as error:
-        raise DataError(f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again") from None
+        raise DataError(
+            f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again"
+        ) from None
     return rows

@@ -1,1 +1,3 @@
-"""Fine-tuning methods behind one contract: a transform of the model before it is laid out, and what trains."""
+"""Fine-tuning methods behind one contract: a transform of the model before it is laid out, and what
+trains.
+"""

@@ -1,4 +1,5 @@
-"""The torchrun agent of a node, with a rendezvous that is closed to other users: `launch/rendezvous.py`.
+"""The torchrun agent of a node, with a rendezvous that is closed to other users:
+`launch/rendezvous.py`.
 
     python -m cellmill.launch.agent [options of torchrun] --module MODULE [arguments]
 
@@ -55,7 +56,9 @@ class ClosedRendezvous(StaticTCPRendezvous):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self.place = Rendezvous.from_environment()
-        super().__init__(LOOPBACK, 0, self.place.node, self.place.nodes, parameters.run_id, TIMEOUT_S)
+        super().__init__(
+            LOOPBACK, 0, self.place.node, self.place.nodes, parameters.run_id, TIMEOUT_S
+        )
 
     def get_backend(self) -> str:
         return BACKEND
@@ -63,10 +66,16 @@ class ClosedRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         place = self.place
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # each process of the job takes several descriptors on the first node; the usual soft limit is 1,024
+        # each process of the job takes several descriptors on the first node; the usual soft limit
+        # is 1,024
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        # gloo listens at the address of the node's name, which some installers make 127.0.1.1, out of reach of others
-        if place.host != LOOPBACK and place.nodes > 1 and (interface := interface_between_nodes(place.host)):
+        # gloo listens at the address of the node's name, which some installers make 127.0.1.1, out
+        # of reach of others
+        if (
+            place.host != LOOPBACK
+            and place.nodes > 1
+            and (interface := interface_between_nodes(place.host))
+        ):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         port = _start_relay(place)
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=self.timeout)
@@ -78,7 +87,9 @@ class ClosedRendezvous(StaticTCPRendezvous):
 
 
 def _start_relay(place: Rendezvous) -> int:
-    """Port of this node's relay. Ends the agent, and the run with it, with one line if it cannot listen."""
+    """Port of this node's relay. Ends the agent, and the run with it, with one line if it cannot
+    listen.
+    """
     try:
         return Relay(place).start()
     except OSError as error:
@@ -89,11 +100,15 @@ def _start_relay(place: Rendezvous) -> int:
 
 
 def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:
-    """Wait until the agents of all nodes have joined; end this one with a line that names those that have not.
+    """Wait until the agents of all nodes have joined; end this one with a line that names those
+    that have not.
 
-    Meanwhile the line is in a file: the job may reach its time limit first."""
+    Meanwhile the line is in a file: the job may reach its time limit first.
+    """
     began, error, said = time.monotonic(), Path(os.environ[ERROR_FILE]), ""
-    while late := [host for number, host in enumerate(node.hosts) if not store.check([f"{NODES}/{number}"])]:
+    while late := [
+        host for number, host in enumerate(node.hosts) if not store.check([f"{NODES}/{number}"])
+    ]:
         waited_s = time.monotonic() - began
         who = ", ".join(late[:8]) + (", …" if len(late) > 8 else "")
         line = (
@@ -112,12 +127,15 @@ def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:
 
 
 def interface_between_nodes(first: str) -> str | None:
-    """Interface of the route to the first node, or of its own route out; None where the name serves, or no route."""
+    """Interface of the route to the first node, or of its own route out; None where the name
+    serves, or no route.
+    """
     with suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
         if named == LOOPBACK or not ipaddress.ip_address(named).is_loopback:
             return None  # all nodes are on one machine, or the name is an interface's
-    for target in (first, "192.0.2.1"):  # of a documentation network: nothing is sent, only the route is looked up
+    # of a documentation network: nothing is sent, only the route is looked up
+    for target in (first, "192.0.2.1"):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             address = probe.getsockname()[0]
@@ -130,8 +148,14 @@ def interface_between_nodes(first: str) -> str | None:
 
 
 def run() -> None:
-    """Run torchrun. Its messages and tracebacks go to the node's log in a cluster job, otherwise nowhere."""
-    given, host, log = os.environ[ERROR_FILE], socket.gethostname(), os.environ.get(NODE_LOG, os.devnull)
+    """Run torchrun. Its messages and tracebacks go to the node's log in a cluster job, otherwise
+    nowhere.
+    """
+    given, host, log = (
+        os.environ[ERROR_FILE],
+        socket.gethostname(),
+        os.environ.get(NODE_LOG, os.devnull),
+    )
     logging.raiseExceptions = False  # the disk may be full
     for name in ("torch", "torch.distributed"):
         logging.getLogger(name).handlers = [logging.FileHandler(log, delay=True)]
@@ -141,8 +165,14 @@ def run() -> None:
     except ChildFailedError as error:
         logging.getLogger("torch").error("%s", error)
         rank, failure = error.get_first_failure()
-        ended = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        sys.exit(1 if given and Path(given).exists() else f"rank {rank} on {host} ended with {ended}")
+        ended = (
+            f"signal {failure.signal_name()}"
+            if failure.exitcode < 0
+            else f"exit code {failure.exitcode}"
+        )
+        sys.exit(
+            1 if given and Path(given).exists() else f"rank {rank} on {host} ended with {ended}"
+        )
     except Exception as error:
         logging.getLogger("torch").exception("torchrun failed")
         sys.exit(

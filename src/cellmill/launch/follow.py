@@ -1,4 +1,6 @@
-"""Following one SLURM job: its state by polling, its log as it grows, and its end after it was cancelled."""
+"""Following one SLURM job: its state by polling, its log as it grows, and its end after it was
+cancelled.
+"""
 
 import os
 import re
@@ -33,27 +35,34 @@ NOT_SHOWN = re.compile(
 
 
 class Tail:
-    """Reads lines appended to the log of a job, and prints them if `echo`. Its patterns are of lines near the log's
-    end, for `last`."""
+    """Reads lines appended to the log of a job, and prints them if `echo`. Its patterns are of
+    lines near the log's end, for `last`.
+    """
 
-    OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"  # the kernel killed a process for memory, says SLURM
+    # the kernel killed a process for memory, says SLURM
+    OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"
     REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
-    FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"  # before srun
+    # before srun
+    FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"
     SRUN_OPTIONS = r"^(srun: (?:unrecognized|invalid|unknown) option.*|srun: option .* requires an argument.*)$"
     FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
     KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # of the agent that saw it
-    TO_SAVE = "^(SIGUSR2: saving)$"  # SLURM announced the end of the job, as it does before the time limit
+    # SLURM announced the end of the job, as it does before the time limit
+    TO_SAVE = "^(SIGUSR2: saving)$"
 
     def __init__(self, path: Path, echo: bool = True) -> None:
         self.path, self.echo, self.position = path, echo, 0
         self._begun = False
         self.not_launched: re.Match[str] | None = None
-        """srun's message about a task that it could not launch in the present start: tasks, or node, and reason."""
+        """srun's message about a task that it could not launch in the present start: tasks, or
+        node, and reason.
+        """
 
     def read(self) -> None:
         """Read new text. A file that does not exist yet has none."""
         new = b""
-        with suppress(OSError), open(self.path, "rb") as file:  # not there yet, or briefly unreachable
+        # not there yet, or briefly unreachable
+        with suppress(OSError), open(self.path, "rb") as file:
             file.seek(self.position)
             new = file.read()
         self.position += len(new)
@@ -68,7 +77,9 @@ class Tail:
             self.not_launched = NOT_LAUNCHED.search(part) or self.not_launched
 
     def last(self, pattern: str) -> str:
-        """The last match of the pattern's group in the last 64 KiB of the log's last start; empty without one."""
+        """The last match of the pattern's group in the last 64 KiB of the log's last start; empty
+        without one.
+        """
         with suppress(OSError), open(self.path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
             end = file.read().decode(errors="replace").rsplit(BEGINS, 1)[-1]
@@ -76,7 +87,8 @@ class Tail:
         return ""
 
 
-HELD_AFTER_FAILED_START = "launch failed requeued held"  # SLURM's reason, after a prolog that failed
+# SLURM's reason, after a prolog that failed
+HELD_AFTER_FAILED_START = "launch failed requeued held"
 
 
 @dataclass
@@ -89,9 +101,11 @@ class JobFollower:
     tail: Tail
     record: JobRecord | None = None  # updated with every state; None to change no file
     patience_s: float = PATIENCE_S  # how long the queue may give no answer
-    slowest_poll_s: float = 0.0  # the longer it is followed, the less often the queue is queried, down to once in this
+    # the longer it is followed, the less often the queue is queried, down to once in this
+    slowest_poll_s: float = 0.0
     state: JobState = field(default=JobState(""), init=False)  # the last state that SLURM reported
-    nodes: str = field(default="", init=False)  # the last nodes it ran on, as SLURM writes them: node[1-2]
+    # the last nodes it ran on, as SLURM writes them: node[1-2]
+    nodes: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self._printed, self._ended, self._gone_since, self._silent_since = "", False, 0.0, 0.0
@@ -99,13 +113,17 @@ class JobFollower:
         self._released = False
 
     @classmethod
-    def of(cls, record: JobRecord, queue: Queue, echo: bool = True, patience_s: float = PATIENCE_S) -> "JobFollower":
+    def of(
+        cls, record: JobRecord, queue: Queue, echo: bool = True, patience_s: float = PATIENCE_S
+    ) -> "JobFollower":
         """A follower that updates the job's record."""
         return cls(record.job_id, record.name, queue, Tail(record.log, echo), record, patience_s)
 
     def states(self, wait: Callable[[float], None]) -> Iterator[JobState]:
-        """The job's state after each look, until it has ended; `wait` waits for a number of seconds, or less. Cancels a
-        job of which srun could not launch a task: the others would wait for it until the time limit."""
+        """The job's state after each look, until it has ended; `wait` waits for a number of
+        seconds, or less. Cancels a job of which srun could not launch a task: the others would wait
+        for it until the time limit.
+        """
         while self.alive():
             if self.state.name == "RUNNING" and (lost := self.tail.not_launched) is not None:
                 say(f"{lost[0]}: the other tasks would wait for it until the time limit")
@@ -117,8 +135,9 @@ class JobFollower:
         self.tail.read()
 
     def alive(self) -> bool:
-        """Poll the job if it is time, and read its log; return False once it has ended. Raises Stopped if the queue has
-        given no usable answer for `patience_s`."""
+        """Poll the job if it is time, and read its log; return False once it has ended. Raises
+        Stopped if the queue has given no usable answer for `patience_s`.
+        """
         now = time.monotonic()
         if now >= self._next_poll:
             self._next_poll = now + min(self.slowest_poll_s, (now - self._began) / 10)
@@ -127,7 +146,9 @@ class JobFollower:
         return not self._ended
 
     def cancel(self, wait: Callable[[float], None] = time.sleep) -> None:
-        """Cancel the job, wait until it has ended, and record that. Raises UserError if it does not end in time."""
+        """Cancel the job, wait until it has ended, and record that. Raises UserError if it does not
+        end in time.
+        """
         self._note(cancel_job(self.job_id, self.name, wait), ended=True)
 
     def _note(self, state: JobState, ended: bool) -> None:
@@ -185,17 +206,22 @@ class JobFollower:
             self._note(state, self._ended)
 
     def _release(self) -> None:
-        """Release, once, a job that SLURM holds because its start failed: SLURM has drained the node that failed."""
+        """Release, once, a job that SLURM holds because its start failed: SLURM has drained the
+        node that failed.
+        """
         if not self._released:
             self._released = True
             complaint = self.queue.release(self.job_id)
             if not complaint:
-                say(f"job {self.job_id}: held after a failed start: released; SLURM does not use the failed node again")
+                say(
+                    f"job {self.job_id}: held after a failed start: released; SLURM does not use the failed node again"
+                )
 
 
 def lost_start(train: Path) -> str:
-    """The job of a start that trains in `train` although its newest job has ended, as on a node that SLURM has lost;
-    otherwise empty."""
+    """The job of a start that trains in `train` although its newest job has ended, as on a node
+    that SLURM has lost; otherwise empty.
+    """
     newest = Jobs(train).newest()
     if newest is None or newest.ended_at is None:
         return ""
@@ -203,7 +229,9 @@ def lost_start(train: Path) -> str:
 
 
 def how_to_end(train: Path, job: str) -> str:
-    """A line about a start of job `job` that SLURM may have lost: where it trains, and what ends it."""
+    """A line about a start of job `job` that SLURM may have lost: where it trains, and what ends
+    it.
+    """
     hosts = list[str]()
     for record in Jobs(train).all():
         if record.job_id == job and (attempts := record.attempts()):
@@ -221,13 +249,16 @@ def save_job(
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Signal a running job to save and to end, and wait until it has, until `impatient`, or for `within_s` seconds.
+    """Signal a running job to save and to end, and wait until it has, until `impatient`, or for
+    `within_s` seconds.
 
-    Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL: it may be too short
-    for a checkpoint.
+    Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL:
+    it may be too short for a checkpoint.
     """
     queue = Queue(TICK_S)
-    if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(job_id, name, signal="USR2"):
+    if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(
+        job_id, name, signal="USR2"
+    ):
         return
     say(f"job {job_id} may save for {within_s:g} s; interrupt again to end it at once")
     deadline = time.monotonic() + within_s
@@ -238,8 +269,9 @@ def save_job(
 
 
 def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.sleep) -> JobState:
-    """Cancel the job of this id and name and wait until it has ended: scancel only delivers the request. Returns its
-    final state. Raises UserError if it has not ended within `CANCEL_S`."""
+    """Cancel the job of this id and name and wait until it has ended: scancel only delivers the
+    request. Returns its final state. Raises UserError if it has not ended within `CANCEL_S`.
+    """
     queue = Queue(TICK_S)
     complaint, deadline = queue.cancel(job_id, name), time.monotonic() + CANCEL_S
     while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
@@ -254,8 +286,12 @@ def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.slee
     return state
 
 
-def settle(shown: Callable[[], bool], folder: Path, within_s: float, wait: Callable[[float], None]) -> bool:
-    """Wait until a shared folder shows what a node wrote to it, or for `within_s`; return True if it does."""
+def settle(
+    shown: Callable[[], bool], folder: Path, within_s: float, wait: Callable[[float], None]
+) -> bool:
+    """Wait until a shared folder shows what a node wrote to it, or for `within_s`; return True if
+    it does.
+    """
     deadline = time.monotonic() + within_s
     while not (shows := shown()) and time.monotonic() <= deadline:
         os.listdir(folder)  # makes a network file system look again

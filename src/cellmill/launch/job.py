@@ -1,9 +1,11 @@
-"""The processes of a job: the torchrun agent of each node, as every launcher starts it, restarts, and jobs run here.
+"""The processes of a job: the torchrun agent of each node, as every launcher starts it, restarts,
+and jobs run here.
 
-A job on this machine has one torchrun agent per node, so that a layout of several nodes can be tried on one machine. A
-single process has none: it would take two seconds to import torch. Agents run in a session of their own: Ctrl-C reaches
-only this process, which forwards signals to the *workers*. They save and exit, and the agents with them. When this
-process dies, the kernel ends the agents, and they end their workers.
+A job on this machine has one torchrun agent per node, so that a layout of several nodes can be
+tried on one machine. A single process has none: it would take two seconds to import torch. Agents
+run in a session of their own: Ctrl-C reaches only this process, which forwards signals to the
+*workers*. They save and exit, and the agents with them. When this process dies, the kernel ends the
+agents, and they end their workers.
 """
 
 import os
@@ -20,14 +22,25 @@ from pathlib import Path
 from cellmill.errors import DataError
 from cellmill.files import read_json
 from cellmill.launch.rendezvous import LOOPBACK, Rendezvous
-from cellmill.launch.signals import STOP_SIGNALS, Interrupted, children, die_with_parent, handled_by, signal_all
+from cellmill.launch.signals import (
+    STOP_SIGNALS,
+    Interrupted,
+    children,
+    die_with_parent,
+    handled_by,
+    signal_all,
+)
 from cellmill.runs.jobs import HANG
 
-# torchrun handles fewer by default: it would die of the signal that announces a time limit, and orphan its workers
+# torchrun handles fewer by default: it would die of the signal that announces a time limit, and
+# orphan its workers
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
-SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # as torchrun sets them
-ERROR_FILE = "CELLMILL_ERROR_FILE"  # variable of the agent: file for the line of a process that knows why it failed
-NODE_LOG = "CELLMILL_NODE_LOG"  # of a cluster job's agent and workers: file for tracebacks and messages of torchrun
+# as torchrun sets them
+SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+# variable of the agent: file for the line of a process that knows why it failed
+ERROR_FILE = "CELLMILL_ERROR_FILE"
+# of a cluster job's agent and workers: file for tracebacks and messages of torchrun
+NODE_LOG = "CELLMILL_NODE_LOG"
 
 
 @dataclass(frozen=True)
@@ -41,11 +54,15 @@ class Job:
     max_restarts: int = 0  # restarts of all processes after one was lost; see `Restarts`
     error_file: str = ""  # file for the line of a process that knows why it failed
     state_file: str = ""  # JSON file whose `step` is the step that the latest start resumed from
-    join_s: float = 600.0  # how long the first node of a cluster job waits for the others, as torchrun
-    cores: int = 0  # CPU cores that the processes of a node share; 0 for all that this process may use
+    # how long the first node of a cluster job waits for the others, as torchrun
+    join_s: float = 600.0
+    # CPU cores that the processes of a node share; 0 for all that this process may use
+    cores: int = 0
 
     def command(self, signals: str = AGENT_SIGNALS) -> list[str]:
-        """The agent of a node, which reads its place from the environment (`rendezvous.Rendezvous`)."""
+        """The agent of a node, which reads its place from the environment
+        (`rendezvous.Rendezvous`).
+        """
         return [
             sys.executable,
             "-m",
@@ -62,29 +79,41 @@ class Job:
 
 
 def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> dict[str, str]:
-    """Environment of an agent and its workers on a machine that runs `processes` of them on `cores`, 0 for all."""
-    threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)  # one per core: more would compete
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are of host names and of connections that are tried again
-    # a waiting thread yields its core: on a busy machine a spinning one takes it from the thread that it waits for
-    threading = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    """Environment of an agent and its workers on a machine that runs `processes` of them on
+    `cores`, 0 for all.
+    """
+    # one per core: more would compete
+    threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)
+    # its warnings are of host names and of connections that are tried again
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # a waiting thread yields its core: on a busy machine a spinning one takes it from the thread
+    # that it waits for
+    threading = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+    }
     return {**threading, **quiet, **os.environ, "PYTHONUNBUFFERED": "1", ERROR_FILE: error_file}
 
 
 class Restarts:
-    """Restarts of all processes of a job after one was lost: killed, or gone with its agent, without an error message.
+    """Restarts of all processes of a job after one was lost: killed, or gone with its agent,
+    without an error message.
 
-    Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a process refused.
-    This level restarts first, in seconds and on the same machines; where it gives up, a chain of SLURM jobs continues.
+    Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a
+    process refused. This level restarts first, in seconds and on the same machines; where it gives
+    up, a chain of SLURM jobs continues.
     """
 
     def __init__(self, job: Job) -> None:
         self.job, self.done, self._from = job, 0, -1  # the step that the last start resumed from
 
     def again(self, code: int) -> bool:
-        """True if the job is to be restarted after an agent ended with exit `code`; prints the decision.
+        """True if the job is to be restarted after an agent ended with exit `code`; prints the
+        decision.
 
-        Not if a process left an error message, since the error would come again, and not if the last start resumed
-        from the same step: a loss or a hang that comes twice is no accident.
+        Not if a process left an error message, since the error would come again, and not if the
+        last start resumed from the same step: a loss or a hang that comes twice is no accident.
         """
         job = self.job
         error = Path(job.error_file)
@@ -92,11 +121,13 @@ class Restarts:
             return False
         hang = error.with_name(HANG)
         before, step = self._from, 0
-        with suppress(DataError, KeyError, TypeError):  # before the first checkpoint there may be no file
+        # before the first checkpoint there may be no file
+        with suppress(DataError, KeyError, TypeError):
             step = int(read_json(Path(job.state_file))["step"])
         self._from = step
         if self.done == job.max_restarts or step == before:
-            with suppress(FileNotFoundError):  # it did not hang, or the agent of another node was first
+            # it did not hang, or the agent of another node was first
+            with suppress(FileNotFoundError):
                 hang.replace(error)
                 return False
             if step == before:
@@ -118,11 +149,12 @@ class Restarts:
 
 
 def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None) -> int:
-    """Run `job` with the restarts it allows; return the first non-zero exit code of an agent or single process, or 0.
+    """Run `job` with the restarts it allows; return the first non-zero exit code of an agent or
+    single process, or 0.
 
-    They inherit the file descriptor `keep_open`: a lock it holds stays held until the last of them has ended.
-    `check` is called each second; what it raises ends the processes. Raises Interrupted if signals ended it before its
-    state was saved.
+    They inherit the file descriptor `keep_open`: a lock it holds stays held until the last of them
+    has ended. `check` is called each second; what it raises ends the processes. Raises Interrupted
+    if signals ended it before its state was saved.
     """
     agents: list[subprocess.Popen[bytes]] = []
     signals, restarts = 0, Restarts(job)
@@ -139,7 +171,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
         for agent in agents:
             workers = workers_of(agent)
             if signals > 1:
-                signal_all([*workers, agent.pid], signal.SIGKILL)  # second signal: at once, without saving
+                # second signal: at once, without saving
+                signal_all([*workers, agent.pid], signal.SIGKILL)
             else:
                 signal_all(workers or [agent.pid], signal.SIGTERM)
 
@@ -154,24 +187,37 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
             while True:
                 agents.clear()
                 secret = secrets.token_hex(32)
-                for node in range(job.nodes):  # one by one: a signal reaches those that have been started
-                    place = Rendezvous(secret, node, job.nodes, LOOPBACK).environment() if processes > 1 else SINGLE
+                # one by one: a signal reaches those that have been started
+                for node in range(job.nodes):
+                    place = (
+                        Rendezvous(secret, node, job.nodes, LOOPBACK).environment()
+                        if processes > 1
+                        else SINGLE
+                    )
                     agents.append(started(command, keep_open, environment | place))
                 code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break
         if signals > 1:
-            raise Interrupted("killed by the second signal; run the same command to resume from the last checkpoint")
+            raise Interrupted(
+                "killed by the second signal; run the same command to resume from the last checkpoint"
+            )
         if signals and code:
-            raise Interrupted("ended by a signal before it could save; run the same command to resume")
+            raise Interrupted(
+                "ended by a signal before it could save; run the same command to resume"
+            )
         return code
     finally:
         for agent in agents:
             agent.kill()
 
 
-def started(command: list[str], keep_open: int, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """A process that Ctrl-C does not reach, that ends with this one and inherits the descriptor `keep_open`."""
+def started(
+    command: list[str], keep_open: int, environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A process that Ctrl-C does not reach, that ends with this one and inherits the descriptor
+    `keep_open`.
+    """
     return subprocess.Popen(
         command,
         env=environment,
@@ -182,8 +228,9 @@ def started(command: list[str], keep_open: int, environment: dict[str, str] | No
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
-    """Wait for all processes; return the exit code of the one that failed first, or 0. The others are ended with it:
-    they would wait for it forever."""
+    """Wait for all processes; return the exit code of the one that failed first, or 0. The others
+    are ended with it: they would wait for it forever.
+    """
     code, called = 0, time.monotonic()
     while any(process.poll() is None for process in processes):
         if time.monotonic() - called > 1:

@@ -5,8 +5,8 @@ job, srun inside an allocation. Under cgroup tracking SLURM signals only this pr
 workers: they save and exit, and the agent, which ignores signals, exits with them. When this process dies, so does
 everything it started.
 
-`run_here` trains on this machine, or inside the SLURM job this process runs in (salloc, or a batch script), for sites
-that allow no process on a login node: the whole workflow is then one batch job.
+`run_here` trains on this machine, or inside the SLURM job this process runs in (salloc, or a batch
+script), for sites that allow no process on a login node: the whole workflow is then one batch job.
 """
 
 import hmac
@@ -27,10 +27,25 @@ from typing import Any
 from cellmill.config.machine import Machine, flags
 from cellmill.errors import UserError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.launch.job import NODE_LOG, Job, Restarts, agent_environment, run_local, started, wait_for
+from cellmill.launch.job import (
+    NODE_LOG,
+    Job,
+    Restarts,
+    agent_environment,
+    run_local,
+    started,
+    wait_for,
+)
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous
-from cellmill.launch.signals import STOP_SIGNALS, StopFlag, children, die_with_parent, handled_by, signal_all
+from cellmill.launch.signals import (
+    STOP_SIGNALS,
+    StopFlag,
+    children,
+    die_with_parent,
+    handled_by,
+    signal_all,
+)
 from cellmill.runs.jobs import CONNECTION, HANG, LATE, JobRecord, Jobs, write_if_room
 from cellmill.runs.lock import Claim, Claimed, claim
 
@@ -52,13 +67,18 @@ def write_task(job: Job, machine: Machine, folder: Path) -> Path:
 
 
 class NodeTask:
-    """The task of this node of a job step; a step may have fewer nodes than its job. `path` is a task.json, in the
-    folder for attempt files and the error, which all nodes share."""
+    """The task of this node of a job step; a step may have fewer nodes than its job. `path` is a
+    task.json, in the folder for attempt files and the error, which all nodes share.
+    """
 
     def __init__(self, path: Path) -> None:
         task, slurm = read_json(path), os.environ
         self.rank, self.hosts = int(slurm["SLURM_NODEID"]), expand(slurm["SLURM_STEP_NODELIST"])
-        self.job_id, self.folder, self.error = slurm.get("SLURM_JOB_ID", ""), path.parent, path.with_name("error.txt")
+        self.job_id, self.folder, self.error = (
+            slurm.get("SLURM_JOB_ID", ""),
+            path.parent,
+            path.with_name("error.txt"),
+        )
         self.secret, self.interface = task["secret"], task["interface"]
         self.job = replace(Job(**task["job"]), nodes=len(self.hosts), error_file=str(self.error))
         self.own: Claim | None = None  # of the first node
@@ -76,28 +96,35 @@ class NodeTask:
     def run(self) -> None:
         """Run this node's agent, and restart it as allowed.
 
-        The first node claims the run's folder before anything else. Raises Claimed if another job has it, before any
-        process of another node could join, and NodeFailed if the agent failed or the node lacks the interface.
+        The first node claims the run's folder before anything else. Raises Claimed if another job
+        has it, before any process of another node could join, and NodeFailed if the agent failed or
+        the node lacks the interface.
         """
         stop = StopFlag("saving")
         with ExitStack() as at_end:
             if self.rank == 0:
                 self.own = claim(self.folder.parents[1], self.job_id)
                 at_end.callback(self.own.release)
-                for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE, HANG))):  # of an earlier attempt
+                # of an earlier attempt
+                for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE, HANG))):
                     line.unlink(missing_ok=True)
                 self._note(started_at=time.time())
-            if lacks := lacking_interface(self.interface, [name for _, name in socket.if_nameindex()]):
+            if lacks := lacking_interface(
+                self.interface, [name for _, name in socket.if_nameindex()]
+            ):
                 reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
                 write_text(self.error, reason)
                 raise NodeFailed(reason)
             kills_before, restarts = oom_kills(), Restarts(self.job)
             code = self.run_agent(0, stop)
-            while code and not stop.received and oom_kills() == kills_before and restarts.again(code):
+            while (
+                code and not stop.received and oom_kills() == kills_before and restarts.again(code)
+            ):
                 code = self.run_agent(restarts.done, stop)
             if self.own is not None:
                 self._note(ended_at=time.time(), exit_code=code)
-            if code and oom_kills() > kills_before and not self.error.exists():  # which a process may have left
+            # which a process may have left
+            if code and oom_kills() > kills_before and not self.error.exists():
                 write_text(
                     self.error,
                     f"{socket.gethostname()}: a process was killed because the job used up its memory on this node; "
@@ -107,8 +134,9 @@ class NodeTask:
             raise NodeFailed(f"torchrun ended with exit code {code}")
 
     def run_agent(self, restart: int, stop: StopFlag) -> int:
-        """Run this node's agent, forwarding signals to its workers; return its exit code. An agent that fails on
-        another node ends this one too."""
+        """Run this node's agent, forwarding signals to its workers; return its exit code. An agent
+        that fails on another node ends this one too.
+        """
         command = self.job.command(signals="SIGQUIT")
         agent = subprocess.Popen(command, env=self.environment(restart), preexec_fn=_ignore_signals)
         worked = False
@@ -117,20 +145,24 @@ class NodeTask:
             try:
                 code = agent.wait(timeout=1)
                 if code and not stop.received:
-                    with suppress(OSError):  # a full disk; the other nodes notice in their collectives
+                    # a full disk; the other nodes notice in their collectives
+                    with suppress(OSError):
                         lost.touch()
                 return code
             except subprocess.TimeoutExpired:
                 workers = children(agent.pid)
                 if lost.exists() and not stop.received:
-                    # NCCL may not notice that processes of another node have died, and wait for them
+                    # NCCL may not notice that processes of another node have died, and wait for
+                    # them
                     signal_all([*workers, agent.pid], signal.SIGKILL)
                     continue
                 worked = worked or bool(workers)
                 if restart and stop.received and not worked:
-                    agent.kill()  # it waits for a node that will not come back, and has nothing to save
+                    # it waits for a node that will not come back, and has nothing to save
+                    agent.kill()
                 if stop.received:
-                    signal_all(workers, signal.SIGTERM)  # each second: a worker that is still starting would miss it
+                    # each second: a worker that is still starting would miss it
+                    signal_all(workers, signal.SIGTERM)
                 if self.own is not None:
                     try:
                         self.own.renew()
@@ -142,23 +174,30 @@ class NodeTask:
 
     def environment(self, restart: int) -> dict[str, str]:
         """Environment of this node's agent."""
-        start = hmac.digest(self.secret.encode(), f"{requeues()}-{restart}".encode(), "sha256").hex()
+        start = hmac.digest(
+            self.secret.encode(), f"{requeues()}-{restart}".encode(), "sha256"
+        ).hex()
         join_s = 0.0 if restart else self.job.join_s  # SLURM ends a job that has lost a node
-        place = Rendezvous(start, self.rank, len(self.hosts), self.hosts[0], tuple(self.hosts), join_s)
+        place = Rendezvous(
+            start, self.rank, len(self.hosts), self.hosts[0], tuple(self.hosts), join_s
+        )
         interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
         variables = agent_environment(self.job.nproc_per_node, 0, str(self.error))
         variables[NODE_LOG] = str(self.error.with_name(f"node-{self.rank}.log"))
         return variables | place.environment() | (interface if self.interface else {})
 
     def _note(self, **changes: float) -> None:
-        """Write attempt-NNN.json: when and where the job ran, for its cost if there is no accounting."""
+        """Write attempt-NNN.json: when and where the job ran, for its cost if there is no
+        accounting.
+        """
         self.attempt |= {"seen_at": time.time()} | changes
         write_if_room(self.folder / f"attempt-{requeues():03}.json", self.attempt)
 
 
 def lacking_interface(wanted: str, here: Sequence[str]) -> str:
-    """The interface that a node lacks and the ones it has; empty if one fits. As NCCL reads it, `wanted` is a list of
-    prefixes, or exact after `=`, or with `^` names to leave out."""
+    """The interface that a node lacks and the ones it has; empty if one fits. As NCCL reads it,
+    `wanted` is a list of prefixes, or exact after `=`, or with `^` names to leave out.
+    """
     prefixes = tuple(wanted.lstrip("=").split(","))
     fits = not wanted or wanted.startswith("^") or any(name.startswith(prefixes) for name in here)
     return "" if fits else f"no {wanted}: it has {', '.join(here)}"
@@ -170,8 +209,11 @@ def requeues() -> int:
 
 
 def oom_kills() -> int:
-    """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2); 0 if unknown."""
-    files = {"memory": "memory/{}/memory.oom_control", "": "{}/memory.events"}  # of v1 and v2, by controllers
+    """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2); 0
+    if unknown.
+    """
+    # of v1 and v2, by controllers
+    files = {"memory": "memory/{}/memory.oom_control", "": "{}/memory.events"}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         file = Path("/sys/fs/cgroup", files.get(controllers, "").format(path.lstrip("/")))
@@ -196,23 +238,32 @@ def run_here(
     check: Callable[[], None] = lambda: None,
     scratch: Path | None = None,
 ) -> tuple[int, Path]:
-    """Run the job that `job` returns for a folder, in the allocation of this process or by `run_local`.
+    """Run the job that `job` returns for a folder, in the allocation of this process or by
+    `run_local`.
 
-    Returns the exit code and the folder, which on this machine is `scratch` if given. Signals are forwarded to the
-    workers, who save; so is the end of this process, however it ends. `keep_open` and `check` are as in `run_local`.
-    Raises UserError outside an allocation.
+    Returns the exit code and the folder, which on this machine is `scratch` if given. Signals are
+    forwarded to the workers, who save; so is the end of this process, however it ends. `keep_open`
+    and `check` are as in `run_local`. Raises UserError outside an allocation.
     """
     if machine.launcher == "local":
         folder = scratch or Jobs(train).new()[0]
         return run_local(job(folder), keep_open, check), folder
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
-        raise UserError("launcher allocation: not inside a SLURM job; start it with salloc or sbatch")
+        raise UserError(
+            "launcher allocation: not inside a SLURM job; start it with salloc or sbatch"
+        )
     folder, name = Jobs(train).new()
     task = write_task(job(folder), machine, folder)
     here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
     record = JobRecord.of(here, folder, job_id, name).write_state("RUNNING")
-    srun = ["srun", f"--nodes={machine.nodes}", f"--ntasks={machine.nodes}", "--ntasks-per-node=1", "--unbuffered"]
+    srun = [
+        "srun",
+        f"--nodes={machine.nodes}",
+        f"--ntasks={machine.nodes}",
+        "--ntasks-per-node=1",
+        "--unbuffered",
+    ]
     # cellmill itself may run in a step that holds the nodes: overlap
     srun += [f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1", "--overlap"]
     gpus = {"gpus-per-node": machine.gpus_per_node, "gres": machine.gres}
@@ -229,13 +280,15 @@ def run_here(
 
 
 def run_task(path: str) -> None:
-    """Run the task in a task.json on this node. If it failed or another job has the run, this process ends in one line,
-    and srun ends the job's others."""
+    """Run the task in a task.json on this node. If it failed or another job has the run, this
+    process ends in one line, and srun ends the job's others.
+    """
     try:
         NodeTask(Path(path)).run()
     except (Claimed, NodeFailed) as error:
         print(error, flush=True)
-        os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)  # submitit would print a traceback
+        # submitit would print a traceback
+        os._exit(NOT_THE_OWNER if isinstance(error, Claimed) else 1)
 
 
 if __name__ == "__main__":

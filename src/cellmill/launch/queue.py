@@ -1,10 +1,12 @@
-"""States of SLURM jobs, by squeue or, for jobs it has forgotten, by sacct; why jobs wait, and why some failed.
+"""States of SLURM jobs, by squeue or, for jobs it has forgotten, by sacct; why jobs wait, and why
+some failed.
 
-Each launcher queries squeue itself, once in `poll_s` seconds, and holds no lock while it does. No answer, or one that
-cannot be parsed, is UNKNOWN and never taken for the end of a job.
+Each launcher queries squeue itself, once in `poll_s` seconds, and holds no lock while it does. No
+answer, or one that cannot be parsed, is UNKNOWN and never taken for the end of a job.
 
-Snakemake's SLURM plugin submits the jobs of stages, with the comment `rule_STAGE` or `rule_STAGE_wildcards_…`, and runs
-them in the workflow's folder; that is how this module finds them.
+Snakemake's SLURM plugin submits the jobs of stages, with the comment `rule_STAGE` or
+`rule_STAGE_wildcards_…`, and runs them in the workflow's folder; that is how this module finds
+them.
 """
 
 import os
@@ -19,7 +21,18 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from cellmill.runs.jobs import ALIVE, ENDED, NOT_LISTED, OTHER_JOB, UNKNOWN, UNLISTED, CommandError, JobState, ask, call
+from cellmill.runs.jobs import (
+    ALIVE,
+    ENDED,
+    NOT_LISTED,
+    OTHER_JOB,
+    UNKNOWN,
+    UNLISTED,
+    CommandError,
+    JobState,
+    ask,
+    call,
+)
 
 REMEDIES = {
     "PartitionTimeLimit": "{runtime} is more than the partition allows: lower it in the profile",
@@ -47,9 +60,11 @@ REMEDIES = {
     r"(QOS|Assoc)(Max|Grp|Job)\w*|Association\w*Limit|Max\w*PerAccount": "a limit of yours, the account or the QOS is "
     "reached: it starts once other jobs have ended, or with another qos in the profile",
 }
-"""By SLURM's reason why a job is pending, a regular expression of which the first counts: what it waits for, or what to
-do."""
-QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")  # sbatch's word for a quota of submitted jobs that is full
+"""By SLURM's reason why a job is pending, a regular expression of which the first counts: what it
+waits for, or what to do.
+"""
+# sbatch's word for a quota of submitted jobs that is full
+QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 QUOTA_REMEDY = "run the same command again once others have ended, or with jobs in the profile below your quota"
 
 
@@ -60,7 +75,8 @@ class QueuedJob:
     job_id: str
     state: JobState
     name: str  # for the job of a stage, the stage
-    limit: str = ""  # its time limit and number of nodes, as SLURM writes them; only for the job of a stage
+    # its time limit and number of nodes, as SLURM writes them; only for the job of a stage
+    limit: str = ""
     nodes: str = ""
 
 
@@ -73,7 +89,9 @@ class Queue:
     _answer: str | CommandError = field(default="", init=False)
 
     def state(self, job_id: str, name: str) -> JobState:
-        """The state of the job of this id and name; OTHER_JOB if the job of this id has another name."""
+        """The state of the job of this id and name; OTHER_JOB if the job of this id has another
+        name.
+        """
         try:
             jobs = {job.job_id: job for job in self._listed(self.poll_s)}
             if job_id not in jobs:  # a new job is in no earlier answer
@@ -84,7 +102,9 @@ class Queue:
             return job.state if job.name == name else JobState(OTHER_JOB)
         try:
             words = ask(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"]).split()
-        except CommandError:  # without accounting nothing is lost: the run's own files say how far it came
+        except (
+            CommandError
+        ):  # without accounting nothing is lost: the run's own files say how far it came
             words = []
         if not words or words[0] not in ALIVE | ENDED:
             return JobState(NOT_LISTED)
@@ -98,8 +118,9 @@ class Queue:
         return [job for job in jobs if job.state.alive]
 
     def cancel(self, job_id: str, name: str, signal: str = "") -> str:
-        """Cancel the job of this id and name, or send its tasks a signal; return scancel's error message, if any.
-        scancel leaves a job of another name alone."""
+        """Cancel the job of this id and name, or send its tasks a signal; return scancel's error
+        message, if any. scancel leaves a job of another name alone.
+        """
         how = [f"--name={name}", *([f"--signal={signal}"] if signal else [])]
         try:
             return call(["scancel", *how, job_id]).stderr.strip()
@@ -107,7 +128,9 @@ class Queue:
             return str(error)
 
     def controller_has(self, job_id: str, name: str) -> bool:
-        """True if scontrol shows that the job of this id and name is alive. A site may cache the answers of squeue."""
+        """True if scontrol shows that the job of this id and name is alive. A site may cache the
+        answers of squeue.
+        """
         try:
             shown = ask(["scontrol", "-o", "show", "job", job_id])
         except CommandError:  # it does not know the job
@@ -126,7 +149,17 @@ class Queue:
         """Jobs by an answer of at most this age. Raises CommandError without a usable answer."""
         if time.monotonic() - self._queried_at >= max_age_s:
             try:  # by uid, since the environment can change the name; -a: also hidden partitions
-                command = ["squeue", "-a", "-h", "-t", "all", "-u", str(os.getuid()), "-o", "%i|%T|%r|%N|%j"]
+                command = [
+                    "squeue",
+                    "-a",
+                    "-h",
+                    "-t",
+                    "all",
+                    "-u",
+                    str(os.getuid()),
+                    "-o",
+                    "%i|%T|%r|%N|%j",
+                ]
                 self._answer = ask(command)
             except CommandError as error:  # kept as well: spare a controller in trouble
                 self._answer = error
@@ -139,8 +172,9 @@ class Queue:
 def parse(answer: str) -> list[QueuedJob]:
     """The jobs in squeue's answer. Raises CommandError if it has lines and none of them is a job.
 
-    With several clusters squeue prints the name of each above its jobs, even without a header. Among jobs, lines that
-    are none are passed over: from start-up files of the shell, or the rest of a name with a line break.
+    With several clusters squeue prints the name of each above its jobs, even without a header.
+    Among jobs, lines that are none are passed over: from start-up files of the shell, or the rest
+    of a name with a line break.
     """
     jobs = []
     foreign = []
@@ -162,19 +196,28 @@ def parse(answer: str) -> list[QueuedJob]:
 
 
 def explained(state: JobState, **request: str) -> str:
-    """The state with its reason and, for a pending job, what it waits for or what to do. `request` has `runtime`,
-    `nodes` and `job_id` as they are named to the user (`JobRecord.request`)."""
+    """The state with its reason and, for a pending job, what it waits for or what to do. `request`
+    has `runtime`, `nodes` and `job_id` as they are named to the user (`JobRecord.request`).
+    """
     reason = state.reason.split(",")[0].replace("_", " ") if state.name == "PENDING" else ""
-    remedy = next((text for pattern, text in REMEDIES.items() if re.fullmatch(pattern, reason)), None)
+    remedy = next(
+        (text for pattern, text in REMEDIES.items() if re.fullmatch(pattern, reason)), None
+    )
     return f"{state.text}: {remedy.format(**request)}" if remedy else state.text
 
 
 def expand(nodelist: str) -> list[str]:
-    """Return the hosts of a node list, in its order: `gpu-[01-02,7],n1` is gpu-01, gpu-02, gpu-7, n1."""
+    """Return the hosts of a node list, in its order: `gpu-[01-02,7],n1` is gpu-01, gpu-02, gpu-7,
+    n1.
+    """
 
     def numbers(ranges: str) -> list[str]:
         bounds = [part.partition("-") for part in ranges.split(",")]
-        return [f"{n:0{len(low)}}" for low, _, high in bounds for n in range(int(low), int(high or low) + 1)]
+        return [
+            f"{n:0{len(low)}}"
+            for low, _, high in bounds
+            for n in range(int(low), int(high or low) + 1)
+        ]
 
     hosts = []
     for group in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
@@ -194,7 +237,11 @@ def stage_jobs(folder: Path) -> list[QueuedJob]:
     answer = ask(["squeue", "-a", "-h", "-u", str(os.getuid()), "-o", "%i|%T|%r|%l|%D|%k|%Z"])
     for line in answer.splitlines():
         cells = line.strip().split("|", 6)
-        stage = re.match(r"rule_([A-Za-z0-9]\w*?)(?:_wildcards_|$)", cells[5]) if len(cells) == 7 else None
+        stage = (
+            re.match(r"rule_([A-Za-z0-9]\w*?)(?:_wildcards_|$)", cells[5])
+            if len(cells) == 7
+            else None
+        )
         if stage is not None and Path(cells[6]).resolve() == here:
             reason = "" if cells[2] == "None" else cells[2]
             jobs.append(QueuedJob(cells[0], JobState(cells[1], reason), stage[1], *cells[3:5]))
@@ -202,44 +249,66 @@ def stage_jobs(folder: Path) -> list[QueuedJob]:
 
 
 def stage_lines(jobs: Sequence[QueuedJob]) -> list[str]:
-    """A line for each stage and state of its jobs, with the reason why they wait and the remedy where there is one."""
+    """A line for each stage and state of its jobs, with the reason why they wait and the remedy
+    where there is one.
+    """
     groups = defaultdict[tuple[str, JobState], list[QueuedJob]](list)
     for job in jobs:
         groups[job.name, job.state].append(job)
     lines = []
     for (stage, state), same in groups.items():
         first, ids = same[0], ", ".join(job.job_id for job in same[:_LISTED])
-        named = f"job {ids}" if len(same) == 1 else f"{len(same)} jobs ({ids}{', …' if len(same) > _LISTED else ''})"
-        why = explained(state, runtime=f"limit {first.limit}", nodes=first.nodes, job_id=first.job_id)
+        named = (
+            f"job {ids}"
+            if len(same) == 1
+            else f"{len(same)} jobs ({ids}{', …' if len(same) > _LISTED else ''})"
+        )
+        why = explained(
+            state, runtime=f"limit {first.limit}", nodes=first.nodes, job_id=first.job_id
+        )
         lines.append(f"stage {stage}: {named}: {why}")
     return lines
 
 
 def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
-    """Why each job failed, by Snakemake's own log or logs of the workflow: the last line of cellmill in the job's log,
-    or sbatch's answer to a job that it refused.
+    """Why each job failed, by Snakemake's own log or logs of the workflow: the last line of
+    cellmill in the job's log, or sbatch's answer to a job that it refused.
 
-    A job of SLURM has two logs, its rule's and SLURM's. Without the rule's it has not begun, and SLURM's ends with why.
+    A job of SLURM has two logs, its rule's and SLURM's. Without the rule's it has not begun, and
+    SLURM's ends with why.
     """
     reasons = dict[str, None]()  # an attempt that was repeated says the same again
     for log in [logs] if isinstance(logs, str) else logs:
-        _, *errors = re.split(r"^Error in rule ", Path(log).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        _, *errors = re.split(
+            r"^Error in rule ", Path(log).read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
         refusals = set[tuple[str, str]]()
         for error in errors:
             stage, jobid = error.partition(":")[0], error.partition("jobid: ")[2].partition("\n")[0]
             if (stage, jobid) in refusals and "    message: None\n" in error:
-                continue  # Snakemake before 9.27 repeats its errors at the end, without sbatch's answer
-            if refused := re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", error, re.M | re.S):
+                # Snakemake before 9.27 repeats its errors at the end, without sbatch's answer
+                continue
+            if refused := re.search(
+                r"SLURM sbatch failed\. The error message was '(.*?)'\.$", error, re.M | re.S
+            ):
                 said = " ".join(refused[1].replace("sbatch: error: ", "").split())
-                remedy = f"the request is in the profile, set-resources: {stage} or default-resources"
+                remedy = (
+                    f"the request is in the profile, set-resources: {stage} or default-resources"
+                )
                 remedy = QUOTA_REMEDY if QUOTA.search(said) else remedy
                 refusals.add((stage, jobid))
                 reasons[f"cellmill: stage {stage}: sbatch refused the job: {said}; {remedy}"] = None
                 continue  # its rule's log, if there is one, is of an earlier run
             for names in re.findall(r"^    log: (.+) \(check log file", error, re.MULTILINE):
-                paths = [Path(name) for name in ([names] if Path(names).is_file() else names.split(", "))]
+                paths = [
+                    Path(name) for name in ([names] if Path(names).is_file() else names.split(", "))
+                ]
                 found = [path for path in paths if path.is_file()]
-                lines = [(path, line) for path in found for line in path.read_text("utf-8", "replace").splitlines()]
+                lines = [
+                    (path, line)
+                    for path in found
+                    for line in path.read_text("utf-8", "replace").splitlines()
+                ]
                 said_last = [line for _, line in lines if line.startswith("cellmill ")]
                 if not said_last and len(found) < len(paths):
                     said_last = [f"{path}: {line}" for path, line in lines if line.strip()]
@@ -248,8 +317,9 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
 
 
 class StageWatch:
-    """Says why stages wait, for as long as this process runs; each stage and reason once, and again if it comes back. A
-    daemon thread of the process that waits for them."""
+    """Says why stages wait, for as long as this process runs; each stage and reason once, and again
+    if it comes back. A daemon thread of the process that waits for them.
+    """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self.folder, self.tell = folder, tell
@@ -270,7 +340,11 @@ class StageWatch:
     def look(self, jobs: Sequence[QueuedJob]) -> None:
         """Report why jobs wait that were waiting at the last look too, once for each."""
         waiting = {job: (job.name, job.state.reason) for job in jobs if job.state.name == "PENDING"}
-        late = [job for job, why in waiting.items() if job.job_id in self._before and why not in self._reported]
+        late = [
+            job
+            for job, why in waiting.items()
+            if job.job_id in self._before and why not in self._reported
+        ]
         for line in stage_lines(late):
             self.tell(line)
         self._reported = (self._reported & set(waiting.values())) | {waiting[job] for job in late}

@@ -1,8 +1,9 @@
-"""The path to the store through which the processes of a job find each other, closed to everybody else.
+"""The path to the store through which the processes of a job find each other, closed to everybody
+else.
 
-torch's store has no authentication: whoever reaches its port can list and overwrite all keys, which ends the run. Here
-the store (`launch/store.py`) is in the agent of the first node and has no port. Each node has a relay, to which its
-processes connect as if it were the store:
+torch's store has no authentication: whoever reaches its port can list and overwrite all keys, which
+ends the run. Here the store (`launch/store.py`) is in the agent of the first node and has no port.
+Each node has a relay, to which its processes connect as if it were the store:
 
     process -> relay of its node      on the loopback; the kernel says which user connects
             -> entrance, first node   on all interfaces; both sides prove that they know the secret of this start
@@ -10,8 +11,9 @@ processes connect as if it were the store:
 
 None of this needs a privilege: the kernel lists the user of each connection in /proc/net/tcp.
 
-The secret is made for each start and travels in files and environments that other users cannot read; ports derive from
-it, so none of it appears in a command line. The traffic itself is not encrypted.
+The secret is made for each start and travels in files and environments that other users cannot
+read; ports derive from it, so none of it appears in a command line. The traffic itself is not
+encrypted.
 """
 
 import asyncio
@@ -60,7 +62,8 @@ class Rendezvous:
     nodes: int
     host: str  # the first node
     hosts: tuple[str, ...] = ()  # names of all nodes, for messages
-    join_s: float = 0.0  # how long the first node waits for the agents of the others; 0: until torchrun gives up
+    # how long the first node waits for the agents of the others; 0: until torchrun gives up
+    join_s: float = 0.0
 
     @classmethod
     def from_environment(cls) -> "Rendezvous":
@@ -72,8 +75,9 @@ class Rendezvous:
 
     @property
     def ports(self) -> list[int]:
-        """Ports of the entrance, in the order of choice: the first that is free on the first node. Below Linux's
-        ephemeral ports, so that no outgoing connection occupies them."""
+        """Ports of the entrance, in the order of choice: the first that is free on the first node.
+        Below Linux's ephemeral ports, so that no outgoing connection occupies them.
+        """
         digest = self.proof("ports")
         return [20_000 + int.from_bytes(digest[i : i + 2]) % 12_000 for i in range(0, 16, 2)]
 
@@ -84,7 +88,9 @@ class Rendezvous:
 
 
 class Relay:
-    """This node's way to the store, in a thread of its agent. The relay of the first node has the store."""
+    """This node's way to the store, in a thread of its agent. The relay of the first node has the
+    store.
+    """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
@@ -97,7 +103,9 @@ class Relay:
 
     def start(self) -> int:
         """Port of the relay on the loopback. Raises OSError if the entrance finds no free port."""
-        threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True, name="rendezvous").start()
+        threading.Thread(
+            target=lambda: asyncio.run(self._run()), daemon=True, name="rendezvous"
+        ).start()
         self._started.wait()
         if self._error is not None:
             raise self._error
@@ -106,7 +114,9 @@ class Relay:
     async def _run(self) -> None:
         servers = []
         try:
-            servers.append(await asyncio.start_server(_closing(self._serve_process), LOOPBACK, 0, backlog=1024))
+            servers.append(
+                await asyncio.start_server(_closing(self._serve_process), LOOPBACK, 0, backlog=1024)
+            )
             self.port = servers[0].sockets[0].getsockname()[1]
             if self._store is not None and self.rendezvous.nodes > 1:
                 servers.append(await self._entrance())
@@ -122,12 +132,17 @@ class Relay:
         hosts = [LOOPBACK] if self.rendezvous.host == LOOPBACK else [None, "0.0.0.0"]
         for port, host in product(self.rendezvous.ports, hosts):
             with suppress(OSError):
-                return await asyncio.start_server(_closing(self._serve_node), host, port, backlog=1024)
+                return await asyncio.start_server(
+                    _closing(self._serve_node), host, port, backlog=1024
+                )
         raise OSError(f"no port of {self.rendezvous.ports} is free on this node")
 
     async def _serve_process(self, reader: Reader, writer: Writer) -> None:
         """Serve a process of this node, if the kernel says that it is this user's."""
-        if user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port)) != os.getuid():
+        if (
+            user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port))
+            != os.getuid()
+        ):
             return
         if self._store is not None:
             await self._store.serve(reader, writer)
@@ -135,14 +150,17 @@ class Relay:
             await _join((reader, writer), await self._to_first_node())
 
     async def _serve_node(self, reader: Reader, writer: Writer) -> None:
-        """Serve another node's relay. Both prove that they know the secret, over nonces of both and the port, so that
-        nobody can pass the proof on."""
+        """Serve another node's relay. Both prove that they know the secret, over nonces of both and
+        the port, so that nobody can pass the proof on.
+        """
         port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
         writer.write(nonce)
         async with asyncio.timeout(HANDSHAKE_S):
             answer = await reader.readexactly(_NONCE + _PROOF)
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
-        if self._store is None or not hmac.compare_digest(proof, self.rendezvous.proof("node", port, nonce, theirs)):
+        if self._store is None or not hmac.compare_digest(
+            proof, self.rendezvous.proof("node", port, nonce, theirs)
+        ):
             return
         writer.write(self.rendezvous.proof("entrance", port, nonce, theirs))
         await self._store.serve(reader, writer)
@@ -153,18 +171,30 @@ class Relay:
         while True:
             for port in self._ports:
                 try:
-                    async with asyncio.timeout(HANDSHAKE_S):  # wait_for of Python 3.11 may lose a cancellation
+                    # wait_for of Python 3.11 may lose a cancellation
+                    async with asyncio.timeout(HANDSHAKE_S):
                         connection = await self._knock(port)
                     if connection is not None:
                         self._ports = [port, *(other for other in self._ports if other != port)]
                         return connection
                 except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                    unknown, waited = isinstance(error, socket.gaierror), asyncio.get_running_loop().time() - began
+                    unknown, waited = (
+                        isinstance(error, socket.gaierror),
+                        asyncio.get_running_loop().time() - began,
+                    )
                     if waited < (RESOLVE_S if unknown else REACH_S) or self._said:
                         continue
                     self._said = True
-                    reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-                    what, why = ("resolve", "correct the nodes' DNS or /etc/hosts") if unknown else ("reach", UNREACHED)
+                    reason = (
+                        error.strerror
+                        if isinstance(error, OSError) and error.strerror
+                        else type(error).__name__
+                    )
+                    what, why = (
+                        ("resolve", "correct the nodes' DNS or /etc/hosts")
+                        if unknown
+                        else ("reach", UNREACHED)
+                    )
                     line = f"{what} {host}, the first node ({reason}): {why}"
                     print(f"{node_name()} cannot {line}", file=sys.stderr, flush=True)
             await asyncio.sleep(_RETRY_S)
@@ -218,8 +248,10 @@ async def _copy(reader: Reader, writer: Writer) -> None:
 
 
 def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
-    """User of the process at the end `local` of a TCP connection of this machine; None if there is none (any more).
-    Addresses count as well as ports: the same port of another address of the loopback may be anybody's."""
+    """User of the process at the end `local` of a TCP connection of this machine; None if there is
+    none (any more). Addresses count as well as ports: the same port of another address of the
+    loopback may be anybody's.
+    """
     for *ends, user in _connections():
         if ends == [tuple(local), tuple(remote)]:
             return user

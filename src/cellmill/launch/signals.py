@@ -1,7 +1,8 @@
-"""Signals that stop a training, what each means to a process that follows a job, and Linux's control of orphans.
+"""Signals that stop a training, what each means to a process that follows a job, and Linux's
+control of orphans.
 
-A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal loses no job), and
-hands over to another follower on USR1.
+A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal
+loses no job), and hands over to another follower on USR1.
 """
 
 import ctypes
@@ -33,9 +34,13 @@ class Interrupted(Stopped):
 
 @contextmanager
 def handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Call `handler` on every stop signal; restore the earlier handlers afterwards. nohup's ignored SIGHUP stays so."""
+    """Call `handler` on every stop signal; restore the earlier handlers afterwards. nohup's ignored
+    SIGHUP stays so.
+    """
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    earlier = {number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored}
+    earlier = {
+        number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored
+    }
     try:
         yield
     finally:
@@ -45,7 +50,9 @@ def handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 @contextmanager
 def blocked(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """Delay signals, in this process and for good in its new children: a submission must not be cut in half."""
+    """Delay signals, in this process and for good in its new children: a submission must not be cut
+    in half.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -55,7 +62,9 @@ def blocked(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Handle Ctrl-C when the block has ended: an exception while Python forks is printed and forgotten."""
+    """Handle Ctrl-C when the block has ended: an exception while Python forks is printed and
+    forgotten.
+    """
     noted: list[int] = []
     earlier = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:
@@ -113,12 +122,16 @@ _libc = ctypes.CDLL(None)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process signal `number` when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    """Have the kernel send this process signal `number` when its parent ends (prctl(2),
+    PR_SET_PDEATHSIG).
+    """
     _libc.prctl(1, number, 0, 0, 0)
 
 
 def belong_to_parent() -> None:
-    """Initialize a process of a pool: the parent handles Ctrl-C, and its end, also an earlier one, ends the process."""
+    """Initialize a process of a pool: the parent handles Ctrl-C, and its end, also an earlier one,
+    ends the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != cast(BaseProcess, parent_process()).pid:

@@ -1,8 +1,10 @@
-"""Training through SLURM: submits a job of one torchrun agent per node, follows it, and chains the next one.
+"""Training through SLURM: submits a job of one torchrun agent per node, follows it, and chains the
+next one.
 
-The launcher relies only on SLURM and the run's own files, so it may be killed at any time and another one takes over:
-it attaches to the job on record, or adopts one of its name that was submitted but not recorded, and never submits while
-one is alive. docs/cluster.md lists what may happen to a job, and what the launcher then does.
+The launcher relies only on SLURM and the run's own files, so it may be killed at any time and
+another one takes over: it attaches to the job on record, or adopts one of its name that was
+submitted but not recorded, and never submits while one is alive. docs/cluster.md lists what may
+happen to a job, and what the launcher then does.
 """
 
 import math
@@ -14,43 +16,69 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped, UserError
-from cellmill.launch.follow import TICK_S, JobFollower, Tail, cancel_job, how_to_end, save_job, say, settle
+from cellmill.launch.follow import (
+    TICK_S,
+    JobFollower,
+    Tail,
+    cancel_job,
+    how_to_end,
+    save_job,
+    say,
+    settle,
+)
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.submit import NEEDED, SlurmJobs
 from cellmill.runs.folder import TrainFolder, training_seconds
-from cellmill.runs.jobs import CANCELLED, CONNECTION, NOT_LISTED, OTHER_JOB, UNKNOWN, JobRecord, Jobs, error_line
+from cellmill.runs.jobs import (
+    CANCELLED,
+    CONNECTION,
+    NOT_LISTED,
+    OTHER_JOB,
+    UNKNOWN,
+    JobRecord,
+    Jobs,
+    error_line,
+)
 from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
 
 SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
 IN_A_ROW = 2  # such jobs until they are warned about
-EARLY_S = 90.0  # a job that ended this close to its limit ended by it: SLURM may announce it a minute early
+# a job that ended this close to its limit ended by it: SLURM may announce it a minute early
+EARLY_S = 90.0
 
 
 @dataclass
 class ShortJobs:
-    """Follows the jobs of one run. `training_s` is the time of all steps of its curve; None if unknown."""
+    """Follows the jobs of one run. `training_s` is the time of all steps of its curve; None if
+    unknown.
+    """
 
     training_s: Callable[[], float | None]
 
     def __post_init__(self) -> None:
         self._before_s, self._warned = self.training_s() or 0.0, False
         self._at_limit = list[tuple[float, int]]()
-        """(share of the time without training, steps saved) of each of the last jobs that ended at its limit."""
+        """(share of the time without training, steps saved) of each of the last jobs that ended at
+        its limit.
+        """
 
     def line(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
         """One line, once, if this job and the one before it were mostly start-up; otherwise empty.
 
-        `steps` is what the job has added to the newest checkpoint. `was_to_save`: SLURM announced the job's end, which
-        it does before a preemption too. Raises UserError if the job ended at its limit before its first step.
+        `steps` is what the job has added to the newest checkpoint. `was_to_save`: SLURM announced
+        the job's end, which it does before a preemption too. Raises UserError if the job ended at
+        its limit before its first step.
         """
         limit_s, elapsed_s, after_s = 60.0 * ended.runtime, 0.0, self.training_s()
-        with suppress(DataError):  # the job's own record of its last start; none if missing or damaged
+        # the job's own record of its last start; none if missing or damaged
+        with suppress(DataError):
             for last in ended.attempts()[-1:]:
                 elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
         at_limit = elapsed_s >= limit_s - ended.save_within_s - EARLY_S
-        # SLURM also says TIMEOUT of a job that ended in the grace time of a preemption, long before its limit
+        # SLURM also says TIMEOUT of a job that ended in the grace time of a preemption, long before
+        # its limit
         timeout = ended.state == "TIMEOUT" and (at_limit or not elapsed_s)
         announced = was_to_save and ended.state != "PREEMPTED" and at_limit
         trained_s = (after_s or 0.0) - self._before_s
@@ -77,7 +105,16 @@ class ShortJobs:
         )
 
 
-INFRASTRUCTURE = {"TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED", NOT_LISTED, OTHER_JOB}
+INFRASTRUCTURE = {
+    "TIMEOUT",
+    "PREEMPTED",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "REVOKED",
+    "LAUNCH_FAILED",
+    NOT_LISTED,
+    OTHER_JOB,
+}
 """End states that are not the training's fault: another job continues."""
 ENDED_BY_SITE = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
 """End states that say nothing about the job: it is not counted as one that made no checkpoint."""
@@ -92,7 +129,9 @@ SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
 class SlurmLauncher:
-    """Submits and follows the jobs of one run. One process at a time: the caller holds the run's lock."""
+    """Submits and follows the jobs of one run. One process at a time: the caller holds the run's
+    lock.
+    """
 
     def __init__(self, folder: TrainFolder, machine: Machine) -> None:
         self.folder, self.machine, self.watch = folder, machine, FolderWatch(folder.path)
@@ -103,7 +142,9 @@ class SlurmLauncher:
                 "allocation in the profile"
             )
         if machine.container and not Path(machine.container).exists():
-            raise UserError(f"{machine.container}: no such image; set container in the profile to its path")
+            raise UserError(
+                f"{machine.container}: no such image; set container in the profile to its path"
+            )
 
     def living(self) -> JobRecord | None:
         """The job of this run that SLURM still has, recorded or not."""
@@ -113,11 +154,15 @@ class SlurmLauncher:
             # it may still run: its follower waits until SLURM is sure
             if state.alive or state.name in (UNKNOWN, NOT_LISTED):
                 return newest
-            newest.write_state(NOT_LISTED if state.name == OTHER_JOB else state.name, state.reason, ended=True)
+            newest.write_state(
+                NOT_LISTED if state.name == OTHER_JOB else state.name, state.reason, ended=True
+            )
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:
-        """Wait until SLURM lists a job (False), or has not known it for so long that it has ended (True)."""
+        """Wait until SLURM lists a job (False), or has not known it for so long that it has ended
+        (True).
+        """
         follower = JobFollower.of(record, self.slurm.queue, echo=False)
         while follower.alive():
             if follower.state.alive:
@@ -126,8 +171,10 @@ class SlurmLauncher:
         return True
 
     def run(self, job: Callable[[Path], Job]) -> None:
-        """Train until the run's files say done. `job` returns the job for a folder that takes its error. Raises Stopped
-        if it was cancelled or detached from, UserError if the training or SLURM refuses."""
+        """Train until the run's files say done. `job` returns the job for a folder that takes its
+        error. Raises Stopped if it was cancelled or detached from, UserError if the training or
+        SLURM refuses.
+        """
         with requests() as self.slurm.requests:
             record = self.living()
             fruitless = 0
@@ -163,7 +210,9 @@ class SlurmLauncher:
                     fruitless += 1
                 if fruitless == FRUITLESS_JOBS:
                     advice = "" if ended.late or ended.state == "FAILED" else TOO_SHORT
-                    raise UserError(f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}")
+                    raise UserError(
+                        f"{fruitless} jobs in a row ended without a new checkpoint; {why}{advice}"
+                    )
                 say(f"{why}; going on from step {saved} with another job")
                 if too_short:
                     say(too_short)
@@ -189,15 +238,18 @@ class SlurmLauncher:
             if not job or self.folder.state() == "done":
                 break
             if not warned:
-                say(f"{how_to_end(self.folder.path, job)}; another job is submitted once it has ended")
+                say(
+                    f"{how_to_end(self.folder.path, job)}; another job is submitted once it has ended"
+                )
                 warned = True
             self.watch.check()
             self.slurm.pause(self.machine.poll_s)
         return record
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
-        """Follow a job until it has ended and the shared folder shows how, obeying signals; return its record. Cancels
-        it, and raises FolderDeleted, if the run's folder was deleted."""
+        """Follow a job until it has ended and the shared folder shows how, obeying signals; return
+        its record. Cancels it, and raises FolderDeleted, if the run's folder was deleted.
+        """
         follower = JobFollower.of(record, self.slurm.queue)
         for _ in follower.states(requests.wait):
             try:
@@ -212,14 +264,21 @@ class SlurmLauncher:
         assert ended is not None
         if ended.state == "COMPLETED":
             shown = ("done", "stopped")
-            settle(lambda: self.folder.state() in shown or bool(ended.error), self.folder.path, SETTLE_S, requests.wait)
+            settle(
+                lambda: self.folder.state() in shown or bool(ended.error),
+                self.folder.path,
+                SETTLE_S,
+                requests.wait,
+            )
         return ended
 
     def _obey(self, follower: JobFollower, record: JobRecord, requests: Requests) -> None:
         """Cancel the job or leave it, as requested. Raises Stopped."""
         job_id = record.job_id
         if requests.first == "hand over":
-            raise Stopped(f"job {job_id} was left to another process; run the same command to follow it again")
+            raise Stopped(
+                f"job {job_id} was left to another process; run the same command to follow it again"
+            )
         if requests.first == "detach" or self.machine.on_interrupt == "detach":
             raise Stopped(
                 f"job {job_id} goes on without this process; run the same command to follow it again, "
@@ -235,12 +294,18 @@ class SlurmLauncher:
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raises UserError or Stopped if there is none."""
-        where, log, job = f"(job {ended.job_id}, log: {ended.log})", Tail(ended.log), f"job {ended.job_id}"
+        where, log, job = (
+            f"(job {ended.job_id}, log: {ended.log})",
+            Tail(ended.log),
+            f"job {ended.job_id}",
+        )
         if ended.error:
             raise UserError(f"{ended.error} {where}")
         if (ended.path / CANCELLED).exists():
             saved = f"saved at step {self.folder.saved_step()}"
-            raise Stopped(f"{job} was cancelled by `cellmill cancel`; {saved}; run the same command to resume")
+            raise Stopped(
+                f"{job} was cancelled by `cellmill cancel`; {saved}; run the same command to resume"
+            )
         if ended.state == "CANCELLED":
             raise Stopped(f"{job} was cancelled by somebody else; run the same command to resume")
         if refused := log.last(Tail.REFUSED):
@@ -250,18 +315,28 @@ class SlurmLauncher:
         if ended.state == "COMPLETED" and self.folder.state() == "stopped":
             return f"{job} stopped and saved before its time limit or a preemption"
         if ended.state == "OUT_OF_MEMORY" or log.last(Tail.OUT_OF_MEMORY):
-            remedy = "raise set-resources: train: mem_mb in the profile, or lower train.token_budget"
+            remedy = (
+                "raise set-resources: train: mem_mb in the profile, or lower train.token_budget"
+            )
             raise UserError(f"the job ran out of memory: {remedy} {where}")
         if (free := shutil.disk_usage(path := self.folder.path).free) < 1 << 20:
-            raise UserError(f"{path}: no space left ({free} bytes); make room and run the same command {where}")
+            raise UserError(
+                f"{path}: no space left ({free} bytes); make room and run the same command {where}"
+            )
         if ended.state in INFRASTRUCTURE:
             return f"{job} ended with {ended.state}{f': {ended.late}' if ended.late else ''}"
         if ended.state != "FAILED":
-            raise UserError(f"the job ended with {ended.state} before the training was done {where}")
+            raise UserError(
+                f"the job ended with {ended.state} before the training was done {where}"
+            )
         if not ended.log.exists():
             return f"{job} ended with FAILED and left no log (can the nodes see {ended.path}?)"
-        killed = [Tail(each).last(Tail.KILLED) for each in sorted(ended.path.glob(f"{ended.job_id}_*_log.out"))]
-        if first := next(filter(None, killed), None) or error_line(ended.path, CONNECTION):  # the signal is the cause
+        killed = [
+            Tail(each).last(Tail.KILLED)
+            for each in sorted(ended.path.glob(f"{ended.job_id}_*_log.out"))
+        ]
+        # the signal is the cause
+        if first := next(filter(None, killed), None) or error_line(ended.path, CONNECTION):
             return f"{job} ended with FAILED: {first}"
         if failed := log.last(Tail.FAILED_IMPORT):
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")

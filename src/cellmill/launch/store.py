@@ -1,13 +1,15 @@
-"""The key-value store of a job: a server for torch's `TCPStore` clients that has no port of its own.
+"""The key-value store of a job: a server for torch's `TCPStore` clients that has no port of its
+own.
 
-torch's server listens on a port of the node and takes whoever connects; no kernel lets an ordinary user close a TCP
-port to the other users of a machine. Here `launch/rendezvous.py` accepts each connection, checks who made it, and only
-then hands it to `Store.serve`.
+torch's server listens on a port of the node and takes whoever connects; no kernel lets an ordinary
+user close a TCP port to the other users of a machine. Here `launch/rendezvous.py` accepts each
+connection, checks who made it, and only then hands it to `Store.serve`.
 
-The wire protocol is that of `torch/csrc/distributed/c10d/TCPStore*.cpp` in torch 2.11 to 2.15, which adds operations at
-the end and changes none. A request is one byte, the operation, and its arguments in the byte order of the machine: a
-text or a value as its length, uint64, and its bytes; a number as int64. A client never has two requests under way,
-but may cancel a wait. `tests/unit/test_store.py` runs each operation against torch's server as well.
+The wire protocol is that of `torch/csrc/distributed/c10d/TCPStore*.cpp` in torch 2.11 to 2.15,
+which adds operations at the end and changes none. A request is one byte, the operation, and its
+arguments in the byte order of the machine: a text or a value as its length, uint64, and its bytes;
+a number as int64. A client never has two requests under way, but may cancel a wait.
+`tests/unit/test_store.py` runs each operation against torch's server as well.
 """
 
 import asyncio
@@ -26,8 +28,29 @@ _MOST_VALUE = 8 * 1024 * 1024  # bytes
 _READY, _NOT_READY = b"\0", b"\1"  # answers of check
 _STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"  # answers of wait, barrier and cancel
 OPERATIONS = (
-    *("validate", "set", "compare_set", "get", "add", "check", "wait", "num_keys", "delete_key", "append"),
-    *("multi_get", "multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len", "list_keys", "barrier"),
+    *(
+        "validate",
+        "set",
+        "compare_set",
+        "get",
+        "add",
+        "check",
+        "wait",
+        "num_keys",
+        "delete_key",
+        "append",
+    ),
+    *(
+        "multi_get",
+        "multi_set",
+        "cancel_wait",
+        "ping",
+        "queue_push",
+        "queue_pop",
+        "queue_len",
+        "list_keys",
+        "barrier",
+    ),
 )
 """By their number in a request."""
 
@@ -89,7 +112,8 @@ class Store:
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
         self._queues: defaultdict[bytes, deque[bytes]] = defaultdict(deque)
-        self._waiting: defaultdict[bytes, list[Client]] = defaultdict(list)  # clients by a key that they wait for
+        # clients by a key that they wait for
+        self._waiting: defaultdict[bytes, list[Client]] = defaultdict(list)
         self._handlers: list[Callable[[Client], Awaitable[None]]] = [
             getattr(self, f"_{operation}") for operation in OPERATIONS
         ]
@@ -123,8 +147,9 @@ class Store:
         self._store(key, await client.read_value())
 
     async def _compare_set(self, client: Client) -> None:
-        """Set the value if it is the expected one; answer the value afterwards. A missing key counts as empty, and
-        answers what was expected."""
+        """Set the value if it is the expected one; answer the value afterwards. A missing key
+        counts as empty, and answers what was expected.
+        """
         key = await client.read_key()
         expected = await client.read_value()
         desired = await client.read_value()
@@ -198,7 +223,9 @@ class Store:
             client.answer_value(key)
 
     async def _barrier(self, client: Client) -> None:
-        """Answer as soon as `world_size` clients have come; the value of the key is how many there were so far."""
+        """Answer as soon as `world_size` clients have come; the value of the key is how many there
+        were so far.
+        """
         key = await client.read_key()
         world_size = await client.read("=q")
         arrived = self._as_number(key) + 1

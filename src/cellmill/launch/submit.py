@@ -1,13 +1,15 @@
-"""Submission of SLURM jobs: the batch script of one task per node, written by submitit, and jobs that are run once.
+"""Submission of SLURM jobs: the batch script of one task per node, written by submitit, and jobs
+that are run once.
 
-Every value in the script was checked by `Machine` or is quoted here. The only thing pickled for the nodes is the path
-of the node's task, a JSON file in a folder only this user can enter.
+Every value in the script was checked by `Machine` or is quoted here. The only thing pickled for the
+nodes is the path of the node's task, a JSON file in a folder only this user can enter.
 
-sbatch may accept a job and its answer be lost. So each job is submitted exactly once: a submission without an answer is
-looked up by the job's name before it is tried again, and a job without a record is adopted.
+sbatch may accept a job and its answer be lost. So each job is submitted exactly once: a submission
+without an answer is looked up by the job's name before it is tried again, and a job without a
+record is adopted.
 
-`run_once` runs one job to its end, in its own folder; the caller judges the result. Under slurm the job is cancelled if
-it waits too long and on Ctrl-C, and so is one left over from a killed process.
+`run_once` runs one job to its end, in its own folder; the caller judges the result. Under slurm the
+job is cancelled if it waits too long and on Ctrl-C, and so is one left over from a killed process.
 """
 
 import io
@@ -41,20 +43,28 @@ TRANSIENT = re.compile(
     "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
     re.IGNORECASE,
 )
-_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}  # not named as the option is
+# not named as the option is
+_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
 
 
 @contextmanager
 def submitting(machine: Machine) -> Iterator[None]:
-    """The environment for sbatch: of SLURM_* only the cluster, since srun in the job would read the others.
+    """The environment for sbatch: of SLURM_* only the cluster, since srun in the job would read the
+    others.
 
-    Outside a job, SBATCH_* are the user's wishes and stay, except for options that cellmill or the profile sets: sbatch
-    would prefer the variable.
+    Outside a job, SBATCH_* are the user's wishes and stay, except for options that cellmill or the
+    profile sets: sbatch would prefer the variable.
     """
-    kept = {name: value for name, value in os.environ.items() if name in ("SLURM_CONF", "SLURM_CLUSTERS")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("SLURM_CONF", "SLURM_CLUSTERS")
+    }
     if "SLURM_JOB_ID" not in os.environ:
         ours = {*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"}
-        set_here = {f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in ours}
+        set_here = {
+            f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in ours
+        }
         wishes = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
         kept |= {name: value for name, value in wishes.items() if name not in set_here}
     with clean_env():
@@ -77,34 +87,46 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
         "mem": f"{machine.mem_mb}M" if machine.mem_mb else "0",
         "time": str(machine.runtime),
     }
-    return {name: value for name, value in options.items() if value} | options_in(machine.sbatch_options)
+    return {name: value for name, value in options.items() if value} | options_in(
+        machine.sbatch_options
+    )
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, whose own parser takes the first "job NUMBER" in sbatch's output; wrappers print lines too."""
+    """submitit's, whose own parser takes the first "job NUMBER" in sbatch's output; wrappers print
+    lines too.
+    """
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         text = string.decode(errors="replace") if isinstance(string, bytes) else string
-        answers = re.findall(r"^Submitted batch job (\d+)(?: on cluster \S+)?\s*$", text, re.MULTILINE)
+        answers = re.findall(
+            r"^Submitted batch job (\d+)(?: on cluster \S+)?\s*$", text, re.MULTILINE
+        )
         if not answers:
-            raise FailedSubmissionError(f"could not make sense of sbatch output {text.strip()[-200:]!r}")
+            raise FailedSubmissionError(
+                f"could not make sense of sbatch output {text.strip()[-200:]!r}"
+            )
         return str(answers[-1])
 
 
 def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
     image = shlex.quote(str(Path(machine.container).resolve()))
     python = f"apptainer exec --nv {image} python3" if machine.container else None
-    setup = []  # lines of the batch script before srun: a command that fails ends the job with one line in its log
+    # lines of the batch script before srun: a command that fails ends the job with one line in its
+    # log
+    setup = []
     load = f"module load {shlex.join(machine.modules.split())}" if machine.modules else ""
     for key, command in (("modules", load), ("setup", machine.setup)):
         if command:
             failed = shlex.quote(f"cellmill: `{command}` failed on")
             setup.append(f"{{ {command}")
-            setup.append(f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}')
+            setup.append(
+                f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}'
+            )
     executor = _Executor(folder=folder.resolve(), max_num_timeout=0, python=python)
-    # one task per node is requested of srun alone: given to sbatch, it would pin a range of nodes to its minimum.
-    # A task that fails must not leave the others waiting for it.
+    # one task per node is requested of srun alone: given to sbatch, it would pin a range of nodes
+    # to its minimum. A task that fails must not leave the others waiting for it.
     task = ["--ntasks-per-node=1", f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"]
     executor.update_parameters(
         job_name=name,
@@ -121,7 +143,9 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
 
 @dataclass
 class SlurmJobs:
-    """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's lock."""
+    """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's
+    lock.
+    """
 
     jobs: Jobs
     queue: Queue
@@ -137,7 +161,9 @@ class SlurmJobs:
                 return self.queue.named(self.jobs.owns)
             except CommandError as error:
                 if time.monotonic() > deadline:
-                    raise UserError(f"no usable answer from squeue within {self.patience_s:.0f} s ({error})") from None
+                    raise UserError(
+                        f"no usable answer from squeue within {self.patience_s:.0f} s ({error})"
+                    ) from None
                 if not warned:
                     say(f"warning: no usable answer from squeue ({error}); waiting for one")
                     warned = True
@@ -158,25 +184,31 @@ class SlurmJobs:
             say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
             for pickled in folder.glob("*.pkl"):
                 if "_" not in pickled.stem:  # submitit did not get to give it the job's name
-                    SlurmJob(folder, queued.job_id).paths.move_temporary_file(pickled, "submitted_pickle")
+                    SlurmJob(folder, queued.job_id).paths.move_temporary_file(
+                        pickled, "submitted_pickle"
+                    )
             return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
         return None
 
     def submit(self, job: Callable[[Path], Job]) -> JobRecord:
         """Submit the job that `job` returns for its folder, unless SLURM has one of this folder.
 
-        Waits for SLURM; raises UserError if it refuses. The folder of a submission without an answer stays: its job may
-        be accepted late, and then ends at once if another one has claimed the run.
+        Waits for SLURM; raises UserError if it refuses. The folder of a submission without an
+        answer stays: its job may be accepted late, and then ends at once if another one has claimed
+        the run.
         """
         deadline, warned = time.monotonic() + self.patience_s, set[bool]()
         path = str(self.jobs.path.resolve())
         if "%" in path or "\\" in path:
-            raise UserError(f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them")
+            raise UserError(
+                f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them"
+            )
         while (accepted := self.find()) is None:
             folder, name = self.jobs.new()
             task = write_task(job(folder), self.machine, folder)
             try:
-                # submitted and recorded, or neither; submitit would print errors at each try, below they are said once
+                # submitted and recorded, or neither; submitit would print errors at each try, below
+                # they are said once
                 with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
                     submitted = _executor(self.machine, folder, name).submit(run_task, str(task))
                     record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
@@ -186,7 +218,9 @@ class SlurmJobs:
                 unreachable, complaint = True, NO_PROCESS
             except (FailedJobError, FailedSubmissionError) as error:
                 lines = [line.strip() for line in str(error).splitlines()]
-                errors = [line for line in lines if line.startswith("sbatch:") or "error" in line.lower()]
+                errors = [
+                    line for line in lines if line.startswith("sbatch:") or "error" in line.lower()
+                ]
                 complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
                 unreachable = bool(TRANSIENT.search(complaint))
             line = f"warning: sbatch: {complaint}; trying again"
@@ -199,7 +233,9 @@ class SlurmJobs:
                 deadline = time.monotonic() + self.patience_s
                 line = f"sbatch: {quota[0]}: SLURM accepts no further job of yours until others have ended; waiting"
             elif time.monotonic() > deadline:
-                raise UserError(f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}")
+                raise UserError(
+                    f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}"
+                )
             if unreachable not in warned:
                 say(line)
                 warned.add(unreachable)
@@ -225,7 +261,8 @@ class StillQueued(UserError):
 @dataclass(frozen=True)
 class End:
     path: Path  # its folder
-    state: str  # SLURM's; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task
+    # SLURM's; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task
+    state: str
     job_id: str = ""
     nodes: str = ""  # as SLURM writes them, such as node[1-2]
     queued_s: float = 0.0
@@ -239,11 +276,14 @@ class End:
         return error_line(self.path)
 
 
-def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_open: int, wait_s: float) -> End:
+def run_once(
+    job: Callable[[Path], Job], machine: Machine, folder: Path, keep_open: int, wait_s: float
+) -> End:
     """Run the job that `job` returns for a folder under `folder`/jobs, by the machine's launcher.
 
-    Raises UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more than `wait_s`,
-    KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor is `keep_open`.
+    Raises UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more
+    than `wait_s`, KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor
+    is `keep_open`.
     """
     try:
         if machine.launcher != "slurm":
@@ -272,9 +312,13 @@ def run_once(job: Callable[[Path], Job], machine: Machine, folder: Path, keep_op
                     if now - waiting_since > wait_s:
                         follower.cancel()
                         waited = f"after {wait_s / 60:g} min in the queue"
-                        raise StillQueued(f"job {record.job_id} was still {state.text} {waited} and was cancelled")
+                        raise StillQueued(
+                            f"job {record.job_id} was still {state.text} {waited} and was cancelled"
+                        )
     except Interrupted:
         raise KeyboardInterrupt from None
     lost = follower.tail.not_launched if follower.state.name == "LAUNCH_FAILED" else None
     tasks = None if lost is None else (lost[1] or lost[2], lost[3].strip())
-    return End(record.path, follower.state.name, record.job_id, follower.nodes, queued_s, record.log, tasks)
+    return End(
+        record.path, follower.state.name, record.job_id, follower.nodes, queued_s, record.log, tasks
+    )

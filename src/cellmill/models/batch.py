@@ -1,8 +1,9 @@
-"""Packed batches of cells as tensors, as read and as an encoder sees them, and tokens at the ends of a cell.
+"""Packed batches of cells as tensors, as read and as an encoder sees them, and tokens at the ends
+of a cell.
 
-<cls> stands before the first gene and <eos> after the last. Their ids are negative, so they are in no vocabulary, are
-never masked, and need no row in a table with one row per gene. They are added to a view before it is padded, so that
-layouts count them.
+<cls> stands before the first gene and <eos> after the last. Their ids are negative, so they are in
+no vocabulary, are never masked, and need no row in a table with one row per gene. They are added to
+a view before it is padded, so that layouts count them.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -18,7 +19,8 @@ from cellmill.parallel.vocab_parallel import segment_sum
 
 CPU = torch.device("cpu")
 PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
-PAD_CELL = 256  # tokens of one cell of padding: the cost of attention grows with the square of a cell's length
+# tokens of one cell of padding: the cost of attention grows with the square of a cell's length
+PAD_CELL = 256
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
@@ -31,12 +33,16 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
         return tensor if tensor.is_floating_point() else tensor.long()
 
     cu_seqlens = torch.from_numpy(batch.cu_seqlens)
-    tensors: Batch = on_device(batch.map(change, cu_seqlens=cu_seqlens, lengths=batch.lengths), device)
+    tensors: Batch = on_device(
+        batch.map(change, cu_seqlens=cu_seqlens, lengths=batch.lengths), device
+    )
     return tensors
 
 
 def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
-    """Pad to `tokens` by cells of `<pad>` at the end, which are no targets and attend only to each other."""
+    """Pad to `tokens` by cells of `<pad>` at the end, which are no targets and attend only to each
+    other.
+    """
     more = tokens - len(batch.genes)
     if not more:
         return batch
@@ -44,20 +50,28 @@ def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
     ends = batch.cu_seqlens[-1] + torch.tensor(lengths).cumsum(0)
     n = {"token": more, "cell": len(lengths)}
     return batch.map(
-        lambda per, array: torch.cat([array, array.new_full((n[per.axis], *array.shape[1:]), per.pad)]),
+        lambda per, array: torch.cat(
+            [array, array.new_full((n[per.axis], *array.shape[1:]), per.pad)]
+        ),
         cu_seqlens=torch.cat([batch.cu_seqlens, ends.to(batch.cu_seqlens.dtype)]),
         lengths=[*batch.lengths, *lengths],
     )
 
 
 def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
-    """Put `before` tokens of id `token` before each cell's and `after` behind them, with value and count 0."""
+    """Put `before` tokens of id `token` before each cell's and `after` behind them, with value and
+    count 0.
+    """
     more, cell = before + after, positions(batch)[0]
     moved_to = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
-    cells = torch.arange(len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
+    cells = torch.arange(
+        len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype
+    )
 
     def spread(tensor: torch.Tensor, fill: float) -> torch.Tensor:
-        return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(0, moved_to, tensor)
+        return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(
+            0, moved_to, tensor
+        )
 
     return batch.map(
         lambda per, array: spread(array, per.pad) if per.axis == "token" else array,
@@ -68,7 +82,9 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Copy CPU tensors of a dataclass to `device`, at any depth, each once; to a GPU pinned and not blocking."""
+    """Copy CPU tensors of a dataclass to `device`, at any depth, each once; to a GPU pinned and not
+    blocking.
+    """
     copies: dict[int, torch.Tensor] = {}
 
     def copied(value: Any) -> Any:
@@ -87,7 +103,9 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def with_genes(batch: Batch) -> torch.Tensor:
-    """Return (cells,) bool: the cells with a gene, beside tokens of pooling, of obs columns and at their ends."""
+    """Return (cells,) bool: the cells with a gene, beside tokens of pooling, of obs columns and at
+    their ends.
+    """
     cell, _ = positions(batch)
     n_genes = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
     is_gene = (batch.genes >= 0) & (batch.genes != PAD_TOKEN)
@@ -95,21 +113,25 @@ def with_genes(batch: Batch) -> torch.Tensor:
 
 
 def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in the cell."""
+    """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in
+    the cell.
+    """
     n, starts = len(batch.genes), batch.cu_seqlens[:-1].long()
     cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n)
     return cell, torch.arange(n, device=batch.genes.device) - starts[cell]
 
 
-SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")  # fields for models
+# fields for models
+SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
-    """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`); where hidden, `genes` are `<mask>`
-    and `values` 0.
+    """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`); where hidden,
+    `genes` are `<mask>` and `values` 0.
 
-    Properties are computed when they are first read, on the batch's device: few families read all of them.
+    Properties are computed when they are first read, on the batch's device: few families read all
+    of them.
     """
 
     value_hidden: torch.Tensor  # (tokens,) bool
@@ -141,7 +163,11 @@ class EncoderBatch(Batch):
     def token_keys(self) -> torch.Tensor:
         """(tokens,) int64: keys of the dropout."""
         cell, place = positions(self)
-        return place if self.keys is None else keyed_bits(keyed_token_bits(self.cells, cell, *self.keys, place), 1)
+        return (
+            place
+            if self.keys is None
+            else keyed_bits(keyed_token_bits(self.cells, cell, *self.keys, place), 1)
+        )
 
     @cached_property
     def cell_keys(self) -> torch.Tensor:
@@ -151,7 +177,9 @@ class EncoderBatch(Batch):
 
     @cached_property
     def center(self) -> torch.Tensor:
-        """(cells,) float32: mean of a cell's known continuous values, which hidden ones cannot leak into; else 0."""
+        """(cells,) float32: mean of a cell's known continuous values, which hidden ones cannot leak
+        into; else 0.
+        """
         if not self.values.is_floating_point():
             return torch.zeros(len(self.lengths), device=self.values.device)
         known = self.value_known & (self.genes != PAD_TOKEN)  # a token without a gene has no value
@@ -164,7 +192,9 @@ CLS, EOS = -1, -2  # token ids; row -1 - id of `end_embedding`
 
 
 def with_ends(batch: Batch, n_ends: int) -> Batch:
-    """Return the batch with <cls> (`n_ends` 1), or <cls> and <eos> (2), around each cell, with value and count 0."""
+    """Return the batch with <cls> (`n_ends` 1), or <cls> and <eos> (2), around each cell, with
+    value and count 0.
+    """
     if not n_ends:
         return batch
     ended = with_extra_tokens(batch, 1, n_ends - 1, CLS)

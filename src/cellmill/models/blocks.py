@@ -1,8 +1,9 @@
-"""Layers of all families: packed attention, pre-norm transformer block (Xiong et al. 2020), feed-forward layer.
+"""Layers of all families: packed attention, pre-norm transformer block (Xiong et al. 2020),
+feed-forward layer.
 
-Attention has two backends, neither of which pads: variable-length flash attention on GPUs that have it, in half
-precision; otherwise scaled-dot-product attention over runs of cells of equal length. Linear layers are torch's, or
-transformers' Conv1D of GPT-2, whose weight is transposed.
+Attention has two backends, neither of which pads: variable-length flash attention on GPUs that have
+it, in half precision; otherwise scaled-dot-product attention over runs of cells of equal length.
+Linear layers are torch's, or transformers' Conv1D of GPT-2, whose weight is transposed.
 
 Legend: T tokens of the batch, R rows (cells or queries), H hidden, h heads, d width of a head.
 """
@@ -29,16 +30,27 @@ def attention(
     lengths: list[int],
     causal: bool = False,
 ) -> torch.Tensor:
-    """(T, h, d) each -> (T, h, d): each token attends to its cell's, if `causal` to itself and earlier ones."""
+    """(T, h, d) each -> (T, h, d): each token attends to its cell's, if `causal` to itself and
+    earlier ones.
+    """
     if not lengths:
         return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
-    suits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    suits = (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+    )
     if suits and _has_flash(q.device):
         longest, window = max(lengths), (-1, 0 if causal else -1)
         # only here: the module imports torch's compiler, half a second
         varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
-        return cast(torch.Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window))
-    lengths = sorted(lengths) if q.is_meta else lengths  # nothing is computed: fewer calls for the planner to measure
+        return cast(
+            torch.Tensor,
+            varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window),
+        )
+    # nothing is computed: fewer calls for the planner to measure
+    lengths = sorted(lengths) if q.is_meta else lengths
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
     sizes = [length * cells for length, cells in runs]
     parts = []
@@ -53,7 +65,8 @@ def attention(
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere; the V100, which needs 16-mixed, is older
+    # Ampere; the V100, which needs 16-mixed, is older
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Entry(nn.Module):
@@ -66,16 +79,28 @@ class Entry(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream.
 
-    Rows of `qkv` are query, key and value of the first head, then of the second: any slice of whole heads is a smaller
-    layer of the same kind, so a tensor-parallel rank may have fewer heads than the model. `before` and `after` take
-    only tensors and depend on no block or batch, so all blocks share their compiled code.
+    Rows of `qkv` are query, key and value of the first head, then of the second: any slice of whole
+    heads is a smaller layer of the same kind, so a tensor-parallel rank may have fewer heads than
+    the model. `before` and `after` take only tensors and depend on no block or batch, so all blocks
+    share their compiled code.
     """
 
     def __init__(
-        self, hidden: int, heads: int, ffn_hidden: int, dropout: float, index: int, causal: bool = False
+        self,
+        hidden: int,
+        heads: int,
+        ffn_hidden: int,
+        dropout: float,
+        index: int,
+        causal: bool = False,
     ) -> None:
         super().__init__()
-        self.head_width, self.dropout, self.index, self.causal = hidden // heads, dropout, index, causal
+        self.head_width, self.dropout, self.index, self.causal = (
+            hidden // heads,
+            dropout,
+            index,
+            causal,
+        )
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
@@ -84,22 +109,35 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn_hidden, hidden)
 
     def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor, lengths: list[int], token_keys: torch.Tensor
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        lengths: list[int],
+        token_keys: torch.Tensor,
     ) -> torch.Tensor:
-        """(T, H) -> (T, H); `token_keys` (T,) int64 key the dropout. T may be this rank's share of the tokens."""
+        """(T, H) -> (T, H); `token_keys` (T,) int64 key the dropout. T may be this rank's share of
+        the tokens.
+        """
         drops = None
         if self.training and self.dropout:
-            drops = (keyed_state(token_keys, 2 * self.index), keyed_state(token_keys, 2 * self.index + 1))
+            drops = (
+                keyed_state(token_keys, 2 * self.index),
+                keyed_state(token_keys, 2 * self.index + 1),
+            )
         attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
         return self.after(x, attended.flatten(1), drops)
 
     def padded(self, x: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, are tokens that are no padding."""
+        """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, are tokens
+        that are no padding.
+        """
         cells, length, _ = x.shape
         rows = x.flatten(0, 1)
         q, k, v = (part.unflatten(0, (cells, length)).transpose(1, 2) for part in self.before(rows))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None, :])
-        return self.after(rows, attended.transpose(1, 2).flatten(2).flatten(0, 1), None).unflatten(0, (cells, length))
+        return self.after(rows, attended.transpose(1, 2).flatten(2).flatten(0, 1), None).unflatten(
+            0, (cells, length)
+        )
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(T, H) -> query, key and value, (T, h, H / h) each."""
@@ -107,7 +145,10 @@ class Block(nn.Module):
         return q, k, v
 
     def after(
-        self, x: torch.Tensor, attended: torch.Tensor, drops: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        drops: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
         x = x + self._drop(self.out(attended), drops and drops[0])
@@ -144,7 +185,9 @@ def is_linear(layer: nn.Module) -> bool:
 
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether a layer is transformers' Conv1D: linear, with a weight of (in, out)."""
-    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+    return (
+        type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+    )
 
 
 class Reversed(torch.autograd.Function):

@@ -28,28 +28,39 @@ class ModelSpec:
     """Levels of the obs columns that the run reads, in the order of its batches."""
 
     @classmethod
-    def of(cls, options: TrainOptions, n_genes: int, levels: Mapping[str, Sequence[str]] | None = None) -> Self:
+    def of(
+        cls, options: TrainOptions, n_genes: int, levels: Mapping[str, Sequence[str]] | None = None
+    ) -> Self:
         return cls(options.model, options.objective, options.tokens, n_genes, levels or {})
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return the options of model, objective and tokens as JSON stores them."""
-        return {name: getattr(self, name).model_dump(mode="json") for name in ("model", "objective", "tokens")}
+        return {
+            name: getattr(self, name).model_dump(mode="json")
+            for name in ("model", "objective", "tokens")
+        }
 
 
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
-    """Return the whole model on the meta device, changed by `transform`. Raises ConfigError for impossible sizes."""
+    """Return the whole model on the meta device, changed by `transform`. Raises ConfigError for
+    impossible sizes.
+    """
     try:
         with torch.device("meta"), WithoutCompiler():
             objective = spec.objective.load()(spec.objective, spec.tokens)
             objective.levels = spec.levels
             model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)
             if model.heads is None:
-                model.heads = tuple(name for name in model.plan.finish if name not in model.plan.begin)
+                model.heads = tuple(
+                    name for name in model.plan.finish if name not in model.plan.begin
+                )
             if transform is not None:
                 transform(model)
     except RuntimeError as error:
         if "overflow" not in str(error).lower():
             raise
-        raise ConfigError("model: its widths give a tensor of more than 2^63 bytes; lower them") from None
+        raise ConfigError(
+            "model: its widths give a tensor of more than 2^63 bytes; lower them"
+        ) from None
     model.fills = {plain_name(name): fill for name, fill in initial_values(model).items()}
     return model

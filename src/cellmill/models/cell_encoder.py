@@ -1,9 +1,10 @@
-"""Shared part of families that encode cells to vectors: states after the last norm, heads, pooling, covariate tokens.
+"""Shared part of families that encode cells to vectors: states after the last norm, heads, pooling,
+covariate tokens.
 
-Each column of `tokens.covariates` adds one token, without a value, before the genes of a cell's view; its embedding
-belongs to the cell's level. In a batch these tokens are `<pad>`, so objectives neither mask nor predict them, and
-`covariate_rows` holds their rows of the embedding. In training some levels are replaced by the unknown one, so that
-cells of unknown level can be embedded.
+Each column of `tokens.covariates` adds one token, without a value, before the genes of a cell's
+view; its embedding belongs to the cell's level. In a batch these tokens are `<pad>`, so objectives
+neither mask nor predict them, and `covariate_rows` holds their rows of the embedding. In training
+some levels are replaced by the unknown one, so that cells of unknown level can be embedded.
 
 Legend: R rows of the residual stream (tokens, or cells), T tokens, C cells, K columns, H hidden.
 """
@@ -33,10 +34,14 @@ class CovariateEmbedding(nn.Module):
 
     def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]], hidden: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(len(levels[name]) + 1, hidden) for name in tokens.covariates)
+        self.tables = nn.ModuleList(
+            nn.Embedding(len(levels[name]) + 1, hidden) for name in tokens.covariates
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(T,) int64, rows of all tables one below another, from 1 -> (T, H); zeros for tokens of row 0."""
+        """(T,) int64, rows of all tables one below another, from 1 -> (T, H); zeros for tokens of
+        row 0.
+        """
         table = torch.cat([of_column.get_parameter("weight") for of_column in self.tables])
         return F.embedding(rows, F.pad(table, (0, 0, 1, 0)))
 
@@ -51,7 +56,9 @@ class CovariatePrefix:
         self.unknown_frac = tokens.covariate_unknown_frac
 
     def before(self, batch: AnyBatch, keys: tuple[int, int] | None = None) -> AnyBatch:
-        """Return `batch` with a token per column before each cell; `keys`, seed and step, draw unknown levels."""
+        """Return `batch` with a token per column before each cell; `keys`, seed and step, draw
+        unknown levels.
+        """
         device, n_columns = batch.genes.device, len(self.columns)
         place = torch.arange(n_columns, device=device)
         if batch.levels is None:
@@ -64,12 +71,22 @@ class CovariatePrefix:
         rows = numbers + torch.tensor(self.first_rows, device=device)
         more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
         at = (more.cu_seqlens[:-1, None].long() + place).flatten()
-        return replace(more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten()))
+        return replace(
+            more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten())
+        )
 
 
-def mean_state(states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tensor | None = None) -> torch.Tensor:
-    """(T, H) -> (C, H) float32: mean over the tokens of genes, `of_gene` (T,) or all but covariates; zeros for none."""
-    lengths, states, cells = prepared.cu_seqlens.diff(), states.float(), (prepared.cell, prepared.cu_seqlens)
+def mean_state(
+    states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(T, H) -> (C, H) float32: mean over the tokens of genes, `of_gene` (T,) or all but
+    covariates; zeros for none.
+    """
+    lengths, states, cells = (
+        prepared.cu_seqlens.diff(),
+        states.float(),
+        (prepared.cell, prepared.cu_seqlens),
+    )
     if prepared.covariate_rows is not None:
         of_gene = prepared.covariate_rows == 0
     if of_gene is not None:
@@ -82,8 +99,12 @@ def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
     return states[prepared.cu_seqlens[:-1].long()].float()
 
 
-def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor) -> torch.Tensor:
-    """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)); zeros for none."""
+def attended_state(
+    states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor
+) -> torch.Tensor:
+    """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)); zeros
+    for none.
+    """
     states, cell = states.float(), prepared.cell
     scores = (states @ query.float()).float() * states.shape[1] ** -0.5  # autocast computes bf16
     largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
@@ -95,11 +116,15 @@ def attended_state(states: torch.Tensor, prepared: EncoderBatch, query: torch.Te
 
 
 class CellEncoder(Model):
-    """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and `cell_vectors`."""
+    """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and
+    `cell_vectors`.
+    """
 
     norm: nn.Module
-    hidden_value: nn.Parameter  # (H,): embedding of a hidden value, attached by objectives that hide values
-    covariate_prefix: CovariatePrefix | None = None  # tokens of obs columns before the genes of each cell
+    # (H,): embedding of a hidden value, attached by objectives that hide values
+    hidden_value: nn.Parameter
+    # tokens of obs columns before the genes of each cell
+    covariate_prefix: CovariatePrefix | None = None
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads, and what layouts and `init_from` have to know of them."""
@@ -107,7 +132,9 @@ class CellEncoder(Model):
         trunk = {name for name, _ in own} | {*self.plan.begin}
         finish = ("norm", *self.objective.attach(self, n_tokens))
         self.heads = tuple(name for name in finish if name not in trunk)
-        self.plan = replace(self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish)
+        self.plan = replace(
+            self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish
+        )
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
@@ -117,7 +144,9 @@ class CellEncoder(Model):
         return self.covariate_prefix.before(view, (seed, step) if self.training else None)
 
     def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while `kept_rows` is a list."""
+        """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while
+        `kept_rows` is a list.
+        """
         states = self.norm(x)
         if self.kept_rows is not None:
             self.kept_rows.append(self.objective.rows(self, states, prepared))
@@ -140,7 +169,9 @@ class CellEncoder(Model):
 
 
 class TokenEncoder(CellEncoder):
-    """Base of families whose rows are tokens; their blocks are those of `models.blocks`, or have the same modules."""
+    """Base of families whose rows are tokens; their blocks are those of `models.blocks`, or have
+    the same modules.
+    """
 
     plan = ParallelPlan(
         blocks="blocks",
@@ -167,15 +198,23 @@ class TokenEncoder(CellEncoder):
         self.enter, self.enter_keys = Entry(), Entry()
         self.gene_embedding = nn.Embedding(self.n_tokens, width)
 
-    def through(self, x: torch.Tensor, prepared: EncoderBatch, last: int | None = None) -> torch.Tensor:
+    def through(
+        self, x: torch.Tensor, prepared: EncoderBatch, last: int | None = None
+    ) -> torch.Tensor:
         """Apply the blocks, up to number `last`."""
         token_keys = self.enter_keys(prepared.token_keys)
         for block in list(self.blocks)[:last]:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x
 
-    def with_hidden(self, values: torch.Tensor, prepared: EncoderBatch, at: torch.Tensor | slice) -> torch.Tensor:
-        """(N, H): embedded values of the tokens `at`, hidden ones replaced by `hidden_value` if there is one."""
+    def with_hidden(
+        self, values: torch.Tensor, prepared: EncoderBatch, at: torch.Tensor | slice
+    ) -> torch.Tensor:
+        """(N, H): embedded values of the tokens `at`, hidden ones replaced by `hidden_value` if
+        there is one.
+        """
         if not hasattr(self, "hidden_value"):
             return values
-        return torch.where(prepared.value_hidden[at][:, None], self.hidden_value.to(values.dtype), values)
+        return torch.where(
+            prepared.value_hidden[at][:, None], self.hidden_value.to(values.dtype), values
+        )

@@ -1,7 +1,8 @@
 """Counter-based random numbers: a pure function of integer keys, on any device.
 
-A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, step, cell, place). There is no
-generator state to advance or save: a token gets the same draw in every layout, in every batch, and in recomputation.
+A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, step, cell, place).
+There is no generator state to advance or save: a token gets the same draw in every layout, in every
+batch, and in recomputation.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,9 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def keyed_bits(*keys: torch.Tensor | int) -> torch.Tensor:
-    """Return 63 random bits as non-negative int64 for each element of the broadcast keys, at least one a tensor."""
+    """Return 63 random bits as non-negative int64 for each element of the broadcast keys, at least
+    one a tensor.
+    """
     return _shift(keyed_state(*keys), 1)
 
 
@@ -31,19 +34,25 @@ def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
 def keyed_token_bits(
     cells: torch.Tensor, cell: torch.Tensor, seed: int, step: int, *keys: torch.Tensor | int
 ) -> torch.Tensor:
-    """Return `keyed_bits(cells[cell], seed, step, *keys)`; the keys that tokens of a cell share are mixed once."""
+    """Return `keyed_bits(cells[cell], seed, step, *keys)`; the keys that tokens of a cell share are
+    mixed once.
+    """
     return _shift(_folded(keyed_state(cells, seed, step)[cell], keys), 1)
 
 
 def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarray:
-    """Fold integer keys into a state, uint64: `keyed_state` by numpy, in a fourth of its time for few elements."""
+    """Fold integer keys into a state, uint64: `keyed_state` by numpy, in a fourth of its time for
+    few elements.
+    """
     for key in keys:
         state = splitmix64(state ^ np.asarray(key).astype(np.uint64), in_place=True)
     return state
 
 
 def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
-    """Apply dropout to `x` (tokens, width), keyed by `states` (tokens,) int64 of token and layer, and column."""
+    """Apply dropout to `x` (tokens, width), keyed by `states` (tokens,) int64 of token and layer,
+    and column.
+    """
     columns = torch.arange(x.shape[1], device=x.device)
     kept = _shift(_mix(states[:, None] ^ columns[None, :]), 1) >= threshold(p)
     return x * kept.to(x.dtype) / (1 - p)
@@ -61,7 +70,8 @@ def _folded(state: torch.Tensor, keys: Iterable[torch.Tensor | int]) -> torch.Te
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:
-    state = state + _GOLDEN  # a tensor of its own, changed in place: new memory costs more than the arithmetic
+    # a tensor of its own, changed in place: new memory costs more than the arithmetic
+    state = state + _GOLDEN
     state.bitwise_xor_(_shift(state, 30)).mul_(_FIRST)
     state.bitwise_xor_(_shift(state, 27)).mul_(_SECOND)
     return state.bitwise_xor_(_shift(state, 31))

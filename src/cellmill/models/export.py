@@ -4,7 +4,8 @@
     vocabulary.tsv      gene of each token
     config.json         family, architecture, tokenizer and digests; written last
 
-Nothing is unpickled. Genes that the model of `init_from` never saw start as the mean row of the genes it has.
+Nothing is unpickled. Genes that the model of `init_from` never saw start as the mean row of the
+genes it has.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,7 +38,9 @@ WEIGHTS = "model.safetensors"
 
 
 class WeightsFile:
-    """Tensors by name; the file stays mapped as long as this lives. Raises DataError if it is missing or damaged."""
+    """Tensors by name; the file stays mapped as long as this lives. Raises DataError if it is
+    missing or damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +61,9 @@ class WeightsFile:
         try:
             yield
         except FileNotFoundError:
-            raise DataError(f"{self._path}: no such file; export the model first (consolidate)") from None
+            raise DataError(
+                f"{self._path}: no such file; export the model first (consolidate)"
+            ) from None
         except (SafetensorError, OSError, RuntimeError) as error:
             raise unusable(self._path, f"damaged: {error}") from None
 
@@ -68,7 +73,9 @@ SIZES = ("layer", "hidden", "width", "size", "heads")
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write full, contiguous tensors to a .safetensors file, atomically. Raises DataError when that fails."""
+    """Write full, contiguous tensors to a .safetensors file, atomically. Raises DataError when that
+    fails.
+    """
     with atomic_path(path) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
@@ -84,7 +91,8 @@ def write_model(
     about: Mapping[str, Any],
     card: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Write a model folder: the options `sections` of model, objective and tokens, and `about`, are its config.json.
+    """Write a model folder: the options `sections` of model, objective and tokens, and `about`, are
+    its config.json.
 
     config.json is removed first and written last; README.md is what `card` makes of it.
     """
@@ -106,28 +114,40 @@ def write_model(
 
 
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
-    """Return the exported model in eval mode, its vocabulary, and config.json. Raises DataError if unusable."""
-    config_path, genes_path, weights = (folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS))
+    """Return the exported model in eval mode, its vocabulary, and config.json. Raises DataError if
+    unusable.
+    """
+    config_path, genes_path, weights = (
+        folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS)
+    )
     if not config_path.exists() and (folder / "model" / "config.json").exists():
         raise DataError(f"{folder}: this is the folder of a run; its model is {folder / 'model'}")
     config = read_model_config(config_path)
     vocabulary = Vocabulary.read(genes_path)
     if vocabulary.digest != (stored := config["vocabulary_digest"]):
-        problem = f"its digest is {vocabulary.digest[:12]}, the model was trained with {stored[:12]}"
+        problem = (
+            f"its digest is {vocabulary.digest[:12]}, the model was trained with {stored[:12]}"
+        )
         raise unusable(genes_path, problem)
     file = WeightsFile(weights)
     model = _build(config_path, spec_of(config, vocabulary.n_genes), file)
     state = model.state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
-    if wrong := sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)):
+    if wrong := sorted(
+        name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)
+    ):
         name = wrong[0]
         raise unusable(
             weights,
             f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
             f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
         )
-    if wrong := [name for name, tensor in state.items() if tensor.is_floating_point() != (name in file.float32)]:
+    if wrong := [
+        name
+        for name, tensor in state.items()
+        if tensor.is_floating_point() != (name in file.float32)
+    ]:
         raise unusable(weights, f"{wrong[0]}: expected float32, got another type")
     if (digest := sha256_file(weights)) != (stored := config["weights_sha256"]):
         problem = f"its SHA-256 is {digest[:12]}, config.json has {stored[:12]}: damaged, or another model's weights"
@@ -148,9 +168,13 @@ def fill_buffers(model: Model, seed: int, vocabulary: Vocabulary) -> None:
 
 
 def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
-    """The model of config.json at `path` on the meta device. Raises DataError if it cannot be that of `file`."""
+    """The model of config.json at `path` on the meta device. Raises DataError if it cannot be that
+    of `file`.
+    """
     n_elements = sum(shape.numel() for shape in file.shapes.values())
-    for name, size in _sizes(spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")):
+    for name, size in _sizes(
+        spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")
+    ):
         most, of = (len(file.shapes), "tensors") if "layer" in name else (n_elements, "elements")
         if size > most:  # building a million layers would take hours
             raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {most:,} {of}")
@@ -158,8 +182,17 @@ def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
         return build(spec)
     except UserError:
         raise
-    except (RuntimeError, TypeError, ValueError, ArithmeticError, LookupError, MemoryError) as error:
-        raise unusable(path, f"no model can be built of its options: {in_one_line(error)}") from error
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+    ) as error:
+        raise unusable(
+            path, f"no model can be built of its options: {in_one_line(error)}"
+        ) from error
 
 
 def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -172,7 +205,9 @@ def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
     sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
-    parsed = {name: check_options(kind, config[name], f"config.json: {name}") for name, kind in sections}
+    parsed = {
+        name: check_options(kind, config[name], f"config.json: {name}") for name, kind in sections
+    }
     levels = {name: tuple(known) for name, known in config.get("levels", {}).items()}
     return ModelSpec(**parsed, n_genes=n_genes, levels=levels)
 
@@ -186,14 +221,16 @@ def initial_tensors(
     given: Mapping[str, torch.Tensor] = MappingProxyType({}),
     new_genes: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor) of every parameter and buffer, one at a time; of a DTensor the part of this rank.
+    """Yield (name, CPU tensor) of every parameter and buffer, one at a time; of a DTensor the part
+    of this rank.
 
-    A tensor's generator is seeded with the CRC-32 of seed and name, so values depend on no order and no layout. With
-    `only`, just these names are yielded. `given` are initial values by name, in place of drawn ones.
-    With `init_from`, an exported model, its tensors are used instead, of which each rank reads its part; those with a
-    row per gene are matched by Ensembl id, those with a row per level by the level's name, and unknown genes and levels
-    keep their initial values; genes get the row in `new_genes` of the tensors that are in it. Tensors that it lacks
-    (another objective's head) keep theirs too. Raises ConfigError if a shared tensor has another shape.
+    A tensor's generator is seeded with the CRC-32 of seed and name, so values depend on no order
+    and no layout. With `only`, just these names are yielded. `given` are initial values by name, in
+    place of drawn ones. With `init_from`, an exported model, its tensors are used instead, of which
+    each rank reads its part; those with a row per gene are matched by Ensembl id, those with a row
+    per level by the level's name, and unknown genes and levels keep their initial values; genes get
+    the row in `new_genes` of the tensors that are in it. Tensors that it lacks (another objective's
+    head) keep theirs too. Raises ConfigError if a shared tensor has another shape.
     """
     source = _Source(init_from, model, vocabulary) if init_from is not None else None
     for name, empty in named_tensors(model):
@@ -218,10 +255,15 @@ def initial_tensors(
 
 
 def mean_gene_row(weights: Path, name: str) -> torch.Tensor:
-    """Return the mean over the genes of a tensor with a row per gene, float32; reads a piece at a time."""
+    """Return the mean over the genes of a tensor with a row per gene, float32; reads a piece at a
+    time.
+    """
     file = WeightsFile(weights)
     shape = file.shapes[name]
-    total, rows = torch.zeros(shape[1:], dtype=torch.float64), max(1, PIECE // max(1, shape[1:].numel()))
+    total, rows = (
+        torch.zeros(shape[1:], dtype=torch.float64),
+        max(1, PIECE // max(1, shape[1:].numel())),
+    )
     for first in range(len(SPECIAL), shape[0], rows):
         total += file.read(name, (slice(first, min(first + rows, shape[0])),)).double().sum(0)
     return (total / (shape[0] - len(SPECIAL))).float()
@@ -233,13 +275,19 @@ class _Source:
     def __init__(self, folder: Path, model: Model, vocabulary: Vocabulary) -> None:
         self.folder, self.model = folder, model
         self.file = WeightsFile(folder / WEIGHTS)
-        genes = torch.from_numpy(Vocabulary.read(folder / "vocabulary.tsv").rows_of(vocabulary.gene_ids)).long()
+        genes = torch.from_numpy(
+            Vocabulary.read(folder / "vocabulary.tsv").rows_of(vocabulary.gene_ids)
+        ).long()
         special = torch.arange(len(SPECIAL))
         self.gene_rows = torch.cat([special, torch.where(genes < 0, -1, genes + len(SPECIAL))])
-        self.levels: dict[str, list[str]] = read_model_config(folder / "config.json").get("levels", {})
+        self.levels: dict[str, list[str]] = read_model_config(folder / "config.json").get(
+            "levels", {}
+        )
 
     def rows(self, name: str, empty: torch.Tensor, part: Part) -> torch.Tensor | None:
-        """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the tensor."""
+        """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the
+        tensor.
+        """
         if (theirs := self.file.shapes.get(name)) is None:
             return None
         rows = None
@@ -268,15 +316,18 @@ class _Source:
 
     def read(self, name: str, rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
         """Return these rows of a tensor, and of each what `part` has."""
-        return self.file.read(name, (as_index(rows.tolist()), *part[1:]) if part else part).to(dtype)
+        return self.file.read(name, (as_index(rows.tolist()), *part[1:]) if part else part).to(
+            dtype
+        )
 
 
 def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the mean row of each tensor of the model `spec` with a row per gene that the model in `folder` has.
+    """Return the mean row of each tensor of the model `spec` with a row per gene that the model in
+    `folder` has.
 
-    All ranks must call. Rank 0 reads the tables, a piece at a time, and sends the means: the others read their own part
-    of the model alone, and all layouts have the same bits. The table of given gene vectors has no mean: a gene without
-    a vector has none.
+    All ranks must call. Rank 0 reads the tables, a piece at a time, and sends the means: the others
+    read their own part of the model alone, and all layouts have the same bits. The table of given
+    gene vectors has no mean: a gene without a vector has none.
     """
     model, file = build(spec), WeightsFile(folder / WEIGHTS)
     shapes = {
@@ -290,7 +341,9 @@ def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[
     if not shapes:
         return {}
     if dist.get_rank() == 0:
-        sent = torch.cat([mean_gene_row(folder / WEIGHTS, name).flatten() for name in shapes]).to(device)
+        sent = torch.cat([mean_gene_row(folder / WEIGHTS, name).flatten() for name in shapes]).to(
+            device
+        )
     else:
         sent = torch.empty(sum(shape.numel() for shape in shapes.values()), device=device)
     dist.broadcast(sent, 0)

@@ -1,8 +1,10 @@
-"""Given vectors of genes as part of a gene embedding (a table and a learned projection), and the reader of their files.
+"""Given vectors of genes as part of a gene embedding (a table and a learned projection), and the
+reader of their files.
 
-A gene's embedding is its learned one plus the projection of its vector, without a bias: of a gene without a vector it
-is the learned one alone. Vectors are divided by their root mean square over all genes that have one, so that the
-projection starts as large as a learned embedding. Files are never unpickled.
+A gene's embedding is its learned one plus the projection of its vector, without a bias: of a gene
+without a vector it is the learned one alone. Vectors are divided by their root mean square over all
+genes that have one, so that the projection starts as large as a learned embedding. Files are never
+unpickled.
 
 Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
 """
@@ -34,7 +36,8 @@ class GeneVectors(nn.Module):
 
     def __init__(self, n_tokens: int, dim: int, hidden: int) -> None:
         super().__init__()
-        self.table = with_std(nn.Embedding(n_tokens, dim), 0.0)  # zeros, unless `initial_tensors` is given a file's
+        # zeros, unless `initial_tensors` is given a file's
+        self.table = with_std(nn.Embedding(n_tokens, dim), 0.0)
         self.project = with_std(nn.Linear(dim, hidden, bias=False), STD / dim**0.5)
 
     def forward(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -44,14 +47,18 @@ class GeneVectors(nn.Module):
 
 
 def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) -> None:
-    """Add `gene_vectors` to a family's model, or None, and what layouts and `init_from` have to know of it."""
+    """Add `gene_vectors` to a family's model, or None, and what layouts and `init_from` have to
+    know of it.
+    """
     if config.gene_vector_dim is None:
         model.gene_vectors = None
         return
     model.gene_vectors = GeneVectors(n_tokens, config.gene_vector_dim, model.width)
     plan = model.plan
     model.plan = replace(
-        plan, begin=(*plan.begin, NAME), tensor={**plan.tensor, f"{NAME}.table": "vocabulary"} if plan.tensor else {}
+        plan,
+        begin=(*plan.begin, NAME),
+        tensor={**plan.tensor, f"{NAME}.table": "vocabulary"} if plan.tensor else {},
     )
     model.gene_rows = model.gene_rows | {TABLE}
     if not config.train_gene_vectors:
@@ -59,10 +66,11 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
 
 
 def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[torch.Tensor, int]:
-    """Return the vectors of a vocabulary's tokens, found by Ensembl id or symbol, and the number of genes found.
+    """Return the vectors of a vocabulary's tokens, found by Ensembl id or symbol, and the number of
+    genes found.
 
-    The table, (V, D) float32, has mean square 1 over the rows of genes that have a vector, and zeros in the others.
-    Raises DataError, or ConfigError for another length.
+    The table, (V, D) float32, has mean square 1 over the rows of genes that have a vector, and
+    zeros in the others. Raises DataError, or ConfigError for another length.
     """
     found = read_vectors(path, [*zip(vocabulary.gene_ids, vocabulary.symbols)])
     if found.shape[1] != dim:
@@ -72,17 +80,23 @@ def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[tor
         )
     known = found.isfinite().all(1).nonzero().flatten()
     table = torch.zeros(vocabulary.n_tokens, dim)
-    table[known + len(SPECIAL)] = found[known] / found[known].square().mean().sqrt().clamp(min=1e-30)
+    table[known + len(SPECIAL)] = found[known] / found[known].square().mean().sqrt().clamp(
+        min=1e-30
+    )
     return table, len(known)
 
 
 def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
-    """(genes, D) float32: vector of the first of each gene's names that the file has, NaN for a gene that it lacks.
+    """(genes, D) float32: vector of the first of each gene's names that the file has, NaN for a
+    gene that it lacks.
 
-    Raises DataError for a file that cannot be used, ConfigError for one of another kind than READERS.
+    Raises DataError for a file that cannot be used, ConfigError for one of another kind than
+    READERS.
     """
     if path.suffix not in READERS:
-        raise ConfigError(f"{path}: expected a file of gene vectors, {' or '.join(READERS)}; convert it to one of them")
+        raise ConfigError(
+            f"{path}: expected a file of gene vectors, {' or '.join(READERS)}; convert it to one of them"
+        )
     require_file(path)
     try:
         names, vectors = READERS[path.suffix](path)
@@ -96,7 +110,9 @@ def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
     if len(row) < len(names):
         twice = next(name for at, name in enumerate(names) if row[name] != at)
         raise DataError(f"{path}: {twice!r} names two vectors; leave one out")
-    rows = torch.tensor([next((row[name] for name in of_gene if name in row), -1) for of_gene in genes])
+    rows = torch.tensor(
+        [next((row[name] for name in of_gene if name in row), -1) for of_gene in genes]
+    )
     if not (rows >= 0).any():
         raise DataError(
             f"{path}: none of its {len(names):,} names is an Ensembl id or symbol of the vocabulary; the first is "
@@ -114,7 +130,9 @@ def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
 
 
 def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
-    """A gene and its numbers a line, below a header or not: the first line is one if it has anything but numbers."""
+    """A gene and its numbers a line, below a header or not: the first line is one if it has
+    anything but numbers.
+    """
     names, rows, width = [], [], 0
     separator, separated = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     with open(path, encoding="utf-8-sig", newline="") as file:
@@ -122,7 +140,11 @@ def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
         for fields in filter(None, reader):
             first, width, line = not width, width or len(fields), f"{path}, line {reader.line_num}"
             if len(fields) != width or width < 2:
-                expected = f"{width} columns as in the first line" if width > 1 else "a gene and its numbers"
+                expected = (
+                    f"{width} columns as in the first line"
+                    if width > 1
+                    else "a gene and its numbers"
+                )
                 raise DataError(
                     f"{line}: expected {expected}, separated by {separated}, got {len(fields)}; complete the line"
                 )
@@ -142,13 +164,19 @@ def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
 def _read_npy(path: Path) -> tuple[list[str], torch.Tensor]:
     beside = path.with_suffix(".genes.txt")
     if not beside.is_file():
-        raise DataError(f"{beside}: no such file; expected the names of the genes of {path.name}, one a line")
+        raise DataError(
+            f"{beside}: no such file; expected the names of the genes of {path.name}, one a line"
+        )
     names = beside.read_text(encoding="utf-8").split("\n")
     names = [name.strip() for name in (names[:-1] if names[-1] == "" else names)]
     vectors = np.load(path, allow_pickle=False)
     if vectors.ndim == 2 and len(names) != len(vectors):
-        raise DataError(f"{beside}: {len(names):,} names for the {len(vectors):,} vectors of {path.name}")
-    return names, torch.from_numpy(np.ascontiguousarray(vectors.astype(vectors.dtype.newbyteorder("="))))
+        raise DataError(
+            f"{beside}: {len(names):,} names for the {len(vectors):,} vectors of {path.name}"
+        )
+    return names, torch.from_numpy(
+        np.ascontiguousarray(vectors.astype(vectors.dtype.newbyteorder("=")))
+    )
 
 
 def _read_safetensors(path: Path) -> tuple[list[str], torch.Tensor]:
@@ -157,9 +185,18 @@ def _read_safetensors(path: Path) -> tuple[list[str], torch.Tensor]:
         vectors = [file.get_tensor(name) for name in names]
     shapes = {tuple(vector.shape): name for name, vector in zip(names, vectors)}
     if len(shapes) != 1 or vectors[0].ndim != 1:
-        listed = ", ".join(f"{shape} of {name}" for shape, name in list(shapes.items())[:2]) or "none"
-        raise DataError(f"{path}: expected a vector per gene, all of one length, got shapes {listed}")
+        listed = (
+            ", ".join(f"{shape} of {name}" for shape, name in list(shapes.items())[:2]) or "none"
+        )
+        raise DataError(
+            f"{path}: expected a vector per gene, all of one length, got shapes {listed}"
+        )
     return names, torch.stack(vectors)
 
 
-READERS = {".npy": _read_npy, ".safetensors": _read_safetensors, ".tsv": _read_table, ".csv": _read_table}
+READERS = {
+    ".npy": _read_npy,
+    ".safetensors": _read_safetensors,
+    ".tsv": _read_table,
+    ".csv": _read_table,
+}

@@ -1,7 +1,7 @@
 """Model folders on the Hugging Face hub, by the package huggingface_hub (extra `hub`).
 
-Only the files in FILES go either way: JSON, text and safetensors. A token comes from the environment (HF_TOKEN) alone,
-and HF_ENDPOINT names another hub.
+Only the files in FILES go either way: JSON, text and safetensors. A token comes from the
+environment (HF_TOKEN) alone, and HF_ENDPOINT names another hub.
 """
 
 import os
@@ -20,50 +20,70 @@ from cellmill.models.export import load_model
 try:
     from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
 except ImportError:
-    raise ConfigError("the package huggingface_hub is not installed; pip install 'cellmill[hub]'") from None
+    raise ConfigError(
+        "the package huggingface_hub is not installed; pip install 'cellmill[hub]'"
+    ) from None
 
 FILES = (
     *("README.md", "vocabulary.tsv", "model.safetensors", "metrics.json"),
-    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json"),  # config.json is written last
+    # config.json is written last
+    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json"),
 )
 SCHEME = "hf://"
 
 
 def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool) -> str:
-    """Upload a model folder, loaded first, in one commit with README.md `card`; return its URL. Raises UserError."""
+    """Upload a model folder, loaded first, in one commit with README.md `card`; return its URL.
+    Raises UserError.
+    """
     name, revision = split_name(repo)
     if not (token := _token()):
         raise ConfigError(
             "HF_TOKEN is not set; set it to a token of the hub that may write (it is read from nowhere else)"
         )
     load_model(folder)
-    given: dict[str, Path | bytes] = {file: folder / file for file in FILES if (folder / file).is_file()}
+    given: dict[str, Path | bytes] = {
+        file: folder / file for file in FILES if (folder / file).is_file()
+    }
     given |= {"README.md": card.encode()} | ({} if metrics is None else {"metrics.json": metrics})
-    added = [CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in given.items()]
+    added = [
+        CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
+        for name, data in given.items()
+    ]
     api = HfApi(token=token)
     with _named(name):
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
-            raise ConfigError(f"{name} exists and is public; make it private on the hub, or leave out --private")
+            raise ConfigError(
+                f"{name} exists and is public; make it private on the hub, or leave out --private"
+            )
         done = api.create_commit(name, added, commit_message="Model of cellmill", revision=revision)
     return str(done.commit_url)
 
 
 def pull(repo: str, folder: Path) -> str:
-    """Download a model to `folder`, config.json last; return the commit. Raises UserError for what is no model."""
+    """Download a model to `folder`, config.json last; return the commit. Raises UserError for what
+    is no model.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary)
         name, revision = split_name(repo)
         with _named(name):
             commit = HfApi(token=_token()).model_info(name, revision=revision).sha
-            snapshot_download(name, revision=commit, allow_patterns=[*FILES], local_dir=made, token=_token())
+            snapshot_download(
+                name, revision=commit, allow_patterns=[*FILES], local_dir=made, token=_token()
+            )
         if not (made / "config.json").is_file():
-            raise DataError(f"{name}: it has no config.json; expected a model that `cellmill push` uploaded")
+            raise DataError(
+                f"{name}: it has no config.json; expected a model that `cellmill push` uploaded"
+            )
         try:
             load_model(made)
         except UserError as error:
-            raise DataError(f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}") from None
+            raise DataError(
+                f"{name}: it is no model of cellmill: {str(error).replace(f'{made}/', '')}"
+            ) from None
         for file in FILES:
             if (made / file).is_file():
                 with atomic_path(folder / file) as path:
@@ -72,24 +92,31 @@ def pull(repo: str, folder: Path) -> str:
 
 
 def cached(repo: str) -> Path:
-    """Return the folder of a model in the hub's cache, downloaded if it is not there. Raises UserError."""
+    """Return the folder of a model in the hub's cache, downloaded if it is not there. Raises
+    UserError.
+    """
     name, revision = split_name(repo)
     with _named(name):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*FILES], token=_token()))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*FILES], token=_token())
+        )
 
 
 def split_name(repo: str) -> tuple[str, str | None]:
     """Return owner/name, and the revision, of `[hf://]owner/name[@revision]`. Raises ConfigError."""
     model = repo.removeprefix(SCHEME)
     if not re.fullmatch(HUB_MODEL, model):
-        raise ConfigError(f"{repo}: expected the name of a model on the hub, owner/name or owner/name@revision")
+        raise ConfigError(
+            f"{repo}: expected the name of a model on the hub, owner/name or owner/name@revision"
+        )
     name, _, revision = model.partition("@")
     return name, revision or None
 
 
 def _token() -> str | bool:
     """Token of the environment; False keeps one that is stored on disk from being sent."""
-    return os.environ.get("HF_TOKEN", "").strip() or False  # an error about a header with a line break would show it
+    # an error about a header with a line break would show it
+    return os.environ.get("HF_TOKEN", "").strip() or False
 
 
 @contextmanager
@@ -99,4 +126,6 @@ def _named(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # the hub's, the network library's, and those of names and files
-        raise DataError(f"{name}: the hub does not do it: {in_one_line(error.__cause__ or error)[:300]}") from None
+        raise DataError(
+            f"{name}: the hub does not do it: {in_one_line(error.__cause__ or error)[:300]}"
+        ) from None

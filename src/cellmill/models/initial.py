@@ -1,7 +1,8 @@
 """Initial values of parameters and buffers, module by module, independent of layout and order.
 
-A module defines its own in a method `initial_value(name) -> Fill | None`, or sets `initial_std` for its weight; linear
-layers, embeddings and norms have a default. A parameter or buffer without a value is an error.
+A module defines its own in a method `initial_value(name) -> Fill | None`, or sets `initial_std` for
+its weight; linear layers, embeddings and norms have a default. A parameter or buffer without a
+value is an error.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from cellmill.parallel.materialize import Part
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
 
 PIECE = 1 << 20  # elements that are made at once of a tensor of which a rank keeps a part
-GROUP = 16  # torch draws normal values in groups of as many, and makes the last group of a tensor again
+# torch draws normal values in groups of as many, and makes the last group of a tensor again
+GROUP = 16
 
 Fill = Callable[[torch.Tensor, torch.Generator], object]
 """Function that fills a full CPU tensor in place; its generator depends only on seed and name."""
@@ -49,14 +51,20 @@ def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
     return tensor.fill_(1)
 
 
-def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator) -> torch.Tensor:
-    """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where that can be."""
+def fill_part(
+    fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator
+) -> torch.Tensor:
+    """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where
+    that can be.
+    """
     is_all = all(index == slice(None) for index in part)
     if is_all or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
         full = torch.empty(empty.shape, dtype=empty.dtype)
         fill(full, generator)
         return full if is_all else full[part].clone()
-    own = torch.empty([len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)], dtype=empty.dtype)
+    own = torch.empty(
+        [len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)], dtype=empty.dtype
+    )
     place = torch.full((empty.shape[0],), -1)  # of each row of the tensor in `own`
     place[part[0]] = torch.arange(len(own))
     width = empty.shape[1:].numel()
@@ -71,10 +79,15 @@ def fill_part(fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Gene
 
 
 def initial_values(model: nn.Module) -> dict[str, Fill]:
-    """Return the function that fills each parameter and buffer, by name. Raises TypeError if one has none."""
+    """Return the function that fills each parameter and buffer, by name. Raises TypeError if one
+    has none.
+    """
     fills = {}
     for path, module in model.named_modules():
-        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, _ in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             full_name = f"{path}.{name}" if path else name
             own = getattr(module, "initial_value", lambda name: None)(name)
             if (fill := own or default_fill(module, name)) is None:
@@ -86,10 +99,13 @@ def initial_values(model: nn.Module) -> dict[str, Fill]:
 
 
 def default_fill(module: nn.Module, name: str, std: float = STD) -> Fill | None:
-    """Return the function for a parameter of a norm, linear layer or embedding; None for another module."""
+    """Return the function for a parameter of a norm, linear layer or embedding; None for another
+    module.
+    """
     kind = type(module).__name__
     if kind.endswith("Norm"):
         return {"weight": ones, "bias": zeros}.get(name)
-    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":  # transformers' linear layer
+    # transformers' linear layer
+    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":
         return normal(getattr(module, "initial_std", std)) if name == "weight" else zeros
     return None

@@ -1,7 +1,7 @@
 """The contract of an objective, in one file: targets, loss and the metrics of `evaluate`.
 
-An objective holds no parameters. Its modules (heads) become attributes of the model, under names that the objective
-chooses, so that checkpoints, layouts and exports treat them like all others.
+An objective holds no parameters. Its modules (heads) become attributes of the model, under names
+that the objective chooses, so that checkpoints, layouts and exports treat them like all others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,15 @@ class GeneStatistics:
 
     n: np.ndarray  # tokens of each gene, `(genes,)` int64
     mean: np.ndarray
-    """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene has none."""
+    """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene
+    has none.
+    """
     global_mean: float
     n_cells: int
     by_rank: np.ndarray | None = None
-    """Tokens of each gene by log2 of their place in the cell (`data.arrays.rank_buckets`), `(buckets, genes)`
-    int64."""
+    """Tokens of each gene by log2 of their place in the cell (`data.arrays.rank_buckets`),
+    `(buckets, genes)` int64.
+    """
 
 
 class Objective:
@@ -42,16 +45,22 @@ class Objective:
     tensor: Mapping[str, Style] = MappingProxyType({})
     """Tensor-parallel style of heads, by path in the model; others are replicated."""
     gene_rows: frozenset[str] = frozenset()
-    """Parameters of heads with one row per token of the vocabulary, which `init_from` matches by gene."""
+    """Parameters of heads with one row per token of the vocabulary, which `init_from` matches by
+    gene.
+    """
     parts: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
-    has_target_per_cell: bool = False  # True if `n_targets` are cells; training logs their share as `labelled_frac`
-    training: bool = True  # False while `prepare` is called for validation or evaluation; set by `Model.prepare`
+    # True if `n_targets` are cells; training logs their share as `labelled_frac`
+    has_target_per_cell: bool = False
+    # False while `prepare` is called for validation or evaluation; set by `Model.prepare`
+    training: bool = True
     validates_rows: bool = False  # True if `loss` needs shares in validation too
     figure_names: tuple[str, ...] = ()
-    """Figures that validation logs beside the loss, such as accuracy: the keys of `validation_figures`."""
+    """Figures that validation logs beside the loss, such as accuracy: the keys of
+    `validation_figures`.
+    """
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
     kept_sums: list[torch.Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
@@ -60,9 +69,12 @@ class Objective:
         self.config, self.tokens = config, tokens
         self.number_columns = sorted(config.columns().numbers)
         """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
-        self.suffix = ""  # end of the names of its heads, where a sum has several parts of one objective
+        # end of the names of its heads, where a sum has several parts of one objective
+        self.suffix = ""
         self.levels: Mapping[str, Sequence[str]] = {}
-        """Levels of the obs columns that batches carry, in their order; set by `models.build` before `attach`."""
+        """Levels of the obs columns that batches carry, in their order; set by `models.build`
+        before `attach`.
+        """
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -78,28 +90,36 @@ class Objective:
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add heads to `model` on the meta device, as its attributes.
 
-        Returns the names of all modules and parameters of the model that `loss` reads, including the heads. Those that
-        `Model.begin` reads too are tied between the first and the last pipeline stage.
+        Returns the names of all modules and parameters of the model that `loss` reads, including
+        the heads. Those that `Model.begin` reads too are tied between the first and the last
+        pipeline stage.
         """
         raise NotImplementedError
 
     def leaves(self) -> "Mapping[str, Objective]":
-        """Return the objectives whose losses these are, by part; this one, under an empty name, unless it has parts."""
+        """Return the objectives whose losses these are, by part; this one, under an empty name,
+        unless it has parts.
+        """
         return {"": self}
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return figures of the validation cells, by `figure_names`, from `kept_sums` summed over all of them."""
+        """Return figures of the validation cells, by `figure_names`, from `kept_sums` summed over
+        all of them.
+        """
         return {}
 
     def initial_value(self, name: str) -> Fill | None:
-        """Return the initial value of a parameter that `attach` set on the model; None for an unknown name."""
+        """Return the initial value of a parameter that `attach` set on the model; None for an
+        unknown name.
+        """
         return None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the tokens that the model is given, all by default: the same cells, from a batch on the CPU.
+        """Return the tokens that the model is given, all by default: the same cells, from a batch
+        on the CPU.
 
-        A pure function of (seed, step, cell, place in the cell). What `prepare` needs of the other tokens goes along
-        in a subclass of Batch.
+        A pure function of (seed, step, cell, place in the cell). What `prepare` needs of the other
+        tokens goes along in a subclass of Batch.
         """
         return batch
 
@@ -110,20 +130,24 @@ class Objective:
     def loss(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H).
 
-        An objective with `parts` returns one sum per part, (parts,), each over its own targets: `n_targets` (parts,).
+        An objective with `parts` returns one sum per part, (parts,), each over its own targets:
+        `n_targets` (parts,).
         """
         raise NotImplementedError
 
     def rows(self, model: Any, states: torch.Tensor, prepared: Any) -> tuple[torch.Tensor, ...]:
-        """Return the rows of a micro-batch for each table, (n, width) float32, with at most one row per cell.
+        """Return the rows of a micro-batch for each table, (n, width) float32, with at most one row
+        per cell.
 
-        The first number of a row is not 0. Training gathers the rows of the global batch, and what `prepare` returned
-        gets the attribute `shares`, a `RowShare` for each table: `loss` adds `share.of(rows)`. See `train.batch_rows`.
+        The first number of a row is not 0. Training gathers the rows of the global batch, and what
+        `prepare` returned gets the attribute `shares`, a `RowShare` for each table: `loss` adds
+        `share.of(rows)`. See `train.batch_rows`.
         """
         raise NotImplementedError
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the loss of each table, a float scalar, summed over its rows; rows of zeros are no cells.
+        """Return the loss of each table, a float scalar, summed over its rows; rows of zeros are no
+        cells.
 
         It depends on no order of the rows.
         """
@@ -137,11 +161,17 @@ class Objective:
         raise NotImplementedError
 
     def judged_labels(self) -> Mapping[str, Sequence[str]]:
-        """Return the labels that the model knows, by obs column; `evaluate` names cells of others, not in `judge`."""
+        """Return the labels that the model knows, by obs column; `evaluate` names cells of others,
+        not in `judge`.
+        """
         return {}
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures of the observed targets, and verdicts that compare them with a baseline without a model."""
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return figures of the observed targets, and verdicts that compare them with a baseline
+        without a model.
+        """
         raise NotImplementedError
 
 
@@ -153,13 +183,17 @@ class RowShare:
     gradient: torch.Tensor  # (n, width) float32: gradient of the loss with respect to the own rows
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the share, a float32 scalar, whose gradient with respect to the own rows (n, width) is `gradient`."""
+        """Return the share, a float32 scalar, whose gradient with respect to the own rows (n,
+        width) is `gradient`.
+        """
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
 
 
 def value_loss(predicted: torch.Tensor, values: torch.Tensor, first: int = 1) -> torch.Tensor:
-    """Return the summed loss of values (N,): squared errors, or the cross-entropy of logits (N, bins) from `first`."""
+    """Return the summed loss of values (N,): squared errors, or the cross-entropy of logits (N,
+    bins) from `first`.
+    """
     if predicted.ndim == 2:
         return F.cross_entropy(predicted, values - first, reduction="sum")
     return (predicted - values).square().sum()

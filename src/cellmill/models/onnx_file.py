@@ -1,8 +1,9 @@
 """The embedder of an exported model as an ONNX file, for runtimes without torch.
 
-Inputs are `genes` (cells, tokens) int64, padded with 0, and `values` (cells, tokens), padded with 0, as the model's
-tokenizer makes them; cells have at least one gene. The output `cell_vector` is (cells, width) float32. Metadata
-`tokens`, `vocabulary` and `vocabulary_digest` hold the tokenizer's options and the genes of the tokens in their order.
+Inputs are `genes` (cells, tokens) int64, padded with 0, and `values` (cells, tokens), padded with
+0, as the model's tokenizer makes them; cells have at least one gene. The output `cell_vector` is
+(cells, width) float32. Metadata `tokens`, `vocabulary` and `vocabulary_digest` hold the tokenizer's
+options and the genes of the tokens in their order.
 """
 
 import json
@@ -28,10 +29,15 @@ try:
     import onnxruntime
     import onnxscript  # noqa: F401  torch's exporter imports it
 except ImportError as error:
-    raise ConfigError(f"the package {error.name} is not installed; pip install 'cellmill[onnx]'") from None
+    raise ConfigError(
+        f"the package {error.name} is not installed; pip install 'cellmill[onnx]'"
+    ) from None
 
-TOLERANCE = 1e-4  # largest difference of a vector from that of the model, relative to the largest number of the vectors
-_CHECKED = (3, 7, 1)  # genes of the cells that are compared: other numbers of cells and genes than those of the trace
+# largest difference of a vector from that of the model, relative to the largest number of the
+# vectors
+TOLERANCE = 1e-4
+# genes of the cells that are compared: other numbers of cells and genes than those of the trace
+_CHECKED = (3, 7, 1)
 
 
 class Padded(nn.Module):
@@ -46,7 +52,9 @@ class Padded(nn.Module):
 
 
 def write_onnx(folder: Path, out: Path) -> float:
-    """Write the model's embedder; return the largest relative difference from it. Raises ConfigError or DataError."""
+    """Write the model's embedder; return the largest relative difference from it. Raises
+    ConfigError or DataError.
+    """
     model, vocabulary, config = load_model(folder)
     spec = spec_of(config, vocabulary.n_genes)
     tokens = spec.tokens
@@ -58,7 +66,10 @@ def write_onnx(folder: Path, out: Path) -> float:
     with atomic_path(out) as temporary:
         _trace(model, _cells(tokens, vocabulary.n_genes, (5, 4)), temporary)
         made = onnx.load(temporary)
-        about = {"tokens": json.dumps(tokens.model_dump(mode="json")), "vocabulary": "\n".join(vocabulary.gene_ids)}
+        about = {
+            "tokens": json.dumps(tokens.model_dump(mode="json")),
+            "vocabulary": "\n".join(vocabulary.gene_ids),
+        }
         onnx.helper.set_model_props(made, about | {"vocabulary_digest": vocabulary.digest})
         onnx.save(made, temporary)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
@@ -70,12 +81,18 @@ def write_onnx(folder: Path, out: Path) -> float:
     return difference
 
 
-def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Genes and values of cells of `lengths` genes, or as many as a cell can have, padded; drawn by a fixed seed."""
+def _cells(
+    tokens: Tokens, n_genes: int, lengths: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Genes and values of cells of `lengths` genes, or as many as a cell can have, padded; drawn by
+    a fixed seed.
+    """
     lengths = tuple(min(n, n_genes, tokens.max_tokens) for n in lengths)
     draw, longest = torch.Generator().manual_seed(0), max(lengths)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    genes = torch.stack([torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]) + len(SPECIAL)
+    genes = torch.stack([torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]) + len(
+        SPECIAL
+    )
     if tokens.value_kind == "scalar":
         values = 5 * torch.rand(len(lengths), longest, generator=draw)
     elif tokens.value_kind == "place":
@@ -113,7 +130,9 @@ def _difference(session: Any, model: Model, genes: torch.Tensor, values: torch.T
     inside = genes != PAD_TOKEN
     lengths = inside.sum(1)
     ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    packed = Batch(genes[inside], values[inside], ends, torch.arange(len(genes)), lengths=lengths.tolist())
+    packed = Batch(
+        genes[inside], values[inside], ends, torch.arange(len(genes)), lengths=lengths.tolist()
+    )
     with torch.no_grad():
         expected = model.embed(packed).numpy()
     return float(np.abs(found - expected).max() / np.abs(expected).max())

@@ -1,8 +1,10 @@
-"""Published single-cell models as model folders that name their source. Nothing that a file names is run.
+"""Published single-cell models as model folders that name their source. Nothing that a file names
+is run.
 
-docs/finetune.md lists the files and what becomes of tokens, genes and heads, for Geneformer (Theodoris et al. 2023), of
-family `bert`, and scGPT (Cui et al. 2024), of family `scgpt`. Geneformer's rank value of a gene is its count over the
-cell's total, times 10,000, over its median: the order of our rank tokens with these medians in the vocabulary.
+docs/finetune.md lists the files and what becomes of tokens, genes and heads, for Geneformer
+(Theodoris et al. 2023), of family `bert`, and scGPT (Cui et al. 2024), of family `scgpt`.
+Geneformer's rank value of a gene is its count over the cell's total, times 10,000, over its median:
+the order of our rank tokens with these medians in the vocabulary.
 """
 
 import pickle
@@ -36,7 +38,8 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_model
 from cellmill.parallel.materialize import named_tensors
 
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # medians that we can store
+# medians that we can store
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 Names = Mapping[str, tuple[str, ...]]  # our module -> the names that a file may have for it
 BERT_LAYER: Names = {
     "out": ("attention.output.dense",),
@@ -60,17 +63,22 @@ def import_geneformer(
 ) -> str:
     """Write the model folder `out`; returns the line to print.
 
-    `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2), else the mean (V1).
+    `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2),
+    else the mean (V1).
     """
     config_path, path, *_ = PublishedFolder("geneformer", folder).files()
     sections = geneformer_sections(folder)
     tokens, genes = read_dictionaries(folder)
     if pooling == "cls" and sections["model"]["ends"] == "none":
         raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
-    sections["model"] |= {"embed_layer": embed_layer} | ({} if pooling is None else {"pooling": pooling})
+    sections["model"] |= {"embed_layer": embed_layer} | (
+        {} if pooling is None else {"pooling": pooling}
+    )
     weights = _Weights(path)
     spec = _spec(config_path, sections, {"name": "masked_gene", "cell_loss_weight": 0}, genes)
-    tensors = _of_geneformer(weights, spec.model, [int(tokens[name]) for name in [*SPECIAL, *genes.gene_ids]], tokens)
+    tensors = _of_geneformer(
+        weights, spec.model, [int(tokens[name]) for name in [*SPECIAL, *genes.gene_ids]], tokens
+    )
     source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
     n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
     untrained = _write(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
@@ -82,19 +90,28 @@ def import_geneformer(
 
 
 def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: int = 1200) -> str:
-    """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as scGPT's max_length."""
+    """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as
+    scGPT's max_length.
+    """
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
     config_path, path, vocab_path = PublishedFolder("scgpt", folder).files()
     sections, weights = scgpt_sections(folder), _Weights(path)
     if more := [name for name in weights.tensors if name.startswith(("dsbn.", "bn."))]:
-        raise DataError(f"{path}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained")
+        raise DataError(
+            f"{path}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained"
+        )
     tokens = read_mapping(vocab_path)
     _check_tokens(vocab_path, tokens, ("<pad>", "<cls>"))
     genes, rows, line = _genes_of_symbols(vocab_path, tokens, organism)
     sections["tokens"] |= {"max_tokens": max_tokens - 1}
     spec = _spec(config_path, sections, {"name": "cell_decoding"}, genes)
-    source = {"model": "scGPT", "weights": str(path), "weights_digest": sha256_file(path), "genes": line}
+    source = {
+        "model": "scGPT",
+        "weights": str(path),
+        "weights_digest": sha256_file(path),
+        "genes": line,
+    }
     untrained = _write(out, spec, genes, _of_scgpt(weights, spec.model, rows, tokens), source)
     return (
         f"{out}: {line}; at most {max_tokens - 1:,} genes a cell, the highest first where scGPT draws at random; "
@@ -102,7 +119,9 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     )
 
 
-def _spec(path: Path, sections: dict[str, Any], objective: dict[str, Any], genes: Vocabulary) -> ModelSpec:
+def _spec(
+    path: Path, sections: dict[str, Any], objective: dict[str, Any], genes: Vocabulary
+) -> ModelSpec:
     model = check_options(FamilyConfig, sections["model"], str(path))
     tokens = Tokens.model_validate(sections["tokens"])
     return ModelSpec(model, ObjectiveConfig.model_validate(objective), tokens, genes.n_genes)
@@ -119,17 +138,24 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
             f"{folder}: gene_median_dictionary: {wrong[0]}: expected a median above 0, got {medians[wrong[0]]!r}"
         )
     if not genes:
-        raise DataError(f"{folder}: token_dictionary and gene_median_dictionary have no gene in common")
-    return tokens, _vocabulary(genes, gene_table("human").symbols, [medians[gene] for gene in genes])
+        raise DataError(
+            f"{folder}: token_dictionary and gene_median_dictionary have no gene in common"
+        )
+    return tokens, _vocabulary(
+        genes, gene_table("human").symbols, [medians[gene] for gene in genes]
+    )
 
 
-def _genes_of_symbols(path: Path, tokens: dict[str, int], organism: str) -> tuple[Vocabulary, list[int], str]:
+def _genes_of_symbols(
+    path: Path, tokens: dict[str, int], organism: str
+) -> tuple[Vocabulary, list[int], str]:
     """The genes of scGPT's symbols with an Ensembl id, their tokens, and a line about the rest."""
     names = [name for name in tokens if not name.startswith("<")]
     mapped = map_names(names, organism)
     chosen: dict[str, str] = {}
     for name, gene, symbol in zip(names, mapped.gene_ids, mapped.symbols):
-        if gene and (gene not in chosen or name == symbol):  # a current symbol before an earlier one or an alias
+        # a current symbol before an earlier one or an alias
+        if gene and (gene not in chosen or name == symbol):
             chosen[gene] = name
     if not chosen:
         raise DataError(f"{path}: no gene symbol of {organism}; its first is {names[:1]}")
@@ -138,7 +164,8 @@ def _genes_of_symbols(path: Path, tokens: dict[str, int], organism: str) -> tupl
         f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
         f"{seen.ambiguous:,} ambiguous)"
     )
-    genes = _vocabulary(ids, dict(zip(mapped.gene_ids, mapped.symbols)), [1.0] * len(ids))  # cut by count alone
+    # cut by count alone
+    genes = _vocabulary(ids, dict(zip(mapped.gene_ids, mapped.symbols)), [1.0] * len(ids))
     return genes, [tokens[chosen[gene]] for gene in ids], line
 
 
@@ -152,20 +179,30 @@ def _check_tokens(path: Path, tokens: Mapping[str, Any], special: Sequence[str])
         require(path, tokens, name)
     for name, token in tokens.items():
         if type(token) is not int or not 0 <= token < 2**31:
-            raise DataError(f"{path}: {name}: expected a token, a whole number from 0, got {token!r}")
+            raise DataError(
+                f"{path}: {name}: expected a token, a whole number from 0, got {token!r}"
+            )
 
 
 class _Weights:
-    """Tensors of the file `path` by their published names; torch's files are read with `weights_only`."""
+    """Tensors of the file `path` by their published names; torch's files are read with
+    `weights_only`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+            loaded = (
+                load_file(path)
+                if path.suffix == ".safetensors"
+                else torch.load(path, "cpu", weights_only=True)
+            )
         except Exception as error:  # damaged bytes raise almost anything
             line = " ".join(str(error).split())[:200] or type(error).__name__
             raise DataError(f"{path}: cannot be read safely: {line}") from None
-        if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        if not isinstance(loaded, Mapping) or not all(
+            isinstance(value, torch.Tensor) for value in loaded.values()
+        ):
             raise DataError(f"{path}: expected tensors by name, got something else")
         self.tensors: Mapping[str, torch.Tensor] = loaded
 
@@ -186,14 +223,23 @@ class _Weights:
 
     def pair(self, ours: str, *theirs: str) -> dict[str, torch.Tensor]:
         """Weight and bias of a module, by our names."""
-        return {f"{ours}.{kind}": self.take(*(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
+        return {
+            f"{ours}.{kind}": self.take(*(f"{name}.{kind}" for name in theirs))
+            for kind in ("weight", "bias")
+        }
 
     def blocks(
-        self, model: Any, layers: str, modules: Names, qkv: Callable[[str, str], Sequence[torch.Tensor]]
+        self,
+        model: Any,
+        layers: str,
+        modules: Names,
+        qkv: Callable[[str, str], Sequence[torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the blocks by our names; `qkv(layer, kind)` are query, key and value, (H, …) each.
+        """Tensors of the blocks by our names; `qkv(layer, kind)` are query, key and value, (H, …)
+        each.
 
-        Rows of ours are query, key and value of each head. Raises DataError unless the heads divide H.
+        Rows of ours are query, key and value of each head. Raises DataError unless the heads divide
+        H.
         """
         for index in range(model.layers):
             layer, block = f"{layers}.{index}.", f"blocks.{index}."
@@ -210,12 +256,16 @@ class _Weights:
                 yield from self.pair(block + ours, *(layer + name for name in theirs)).items()
 
 
-def _of_geneformer(found: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _of_geneformer(
+    found: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """Tensors by our names; `rows` are tokens of our vocabulary's rows."""
     take = found.take
     start = "bert." if any(name.startswith("bert.") for name in found.tensors) else ""
     ends = [int(require(found.path, tokens, name)) for name in ("<cls>", "<eos>")[: model.n_ends]]
-    words = found.table(f"{start}embeddings.word_embeddings.weight", [*rows, *ends], "the dictionary")
+    words = found.table(
+        f"{start}embeddings.word_embeddings.weight", [*rows, *ends], "the dictionary"
+    )
     types = take(f"{start}embeddings.token_type_embeddings.weight")
     ours = {
         "gene_embedding.weight": words[rows],
@@ -236,7 +286,9 @@ def _of_geneformer(found: _Weights, model: Any, rows: list[int], tokens: dict[st
     return ours
 
 
-def _of_scgpt(found: _Weights, model: Any, rows: list[int], tokens: dict[str, int]) -> dict[str, torch.Tensor]:
+def _of_scgpt(
+    found: _Weights, model: Any, rows: list[int], tokens: dict[str, int]
+) -> dict[str, torch.Tensor]:
     """Tensors by our names; `rows` are tokens of our vocabulary's genes."""
     table = found.table("encoder.embedding.weight", [*tokens.values()], "vocab.json")
     pad, cls = table[tokens["<pad>"]], table[tokens["<cls>"]]
@@ -267,7 +319,17 @@ class _Dtype:
 
 
 def _scalar(dtype: Any, raw: Any) -> int | float:
-    if not isinstance(dtype, _Dtype) or dtype.code not in ("f8", "f4", "f2", "i8", "i4", "i2", "u8", "u4", "u2"):
+    if not isinstance(dtype, _Dtype) or dtype.code not in (
+        "f8",
+        "f4",
+        "f2",
+        "i8",
+        "i4",
+        "i2",
+        "u8",
+        "u4",
+        "u2",
+    ):
         raise pickle.UnpicklingError("a numpy scalar that is not a number")
     raw = raw.encode("latin1") if isinstance(raw, str) else raw
     number: int | float = np.frombuffer(raw, dtype.order + dtype.code, count=1)[0].item()
@@ -286,7 +348,9 @@ ALLOWED = {
     ("numpy._core.multiarray", "scalar"): _scalar,
     ("_codecs", "encode"): _latin1,
 }
-"""Globals that a pickle may name, and what stands in for each: a plain unpickle would import and call any."""
+"""Globals that a pickle may name, and what stands in for each: a plain unpickle would import and
+call any.
+"""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -297,7 +361,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_numbers(path: Path) -> dict[str, int | float]:
-    """Return the dictionary in a pickle, of texts to numbers. Raises DataError for anything else in it."""
+    """Return the dictionary in a pickle, of texts to numbers. Raises DataError for anything else in
+    it.
+    """
     require_file(path)
     expected = f"{path}: expected a pickled dictionary of texts and numbers, got"
     try:
@@ -306,7 +372,9 @@ def read_numbers(path: Path) -> dict[str, int | float]:
     except Exception as error:  # damaged bytes raise almost anything; nothing of the file has run
         problem = str(error) or type(error).__name__
         raise DataError(f"{expected} one that cannot be read safely: {problem}") from None
-    if not isinstance(value, dict) or any(type(k) is not str or type(v) not in (int, float) for k, v in value.items()):
+    if not isinstance(value, dict) or any(
+        type(k) is not str or type(v) not in (int, float) for k, v in value.items()
+    ):
         raise DataError(f"{expected} other values")
     return dict(value)
 
@@ -316,21 +384,31 @@ LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files before conf
 
 
 def _write(
-    out: Path, spec: ModelSpec, genes: Vocabulary, tensors: Mapping[str, torch.Tensor], source: dict[str, Any]
+    out: Path,
+    spec: ModelSpec,
+    genes: Vocabulary,
+    tensors: Mapping[str, torch.Tensor],
+    source: dict[str, Any],
 ) -> list[str]:
     """Write the model folder `out`; config.json, with `source`, is written last.
 
-    Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their names. Raises
-    DataError for a tensor of another shape or without a finite value, ConfigError for an `out` that no import wrote.
+    Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their
+    names. Raises DataError for a tensor of another shape or without a finite value, ConfigError for
+    an `out` that no import wrote.
     """
     config_path = out / "config.json"
     # an import that was killed has left LEFT, and temporary files, which begin with a dot
-    others = sorted(p.name for p in out.glob("*") if p.name not in LEFT and not p.name.startswith("."))
-    if others and not (config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED):
+    others = sorted(
+        p.name for p in out.glob("*") if p.name not in LEFT and not p.name.startswith(".")
+    )
+    if others and not (
+        config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED
+    ):
         expected = "expected a new folder, or that of an earlier import"
         raise ConfigError(f"--out {out}: {expected}, got one with {others[0]}; set another")
     model = build(spec)
-    for name, empty in named_tensors(model):  # before any is made: a damaged configuration may ask for any size
+    # before any is made: a damaged configuration may ask for any size
+    for name, empty in named_tensors(model):
         if name in tensors and tensors[name].shape != empty.shape:
             raise DataError(
                 f"{source['weights']}: expected a tensor of shape {tuple(empty.shape)} for {name}, got "
@@ -341,12 +419,22 @@ def _write(
         for name, initial in initial_tensors(model, 0, None, genes)
     }
     if wrong := [name for name, tensor in written.items() if not tensor.isfinite().all()]:
-        raise DataError(f"{source['weights']}: {wrong[0]} has values that are not finite; copy the file again")
+        raise DataError(
+            f"{source['weights']}: {wrong[0]} has values that are not finite; copy the file again"
+        )
     untrained = [name for name in written if name not in tensors]
-    about = {"fingerprint": IMPORTED, "init_from": source["weights"], "step": 0, "val_loss": None, "seed": 0}
+    about = {
+        "fingerprint": IMPORTED,
+        "init_from": source["weights"],
+        "step": 0,
+        "val_loss": None,
+        "seed": 0,
+    }
     about["source"] = source | {"untrained": untrained}
     n_parameters = sum(tensor.numel() for tensor in written.values())
-    write_model(out, spec.sections(), genes, written, about, lambda config: _card(config, n_parameters))
+    write_model(
+        out, spec.sections(), genes, written, about, lambda config: _card(config, n_parameters)
+    )
     return untrained
 
 

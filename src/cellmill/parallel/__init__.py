@@ -1,1 +1,3 @@
-"""Parallel layouts of a model. Knows nn.Module, device meshes and parameter names, but no model family."""
+"""Parallel layouts of a model. Knows nn.Module, device meshes and parameter names, but no model
+family.
+"""

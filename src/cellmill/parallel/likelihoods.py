@@ -1,22 +1,25 @@
-"""Losses over a token table, whose logits exist for one chunk of targets at a time: cross-entropy, negative binomial.
+"""Losses over a token table, whose logits exist for one chunk of targets at a time: cross-entropy,
+negative binomial.
 
-The logits of a chunk become their own gradient in place, which is added to the gradients of states, table and bias
-right away. Nothing of size (targets, vocabulary) is kept for the backward pass, which only scales (Liger Kernel, Hsu et
-al. 2024, section 3.2; Cut Cross-Entropy, Wijmans et al. 2024).
+The logits of a chunk become their own gradient in place, which is added to the gradients of states,
+table and bias right away. Nothing of size (targets, vocabulary) is kept for the backward pass,
+which only scales (Liger Kernel, Hsu et al. 2024, section 3.2; Cut Cross-Entropy, Wijmans et al.
+2024).
 
-With tensor parallel, each target of a chunk needs three numbers from the other ranks for the cross-entropy
-(Megatron-LM, Shoeybi et al. 2019, section 3), and each cell four for the negative binomial: maximum and sum of the
-softmax, the sum of the gradients of log means, and the loss.
+With tensor parallel, each target of a chunk needs three numbers from the other ranks for the
+cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3), and each cell four for the negative
+binomial: maximum and sum of the softmax, the sum of the gradients of log means, and the loss.
 
-Negative binomial: cell c has the count k of each token g, mostly 0, and their sum N. The mean is N times the softmax of
-the logits, the inverse dispersion r of a token is exp(dispersion), and the variance mean + mean² / r. With L the
-negative log-likelihood,
+Negative binomial: cell c has the count k of each token g, mostly 0, and their sum N. The mean is N
+times the softmax of the logits, the inverse dispersion r of a token is exp(dispersion), and the
+variance mean + mean² / r. With L the negative log-likelihood,
 
     dL / d log mean = r (mean - k) / (r + mean)
     dL / d r        = digamma(r) - digamma(k + r) + log(1 + mean / r) + (k - mean) / (r + mean)
 
-Zeros are computed densely and without gamma functions, which cancel there; the other counts correct them. Source:
-Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library size times a softmax).
+Zeros are computed densely and without gamma functions, which cancel there; the other counts correct
+them. Source: Robinson & Smyth 2008 (this parametrisation); Lopez et al. 2018 (scVI: mean as library
+size times a softmax).
 
 Legend: N targets or cells, H hidden, V local rows of the table.
 """
@@ -35,18 +38,24 @@ from torch.nn import functional as F
 from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import first_row, own_rows, segment_sum
 
-CHUNK_LOGITS = 1 << 24  # logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products
+# logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products
+CHUNK_LOGITS = 1 << 24
 ELEMENTS = {"cpu": 1 << 22}
-"""Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large products."""
+"""Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large
+products.
+"""
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
 
-def token_loss(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed: a float32 scalar.
+def token_loss(
+    states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor
+) -> torch.Tensor:
+    """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed: a
+    float32 scalar.
 
-    (N, H), (V, H), a plain tensor or a DTensor sharded by rows, and (V,). Products use the autocast dtype, or else the
-    dtype of `states`; everything else is float32. `backward` can run once. Collective over the ranks that share a
-    sharded table.
+    (N, H), (V, H), a plain tensor or a DTensor sharded by rows, and (V,). Products use the autocast
+    dtype, or else the dtype of `states`; everything else is float32. `backward` can run once.
+    Collective over the ranks that share a sharded table.
     """
     return _Answers(answers).chunked_loss(states, table, bias)
 
@@ -61,14 +70,15 @@ def profile_loss(
     weights: torch.Tensor,
     dispersion: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `token_loss`, of N targets that are distributions over the vocabulary, with `entries` entries each.
+    """As `token_loss`, of N targets that are distributions over the vocabulary, with `entries`
+    entries each.
 
-    `starts` (N + 1,) int64 are their first entries, on the device: reading `entries` to it would wait for it. `genes`,
-    token ids int64, and `weights`, float32, are by entry, target after target. No gene occurs twice in a target, whose
-    weights sum to 1.
+    `starts` (N + 1,) int64 are their first entries, on the device: reading `entries` to it would
+    wait for it. `genes`, token ids int64, and `weights`, float32, are by entry, target after
+    target. No gene occurs twice in a target, whose weights sum to 1.
 
-    With `dispersion` (V,), the log of the inverse dispersion, `weights` are counts above 0, and the loss is the
-    negative log-likelihood of each cell's counts divided by their sum.
+    With `dispersion` (V,), the log of the inverse dispersion, `weights` are counts above 0, and the
+    loss is the negative log-likelihood of each cell's counts divided by their sum.
     """
     if dispersion is None:
         return _Profiles(entries, starts, genes, weights).chunked_loss(states, table, bias)
@@ -87,12 +97,15 @@ class _ChunkedLoss(torch.autograd.Function):
         table: torch.Tensor,
         *vectors: torch.Tensor,
     ) -> torch.Tensor:
-        to_states, to_table, *to_vectors = (grad_enabled and needed for needed in ctx.needs_input_grad[4:])
+        to_states, to_table, *to_vectors = (
+            grad_enabled and needed for needed in ctx.needs_input_grad[4:]
+        )
         loss = torch.zeros((), device=states.device)
         states_grad = torch.empty_like(states) if to_states else None
         table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
         gradients = [
-            torch.zeros(x.shape, device=x.device) if needed else None for x, needed in zip(vectors, to_vectors)
+            torch.zeros(x.shape, device=x.device) if needed else None
+            for x, needed in zip(vectors, to_vectors)
         ]
         rows, offset = table.to(dtype), vectors[0].to(dtype)
         for start in range(0, len(states), chunk):
@@ -123,13 +136,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta device."""
+    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta
+    device.
+    """
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    return (
+        torch.get_autocast_dtype(kind)
+        if kind != "meta" and torch.is_autocast_enabled(kind)
+        else None
+    )
 
 
 def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return `own * factor`, in place: a second copy of the table's gradient would be the largest tensor here."""
+    """Return `own * factor`, in place: a second copy of the table's gradient would be the largest
+    tensor here.
+    """
     if own.dtype == factor.dtype:
         return own.mul_(factor)
     for part in own.split(SCALED_ROWS):  # mul_ on a GPU would round the factor to 16 bits first
@@ -141,27 +162,37 @@ class _Targets(ABC):
     """Targets of a loss; those whose rows of the table are on another rank add nothing here."""
 
     first_row = 0  # of this rank's part of the table
-    group: dist.ProcessGroup | None = None  # ranks that share the table; None without tensor parallel
+    # ranks that share the table; None without tensor parallel
+    group: dist.ProcessGroup | None = None
 
     def chunked_loss(
         self, states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, *vectors: torch.Tensor
     ) -> torch.Tensor:
-        """Return the summed loss, a float32 scalar: see `token_loss`; `vectors` (V,) are what it needs beside."""
+        """Return the summed loss, a float32 scalar: see `token_loss`; `vectors` (V,) are what it
+        needs beside.
+        """
         rows = len(table)
         if is_dtensor(table):
             self.first_row, self.group = first_row(table), table.device_mesh.get_group()
-            rows = -(-rows // table.device_mesh.size())  # equal on every rank, so that all have the same chunks
+            # equal on every rank, so that all have the same chunks
+            rows = -(-rows // table.device_mesh.size())
             states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]
         chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
         dtype = autocast_dtype(states) or states.dtype
         with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
-            return _ChunkedLoss.apply(self, chunk, dtype, torch.is_grad_enabled(), states, table, bias, *vectors)
+            return _ChunkedLoss.apply(
+                self, chunk, dtype, torch.is_grad_enabled(), states, table, bias, *vectors
+            )
 
     @abstractmethod
-    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the summed loss of the targets from `start` on, and its gradient to each of `vectors`, (V,).
+    def loss(
+        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the summed loss of the targets from `start` on, and its gradient to each of
+        `vectors`, (V,).
 
-        The float32 `logits` (n, V) of these targets become their own gradient, in place. Collective over `group`.
+        The float32 `logits` (n, V) of these targets become their own gradient, in place. Collective
+        over `group`.
         """
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
@@ -175,12 +206,15 @@ class _Targets(ABC):
         logits.sub_(maximum[:, None])
 
     def cross_entropy(
-        self, logits: torch.Tensor, picked: Callable[[], torch.Tensor], subtract: Callable[[], object]
+        self,
+        logits: torch.Tensor,
+        picked: Callable[[], torch.Tensor],
+        subtract: Callable[[], object],
     ) -> torch.Tensor:
         """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
 
-        `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the targets' own
-        probabilities from `logits`, which by then are the model's.
+        `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the
+        targets' own probabilities from `logits`, which by then are the model's.
         """
         rows = logits.shape[1]
         self.subtract_maximum(logits)
@@ -199,7 +233,9 @@ class _Answers(_Targets):
     def __init__(self, answers: torch.Tensor) -> None:
         self.answers = answers
 
-    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def loss(
+        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
         inside, row = (answers >= 0) & (answers < rows), answers.clamp(0, max(rows - 1, 0))[:, None]
 
@@ -212,12 +248,16 @@ class _Answers(_Targets):
 class _Profiles(_Targets):
     """A sparse distribution for each target."""
 
-    def __init__(self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor) -> None:
+    def __init__(
+        self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor
+    ) -> None:
         self.starts, self.genes, self.weights = starts, genes, weights
         self.ends = [0, *accumulate(entries)]
 
     def entries(self, start: int, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Target, row, weight and whether the row is on this rank, of each entry of a chunk; other rows are clamped."""
+        """Target, row, weight and whether the row is on this rank, of each entry of a chunk; other
+        rows are clamped.
+        """
         n, n_rows = logits.shape
         chunk = slice(self.ends[start], self.ends[start + n])
         lengths = self.starts[start : start + n + 1].diff()
@@ -225,19 +265,26 @@ class _Profiles(_Targets):
         row = self.genes[chunk] - self.first_row
         return target, row.clamp(0, n_rows - 1), self.weights[chunk], (row >= 0) & (row < n_rows)
 
-    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # dense, so that sums have one order on every device; entries of other ranks add 0 to a row of this one
+    def loss(
+        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        # dense, so that sums have one order on every device; entries of other ranks add 0 to a row
+        # of this one
         dense = torch.zeros_like(logits)
         if logits.shape[1]:
             target, row, weights, inside = self.entries(start, logits)
             dense.index_put_((target, row), weights * inside, accumulate=True)
-        return (self.cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense)),)
+        return (
+            self.cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense)),
+        )
 
 
 class _Counts(_Profiles):
     """Sparse counts of all cells, as weights; the one further vector of the loss is the dispersion."""
 
-    def loss(self, start: int, logits: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def loss(
+        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         inverse = vectors[0].float().exp()
         self.subtract_maximum(logits)
         normalizer = logits.exp().sum(1)
@@ -256,7 +303,9 @@ class _Counts(_Profiles):
     def _of_rows(
         self, start: int, log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to `log(inverse)` (V,)."""
+        """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to
+        `log(inverse)` (V,).
+        """
         cell, row, counts, inside = self.entries(start, log_p)
         starts = self.starts[start : start + len(log_p) + 1] - self.ends[start]
         sums, k, at = segment_sum(counts, cell, starts), counts * inside, (cell, row)

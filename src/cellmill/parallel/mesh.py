@@ -1,12 +1,14 @@
 """Which rank has what: the device mesh, and the pipeline stages of a model.
 
-The mesh has four axes, `pp, dp_replicate, dp_shard, tp`, for every strategy; unused axes have size 1. The data-parallel
-coordinate `(dp_replicate, dp_shard)`, not the global rank, decides which cells a rank reads: tp and pp peers read the
-same cells. Small values of all ranks are exchanged as JSON: unpickling could run another's code.
+The mesh has four axes, `pp, dp_replicate, dp_shard, tp`, for every strategy; unused axes have size
+1. The data-parallel coordinate `(dp_replicate, dp_shard)`, not the global rank, decides which cells
+a rank reads: tp and pp peers read the same cells. Small values of all ranks are exchanged as JSON:
+unpickling could run another's code.
 
-Parameters of a stage keep the names of the whole model, so checkpoints, initial weights and exports do not depend on
-stages. Source: Megatron-LM, Narayanan et al. 2021, section 2.2 (interleaved stages); zero bubble, Qi et al. 2024,
-section 6 (V shape: the first and the last stage share a rank).
+Parameters of a stage keep the names of the whole model, so checkpoints, initial weights and exports
+do not depend on stages. Source: Megatron-LM, Narayanan et al. 2021, section 2.2 (interleaved
+stages); zero bubble, Qi et al. 2024, section 6 (V shape: the first and the last stage share a
+rank).
 """
 
 import json
@@ -42,7 +44,11 @@ class Mesh:
     def device(self) -> torch.device:
         """Compute device of this rank, also where its parameters are offloaded."""
         kind = self.devices.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return (
+            torch.device(kind, torch.cuda.current_device())
+            if kind == "cuda"
+            else torch.device(kind)
+        )
 
     @cached_property
     def pp(self) -> DeviceMesh:
@@ -57,10 +63,12 @@ class Mesh:
         return self.devices["dp_shard"]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` in place over all ranks, counting model-parallel peers once. Collective: every rank.
+        """Sum `tensor` in place over all ranks, counting model-parallel peers once. Collective:
+        every rank.
 
-        The reduction runs over all ranks, not only over those that read different cells: every rank must get the same
-        number to the last bit and learn of a signal that only one of them received, or their control flow diverges.
+        The reduction runs over all ranks, not only over those that read different cells: every rank
+        must get the same number to the last bit and learn of a signal that only one of them
+        received, or their control flow diverges.
         """
         if self.dp_world * self.model_parallel_size > 1:
             dist.all_reduce(tensor)
@@ -70,13 +78,16 @@ class Mesh:
 
 
 def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
-    """Return the mesh over all ranks. Collective. Raises ConfigError if they do not fit strategy, tp or pp."""
+    """Return the mesh over all ranks. Collective. Raises ConfigError if they do not fit strategy,
+    tp or pp.
+    """
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
     shape = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
     devices = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     if sizes.tp > 1:
-        flatten_axes(devices["dp_shard", "tp"], "shard_tp")  # DTensor then reduces a norm over both axes at once
+        # DTensor then reduces a norm over both axes at once
+        flatten_axes(devices["dp_shard", "tp"], "shard_tp")
     flat = flatten_axes(devices["dp_replicate", "dp_shard"], "dp")
     return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
 
@@ -87,16 +98,23 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
 
 
 def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor. Not to be kept: FSDP2 moves it before its first pass."""
+    """Return this rank's part of a DTensor, or a plain tensor. Not to be kept: FSDP2 moves it
+    before its first pass.
+    """
     assert tensor is not None
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank. Collective over `group` (None: all), which uses `device`."""
+def gather_json(
+    value: Any, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Return every rank's JSON-able `value`, by rank. Collective over `group` (None: all), which
+    uses `device`.
+    """
 
     def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-        # not into one tensor: torch renames that function in 2.13, and lists are the same in all versions
+        # not into one tensor: torch renames that function in 2.13, and lists are the same in all
+        # versions
         every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(every, tensor, group=group)
         return every
@@ -105,11 +123,16 @@ def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | Non
     lengths = [int(length) for length in gathered(torch.tensor([len(text)], device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(text)] = text
-    return [json.loads(bytes(text[:length].cpu().numpy())) for text, length in zip(gathered(padded), lengths)]
+    return [
+        json.loads(bytes(text[:length].cpu().numpy()))
+        for text, length in zip(gathered(padded), lengths)
+    ]
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let float32 products on a GPU use TF32 (10 bits of mantissa) or not; on a CPU the setting would mean bfloat16."""
+    """Let float32 products on a GPU use TF32 (10 bits of mantissa) or not; on a CPU the setting
+    would mean bfloat16.
+    """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if enabled else "highest")
 
@@ -123,7 +146,9 @@ def stages_of(rank: int, parallel: Parallel) -> list[int]:
 
 
 def blocks_of(stage: int, stages: int, blocks: int) -> range:
-    """Return the blocks of a stage. The remainder goes to the middle: the ends hold the embedding and the loss."""
+    """Return the blocks of a stage. The remainder goes to the middle: the ends hold the embedding
+    and the loss.
+    """
     quotient, remainder = divmod(blocks, stages)
     sizes = [quotient + (1 <= number <= remainder) for number in range(stages)]
     first = sum(sizes[:stage])
@@ -131,14 +156,22 @@ def blocks_of(stage: int, stages: int, blocks: int) -> range:
 
 
 class PipelineStages(nn.Module):
-    """The pipeline stages of this rank by number, of `stages` in all: models without the modules of other stages."""
+    """The pipeline stages of this rank by number, of `stages` in all: models without the modules of
+    other stages.
+    """
 
     def __init__(self, parts: Mapping[int, nn.Module], stages: int) -> None:
         super().__init__()
         self.numbers, self.parts = list(parts), nn.ModuleList(parts.values())
         self.first, self.last = parts.get(0), parts.get(stages - 1)
-        self.tied = frozenset() if self.last is None else frozenset(id(p) for p in tied_parameters(self.last).values())
-        """Identities of the last stage's copies of tied parameters; the first stage counts them in norms."""
+        self.tied = (
+            frozenset()
+            if self.last is None
+            else frozenset(id(p) for p in tied_parameters(self.last).values())
+        )
+        """Identities of the last stage's copies of tied parameters; the first stage counts them in
+        norms.
+        """
 
     @property
     def objective(self) -> Any:
@@ -176,7 +209,11 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
 
 
 def tied_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by plain name, the parameters that both ends of the pipeline hold; `part` is one of the ends."""
+    """Return, by plain name, the parameters that both ends of the pipeline hold; `part` is one of
+    the ends.
+    """
     plan: Any = part.plan
     both = {*plan.begin} & {*plan.finish}
-    return {plain_name(name): p for name, p in part.named_parameters() if name.split(".")[0] in both}
+    return {
+        plain_name(name): p for name, p in part.named_parameters() if name.split(".")[0] in both
+    }

@@ -1,8 +1,9 @@
 """Forward and backward of one optimizer step through a pipeline, by torch's schedules.
 
-All ranks of a pipeline read the same cells, so each knows every micro-batch and only activations are sent. These have
-one shape within a step, to which its micro-batches are padded. A parameter tied between the first and the last stage is
-one parameter: the gradients of both copies are summed before use.
+All ranks of a pipeline read the same cells, so each knows every micro-batch and only activations
+are sent. These have one shape within a step, to which its micro-batches are padded. A parameter
+tied between the first and the last stage is one parameter: the gradients of both copies are summed
+before use.
 
 There is one torch schedule for each number and length of micro-batches, which fix the shapes of its buffers. A new
 schedule exchanges shapes between all stages by point-to-point messages before its first step. The schedules of a run
@@ -39,13 +40,19 @@ class PipelineModel(StepModel):
         super().__init__(stages.parts[0], parallel, mesh)
         self.stages, self.parallel = stages, parallel
         self.group = mesh.pp.get_group()
-        if parallel.schedule in V_SHAPED and torch.__version__ < "2.12" and dist.get_backend(self.group) == "gloo":
+        if (
+            parallel.schedule in V_SHAPED
+            and torch.__version__ < "2.12"
+            and dist.get_backend(self.group) == "gloo"
+        ):
             raise ConfigError(  # a process sends to its own next stage, which gloo refuses
                 f"parallel.schedule {parallel.schedule} requires torch 2.12 between CPUs, this is {torch.__version__}; "
                 "install a later one, or set schedule to InterleavedZeroBubble"
             )
         sharded = isinstance(stages.parts[0], FSDPModule)
-        self.dtype = COMPUTE_DTYPE.get(parallel.precision, torch.float32) if sharded else torch.float32
+        self.dtype = (
+            COMPUTE_DTYPE.get(parallel.precision, torch.float32) if sharded else torch.float32
+        )
         for number, part in zip(stages.numbers, stages.parts):
             # hooks of FSDP2 run around it, as around the forward that it replaces
             part.forward = _Forward(part, number, self)
@@ -61,9 +68,14 @@ class PipelineModel(StepModel):
         return [pipeline_tokens(max(tokens), self.token_multiple)] * len(tokens)
 
     def forward_backward(
-        self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+        self,
+        micro_batches: Sequence[Any],
+        targets: torch.Tensor,
+        factor: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Accumulate gradients; the last stage returns `pp` times its loss, as `Mesh.sum` divides by it, others 0."""
+        """Accumulate gradients; the last stage returns `pp` times its loss, as `Mesh.sum` divides
+        by it, others 0.
+        """
         self._begin(micro_batches)
         self._factor = factor / targets
         schedule = self.schedule_of(len(micro_batches), sum(micro_batches[0].lengths))
@@ -75,7 +87,8 @@ class PipelineModel(StepModel):
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Return the sum over micro-batches, scaled as in `forward_backward`.
 
-        Forward only, stage after stage, each with all micro-batches: torch's V-shaped schedules have no such mode.
+        Forward only, stage after stage, each with all micro-batches: torch's V-shaped schedules
+        have no such mode.
         """
         self._begin(micro_batches)
         sent: list[dist.Work] = []
@@ -90,7 +103,9 @@ class PipelineModel(StepModel):
                 elif before is None:
                     out = part(earlier[chunk])
                 else:
-                    x = torch.empty(self._shape(sum(prepared.lengths)), dtype=self.dtype, device=self.device)
+                    x = torch.empty(
+                        self._shape(sum(prepared.lengths)), dtype=self.dtype, device=self.device
+                    )
                     dist.recv(x, before, group=self.group)
                     out = part(x)
                 if number == self.parallel.stages - 1:
@@ -101,32 +116,43 @@ class PipelineModel(StepModel):
                     sent.append(cast(dist.Work, dist.isend(out, after, group=self.group)))
         for work in sent:
             work.wait()
-        # As after a backward pass. A new schedule of torch does so too, and a rank needs one when its lengths change:
-        # without this, data-parallel peers that differ in that would not gather alike in the next step, and would wait
-        # for each other forever
+        # As after a backward pass. A new schedule of torch does so too, and a rank needs one when
+        # its lengths change: without this, data-parallel peers that differ in that would not gather
+        # alike in the next step, and would wait for each other forever
         reshard(self.stages)
         return self._loss * self.parallel.pp
 
     def _process_of(self, stage: int) -> int | None:
         """Process that holds a stage; None for this one, and for a stage that does not exist."""
-        ranks = [rank for rank in range(self.parallel.pp) if stage in stages_of(rank, self.parallel)]
-        return dist.get_global_rank(self.group, ranks[0]) if ranks and stage not in self.stages.numbers else None
+        ranks = [
+            rank for rank in range(self.parallel.pp) if stage in stages_of(rank, self.parallel)
+        ]
+        return (
+            dist.get_global_rank(self.group, ranks[0])
+            if ranks and stage not in self.stages.numbers
+            else None
+        )
 
     def _shape(self, tokens: int) -> tuple[int, int]:
         return tokens // self.token_multiple, self.width
 
     def _begin(self, micro_batches: Sequence[Any]) -> None:
         self._prepared = micro_batches
-        self._loss = torch.zeros_like(micro_batches[0].n_targets, dtype=torch.float64)  # a loss for each part
+        # a loss for each part
+        self._loss = torch.zeros_like(micro_batches[0].n_targets, dtype=torch.float64)
 
     def schedule_of(self, micro_batches: int, tokens: int) -> Any:
-        """Return torch's schedule of steps with this number of micro-batches, of `tokens` tokens each."""
+        """Return torch's schedule of steps with this number of micro-batches, of `tokens` tokens
+        each.
+        """
         found = self.schedules.get((micro_batches, tokens))
         if found is None or found is not self._in_use:
             if self._in_use is not None:
                 self._in_use.release()
             if found is None:
-                found = self.schedules[micro_batches, tokens] = self.new_schedule(micro_batches, tokens)
+                found = self.schedules[micro_batches, tokens] = self.new_schedule(
+                    micro_batches, tokens
+                )
             found.restore(self.device)
             self._in_use = found
         return found.schedule
@@ -145,8 +171,9 @@ class PipelineModel(StepModel):
                 input_args=() if number == 0 else (sent,),
                 output_args=(losses if last else sent,),
                 group=self.group,
-                # torch cannot split off the gradient of a weight that is used in several products, such as the
-                # vocabulary in both losses: the last stage computes input and weight gradients together
+                # torch cannot split off the gradient of a weight that is used in several products,
+                # such as the vocabulary in both losses: the last stage computes input and weight
+                # gradients together
                 dw_builder=(lambda: lambda: None) if last else None,
             )
             stages.append(stage)
@@ -175,7 +202,10 @@ class PipelineModel(StepModel):
         for _, parameter in _trained(tied_parameters(part)):
             own = _gradient(parameter)
             other = torch.empty_like(own)
-            ops = [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, other, peer, self.group)]
+            ops = [
+                dist.P2POp(dist.isend, own, peer, self.group),
+                dist.P2POp(dist.irecv, other, peer, self.group),
+            ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             own.add_(other)  # a + b equals b + a bitwise: the copies stay equal
@@ -183,7 +213,9 @@ class PipelineModel(StepModel):
 
 def _trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     """Trained parameters in the order of names, which is the same on both ends of the pipeline."""
-    return sorted((name, parameter) for name, parameter in parameters.items() if parameter.requires_grad)
+    return sorted(
+        (name, parameter) for name, parameter in parameters.items() if parameter.requires_grad
+    )
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -193,7 +225,9 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 class _Stage(PipelineStage):
-    """torch's stage that tells its module which micro-batch is next: every rank has all inputs but activations."""
+    """torch's stage that tells its module which micro-batch is next: every rank has all inputs but
+    activations.
+    """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         cast(_Forward, self.submod.forward).chunk = fwd_chunk_id
@@ -201,7 +235,9 @@ class _Stage(PipelineStage):
 
 
 class _Forward:
-    """Forward of a stage: (T, H) -> (T, H); the first takes no input, the last returns the loss, (1,) or (parts,)."""
+    """Forward of a stage: (T, H) -> (T, H); the first takes no input, the last returns the loss,
+    (1,) or (parts,).
+    """
 
     def __init__(self, part: Any, number: int, pipeline: PipelineModel) -> None:
         # not an attribute of the module, which would register its own parent as a child
@@ -227,22 +263,32 @@ class _Schedule:
     schedule: Any
     stages: Sequence[PipelineStage]
     shapes: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """While it is not in use: what had a receive buffer, and the buffer's like on the meta device."""
+    """While it is not in use: what had a receive buffer, and the buffer's like on the meta device.
+    """
 
     def release(self) -> None:
         for received in self.received():
             buffer = received.buffer
-            self.shapes.append((received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad)))
+            self.shapes.append(
+                (received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad))
+            )
             received.buffer = None
 
     def restore(self, device: torch.device) -> None:
         for received, like in self.shapes:
-            # torch 2.11 marks the buffer of an activation when the schedule is made, later versions in each step
-            received.buffer = torch.empty_like(like, device=device).requires_grad_(like.requires_grad)
+            # torch 2.11 marks the buffer of an activation when the schedule is made, later versions
+            # in each step
+            received.buffer = torch.empty_like(like, device=device).requires_grad_(
+                like.requires_grad
+            )
         self.shapes.clear()
 
     def received(self) -> Iterator[Any]:
         """What has a receive buffer."""
         for stage in self.stages:
             for of_micro_batch in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                yield from (received for received in of_micro_batch if getattr(received, "buffer", None) is not None)
+                yield from (
+                    received
+                    for received in of_micro_batch
+                    if getattr(received, "buffer", None) is not None
+                )

@@ -1,4 +1,6 @@
-"""Forward and backward of one optimizer step: the interface, all layouts without a pipeline, and clipping."""
+"""Forward and backward of one optimizer step: the interface, all layouts without a pipeline, and
+clipping.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ class StepModel(nn.Module, ABC):
         self.device, self.precision = mesh.device, parallel.precision
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         # FSDP2 casts by itself; autocast keeps the residual stream in float32
-        self.autocast_dtype = None if isinstance(model, FSDPModule) else COMPUTE_DTYPE.get(parallel.precision)
+        self.autocast_dtype = (
+            None if isinstance(model, FSDPModule) else COMPUTE_DTYPE.get(parallel.precision)
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype = self.autocast_dtype
@@ -34,17 +38,25 @@ class StepModel(nn.Module, ABC):
 
     @abstractmethod
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Return the padded tokens of each micro-batch of a step: divisible by tp with sequence parallel."""
+        """Return the padded tokens of each micro-batch of a step: divisible by tp with sequence
+        parallel.
+        """
 
     @abstractmethod
     def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Return the loss summed over this rank's micro-batches, float64, () or (parts,). Collective: every rank."""
+        """Return the loss summed over this rank's micro-batches, float64, () or (parts,).
+        Collective: every rank.
+        """
 
     @abstractmethod
     def forward_backward(
-        self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+        self,
+        micro_batches: Sequence[Any],
+        targets: torch.Tensor,
+        factor: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's global `targets`.
+        """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's
+        global `targets`.
 
         Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients. Of an
         objective with parts, `targets`, `factor` and the result are (parts,), and gradients those of the sum.
@@ -53,7 +65,9 @@ class StepModel(nn.Module, ABC):
 
 
 class ParallelModel(StepModel):
-    """Step of a model in full or in shards, after `parallelize` and `materialize`: plain, DDP or FSDP2."""
+    """Step of a model in full or in shards, after `parallelize` and `materialize`: plain, DDP or
+    FSDP2.
+    """
 
     def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__(model, parallel, mesh)
@@ -67,12 +81,15 @@ class ParallelModel(StepModel):
                 process_group=mesh.dp_group,
                 gradient_as_bucket_view=True,
             )
-            # they are constants, equal on every rank; torch renamed the argument in 2.13, and kept the attribute
+            # they are constants, equal on every rank; torch renamed the argument in 2.13, and kept
+            # the attribute
             self.outer.broadcast_buffers = False
             self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
 
     def forward(self, prepared: Any) -> torch.Tensor:
-        """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective with parts."""
+        """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective
+        with parts.
+        """
         with self.autocast():
             return self.outer(prepared)
 
@@ -84,9 +101,14 @@ class ParallelModel(StepModel):
         return torch.stack([self(prepared).double() for prepared in micro_batches]).sum(0)
 
     def forward_backward(
-        self, micro_batches: Sequence[Any], targets: torch.Tensor, factor: torch.Tensor | float = 1.0
+        self,
+        micro_batches: Sequence[Any],
+        targets: torch.Tensor,
+        factor: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Accumulate gradients; ranks reduce them with the last micro-batch, or `parallel.gradient_reduction`: each."""
+        """Accumulate gradients; ranks reduce them with the last micro-batch, or
+        `parallel.gradient_reduction`: each.
+        """
         total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -103,10 +125,12 @@ class ParallelModel(StepModel):
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> torch.Tensor:
-    """Scale this rank's gradients so that their 2-norm over all ranks is at most `max_norm`; None only computes it.
+    """Scale this rank's gradients so that their 2-norm over all ranks is at most `max_norm`; None
+    only computes it.
 
-    Returns the norm before clipping, a scalar on the parameters' device. `pipeline` is the mesh axis of the ranks that
-    hold other stages. Collective: every rank, also one whose parameters are all frozen.
+    Returns the norm before clipping, a scalar on the parameters' device. `pipeline` is the mesh
+    axis of the ranks that hold other stages. Collective: every rank, also one whose parameters are
+    all frozen.
     """
     tied: frozenset[int] = getattr(model, "tied", frozenset())
     # one group for each mesh: torch's norm takes no list of tensors on different meshes
@@ -114,13 +138,20 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
     for parameter in model.parameters():
         if (gradient := parameter.grad) is None:
             continue
-        if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
+        if (
+            isinstance(gradient, DTensor)
+            and gradient.placements != cast(DTensor, parameter).placements
+        ):
             # the gradient of a norm over some of the tokens is a partial sum
             parameter.grad = gradient.redistribute(placements=cast(DTensor, parameter).placements)
         groups.setdefault(mesh_of(parameter), []).append(parameter)
     norms = []
     for group in groups.values():
-        gradients = [parameter.grad for parameter in group if parameter.grad is not None and id(parameter) not in tied]
+        gradients = [
+            parameter.grad
+            for parameter in group
+            if parameter.grad is not None and id(parameter) not in tied
+        ]
         norm = nn.utils.get_total_norm(gradients, foreach=True)
         # a DTensor's norm is a partial sum until it is reduced
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,7 +1,8 @@
-"""Private names of torch that cellmill uses: the first file to read when a new version of torch fails.
+"""Private names of torch that cellmill uses: the first file to read when a new version of torch
+fails.
 
-Public torch has no equal of these. Each has its reason and the tests that fail without it. `tools/house.py` refuses
-private names of other packages everywhere else.
+Public torch has no equal of these. Each has its reason and the tests that fail without it.
+`tools/house.py` refuses private names of other packages everywhere else.
 """
 
 from datetime import timedelta
@@ -19,8 +20,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 
 # recomputation of a module that keeps its names: tests/distributed/test_conformance.py
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl as CheckpointImpl
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl as CheckpointImpl,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper as checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 # process group of the planner, which sends nothing: tests/unit/test_size.py
@@ -35,7 +40,8 @@ if TYPE_CHECKING:  # takes half a second to import; see is_dtensor
 
 # multiplies all tensors of a device in place, in one kernel: tests/distributed/test_step_guard.py
 scale_all = torch._foreach_mul_
-# moves tensors of a device by a share of the way to others, in place: tests/distributed/test_loop.py
+# moves tensors of a device by a share of the way to others, in place:
+# tests/distributed/test_loop.py
 move_all = torch._foreach_lerp_
 # writes the allocations that `record_memory` recorded, for pytorch.org/memory_viz, to a path
 write_memory_record = torch.cuda.memory._dump_snapshot
@@ -46,21 +52,30 @@ def is_dtensor(tensor: torch.Tensor | None) -> "TypeGuard[torch.distributed.tens
     return hasattr(tensor, "device_mesh")
 
 
-def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """(B, h, n, d) each -> (B, h, n, d) by this kernel, whatever torch would choose: tests/unit/test_size.py."""
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
+) -> torch.Tensor:
+    """(B, h, n, d) each -> (B, h, n, d) by this kernel, whatever torch would choose:
+    tests/unit/test_size.py.
+    """
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, is_causal=is_causal
+    )[0]
     return out
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return all axes of `mesh` as one axis `name`: tests/distributed/test_conformance.py. Collective: every rank."""
+    """Return all axes of `mesh` as one axis `name`: tests/distributed/test_conformance.py.
+    Collective: every rank.
+    """
     return mesh._flatten(name)
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
     """Set the timeout of every process group of this rank: tests/distributed/test_layouts.py.
 
-    Groups of a mesh start with torch's default, and their list is private. torch 2.14 made the function public.
+    Groups of a mesh start with torch's default, and their list is private. torch 2.14 made the
+    function public.
     """
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
@@ -68,8 +83,12 @@ def set_group_timeouts(timeout: timedelta) -> None:
             set_timeout(timeout, group)
 
 
-def update_loss_scale(scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int) -> None:
-    """Double or halve the scale in place; the host waits for nothing: tests/distributed/test_step_guard.py."""
+def update_loss_scale(
+    scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int
+) -> None:
+    """Double or halve the scale in place; the host waits for nothing:
+    tests/distributed/test_step_guard.py.
+    """
     torch._amp_update_scale_(scale, good_steps, overflowed, 2.0, 0.5, interval)
 
 
@@ -84,12 +103,16 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the identity of a storage, also without memory, where `data_ptr` is 0: tests/unit/test_size.py."""
+    """Return the identity of a storage, also without memory, where `data_ptr` is 0:
+    tests/unit/test_size.py.
+    """
     return storage._cdata
 
 
 def operator_name(operator: Any) -> str:
-    """Return the name of an operator, such as aten::mm, or "" for a function: tests/distributed/test_conformance.py."""
+    """Return the name of an operator, such as aten::mm, or "" for a function:
+    tests/distributed/test_conformance.py.
+    """
     schema = getattr(operator, "_schema", None)
     return "" if schema is None else schema.name
 
@@ -100,6 +123,8 @@ def overload_packet(operator: Any) -> Any:
 
 
 def record_memory(max_entries: int | None) -> None:
-    """Record allocations on a GPU, or with None stop. Documented by torch in spite of its name; no test has a GPU."""
+    """Record allocations on a GPU, or with None stop. Documented by torch in spite of its name; no
+    test has a GPU.
+    """
     given: Any = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
     torch.cuda.memory._record_memory_history(**given)

@@ -1,11 +1,14 @@
-"""Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel ranks; ordered sums.
+"""Embedding lookup and logits over a token table, plain or sharded by rows over tensor-parallel
+ranks; ordered sums.
 
-Sharded, each rank computes the logits of its own rows and never all of them. V need not be divisible by the ranks.
+Sharded, each rank computes the logits of its own rows and never all of them. V need not be
+divisible by the ranks.
 
-Sums of rows by cell, and the backward pass of rows by index, add in one order on every device and number of threads.
-On a GPU `index_add` adds in the order in which its threads arrive, and so does the backward pass of `x[index]` on
-several threads of a CPU: tensor-parallel ranks, for one, would drift apart. The sums here are of bags of rows, each
-added by one thread from first to last: on one thread of a CPU they equal torch's operations bit by bit.
+Sums of rows by cell, and the backward pass of rows by index, add in one order on every device and
+number of threads. On a GPU `index_add` adds in the order in which its threads arrive, and so does
+the backward pass of `x[index]` on several threads of a CPU: tensor-parallel ranks, for one, would
+drift apart. The sums here are of bags of rows, each added by one thread from first to last: on one
+thread of a CPU they equal torch's operations bit by bit.
 
 Legend: T tokens or rows, C cells, N targets or indices, H hidden, V rows of the table.
 """
@@ -27,13 +30,20 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """(T,) int64 and (V, H) -> (T, H), replicated."""
     if not is_dtensor(table):
         return F.embedding(tokens, table)
-    return _over_ranks(tokens, table, len(tokens), lambda rows, inside, own: F.embedding(rows, own) * inside[:, None])
+    return _over_ranks(
+        tokens,
+        table,
+        len(tokens),
+        lambda rows, inside, own: F.embedding(rows, own) * inside[:, None],
+    )
 
 
 def embed_bags(
     tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over a cell's tokens."""
+    """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over
+    a cell's tokens.
+    """
 
     def sums(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return _bags(table, rows, cu_seqlens.to(rows.dtype), values.to(table.dtype))
@@ -41,7 +51,9 @@ def embed_bags(
     if not is_dtensor(table):
         return sums(tokens, values, table)
     n_cells = len(cu_seqlens) - 1
-    return _over_ranks(tokens, table, n_cells, lambda rows, inside, own: sums(rows, values * inside, own))
+    return _over_ranks(
+        tokens, table, n_cells, lambda rows, inside, own: sums(rows, values * inside, own)
+    )
 
 
 def _over_ranks(
@@ -50,7 +62,9 @@ def _over_ranks(
     n: int,
     read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Sum (n, H) over the ranks of a sharded table, each reading its own rows: `read(rows, inside, own)`."""
+    """Sum (n, H) over the ranks of a sharded table, each reading its own rows: `read(rows, inside,
+    own)`.
+    """
     own = table.to_local()
     rows = tokens - first_row(table)
     inside = (rows >= 0) & (rows < len(own))
@@ -64,38 +78,51 @@ def _over_ranks(
 
 
 def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """(N, H), (V, H) and (V,) -> (N, V) float32; a DTensor sharded along V where the table is sharded."""
+    """(N, H), (V, H) and (V,) -> (N, V) float32; a DTensor sharded along V where the table is
+    sharded.
+    """
     if not is_dtensor(table):
         return F.linear(states, table.to(states.dtype), bias.to(states.dtype)).float()
     states, rows, bias = own_rows(states, table, bias)
     own = F.linear(states, rows.to(states.dtype), bias.to(states.dtype)).float()
     whole = torch.Size((len(states), len(table)))
     dt = torch.distributed.tensor
-    return dt.DTensor.from_local(own, table.device_mesh, [dt.Shard(1)], shape=whole, stride=(whole[1], 1))
+    return dt.DTensor.from_local(
+        own, table.device_mesh, [dt.Shard(1)], shape=whole, stride=(whole[1], 1)
+    )
 
 
 def own_rows(
     states: torch.Tensor, table: "torch.distributed.tensor.DTensor", *vectors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return (N, H) states, (local V, H) table and (local V,) parts of `vectors` (bias, …) as plain tensors."""
+    """Return (N, H) states, (local V, H) table and (local V,) parts of `vectors` (bias, …) as plain
+    tensors.
+    """
     mesh, dt = table.device_mesh, torch.distributed.tensor
     share, whole = [dt.Shard(0)], [dt.Replicate()]
     # each rank's rows contribute a partial gradient of the replicated states
     states = dt.DTensor.from_local(states, mesh, whole).to_local(grad_placements=[dt.Partial()])
-    own = (dt.DTensor.from_local(x, mesh, whole).redistribute(placements=share).to_local() for x in vectors)
+    own = (
+        dt.DTensor.from_local(x, mesh, whole).redistribute(placements=share).to_local()
+        for x in vectors
+    )
     return states, table.to_local(), *own
 
 
 def first_row(table: "torch.distributed.tensor.DTensor") -> int:
-    """Return the index of this rank's first row, as torch shards: ceil(V / ranks) rows each, fewer on the last."""
+    """Return the index of this rank's first row, as torch shards: ceil(V / ranks) rows each, fewer
+    on the last.
+    """
     mesh = table.device_mesh
     return -(-len(table) // mesh.size()) * mesh.get_local_rank()
 
 
 def segment_sum(rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Sum the rows of each cell: (T, …) -> (C, …), of the dtype of `rows`; zeros for a cell without rows.
+    """Sum the rows of each cell: (T, …) -> (C, …), of the dtype of `rows`; zeros for a cell without
+    rows.
 
-    `cell` (T,) int64, ascending, is the cell of each row; `starts` (C + 1,) the first row of each cell, and T.
+    `cell` (T,) int64, ascending, is the cell of each row; `starts` (C + 1,) the first row of each
+    cell, and T.
     """
     flat = rows[:, None] if rows.ndim == 1 else rows.flatten(1)
     sums: torch.Tensor = _SegmentSum.apply(flat, cell, starts)
@@ -109,7 +136,9 @@ def rows_at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 class _SegmentSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(cell)
         return _bags(rows, torch.arange(len(rows), device=rows.device), starts.long())
 
@@ -137,7 +166,12 @@ class _RowsAt(torch.autograd.Function):
 
 
 def _bags(
-    rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of the rows `order[starts[c]:starts[c + 1]]`, times `weights`, for each c, (C, H)."""
-    return F.embedding_bag(order, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True)
+    return F.embedding_bag(
+        order, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

@@ -1,4 +1,5 @@
-"""Time of an optimizer step for a device (`planner.devices`) and network, cost of a whole run, and the printed plan.
+"""Time of an optimizer step for a device (`planner.devices`) and network, cost of a whole run, and
+the printed plan.
 
 Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
 Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Tensor-parallel
@@ -17,7 +18,15 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device, assumption, device_named
-from cellmill.planner.memory import Memory, PlannedModel, Traffic, host_bytes, idle_frac, link_bytes, traffic_of
+from cellmill.planner.memory import (
+    Memory,
+    PlannedModel,
+    Traffic,
+    host_bytes,
+    idle_frac,
+    link_bytes,
+    traffic_of,
+)
 from cellmill.planner.size import ModelSize, measure
 from cellmill.planner.work import Cells, Work, measure_work
 
@@ -53,10 +62,13 @@ def layout_words(sizes: dict[str, Any]) -> str:
     kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
     tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
     pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
-    return f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
+    return (
+        f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
+    )
 
 
-NETWORK_FRAC = 0.8  # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+# NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+NETWORK_FRAC = 0.8
 CALL_S = 14e-6
 RING_S, TREE_S = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)  # per hop inside a node, and between nodes
 BACKWARD_FRAC = 2 / 3  # of a step's computation
@@ -70,7 +82,9 @@ class Network:
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Time of all calls: both kinds of links work at once and the slower one counts, plus the latency."""
+        """Time of all calls: both kinds of links work at once and the slower one counts, plus the
+        latency.
+        """
         inside = traffic.intra_node_bytes / self.intra_node_gbs
         between = traffic.inter_node_bytes / self.inter_node_gbs
         return max(inside, between) / (NETWORK_FRAC * 1e9) + traffic.calls * latency(traffic)
@@ -79,9 +93,9 @@ class Network:
 def latency(traffic: Traffic) -> float:
     """Seconds of one collective without payload: its hops in sequence.
 
-    All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not the bytes, makes
-    FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree. Source: NCCL's own cost model
-    (src/graph/tuning.cc of 2.20, protocol LL128).
+    All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
+    the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
+    Source: NCCL's own cost model (src/graph/tuning.cc of 2.20, protocol LL128).
     """
     nodes = -(-traffic.processes // traffic.in_a_node)
     if traffic.kind == "point to point":
@@ -114,15 +128,17 @@ def step_time(
     load: tuple[float, float, float],
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step of a `load` of tokens, (query, key) pairs and padded cells on each rank, with the
-    `traffic` of the rank that sends the most, where computation reaches `flops_per_s`.
+    """Return the duration of a step of a `load` of tokens, (query, key) pairs and padded cells on
+    each rank, with the `traffic` of the rank that sends the most, where computation reaches
+    `flops_per_s`.
     """
     recomputed = 0.0  # FLOPs of a block
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.of(*load, blocks=1, first=False, last=False)
     again = 1 - BACKWARD_FRAC
     compute_s = max(
-        sum(stage.flops(*load) + again * stage.blocks * recomputed for stage in model.stages(rank)) / flops_per_s
+        sum(stage.flops(*load) + again * stage.blocks * recomputed for stage in model.stages(rank))
+        / flops_per_s
         for rank in range(model.layout.pp)
     )
     data = [part for part in traffic if part.axis not in ("tp", "pp")]
@@ -132,10 +148,13 @@ def step_time(
     if model.layout.pp > 1:
         communication_s = communication_s + gathered + reduced
     else:
-        # nothing overlaps the first weights and the last gradients; gradients are sent in the last backward pass only
+        # nothing overlaps the first weights and the last gradients; gradients are sent in the last
+        # backward pass only
         first_and_last = (gathered / micro_batches + reduced) / (model.size.blocks + 1)
         last_backward = BACKWARD_FRAC * compute_s / micro_batches
-        communication_s += max(first_and_last, gathered + reduced - compute_s, reduced - last_backward)
+        communication_s += max(
+            first_and_last, gathered + reduced - compute_s, reduced - last_backward
+        )
     idle = idle_frac(model.parallel, max(1, round(micro_batches)))
     return StepTime(compute_s, communication_s, (compute_s + communication_s) * idle / (1 - idle))
 
@@ -158,23 +177,36 @@ class Cost:
     gpu_hours: float | None = None
 
 
-def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory) -> Cost:
-    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
+def cost(
+    options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory
+) -> Cost:
+    model = PlannedModel.of(
+        options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
+    )
     work = measure_work(options, cells, model.layout)
     whole = measure(ModelSpec.of(options, cells.n_genes, cells.levels), finetune=options.finetune)
-    flops_per_step = whole.flops.of(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
+    flops_per_step = (
+        whole.flops.of(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
+    )
     own_cells = work.cells_per_step / model.layout.dp
     tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
-    more = work.padding * tokens  # computed by a pipeline like any other token, in cells of PAD_CELL
+    # computed by a pipeline like any other token, in cells of PAD_CELL
+    more = work.padding * tokens
     load = tokens + more, pairs + PAD_CELL * more, own_cells + more / PAD_CELL
-    micro_batches, peak, plan = work.micro_batches_per_step, device.flops(options.parallel), options.plan
+    micro_batches, peak, plan = (
+        work.micro_batches_per_step,
+        device.flops(options.parallel),
+        options.plan,
+    )
     of_ranks = (traffic_of(model, rank, load[0], micro_batches) for rank in range(model.layout.pp))
     traffic = max(of_ranks, key=lambda parts: sum(part.sent_bytes for part in parts))
     inside = device.intra_node_gbs if plan.intra_node_gbs is None else plan.intra_node_gbs
     between = device.inter_node_gbs if plan.inter_node_gbs is None else plan.inter_node_gbs
     if peak is None or inside is None or between is None:
         return Cost(options, model, whole, work, memory, flops_per_step, traffic)
-    time = step_time(model, traffic, Network(inside, between), peak * plan.mfu_frac, load, micro_batches)
+    time = step_time(
+        model, traffic, Network(inside, between), peak * plan.mfu_frac, load, micro_batches
+    )
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
     # validation is a forward pass alone, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
@@ -186,14 +218,30 @@ def cost(options: PlanOptions, cells: Cells, hardware: Hardware, device: Device,
 
 LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
-DEFAULT_BATCH, DEFAULT_LR = (float(Train.model_fields[name].default) for name in ("global_batch", "lr"))
+DEFAULT_BATCH, DEFAULT_LR = (
+    float(Train.model_fields[name].default) for name in ("global_batch", "lr")
+)
 
 
 def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
     """Return the content of plan.json."""
-    options, work, time, links = cost.options, cost.work, cost.time, ("intra_node_bytes", "inter_node_bytes")
-    of_work = ("steps", "steps_per_epoch", "cells_seen", "micro_batches_per_step", "validations", "val_cells")
-    collectives = [asdict(part) | {name: getattr(part, name) for name in links} for part in cost.traffic]
+    options, work, time, links = (
+        cost.options,
+        cost.work,
+        cost.time,
+        ("intra_node_bytes", "inter_node_bytes"),
+    )
+    of_work = (
+        "steps",
+        "steps_per_epoch",
+        "cells_seen",
+        "micro_batches_per_step",
+        "validations",
+        "val_cells",
+    )
+    collectives = [
+        asdict(part) | {name: getattr(part, name) for name in links} for part in cost.traffic
+    ]
     train, scaled_lr = options.train, None
     if train.lr == DEFAULT_LR and (ratio := train.global_batch / DEFAULT_BATCH) != 1:
         # by the square root (Adam; Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017)
@@ -241,29 +289,47 @@ def table(plan: dict[str, Any]) -> str:
 
 
 def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    memory, sizes, link, step = plan["memory"], plan["layout"], plan["communication"]["link_bytes"], plan["step"]
+    memory, sizes, link, step = (
+        plan["memory"],
+        plan["layout"],
+        plan["communication"]["link_bytes"],
+        plan["step"],
+    )
     yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
     cut = ""
     if plan["cut_cells_frac"]:
         cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
-    yield "cells", f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}"
+    yield (
+        "cells",
+        f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}",
+    )
     per_epoch, auto = plan["steps_per_epoch"], ""
     if plan["auto_steps"]:
         enough = AUTO_EPOCHS * per_epoch
         auto = f"; auto: {AUTO_EPOCHS} epochs"
         auto += f" are {enough:,}, raised to the minimum" if enough < plan["steps"] else ""
-    yield "steps", f"{plan['steps']:,} ({per_epoch:,} per epoch{auto}), {plan['tokens']:,.0f} tokens in total"
+    yield (
+        "steps",
+        f"{plan['steps']:,} ({per_epoch:,} per epoch{auto}), {plan['tokens']:,.0f} tokens in total",
+    )
     flops = f"{plan['flops_per_step']:.3g} FLOPs"
     micro_batches = f"{plan['micro_batches_per_step']:.1f} micro-batches per process"
     yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}, {flops}"
-    yield "processes", f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}"
+    yield (
+        "processes",
+        f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}",
+    )
     parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
     parts += f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
     if memory["staging_bytes"]:
         parts += f"; {amount(memory['staging_bytes'])} of pinned host memory for checkpoints"
-    yield "memory", f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}"
+    yield (
+        "memory",
+        f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}",
+    )
     memory_gb = device_named(plan["device"]).memory_gb
-    if memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB):  # not the plan's own
+    # not the plan's own
+    if memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB):
         yield "assumed", assumption(plan["device"])
     largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"
     yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
@@ -277,12 +343,19 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         peak = f"{plan['mfu']:.0%} of the peak (compute alone at {plan['mfu_frac']:.0%})"
         yield "hours", f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {peak}"
         if sizes["cpu_offload"] is not None:
-            yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
+            yield (
+                "not counted",
+                "copies between host and device of cpu_offload, and AdamW on the host",
+            )
     if plan["validations"]:
         share, hint = plan["validation_frac"], ""
         if share is not None:
             hint = f", {share:.0%} of the hours"
-            hint += ": lower train.val_cells or raise train.val_every_steps" if share > LARGE_FRAC else ""
+            hint += (
+                ": lower train.val_cells or raise train.val_every_steps"
+                if share > LARGE_FRAC
+                else ""
+            )
         yield "validation", f"{plan['validations']:,} times {plan['val_cells']:,} cells{hint}"
     yield from (("warning", line) for line in plan["warnings"])
     if plan["scaled_lr"] is not None:
@@ -291,4 +364,7 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         suits = f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}"
         yield "hint", f"{suits}; scaled to {plan['global_batch']:,} it is {scaled}"
     if plan["warmup_steps"] >= plan["steps"]:
-        yield "warning", f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
+        yield (
+            "warning",
+            f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate",
+        )

@@ -1,4 +1,5 @@
-"""Peak rates of devices from the vendors' data sheets: dense matrix products without sparsity, and links.
+"""Peak rates of devices from the vendors' data sheets: dense matrix products without sparsity, and
+links.
 
 Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe
 4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX
@@ -51,39 +52,61 @@ DEVICES = {
 def device_named(name: str) -> Device:
     """Return the device that a profile names. Raises ConfigError listing the known ones."""
     if name not in DEVICES:
-        raise ConfigError(f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}")
+        raise ConfigError(
+            f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}"
+        )
     return DEVICES[name]
 
 
 def known_device(product: str) -> str:
-    """Return the device of a product: h100 of nvidia_h100_80gb_hbm3, a100-40gb of A100-SXM4-40GB; "" for none."""
+    """Return the device of a product: h100 of nvidia_h100_80gb_hbm3, a100-40gb of A100-SXM4-40GB;
+    "" for none.
+    """
     words = product.lower()
-    named = (name for name in DEVICES if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words))
+    named = (
+        name
+        for name in DEVICES
+        if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)
+    )
     device, memory = next(named, ""), re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
     return sized if memory and (sized := f"{device}-{memory[1]}gb") in DEVICES else device
 
 
 def sizes_of(name: str) -> list[str]:
-    """Return the devices of different memory that `name`, which says no memory, may stand for; mostly none."""
+    """Return the devices of different memory that `name`, which says no memory, may stand for;
+    mostly none.
+    """
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
 
 def assumption(name: str) -> str:
-    """Return the memory that is assumed of a device that is made with another too; empty for others."""
+    """Return the memory that is assumed of a device that is made with another too; empty for
+    others.
+    """
     memory_gb = DEVICES[name].memory_gb
     others = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
-    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less" if others else ""
+    return (
+        f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"
+        if others
+        else ""
+    )
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:
     """Raise ConfigError if the device does not support the number format."""
     if parallel.precision == "bf16-mixed" and not device.has_bf16:
-        raise ConfigError(f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed")
+        raise ConfigError(
+            f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed"
+        )
     if parallel.tf32 and device.fp32_flops is not None and device.tf32_flops is None:
-        raise ConfigError(f"parallel.tf32: a {name} has no TF32; set it to no, or precision to 16-mixed")
+        raise ConfigError(
+            f"parallel.tf32: a {name} has no TF32; set it to no, or precision to 16-mixed"
+        )
 
 
 def peak_flops(product: str, parallel: Parallel) -> float | None:
-    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no known device."""
+    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no
+    known device.
+    """
     known = known_device(product)
     return DEVICES[known].flops(parallel) if known else None

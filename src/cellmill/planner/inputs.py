@@ -23,7 +23,8 @@ from cellmill.files import sha256_file
 
 
 def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, str]:
-    """Return the shards of a run, the number of its training cells, and the fingerprint with the columns that it reads.
+    """Return the shards of a run, the number of its training cells, and the fingerprint with the
+    columns that it reads.
 
     Raises ConfigError where the run cannot be trained on them, DataError for a damaged manifest.
     """
@@ -35,7 +36,9 @@ def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, s
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
-    """Raise DataError if the shards were made with another vocabulary, in which tokens are other genes."""
+    """Raise DataError if the shards were made with another vocabulary, in which tokens are other
+    genes.
+    """
     digest = Vocabulary.read(vocabulary).digest
     if digest != shards.vocabulary["digest"]:
         raise DataError(
@@ -78,18 +81,26 @@ class CorpusFacts:
         """Token ids of the genes that each level is named after."""
         # by name: tables of genes need pandas, which other launchers do without
         names = importlib.import_module("cellmill.data.genes.names")
-        levels = [level for level in self.shards.levels({column: "objective"})[column] if level != MISSING]
+        levels = [
+            level for level in self.shards.levels({column: "objective"})[column] if level != MISSING
+        ]
         rows = names.perturbed_genes(levels, Vocabulary.read(self.vocabulary))
         return {level: [row + len(SPECIAL) for row in found] for level, found in rows.items()}
 
     def teacher(self) -> TeacherVectors:
         if self.taught is None:
-            raise ConfigError("objective distill requires its teacher's vectors; pass --teacher, as the workflow does")
+            raise ConfigError(
+                "objective distill requires its teacher's vectors; pass --teacher, as the workflow does"
+            )
         return open_vectors(self.taught, self.shards, verify=True)[0]
 
 
-def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: Path | None = None) -> TrainOptions:
-    """Return the options fitted to vocabulary, training cells and a teacher's folder. Raises DataError if unusable."""
+def fitted(
+    options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: Path | None = None
+) -> TrainOptions:
+    """Return the options fitted to vocabulary, training cells and a teacher's folder. Raises
+    DataError if unusable.
+    """
     tokens = options.tokens
     if tokens.needs_quantiles:
         quantiles = Vocabulary.read(vocabulary).quantiles
@@ -104,7 +115,9 @@ def fitted(options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: P
 
 
 def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
-    """Return the SHA-256 of `model.gene_vectors`, or None. Raises ConfigError if the vectors come from nowhere."""
+    """Return the SHA-256 of `model.gene_vectors`, or None. Raises ConfigError if the vectors come
+    from nowhere.
+    """
     path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
     if path is None:
         if dim is not None and init_from is None:
@@ -118,8 +131,12 @@ def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
     return sha256_file(Path(path))
 
 
-def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int) -> None:
-    """Raise ConfigError for a column with a single level, a label that few cells share, or a named level of no cell."""
+def check_levels(
+    options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int
+) -> None:
+    """Raise ConfigError for a column with a single level, a label that few cells share, or a named
+    level of no cell.
+    """
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by
         n = len(levels[name]) - (is_label and MISSING in levels[name])
@@ -133,7 +150,9 @@ def check_levels(options: TrainOptions, levels: Mapping[str, Sequence[str]], tra
                 f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
                 "their value; choose a column of labels"
             )
-        empty = [level for level in levels[name] if level != MISSING and NO_COLUMNS.means_no_label(level)]
+        empty = [
+            level for level in levels[name] if level != MISSING and NO_COLUMNS.means_no_label(level)
+        ]
         if is_label and empty:
             print(
                 f"warning: {option} {name}: {', '.join(map(repr, empty))} of {n:,} classes may mean no label; name "
@@ -162,6 +181,9 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"
     config = read_model_config(path)
-    theirs = {key: check_options(contract, config[key], f"{path}: {key}") for key, contract in INHERITED.items()}
+    theirs = {
+        key: check_options(contract, config[key], f"{path}: {key}")
+        for key, contract in INHERITED.items()
+    }
     for message in unequal_options(theirs, vars(options), init_from).values():
         raise ConfigError(message)

@@ -1,4 +1,5 @@
-"""Planned memory of a training process by part, idle time of its pipeline schedule, and bytes it sends per step.
+"""Planned memory of a training process by part, idle time of its pipeline schedule, and bytes it
+sends per step.
 
 Memory: weights, gradients and the optimizer's state are float32 in every precision. A step peaks either when its
 backward pass begins, with all activations, or when it ends, with all gradients; the larger one counts. The framework's
@@ -35,7 +36,8 @@ class Counts(NamedTuple):
     last: int  # 1 with the part after the blocks
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    outside: int  # parameters outside the blocks; tied ones are in both the first and the last stage
+    # parameters outside the blocks; tied ones are in both the first and the last stage
+    outside: int
     outside_trained: int
 
 
@@ -53,7 +55,10 @@ class Stage:
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""
-        begin, finish = self.size.begin.activations_per_token, self.size.finish.activations_per_token
+        begin, finish = (
+            self.size.begin.activations_per_token,
+            self.size.finish.activations_per_token,
+        )
         return self.blocks * per_block + (self.first * begin + self.last * finish)
 
 
@@ -77,12 +82,19 @@ class PlannedModel:
         local_world: int,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Measure the model of a run on `world` processes. Raises ConfigError if they do not fit the layout."""
+        """Measure the model of a run on `world` processes. Raises ConfigError if they do not fit
+        the layout.
+        """
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
         size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
-        states, keeps_average = options.train.optimizer.states_per_parameter, options.train.ema_decay is not None
-        return cls(size, parallel, layout(parallel, world, local_world), local_world, keeps_average, states)
+        states, keeps_average = (
+            options.train.optimizer.states_per_parameter,
+            options.train.ema_decay is not None,
+        )
+        return cls(
+            size, parallel, layout(parallel, world, local_world), local_world, keeps_average, states
+        )
 
     @property
     def element_bytes(self) -> int:
@@ -104,7 +116,12 @@ class PlannedModel:
         """Stages of pipeline rank `rank`, in the order of `stages_of`."""
         number = self.parallel.stages
         return [
-            Stage(self.size, len(blocks_of(stage, number, self.size.blocks)), stage == 0, stage == number - 1)
+            Stage(
+                self.size,
+                len(blocks_of(stage, number, self.size.blocks)),
+                stage == 0,
+                stage == number - 1,
+            )
             for stage in stages_of(rank, self.parallel)
         ]
 
@@ -114,14 +131,22 @@ class PlannedModel:
         blocks = sum(stage.blocks for stage in stages)
         first, last = sum(stage.first for stage in stages), sum(stage.last for stage in stages)
         tied = self.parallel.stages == 1  # one stage has tied parameters once
-        outside = first * size.begin.parameters + last * size.finish.parameters - tied * size.tied.parameters
+        outside = (
+            first * size.begin.parameters
+            + last * size.finish.parameters
+            - tied * size.tied.parameters
+        )
         trained = first * size.begin.trained + last * size.finish.trained - tied * size.tied.trained
         every = blocks * size.block.parameters + outside
-        return Counts(blocks, first, last, every, blocks * size.block.trained + trained, outside, trained)
+        return Counts(
+            blocks, first, last, every, blocks * size.block.trained + trained, outside, trained
+        )
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Maximum number of micro-batches whose activations pipeline rank `rank` holds, summed over its stages."""
+    """Maximum number of micro-batches whose activations pipeline rank `rank` holds, summed over its
+    stages.
+    """
     pp = parallel.pp
     in_flight = {
         "GPipe": micro_batches * parallel.stages // pp,
@@ -138,11 +163,14 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
 def idle_frac(parallel: Parallel, micro_batches: int) -> float:
     """Fraction of a step in which a pipeline rank waits for others; 0 without a pipeline."""
     stages_per_rank = parallel.stages // parallel.pp
-    lost = (parallel.pp - 1) * {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}.get(parallel.schedule, 1)
+    lost = (parallel.pp - 1) * {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}.get(
+        parallel.schedule, 1
+    )
     return lost / (3 * micro_batches * stages_per_rank + lost)
 
 
-AUTOCAST_ACTIVATION = 2.5  # bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
+# bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
+AUTOCAST_ACTIVATION = 2.5
 
 
 @dataclass(frozen=True)
@@ -150,13 +178,15 @@ class Memory:
     """Peak bytes of one process."""
 
     parameters: int = 0  # this rank's shard, and all buffers
-    gradients: int = 0  # this rank's shard, those accumulated over micro-batches, and those being computed
+    # this rank's shard, those accumulated over micro-batches, and those being computed
+    gradients: int = 0
     optimizer: int = 0  # its state, such as both moments of AdamW
     average: int = 0  # of the trained weights, with train.ema_decay
     gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
     communication: int = 0  # gradients in a reduce-scatter
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
-    activations: int = 0  # kept for the backward pass, and the workspace of one block's backward pass
+    # kept for the backward pass, and the workspace of one block's backward pass
+    activations: int = 0
     logits: int = 0  # logits and their gradient, and the table's gradient of a chunked loss
 
     @property
@@ -165,15 +195,19 @@ class Memory:
 
 
 def host_bytes(model: PlannedModel) -> tuple[int, int]:
-    """Return pinned host memory of one process: for `parallel.cpu_offload` weights, gradients, their state and average,
-    and, beside a GPU, for the copy of a checkpoint weights, their state and average.
+    """Return pinned host memory of one process: for `parallel.cpu_offload` weights, gradients,
+    their state and average, and, beside a GPU, for the copy of a checkpoint weights, their state
+    and average.
     """
     offload, staged = model.parallel.cpu_offload, model.states + model.keeps_average
     offloaded = 1 + model.states + (model.keeps_average and offload == "full")
 
     def copies(number: int) -> int:
         """Bytes of this rank's weights and of `number` further tensors of each trained one."""
-        elements = max(own.parameters + number * own.trained for own in map(model.counts, range(model.layout.pp)))
+        elements = max(
+            own.parameters + number * own.trained
+            for own in map(model.counts, range(model.layout.pp))
+        )
         return FLOAT32 * -(-elements // model.shards)
 
     return copies(offloaded) if offload else 0, copies(staged)
@@ -182,10 +216,13 @@ def host_bytes(model: PlannedModel) -> tuple[int, int]:
 def peak_memory(
     model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
 ) -> Memory:
-    """Return the memory of the pipeline rank that needs most, or of one of `ranks`, with `micro_batches` of at most
-    `micro_tokens` tokens."""
+    """Return the memory of the pipeline rank that needs most, or of one of `ranks`, with
+    `micro_batches` of at most `micro_tokens` tokens.
+    """
     every = range(model.layout.pp) if ranks is None else ranks
-    moments = (memory for rank in every for memory in _moments(model, rank, micro_tokens, micro_batches))
+    moments = (
+        memory for rank in every for memory in _moments(model, rank, micro_tokens, micro_batches)
+    )
     return max(moments, key=lambda memory: memory.total)
 
 
@@ -194,42 +231,70 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
     size, parallel, own = model.size, model.parallel, model.counts(rank)
     block, element, offload = size.block, model.element_bytes, parallel.cpu_offload
     trained_shard = -(-own.trained // model.shards)
-    received = (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
+    received = (
+        (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
+    )
     constant = {
-        "parameters": FLOAT32 * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
+        "parameters": FLOAT32
+        * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
         "optimizer": 0 if offload else model.states * FLOAT32 * trained_shard,
         "average": FLOAT32 * trained_shard if model.keeps_average and offload != "full" else 0,
         "pipeline": round(element * received) if parallel.pp > 1 else 0,
     }
-    activation = AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element
-    first_blocks = block.activations_per_token + size.begin.activations_per_token + size.working_per_token
+    activation = (
+        AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element
+    )
+    first_blocks = (
+        block.activations_per_token + size.begin.activations_per_token + size.working_per_token
+    )
     begun = constant | {
         "activations": round(activation * _kept_per_token(model, rank, micro_batches) * tokens),
-        "logits": round(FLOAT32 * size.workspace_of(tokens)) if own.last else 0,  # float32 in every precision
+        # float32 in every precision
+        "logits": round(FLOAT32 * size.workspace_of(tokens)) if own.last else 0,
     }
     ended = constant | {"activations": round(activation * first_blocks * tokens)}
     if not model.is_sharded:
-        gathered = 2 * own.parameters if parallel.half_precision else 0  # autocast keeps its casts until the backward
-        # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients are beside them
+        # autocast keeps its casts until the backward
+        gathered = 2 * own.parameters if parallel.half_precision else 0
+        # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients
+        # are beside them
         copies = (model.layout.dp > 1) + (micro_batches > 1)
-        yield Memory(**begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered)
+        yield Memory(
+            **begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered
+        )
         if parallel.pp == 1:
             yield Memory(**ended, gradients=FLOAT32 * own.trained, gathered=gathered)
         return
     shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
     accumulated, sent = 0, 0
-    if micro_batches > 1 and parallel.reduces_each_micro_batch:  # a block is scattered while the shards are kept
-        accumulated, sent = shard_gradients, FLOAT32 * (block.trained + -(-block.trained // model.shards))
+    # a block is scattered while the shards are kept
+    if micro_batches > 1 and parallel.reduces_each_micro_batch:
+        accumulated, sent = (
+            shard_gradients,
+            FLOAT32 * (block.trained + -(-block.trained // model.shards)),
+        )
     elif micro_batches > 1:
         accumulated = FLOAT32 * own.trained
-    prefetched = own.outside + min(2, size.blocks) * block.parameters  # the next block is gathered during one
+    # the next block is gathered during one
+    prefetched = own.outside + min(2, size.blocks) * block.parameters
     gathered = element * (prefetched if parallel.reshards_after_forward else own.parameters)
-    yield Memory(**begun, gradients=accumulated + element * block.trained, gathered=gathered, communication=sent)
+    yield Memory(
+        **begun,
+        gradients=accumulated + element * block.trained,
+        gathered=gathered,
+        communication=sent,
+    )
     if parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
         sent = FLOAT32 * max(block.trained, own.outside_trained)
-        yield Memory(**constant, gradients=accumulated + shard_gradients, gathered=gathered, communication=sent)
+        yield Memory(
+            **constant,
+            gradients=accumulated + shard_gradients,
+            gathered=gathered,
+            communication=sent,
+        )
         return
-    # one module is reduced, in float32, while gradients of the next are computed; the root comes last
+    # one module is reduced, in float32, while gradients of the next are computed; the root comes
+    # last
     yield Memory(
         **ended,
         gradients=shard_gradients + element * (own.outside_trained + block.trained),
@@ -245,9 +310,15 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
 
 
 def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float:
-    """Elements per token at the beginning of a backward pass: kept ones, and the workspace of one block."""
+    """Elements per token at the beginning of a backward pass: kept ones, and the workspace of one
+    block.
+    """
     size, stages = model.size, model.stages(rank)
-    kept_by = {None: size.block.activations_per_token, "selective": size.selective_per_token, "full": size.width}
+    kept_by = {
+        None: size.block.activations_per_token,
+        "selective": size.selective_per_token,
+        "full": size.width,
+    }
     per_block = kept_by[model.parallel.activation_checkpointing]
     passes = [1]
     if model.parallel.pp > 1:
@@ -273,7 +344,8 @@ class Traffic:
     axis: str
     processes: int  # of the group
     in_a_node: int  # those on one node
-    payload_bytes: float  # bytes of the full tensors, before a reduce-scatter or after an all-gather
+    # bytes of the full tensors, before a reduce-scatter or after an all-gather
+    payload_bytes: float
     calls: float
 
     @property
@@ -294,12 +366,21 @@ class Traffic:
 
 
 def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
-    """Return the bytes that a process sends in a step over each kind of link: `intra_node` and `inter_node`."""
-    return {link: sum(getattr(part, f"{link}_bytes") for part in traffic) for link in ("intra_node", "inter_node")}
+    """Return the bytes that a process sends in a step over each kind of link: `intra_node` and
+    `inter_node`.
+    """
+    return {
+        link: sum(getattr(part, f"{link}_bytes") for part in traffic)
+        for link in ("intra_node", "inter_node")
+    }
 
 
-def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: float) -> list[Traffic]:
-    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
+def traffic_of(
+    model: PlannedModel, rank: int, tokens: float, micro_batches: float
+) -> list[Traffic]:
+    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its
+    micro-batches.
+    """
     payloads: dict[tuple[Kind, str], float] = defaultdict(float)
     calls: dict[tuple[Kind, str], float] = defaultdict(float)
     for kind, axis, payload, times in _sent(model, rank, tokens, micro_batches):
@@ -325,15 +406,28 @@ def traffic_of(model: PlannedModel, rank: int, tokens: float, micro_batches: flo
 def _sent(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> Iterator[tuple[Kind, str, float, float]]:
-    """Kind of collective, mesh axis, payload bytes and number of calls: data, tensor, then pipeline parallel."""
-    size, own, parallel, n_bytes = model.size, model.counts(rank), model.parallel, model.element_bytes * tokens
+    """Kind of collective, mesh axis, payload bytes and number of calls: data, tensor, then pipeline
+    parallel.
+    """
+    size, own, parallel, n_bytes = (
+        model.size,
+        model.counts(rank),
+        model.parallel,
+        model.element_bytes * tokens,
+    )
     gradients, root = FLOAT32 * own.trained, int(own.outside > 0)
     if model.is_sharded:
-        # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for a whole step
+        # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all
+        # for a whole step
         passes = 2 if parallel.reshards_after_forward else 1
         gathered = own.outside + (own.parameters - own.outside) * passes
         times = 1 if parallel.pp > 1 else micro_batches
-        yield "all-gather", "dp_shard", model.element_bytes * gathered * times, (root + own.blocks * passes) * times
+        yield (
+            "all-gather",
+            "dp_shard",
+            model.element_bytes * gathered * times,
+            (root + own.blocks * passes) * times,
+        )
         times = micro_batches if parallel.reduces_each_micro_batch else 1
         yield "reduce-scatter", "dp_shard", gradients * times, (root + own.blocks) * times
         yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
@@ -341,21 +435,31 @@ def _sent(
         yield "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
 
     outside = own.first * size.begin.sums_per_token + own.last * size.finish.sums_per_token
-    ends = (own.first and size.begin.sums_per_token > 0) + (own.last and size.finish.sums_per_token > 0)
+    ends = (own.first and size.begin.sums_per_token > 0) + (
+        own.last and size.finish.sums_per_token > 0
+    )
     yield "all-reduce", "tp", n_bytes * outside, ends * micro_batches
     sums, recomputed = size.block.sums_per_token, parallel.activation_checkpointing == "full"
-    # recomputation stops at the last tensor that the backward pass needs, before the block's last reduction
+    # recomputation stops at the last tensor that the backward pass needs, before the block's last
+    # reduction
     payload = n_bytes * own.blocks * (2 * sums + (sums / 2 if recomputed else 0))
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield kind, "tp", payload, own.blocks * (4 + recomputed) * micro_batches
     if parallel.sequence_parallel:  # gradients of the blocks' input, and the blocks' output
         ends = own.first + own.last
         elements = own.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
-        yield "all-gather", "tp", n_bytes * elements, (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches
+        yield (
+            "all-gather",
+            "tp",
+            n_bytes * elements,
+            (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches,
+        )
 
     # activations to the next stage, gradients to the previous one, and gradients of tied parameters
     stages, last = stages_of(rank, parallel), parallel.stages - 1
-    neighbours = [other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    neighbours = [
+        other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last
+    ]
     sent = sum(other not in stages for other in neighbours)
     yield "point to point", "pp", n_bytes * size.width * sent, sent * micro_batches
     if (0 in stages) != (last in stages):

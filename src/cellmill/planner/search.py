@@ -1,8 +1,10 @@
-"""Search for layouts that fit: check a run, find the first change that makes it fit, and rank layouts by speed.
+"""Search for layouts that fit: check a run, find the first change that makes it fit, and rank
+layouts by speed.
 
-A plan that does not fit and a process that ran out of memory get the first change that helps, of one list (`_changes`).
-`plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism, pipelines, and
-recomputation; the rest of the configuration stays. `stream.lanes` is raised where more ranks read cells than there are.
+A plan that does not fit and a process that ran out of memory get the first change that helps, of
+one list (`_changes`). `plan --suggest` tries ddp and the sharding strategies, tp inside a node with
+sequence parallelism, pipelines, and recomputation; the rest of the configuration stays.
+`stream.lanes` is raised where more ranks read cells than there are.
 """
 
 import errno
@@ -39,11 +41,14 @@ from cellmill.planner.work import Cells, detected_genes, measure_work
 FREE_HALVINGS = 2  # of a micro-batch, which cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24
 
-Change = tuple[list[str], PlanOptions, "Hardware"]  # instructions for the user, and the options and hardware after them
+# instructions for the user, and the options and hardware after them
+Change = tuple[list[str], PlanOptions, "Hardware"]
 
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
-    """Return the processes that `machine` gives a run; of a range of nodes the fewest, which need most memory."""
+    """Return the processes that `machine` gives a run; of a range of nodes the fewest, which need
+    most memory.
+    """
     if memory_gb := options.plan.memory_gb or device_named(device).memory_gb:
         whole = round(memory_gb * GB)
     else:
@@ -52,17 +57,27 @@ def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware
     return Hardware(machine.node_counts[0], machine.nproc_per_node, device, whole, usable)
 
 
-def memory_needed(options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None) -> Memory:
-    """Return the memory of the rank that needs the most, optionally with micro-batches of `micro_tokens` tokens."""
+def memory_needed(
+    options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None
+) -> Memory:
+    """Return the memory of the rank that needs the most, optionally with micro-batches of
+    `micro_tokens` tokens.
+    """
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = _with(options, cpu_offload=None)
-    model = PlannedModel.of(options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels)
+    model = PlannedModel.of(
+        options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
+    )
     work = measure_work(options, cells, model.layout)
-    return peak_memory(model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches)
+    return peak_memory(
+        model, work.micro_tokens if micro_tokens is None else micro_tokens, work.most_micro_batches
+    )
 
 
 def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
-    """Return the memory of a run. Raises ConfigError with the first change that makes it fit if it does not."""
+    """Return the memory of a run. Raises ConfigError with the first change that makes it fit if it
+    does not.
+    """
     memory = memory_needed(options, cells, hardware)
     if memory.total <= hardware.usable_bytes:
         return memory
@@ -75,9 +90,13 @@ def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memo
 
 
 def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
-    """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none fits."""
+    """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if
+    none fits.
+    """
     sizes, limit = range(1, MAX_TOKENS + 1), hardware.usable_bytes
-    return bisect_right(sizes, limit, key=lambda tokens: memory_needed(options, cells, hardware, tokens).total)
+    return bisect_right(
+        sizes, limit, key=lambda tokens: memory_needed(options, cells, hardware, tokens).total
+    )
 
 
 def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
@@ -108,17 +127,28 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         yield kept, sharded, hardware
     options = sharded
     parallel, sizes = options.parallel, options.model.tp_sizes().values()
-    common = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *sizes) if sizes else 1
+    common = (
+        math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *sizes) if sizes else 1
+    )
     for tp in (tp for tp in divisors(common) if tp > parallel.tp):
         words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
         yield [*kept, words], _with(options, tp=tp, sequence_parallel=True), hardware
-    most = min(options.model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)  # a block per stage
+    # a block per stage
+    most = min(options.model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
     for pp in (pp for pp in divisors(hardware.world // parallel.tp) if parallel.pp < pp <= most):
         yield [*kept, f"set parallel.pp to {pp}"], _with(options, pp=pp), hardware
-    if hardware.device != "cpu" and options.train.optimizer.offloaded and parallel.cpu_offload != "full":
+    if (
+        hardware.device != "cpu"
+        and options.train.optimizer.offloaded
+        and parallel.cpu_offload != "full"
+    ):
         offloads = [] if parallel.cpu_offload else ["optimizer"]
         for offload in [*offloads, "full"] if hardware.layout(parallel).dp > 1 else offloads:
-            yield [*kept, f"set parallel.cpu_offload to {offload}"], _with(options, cpu_offload=offload), hardware
+            yield (
+                [*kept, f"set parallel.cpu_offload to {offload}"],
+                _with(options, cpu_offload=offload),
+                hardware,
+            )
     for nodes in (hardware.nodes * 2**k for k in range(1, 8)):
         yield [*kept, f"use {nodes} nodes (the profile)"], options, replace(hardware, nodes=nodes)
 
@@ -127,7 +157,9 @@ def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) 
     """Powers of two below the token budget that still hold the largest cell."""
     budget = 1 << (options.train.token_budget - 1).bit_length() - 1
     while budget >= max(1, options.tokens.max_tokens):
-        changed = options.model_copy(update={"train": options.train.model_copy(update={"token_budget": budget})})
+        changed = options.model_copy(
+            update={"train": options.train.model_copy(update={"token_budget": budget})}
+        )
         yield [*kept, f"lower train.token_budget to {budget}"], changed, hardware
         budget //= 2
 
@@ -148,7 +180,8 @@ SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less e
 class Suggestions:
     fitting: list[Cost]  # the best first
     too_large: list[int]  # bytes of the layouts that do not fit
-    refused: Counter[str]  # number of refused layouts by reason; similar reasons count as the first of them
+    # number of refused layouts by reason; similar reasons count as the first of them
+    refused: Counter[str]
 
 
 def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
@@ -159,10 +192,14 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
     examples: dict[str, str] = {}
     for parallel in layouts(options, hardware):
         try:
-            stream = options.stream.model_copy(update={"lanes": _lanes(options, hardware.layout(parallel).dp)})
+            stream = options.stream.model_copy(
+                update={"lanes": _lanes(options, hardware.layout(parallel).dp)}
+            )
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device, known)
-            check_nodes(changed, range(hardware.nodes, hardware.nodes + 1), hardware.nproc_per_node, cells.n)
+            check_nodes(
+                changed, range(hardware.nodes, hardware.nodes + 1), hardware.nproc_per_node, cells.n
+            )
         except ConfigError as error:
             kind = re.sub(r"\d+", "", str(error))
             refused[examples.setdefault(kind, str(error))] += 1
@@ -176,7 +213,9 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
 
 
 def _lanes(options: PlanOptions, dp: int) -> int:
-    """Lanes that `dp` ranks can share, if the batch can be divided by their number; otherwise those of the options."""
+    """Lanes that `dp` ranks can share, if the batch can be divided by their number; otherwise those
+    of the options.
+    """
     lanes = options.stream.lanes
     for number in (lanes, math.lcm(lanes, dp), dp):
         if number % dp == 0 and options.train.global_batch % number == 0:
@@ -185,26 +224,42 @@ def _lanes(options: PlanOptions, dp: int) -> int:
 
 
 def _rank(found: Cost) -> tuple[float, ...]:
-    """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node, axes, memory."""
+    """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node,
+    axes, memory.
+    """
     parallel, sent, hours = found.options.parallel, link_bytes(found.traffic), found.hours
     speed = 0.0 if hours is None else round(math.log(hours) / SIMILAR)
-    return (speed, sent["inter_node"], sent["intra_node"], parallel.tp * parallel.pp, found.memory.total)
+    return (
+        speed,
+        sent["inter_node"],
+        sent["intra_node"],
+        parallel.tp * parallel.pp,
+        found.memory.total,
+    )
 
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, without duplicates that come to the same."""
     kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
-    largest = min(MAX_PIPELINE, *options.model.pp_sizes().values()) if options.model.pp_sizes() else 1
+    largest = (
+        min(MAX_PIPELINE, *options.model.pp_sizes().values()) if options.model.pp_sizes() else 1
+    )
     strategies = [{"strategy": "ddp"}]
-    strategies += [{"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")]
+    strategies += [
+        {"sharding_strategy": name} for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP")
+    ]
     recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
     tensor = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
     sizes_of = [(tp, pp) for tp in tensor for pp in divisors(hardware.world // tp) if pp <= largest]
-    for (tp, pp), schedule, recompute, strategy in product(sizes_of, SCHEDULES, recomputed, strategies):
+    for (tp, pp), schedule, recompute, strategy in product(
+        sizes_of, SCHEDULES, recomputed, strategies
+    ):
         if pp == 1 and schedule != SCHEDULES[0]:
             continue
         axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
-        parallel = Parallel.model_validate(kept | strategy | axes | {"activation_checkpointing": recompute})
+        parallel = Parallel.model_validate(
+            kept | strategy | axes | {"activation_checkpointing": recompute}
+        )
         try:
             sizes = hardware.layout(parallel)
         except ConfigError:
@@ -213,16 +268,26 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
         # pipeline stages keep their weights gathered under every strategy
         keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and sizes.pp == 1
         sharding = (parallel.strategy, keeps_gathered)
-        key = (sizes, sharding if sizes.dp > 1 else None, parallel.schedule, parallel.activation_checkpointing)
+        key = (
+            sizes,
+            sharding if sizes.dp > 1 else None,
+            parallel.schedule,
+            parallel.activation_checkpointing,
+        )
         if key not in seen:
             seen.add(key)
             yield parallel
 
 
 def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str) -> str:
-    """Return the best layouts as lines of text, why others are missing, and the YAML of the best one."""
+    """Return the best layouts as lines of text, why others are missing, and the YAML of the best
+    one.
+    """
     nodes, nproc = machine.node_counts[0], machine.nproc_per_node
-    lines = [f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step", ""]
+    lines = [
+        f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step",
+        "",
+    ]
     head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
     lines += [head if suggestions.fitting else "no layout fits"]
     for found in suggestions.fitting[:SHOWN]:
@@ -240,15 +305,23 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
         lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if suggestions.fitting:
-        lines += ["", "# the best layout, for config.yaml", sections(suggestions.fitting[0].options, options).rstrip()]
+        lines += [
+            "",
+            "# the best layout, for config.yaml",
+            sections(suggestions.fitting[0].options, options).rstrip(),
+        ]
     return "\n".join(lines)
 
 
 def sections(suggested: PlanOptions, options: PlanOptions) -> str:
     defaults = Parallel.model_validate({}).model_dump(mode="json")
-    named = {"strategy", "sharding_strategy"} if suggested.parallel.strategy == "fsdp" else {"strategy"}
+    named = (
+        {"strategy", "sharding_strategy"} if suggested.parallel.strategy == "fsdp" else {"strategy"}
+    )
     chosen = suggested.parallel.model_dump(mode="json").items()
-    tree: dict[str, Any] = {"parallel": {name: v for name, v in chosen if name in named or v != defaults[name]}}
+    tree: dict[str, Any] = {
+        "parallel": {name: v for name, v in chosen if name in named or v != defaults[name]}
+    }
     if suggested.stream.lanes != options.stream.lanes:
         tree["stream"] = {"lanes": suggested.stream.lanes}
     return yaml.safe_dump(tree, sort_keys=False)
@@ -264,7 +337,9 @@ ALLOCATORS = re.compile(  # of torch on a CPU; of pinned host memory, a second c
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for out-of-memory errors of Python, of a device and its libraries, and of torch's CPU allocator."""
+    """True for out-of-memory errors of Python, of a device and its libraries, and of torch's CPU
+    allocator.
+    """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -273,19 +348,34 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return `advice` from a new process, since sizes are measured without a process group; None if that fails."""
-    words = ["-m", "cellmill.planner.search", str(run_json), str(world), str(nproc_per_node), device]
+    """Return `advice` from a new process, since sizes are measured without a process group; None if
+    that fails.
+    """
+    words = [
+        "-m",
+        "cellmill.planner.search",
+        str(run_json),
+        str(world),
+        str(nproc_per_node),
+        device,
+    ]
     try:
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
 
 
 def advice(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """Return the planned memory of a process, and the first change after which it needs a fifth less."""
+    """Return the planned memory of a process, and the first change after which it needs a fifth
+    less.
+    """
     record = read_json(run_json)
-    options = PlanOptions.model_validate({**dict(stored_options(record["options"], "run.json")), "plan": {}})
+    options = PlanOptions.model_validate(
+        {**dict(stored_options(record["options"], "run.json")), "plan": {}}
+    )
     manifest = Manifest.read(Path(record["manifest"]))
     kept, zeros = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes)
     cells = Cells(kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns()))

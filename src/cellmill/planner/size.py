@@ -1,9 +1,11 @@
-"""Measured sizes of a model: it is built on the meta device as one tensor-parallel rank holds it, and run once.
+"""Measured sizes of a model: it is built on the meta device as one tensor-parallel rank holds it,
+and run once.
 
-Parameters, buffers and trained parameters are counted by part; FLOPs come from torch's flop counter, kept activations
-and the workspace of a backward pass from the lifetimes of storages, tensor-parallel traffic from the collectives. So a
-family, objective or fine-tuning method declares no sizes. The batch has random cells from the run's own tokenizer.
-Tensors on the meta device take no memory, and torch's "fake" process group sends nothing.
+Parameters, buffers and trained parameters are counted by part; FLOPs come from torch's flop
+counter, kept activations and the workspace of a backward pass from the lifetimes of storages,
+tensor-parallel traffic from the collectives. So a family, objective or fine-tuning method declares
+no sizes. The batch has random cells from the run's own tokenizer. Tensors on the meta device take
+no memory, and torch's "fake" process group sends nothing.
 """
 
 import gc
@@ -42,26 +44,32 @@ from cellmill.parallel.torch_private import (
 )
 
 FLOAT32 = 4
-SAMPLE_TOKENS = 1 << 14  # of the measured batch: random fractions (masks) are within 1 % of their mean
+# of the measured batch: random fractions (masks) are within 1 % of their mean
+SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # where nothing random is measured
 CELL_TOKENS = 128  # of each measured cell, or fewer
-PER_CELL_FRAC = 0.05  # more FLOPs per token of cells half as long: above it, they are counted by cell
+# more FLOPs per token of cells half as long: above it, they are counted by cell
+PER_CELL_FRAC = 0.05
 PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # of a corpus that is not read: sizes do not depend on values
 META = torch.device("meta")
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
-IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # without a formula of its own in torch's registry
+# without a formula of its own in torch's registry
+IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
 
 
 @dataclass(frozen=True)
 class PartSize:
-    """Sizes of the part before the blocks, of one block, or of the part after them. Elements, not bytes."""
+    """Sizes of the part before the blocks, of one block, or of the part after them. Elements, not
+    bytes.
+    """
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    sums_per_token: float = 0.0  # reduced over tp without sequence parallelism; for a block in each of both passes
+    # reduced over tp without sequence parallelism; for a block in each of both passes
+    sums_per_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ class Flops:
     begin: float  # per token, as those of the next two
     block: float  # one block without its attention
     finish: float
-    block_by_cell: float  # per cell beside those per token: blocks whose rows are cells, heads of the cell embedding
+    # per cell beside those per token: blocks whose rows are cells, heads of the cell embedding
+    block_by_cell: float
     finish_by_cell: float
     pair: float  # one block's attention per (query, key) pair of a cell
 
@@ -104,10 +113,13 @@ class ModelSize:
     buffers: int  # elements of all buffers
     flops: Flops
     width: float  # elements per token that pass from block to block
-    selective_per_token: float  # `block.activations_per_token` with selective activation checkpointing
+    # `block.activations_per_token` with selective activation checkpointing
+    selective_per_token: float
     working_per_token: float  # peak of a block's backward pass above its kept activations
     workspace: tuple[tuple[int, float], ...]
-    """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`), mostly logits."""
+    """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`),
+    mostly logits.
+    """
 
     @property
     def parameters(self) -> int:
@@ -115,7 +127,9 @@ class ModelSize:
         return self.blocks * self.block.parameters + outside
 
     def workspace_of(self, tokens: float) -> float:
-        """Return the peak elements of `finish` above its kept activations, for a micro-batch of `tokens` tokens."""
+        """Return the peak elements of `finish` above its kept activations, for a micro-batch of
+        `tokens` tokens.
+        """
         sizes, elements = zip((0, 0.0), *self.workspace)
         if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
@@ -127,9 +141,14 @@ _measured: dict[tuple[str, int, bool], ModelSize] = {}
 
 
 def measure(
-    spec: ModelSpec, tp: int = 1, sequence_parallel: bool = False, finetune: MethodConfig | None = None
+    spec: ModelSpec,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    finetune: MethodConfig | None = None,
 ) -> ModelSize:
-    """Return a model's sizes on one of `tp` ranks, cached. With tp > 1 there must be no default process group."""
+    """Return a model's sizes on one of `tp` ranks, cached. With tp > 1 there must be no default
+    process group.
+    """
     key = (repr((spec, finetune)), tp, sequence_parallel)
     if key not in _measured:
         with _measuring(spec, finetune, tp) as (spec, method):
@@ -141,18 +160,29 @@ def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     """Return the FLOPs of `measure` on one rank, without the seconds that sizes take."""
     with _measuring(spec, finetune) as (spec, method):
         model = _build(spec, method, one_block=True)
-        blocks = len(list(build(spec, method.transform).get_submodule(model.plan.blocks).children()))
-        return _flops(model, blocks, *(_Passes(model, spec, SAMPLE_TOKENS, halves=halves) for halves in (1, 2)))
+        blocks = len(
+            list(build(spec, method.transform).get_submodule(model.plan.blocks).children())
+        )
+        return _flops(
+            model,
+            blocks,
+            *(_Passes(model, spec, SAMPLE_TOKENS, halves=halves) for halves in (1, 2)),
+        )
 
 
 @contextmanager
-def _measuring(spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1) -> Iterator[tuple[ModelSpec, Method]]:
+def _measuring(
+    spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1
+) -> Iterator[tuple[ModelSpec, Method]]:
     """Yield the model to be measured, with tp > 1 in a process group that sends nothing."""
-    # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates some
+    # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates
+    # some
     collects = gc.isenabled()
     gc.disable()
     if tp > 1:
-        assert not dist.is_initialized(), "sizes under tensor parallelism are measured in a process without a group"
+        assert not dist.is_initialized(), (
+            "sizes under tensor parallelism are measured in a process without a group"
+        )
         dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
         method = load_method(finetune or MethodConfig.model_validate({}))
@@ -167,10 +197,12 @@ def _measuring(spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1) -> I
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # of the tokens of a batch, as the trainer pads it
-    # more is kept alive when DTensor sees an operation and its shapes for the first time, or an import happens inside
+    # more is kept alive when DTensor sees an operation and its shapes for the first time, or an
+    # import happens inside
     _Passes(model, spec, SAMPLE_TOKENS, multiple)
     long, short = (_Passes(model, spec, SAMPLE_TOKENS, multiple, halves) for halves in (1, 2))
-    # reductions are measured without sequence parallelism; the planner derives its collectives from them
+    # reductions are measured without sequence parallelism; the planner derives its collectives from
+    # them
     reduced = long
     if tp > 1:
         reduced = _Passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
@@ -178,8 +210,11 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     checkpoint_activations(selective, selective.plan.blocks, "selective")
     passes = {n: _Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     large, smaller = passes[WORKSPACE_TOKENS[-1]], passes[WORKSPACE_TOKENS[-2]]
-    # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to the workspace
-    kept_by_finish = (large.kept_by_finish - smaller.kept_by_finish) / (large.tokens - smaller.tokens)
+    # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to
+    # the workspace
+    kept_by_finish = (large.kept_by_finish - smaller.kept_by_finish) / (
+        large.tokens - smaller.tokens
+    )
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
     counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
@@ -200,13 +235,17 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         width=long.width,
         selective_per_token=_Passes(selective, spec, SMALL_SAMPLE_TOKENS, multiple).kept_by_block,
         working_per_token=long.working,
-        workspace=tuple((n, max(0.0, each.peak - kept_by_finish * each.tokens)) for n, each in passes.items()),
+        workspace=tuple(
+            (n, max(0.0, each.peak - kept_by_finish * each.tokens)) for n, each in passes.items()
+        ),
     )
 
 
 def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flops:
     def by_token_and_cell(part: str) -> tuple[float, float]:
-        """FLOPs per token, and per cell, from cells of two lengths. A chunked loss has all in its forward pass."""
+        """FLOPs per token, and per cell, from cells of two lengths. A chunked loss has all in its
+        forward pass.
+        """
         flops, more = (getattr(passes, part).flops / passes.tokens for passes in (long, short))
         if more <= (1 + PER_CELL_FRAC) * flops:  # random fractions (masks) differ by less
             return flops, 0.0
@@ -222,13 +261,21 @@ def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flop
     # rows of the global batch take a forward pass of their own, without heads
     passes = PASSES + bool(model.objective.row_widths)
     begin = passes * long.begin.flops / long.tokens
-    return Flops(blocks, begin, passes * block, finish, passes * block_by_cell, finish_by_cell, passes * pair)
+    return Flops(
+        blocks, begin, passes * block, finish, passes * block_by_cell, finish_by_cell, passes * pair
+    )
 
 
 def _build(
-    spec: ModelSpec, method: Method, tp: int = 1, sequence_parallel: bool = False, one_block: bool = False
+    spec: ModelSpec,
+    method: Method,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    one_block: bool = False,
 ) -> Model:
-    """Build the model of one tensor-parallel rank, optionally with the first of its identical blocks alone."""
+    """Build the model of one tensor-parallel rank, optionally with the first of its identical
+    blocks alone.
+    """
     model = build(spec, method.transform)
     if one_block:
         blocks = model.get_submodule(model.plan.blocks)
@@ -244,7 +291,11 @@ def _build(
 
 def _parts(model: Model) -> dict[str, list[int]]:
     """[parameters, trained parameters] of this rank by part of the model."""
-    begin, finish, blocks = set(model.plan.begin), set(model.plan.finish), model.plan.blocks.split(".")[0]
+    begin, finish, blocks = (
+        set(model.plan.begin),
+        set(model.plan.finish),
+        model.plan.blocks.split(".")[0],
+    )
     counts = {part: [0, 0] for part in ("begin", "blocks", "finish", "tied")}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
@@ -266,7 +317,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
-    """Random cells of `cell_tokens` tokens, about `tokens` tokens in total, from the run's own tokenizer."""
+    """Random cells of `cell_tokens` tokens, about `tokens` tokens in total, from the run's own
+    tokenizer.
+    """
     rng = np.random.Generator(np.random.Philox(0))
     cells = max(1, tokens // cell_tokens)
     genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)
@@ -275,12 +328,16 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
     counted = spec.tokens.max_tokens if spec.objective.needs_counts else None
     known = np.array([len(levels) for levels in spec.levels.values()], np.int32)
-    per_cell: dict[str, Any] = {"levels": np.arange(cells, dtype=np.int32)[:, None] % known + 1} if spec.levels else {}
+    per_cell: dict[str, Any] = (
+        {"levels": np.arange(cells, dtype=np.int32)[:, None] % known + 1} if spec.levels else {}
+    )
     if columns := len(spec.objective.columns().numbers):
         per_cell["numbers"] = np.zeros((cells, columns))
     for vectors in filter(None, (getattr(part, "vectors", None) for part in spec.objective.each())):
         per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
-    return tokenized(tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, **per_cell)
+    return tokenized(
+        tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, **per_cell
+    )
 
 
 @dataclass
@@ -304,10 +361,14 @@ class Window:
     def live_bytes(self) -> int:
         """Bytes allocated in the window and alive at its end."""
         born = [storage for storage in self.allocations if self.start <= storage.born < self.end]
-        return sum(storage.n_bytes for storage in born if storage.died is None or storage.died > self.end)
+        return sum(
+            storage.n_bytes for storage in born if storage.died is None or storage.died > self.end
+        )
 
     def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
-        """Peak of live bytes above the start's; storages that stay, with a key in `without`, are left out."""
+        """Peak of live bytes above the start's; storages that stay, with a key in `without`, are
+        left out.
+        """
         changes: Counter[int] = Counter()
         for storage in self.allocations:
             born, died = storage.born, storage.died
@@ -327,7 +388,9 @@ class OperationMeter(TorchDispatchMode):
         super().__init__()
         self.time = 0
         self.allocations: list[Allocation] = []
-        self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._windows: list[Window] = []
 
     @contextmanager
@@ -355,7 +418,9 @@ class OperationMeter(TorchDispatchMode):
             if packet in flop_registry:
                 window.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
             if name in COLLECTIVES:
-                tensors = [item for item in tree_leaves((args, out)) if isinstance(item, torch.Tensor)]
+                tensors = [
+                    item for item in tree_leaves((args, out)) if isinstance(item, torch.Tensor)
+                ]
                 window.reduced_bytes += max(tensor.nbytes for tensor in tensors)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -374,11 +439,15 @@ class OperationMeter(TorchDispatchMode):
 class _Passes:
     """Measurements of a forward and a backward pass of about `tokens` tokens, part by part."""
 
-    def __init__(self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1) -> None:
+    def __init__(
+        self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1
+    ) -> None:
         cell_tokens = max(1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // halves)
         batch = _sample(spec, cell_tokens, tokens)
         self.tokens, self.cells = int(batch.cu_seqlens[-1]), len(batch.cu_seqlens) - 1
-        self.pairs_per_token = float(np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens)
+        self.pairs_per_token = float(
+            np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens
+        )
         view = model.view(to_tensors(batch), seed=0, step=0)
         view = padded(view, -(-len(view.genes) // multiple) * multiple)
         # masks are drawn on the CPU, since their number is a shape
@@ -413,5 +482,9 @@ class _Passes:
 
 def _peak_bytes(model: Model, backward: Window) -> int:
     """Peak of a backward pass without the gradients of parameters."""
-    gradients = (_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
-    return backward.peak_bytes(frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients))
+    gradients = (
+        _local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
+    )
+    return backward.peak_bytes(
+        frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients)
+    )

@@ -1,9 +1,11 @@
-"""Steps, tokens and micro-batches of a run, and the cost (work, memory, disk) of the stages that make a corpus.
+"""Steps, tokens and micro-batches of a run, and the cost (work, memory, disk) of the stages that
+make a corpus.
 
-Steps come from the row offsets of the shards, without reading a cell. Costs were measured once, at commit 92ae630 and
-the change that compressed cells, on an AMD EPYC with 2 busy cores, Python 3.11.7, h5py 3.16.0: 12,000 simulated cells
-of 2,060 genes, shards of 1,024 (benchmarks/README.md). They scale with the number of values; other machines, file
-systems or input formats have others. Reading from the disk is not included.
+Steps come from the row offsets of the shards, without reading a cell. Costs were measured once, at
+commit 92ae630 and the change that compressed cells, on an AMD EPYC with 2 busy cores, Python
+3.11.7, h5py 3.16.0: 12,000 simulated cells of 2,060 genes, shards of 1,024 (benchmarks/README.md).
+They scale with the number of values; other machines, file systems or input formats have others.
+Reading from the disk is not included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,8 @@ from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import cut_batch, cut_evenly
 from cellmill.data.stream.order import epoch_of
 
-# micro-batches are counted in a few steps: shards are preshuffled, so any stretch of cells is like another
+# micro-batches are counted in a few steps: shards are preshuffled, so any stretch of cells is like
+# another
 SAMPLED_BATCHES = 4096  # batches of single ranks
 SAMPLED_STEPS = 64
 SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and take longer
@@ -33,7 +36,8 @@ class Cells:
     n_genes: int  # genes of the vocabulary
     validation: int = 0  # number of validation cells
     number: int | None = None  # number of cells if `lengths` has only some of them
-    levels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the obs columns that the run reads
+    # of the obs columns that the run reads
+    levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -65,7 +69,9 @@ class Work:
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
     """Return (cells,) int64: detected genes of each training cell, in the order of the shards."""
-    return np.concatenate([np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")])
+    return np.concatenate(
+        [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
+    )
 
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
@@ -74,7 +80,14 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1
-    cut = (epoch.most_cells, train.token_budget, sizes.dp, min_microbatches(parallel), parallel.pp, multiple)
+    cut = (
+        epoch.most_cells,
+        train.token_budget,
+        sizes.dp,
+        min_microbatches(parallel),
+        parallel.pp,
+        multiple,
+    )
     micro_batches, micro_tokens, padding = count_micro_batches(cells, *cut)
     if parallel.pp > 1:
         micro_tokens = pipeline_tokens(micro_tokens, multiple)
@@ -84,7 +97,9 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
         cells_per_step=epoch.most_cells,
         cells_seen=epochs * n_cells + int(epoch.lanes_before(rest).sum()),
         validations=-(-steps // train.val_every_steps) if cells.validation else 0,
-        val_cells=cells.validation if train.val_cells is None else min(train.val_cells, cells.validation),
+        val_cells=cells.validation
+        if train.val_cells is None
+        else min(train.val_cells, cells.validation),
         micro_batches_per_step=float(np.mean(micro_batches)),
         most_micro_batches=max(micro_batches),
         micro_tokens=micro_tokens,
@@ -102,11 +117,13 @@ def count_micro_batches(
     microbatch_multiple: int = 1,
     token_multiple: int = 1,
 ) -> tuple[list[int], int, float]:
-    """Count the micro-batches of the first steps, the most that any rank needs, with cells in the order of the shards.
+    """Count the micro-batches of the first steps, the most that any rank needs, with cells in the
+    order of the shards.
 
-    Returns the counts; the tokens of the largest micro-batch: an upper bound for any batch of cells, except in a
-    pipeline (`microbatch_multiple` > 1), which cuts batches evenly; and the tokens that a pipeline adds, per token:
-    all micro-batches of a rank's step become as long as its longest, in one of few lengths (`pipeline_tokens`).
+    Returns the counts; the tokens of the largest micro-batch: an upper bound for any batch of
+    cells, except in a pipeline (`microbatch_multiple` > 1), which cuts batches evenly; and the
+    tokens that a pipeline adds, per token: all micro-batches of a rank's step become as long as its
+    longest, in one of few lengths (`pipeline_tokens`).
     """
     lengths = cells.lengths
     share = -(-min(global_batch, len(lengths)) // world)
@@ -138,7 +155,8 @@ SHARD_BYTES = 1.9e6  # of each file beside its cells: obs of 1,024 cells, var of
 INDEX_BYTES_PER_CELL = 24  # offsets and hashes, beside the manifest
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # of the cells of one shard: genes, counts, and both again in their order
-RSS_BYTES_PER_CELL = 150  # of the corpus in `divide`; estimated for obs of one file in stages that open it
+# of the corpus in `divide`; estimated for obs of one file in stages that open it
+RSS_BYTES_PER_CELL = 150
 OFFSET_BYTES_PER_CELL = 16  # of the corpus in `shard_part`: offsets of rows, and of their chunks
 
 
@@ -155,7 +173,9 @@ class StageCost:
     gigabytes: float  # written and kept
 
 
-def corpus_cost(cells: list[int], genes_per_cell: float, preprocess: Preprocess, shard: Shard) -> list[StageCost]:
+def corpus_cost(
+    cells: list[int], genes_per_cell: float, preprocess: Preprocess, shard: Shard
+) -> list[StageCost]:
     """Costs of the stages of a corpus of datasets with these numbers of cells."""
     total = sum(cells)
     values, largest = total * genes_per_cell, max(cells) * genes_per_cell
@@ -166,13 +186,25 @@ def corpus_cost(cells: list[int], genes_per_cell: float, preprocess: Preprocess,
     obs_mb, plan_mb = (RSS_BYTES_PER_CELL * n / 1e6 for n in (max(cells), total + max(cells)))
     written = values * SHARD_BYTES_PER_VALUE + n_shards * SHARD_BYTES + total * INDEX_BYTES_PER_CELL
 
-    def cost(stage: str, jobs: int, longest: float, cpu: float, mb: float, files: int, n_bytes: float) -> StageCost:
-        return StageCost(stage, jobs, longest, cpu, (RSS_MB[stage] + mb) / 1e3, files, n_bytes / 1e9)
+    def cost(
+        stage: str, jobs: int, longest: float, cpu: float, mb: float, files: int, n_bytes: float
+    ) -> StageCost:
+        return StageCost(
+            stage, jobs, longest, cpu, (RSS_MB[stage] + mb) / 1e3, files, n_bytes / 1e9
+        )
 
     cells_bytes = values * CELL_BYTES_PER_VALUE[preprocess.compression]
     longest = largest * ns["preprocess"] / 3.6e12
     first = [
-        cost("preprocess", len(cells), longest, hours["preprocess"], obs_mb, 2 * len(cells), cells_bytes),
+        cost(
+            "preprocess",
+            len(cells),
+            longest,
+            hours["preprocess"],
+            obs_mb,
+            2 * len(cells),
+            cells_bytes,
+        ),
         cost("vocabulary", 1, hours["vocabulary"], hours["vocabulary"], obs_mb, 1, 2e6),
     ]
     files = n_shards + 7  # manifest.json, and offsets and hashes of each split

@@ -1,8 +1,9 @@
-"""Checks of a profile against SLURM, each one line of a preflight's result: the training's request and every stage's.
+"""Checks of a profile against SLURM, each one line of a preflight's result: the training's request
+and every stage's.
 
-A line is ok, no, or ? for a doubt that does not stop the run. `sbatch --test-only` decides, and queues nothing. Only
-what it accepts and SLURM then never starts is judged here: a partition that is not up, its time limit, too few nodes
-that are up, and GPUs that none of them has.
+A line is ok, no, or ? for a doubt that does not stop the run. `sbatch --test-only` decides, and
+queues nothing. Only what it accepts and SLURM then never starts is judged here: a partition that is
+not up, its time limit, too few nodes that are up, and GPUs that none of them has.
 """
 
 import os
@@ -40,7 +41,9 @@ class Check:
 
     def renamed(self, what: str, machine: str) -> Self:
         """The check as one of a named machine, whose own keys are to change."""
-        remedy = re.sub(r"(set-resources: (?:train|plan(?=: device)))\b", rf"\1.{machine}", self.remedy)
+        remedy = re.sub(
+            r"(set-resources: (?:train|plan(?=: device)))\b", rf"\1.{machine}", self.remedy
+        )
         return replace(self, what=f"{what}, {self.what}", remedy=remedy)
 
 
@@ -55,12 +58,17 @@ def judged(fits: bool, what: str, text: str, remedy: str) -> Check:
 def check_launcher(machine: Machine) -> Check:
     """Check that the launcher finds what it needs on this machine."""
     if machine.launcher == "local":
-        cores, processes = len(os.sched_getaffinity(0)), machine.node_counts[-1] * machine.nproc_per_node
+        cores, processes = (
+            len(os.sched_getaffinity(0)),
+            machine.node_counts[-1] * machine.nproc_per_node,
+        )
         return ok("launcher", f"local: {processes} processes on this machine's {cores} cores")
     if machine.launcher == "slurm":
         if missing := [name for name in NEEDED if shutil.which(name) is None]:
             text = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on PATH"
-            remedy = f"run this on a login node of the cluster, or {TRAIN} launcher: local or allocation"
+            remedy = (
+                f"run this on a login node of the cluster, or {TRAIN} launcher: local or allocation"
+            )
             return no("commands", text, remedy)
         return ok("commands", ", ".join(NEEDED))
     job_id, nodes = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
@@ -70,10 +78,17 @@ def check_launcher(machine: Machine) -> Check:
     if shutil.which("srun") is None:
         return no("launcher", "allocation: srun is not on PATH", f"{TRAIN} launcher: local")
     result = f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}"
-    return judged(nodes >= machine.node_counts[0], "launcher", result, f"{TRAIN} nodes: {nodes}, or a larger job")
+    return judged(
+        nodes >= machine.node_counts[0],
+        "launcher",
+        result,
+        f"{TRAIN} nodes: {nodes}, or a larger job",
+    )
 
 
-def check_slurm(ask: Callable[[], SlurmFacts], check: Callable[[SlurmFacts], Iterator[Check]]) -> Iterator[Check]:
+def check_slurm(
+    ask: Callable[[], SlurmFacts], check: Callable[[SlurmFacts], Iterator[Check]]
+) -> Iterator[Check]:
     """The checks that need SLURM's answers; one doubt without them."""
     try:
         facts = ask()
@@ -86,14 +101,19 @@ def check_slurm(ask: Callable[[], SlurmFacts], check: Callable[[SlurmFacts], Ite
 def check_training(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
     """Checks of a training's job."""
     if facts.no_accounting:
-        yield doubt("accounting", f"none ({facts.no_accounting}): the cost of a run is computed from its own files")
+        yield doubt(
+            "accounting",
+            f"none ({facts.no_accounting}): the cost of a run is computed from its own files",
+        )
     else:
         yield ok("accounting", "sacct answers")
     yield from check_request(machine, facts)
 
 
 def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
-    """Checks of the first requested partition that fits (if none does, of the first), then what sbatch says."""
+    """Checks of the first requested partition that fits (if none does, of the first), then what
+    sbatch says.
+    """
     known = facts.partitions
     requested = machine.slurm_partition.split(",") if machine.slurm_partition else []
     requested = requested or [name for name, partition in known.items() if partition.default]
@@ -129,9 +149,16 @@ def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) 
     yield ok("partition", f"{name} is up")
     limit, source = facts.limit(partition, machine.slurm_account, machine.qos)
     text = f"{source} allows {'any time' if limit is None else f'{limit} min'}, requested: {machine.runtime}"
-    yield judged(limit is None or machine.runtime <= limit, "time limit", text, f"{TRAIN} runtime: {limit}")
+    yield judged(
+        limit is None or machine.runtime <= limit, "time limit", text, f"{TRAIN} runtime: {limit}"
+    )
     text = f"{len(up)} of the {len(partition.nodes)} nodes of {name} are up, requested: {machine.nodes}"
-    yield judged(len(up) >= fewest, "nodes", text, f"{TRAIN} nodes: {len(up) or 1}, or another slurm_partition")
+    yield judged(
+        len(up) >= fewest,
+        "nodes",
+        text,
+        f"{TRAIN} nodes: {len(up) or 1}, or another slurm_partition",
+    )
     if len(up) < fewest:
         return
     there = sorted({gpus_text(node.gpus) for node in up if node.gpus})
@@ -145,12 +172,18 @@ def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) 
     elif there:
         of_type, number = min(next(node.gpus for node in up if node.gpus).items())
         remedy = f"{TRAIN} gpus_per_node: {f'{of_type}:' if of_type else ''}{number}, if the runs are to use them"
-        yield doubt("GPUs", f"nodes of {name} have {' and '.join(there)}, but none is requested", remedy)
+        yield doubt(
+            "GPUs", f"nodes of {name} have {' and '.join(there)}, but none is requested", remedy
+        )
 
 
 def _with_gpus(machine: Machine, partition: Partition) -> list[Node]:
     wanted = machine.gpus_by_type.items()
-    return [node for node in partition.up if all(node.gpus_of(kind) >= number for kind, number in wanted)]
+    return [
+        node
+        for node in partition.up
+        if all(node.gpus_of(kind) >= number for kind, number in wanted)
+    ]
 
 
 def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmFacts) -> str:
@@ -175,7 +208,9 @@ def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmF
 
 def gpus_text(gpus: dict[str, int]) -> str:
     """GPUs of a node: 4 x a100, 1 x h100."""
-    return ", ".join(f"{number} x {kind}" if kind else str(number) for kind, number in sorted(gpus.items()))
+    return ", ".join(
+        f"{number} x {kind}" if kind else str(number) for kind, number in sorted(gpus.items())
+    )
 
 
 def request_text(machine: Machine) -> str:
@@ -197,7 +232,10 @@ ON_A_GPU = ("embed", "embed_external", "predict", "knock_out", "evaluate", "pred
 DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
     "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
-    **{stage: {"mem_mb": (16000, 12), "runtime": (240, 120)} for stage in ("divide", "shard_part", "shard")},
+    **{
+        stage: {"mem_mb": (16000, 12), "runtime": (240, 120)}
+        for stage in ("divide", "shard_part", "shard")
+    },
     "import": {"mem_mb": (8000, None), "runtime": (60, None)},
     "teach": {"mem_mb": (8000, 1), "runtime": (60, 300)},
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
@@ -205,20 +243,26 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
     "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
 }
-"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input and the MB of input
-that add 1 to it, both times the attempt. default-resources lie under it, set-resources over."""
+"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input
+and the MB of input that add 1 to it, both times the attempt. default-resources lie under it,
+set-resources over.
+"""
 THREADS = dict.fromkeys((*ON_A_GPU, "zoo"), 4)  # CPU cores of rules that declare more than one
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 
 class NoInput(list[str]):
-    """Input files of a job that are not known: resources that grow with their size are those of the smallest job."""
+    """Input files of a job that are not known: resources that grow with their size are those of the
+    smallest job.
+    """
 
     size_mb = 0
 
 
 def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) -> Iterator[Check]:
-    """A line for each stage but the unused: that its job fits in every attempt, or the first reason why not."""
+    """A line for each stage but the unused: that its job fits in every attempt, or the first reason
+    why not.
+    """
     attempts = range(1, 2 + int(profile.options.get("retries") or 0))
     for stage in (stage for stage in DECLARED if stage not in unused):
         what = f"stage {stage}"
@@ -235,7 +279,9 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
             if found := _problem(machine, facts):
                 attempt, problem = earlier, found
                 break
-        keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace("gpus_per_node", "gpu")
+        keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace(
+            "gpus_per_node", "gpu"
+        )
         if attempt == 1:
             yield replace(problem, what=f"{what}, {problem.what}", remedy=keys)
         else:
@@ -245,12 +291,16 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
 def _problem(machine: Machine, facts: SlurmFacts) -> Check | None:
     """The first reason why a stage's job may never start."""
     checks = check_request(machine, facts)
-    return next((one for one in checks if one.verdict == "no" or (one.what, one.verdict) == ("start", "?")), None)
+    return next(
+        (one for one in checks if one.verdict == "no" or (one.what, one.verdict) == ("start", "?")),
+        None,
+    )
 
 
 def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
-    """The request of a stage's job, as the executor plugin makes it. Raises ConfigError naming a value that is wrong.
-    What depends on the input files is unknown here, and left out."""
+    """The request of a stage's job, as the executor plugin makes it. Raises ConfigError naming a
+    value that is wrong. What depends on the input files is unknown here, and left out.
+    """
     options, path = profile.options, profile.path
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
     known = {"attempt": attempt, "threads": THREADS.get(stage, 1) if given is None else given.value}
@@ -260,7 +310,9 @@ def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     resources |= _evaluated([entry.removeprefix(f"{stage}:") for entry in own], known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}
     if number := resources.get("gpu"):
-        machine["gpus_per_node"] = ":".join(filter(None, (str(resources.get("gpu_model") or ""), str(number))))
+        machine["gpus_per_node"] = ":".join(
+            filter(None, (str(resources.get("gpu_model") or ""), str(number)))
+        )
     if qos := options.get("slurm-qos"):
         machine["qos"] = qos
     machine |= {

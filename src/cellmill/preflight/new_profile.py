@@ -1,4 +1,5 @@
-"""A new profile in one file: the choice of partitions, its values with a reason for each, and its text.
+"""A new profile in one file: the choice of partitions, its values with a reason for each, and its
+text.
 
 The template is the same for the profiles of this repository and those of `cellmill profiles new`.
 """
@@ -21,7 +22,8 @@ from cellmill.preflight.profile import assigned, evaluate
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 DAY_MIN = 1440
-_SLICE = re.compile(r"\d+g\.\d+gb")  # a part of a GPU (MIG); processes on several cannot form one training
+# a part of a GPU (MIG); processes on several cannot form one training
+_SLICE = re.compile(r"\d+g\.\d+gb")
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,17 @@ class Offer:
             "most GPUs per node": self.gpus,
             "without GPUs": int(not any(node.gpus for node in self.nodes)),
             "the default": int(self.partition.default),
-            "fastest GPUs": int(DEVICES[known_device(self.kind) or "cpu"].bf16_flops or 0),  # 0 for an unknown type
+            # 0 for an unknown type
+            "fastest GPUs": int(DEVICES[known_device(self.kind) or "cpu"].bf16_flops or 0),
             "longest time limit": _limit(self.partition),
             "most nodes": len(self.nodes),
         }
 
 
 def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
-    """The best offer and the reason. Raises UserError if there is no such partition, or not as much of it."""
+    """The best offer and the reason. Raises UserError if there is no such partition, or not as much
+    of it.
+    """
     among = facts.usable()
     if name := request.partition:
         if name not in facts.partitions:
@@ -77,10 +82,20 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
         offers = [offer for offer in offers if offer.gpus]
     if not offers:
         wish = f"--partition {name} " if name else ""
-        wish += f"--nodes {request.nodes or 1}" + ("" if request.gpus is None else f" --gpus {request.gpus}")
-        there = "; ".join(sorted(f"{partition.name}: {_contents(partition)}" for partition in among))
+        wish += f"--nodes {request.nodes or 1}" + (
+            "" if request.gpus is None else f" --gpus {request.gpus}"
+        )
+        there = "; ".join(
+            sorted(f"{partition.name}: {_contents(partition)}" for partition in among)
+        )
         raise UserError(f"{wish}: expected at most what is up, which is {there or 'nothing'}")
-    offers.sort(key=lambda offer: ([-value for value in offer.merits.values()], offer.partition.name, offer.kind))
+    offers.sort(
+        key=lambda offer: (
+            [-value for value in offer.merits.values()],
+            offer.partition.name,
+            offer.kind,
+        )
+    )
     best = offers[0]
     others = [offer for offer in offers if offer.partition.name != best.partition.name]
     if name:
@@ -88,9 +103,14 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
     if not others:
         return best, f"the only one {'with GPUs' if best.gpus else 'that is up'} (scontrol)"
     pairs = zip(best.merits.items(), others[0].merits.values())
-    reason = next((merit for (merit, value), next_best in pairs if value != next_best), "the first by name")
+    reason = next(
+        (merit for (merit, value), next_best in pairs if value != next_best), "the first by name"
+    )
     names = ", ".join(dict.fromkeys(offer.partition.name for offer in others))
-    return best, f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names} (scontrol)"
+    return (
+        best,
+        f"{reason} of those {'with GPUs' if best.gpus else 'that are up'}; also {names} (scontrol)",
+    )
 
 
 def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition, str]:
@@ -100,7 +120,9 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> tuple[Partition
     mixed = [partition for partition in usable if not all(node.gpus for node in partition.up)]
     if not mixed:  # the default is where the site wants jobs that request nothing
         default = next((partition for partition in usable if partition.default), None)
-        where = f"{'as train' if default is None else 'the default'}: all nodes that are up have GPUs"
+        where = (
+            f"{'as train' if default is None else 'the default'}: all nodes that are up have GPUs"
+        )
         return default or training, f"{where} (scontrol)"
     best = min(without or mixed, key=lambda p: (not p.default, -_limit(p), -len(p.up), p.name))
     reason = "without GPUs" if without else "has nodes without GPUs"
@@ -120,7 +142,9 @@ def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
         most = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)[number - 1]
         gpus = request.gpus or (min(1, most) if _SLICE.search(kind) else most)
         if 0 < gpus <= most:
-            yield Offer(partition, [node for node in nodes if node.gpus.get(kind, 0) >= gpus], gpus, kind)
+            yield Offer(
+                partition, [node for node in nodes if node.gpus.get(kind, 0) >= gpus], gpus, kind
+            )
 
 
 def _limit(partition: Partition) -> int:
@@ -131,7 +155,10 @@ def _limit(partition: Partition) -> int:
 def _contents(partition: Partition) -> str:
     """Nodes of a partition that are up, by their GPUs."""
     kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in partition.up)
-    listed = ", ".join(f"{number} {'node' if number == 1 else 'nodes'} with {kind}" for kind, number in kinds.items())
+    listed = ", ".join(
+        f"{number} {'node' if number == 1 else 'nodes'} with {kind}"
+        for kind, number in kinds.items()
+    )
     most = partition.max_nodes
     return f"{listed or 'no node that is up'}{f', at most {most} in a job' if most else ''}"
 
@@ -160,9 +187,11 @@ class Site:
     device: str  # of plan
     stages: Place
     vectors: Place  # of the stages ON_A_GPU
-    gpu: Mapping[str, str | int]  # resources of these stages; comments if `vectors` has no partition
+    # resources of these stages; comments if `vectors` has no partition
+    gpu: Mapping[str, str | int]
     status_command: str
-    why: Mapping[str, str] = field(default_factory=dict)  # reason of a value, after the general comment of its key
+    # reason of a value, after the general comment of its key
+    why: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def default_mem_mb(self) -> int:
@@ -171,14 +200,23 @@ class Site:
 
     def threads(self) -> str:
         """CPU cores of stages that can use more than their rules declare."""
-        known = [("preprocess", 2), ("shard", 4), ("shard_part", 4), *((stage, 8) for stage in ON_A_GPU)]
-        return _flow({stage: min(number, self.place(stage).cpus or number) for stage, number in known})
+        known = [
+            ("preprocess", 2),
+            ("shard", 4),
+            ("shard_part", 4),
+            *((stage, 8) for stage in ON_A_GPU),
+        ]
+        return _flow(
+            {stage: min(number, self.place(stage).cpus or number) for stage, number in known}
+        )
 
     def place(self, stage: str) -> Place:
         return self.vectors if stage in ON_A_GPU else self.stages
 
     def resources(self) -> list[str]:
-        """Lines of set-resources, but for train and plan: GPUs, and requests that the partition limits."""
+        """Lines of set-resources, but for train and plan: GPUs, and requests that the partition
+        limits.
+        """
         texts = {}
         for stage, declared in DECLARED.items():
             keys, place = dict(self.gpu if stage in ON_A_GPU else {}), self.place(stage)
@@ -201,7 +239,9 @@ class Site:
 def render(site: Site) -> str:
     """The profile's config.yaml."""
     loader = PackageLoader("cellmill", "preflight")
-    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
 
     def note(name: str, general: str = "") -> str:
         said = "; ".join(filter(None, (general, site.why.get(name))))
@@ -212,13 +252,20 @@ def render(site: Site) -> str:
 
     template = environment.get_template("profile_template.yaml")
     text = template.render(site=site, machine=site.machine, retries=RETRIES, note=note, text=quoted)
-    return re.sub(r"^( *(?:# )?[\w-]+:.*?) # (.*)$", aligned, text.rstrip("\n"), flags=re.MULTILINE) + "\n"
+    return (
+        re.sub(r"^( *(?:# )?[\w-]+:.*?) # (.*)$", aligned, text.rstrip("\n"), flags=re.MULTILINE)
+        + "\n"
+    )
 
 
 def quoted(text: str) -> str:
-    """`text` as YAML in which Snakemake reads a text: in both quotes if it could be Python, as `all` and 2-4 are."""
+    """`text` as YAML in which Snakemake reads a text: in both quotes if it could be Python, as
+    `all` and 2-4 are.
+    """
     inner = _inner(text)
-    plain = re.fullmatch(r"[A-Za-z][\w.,:/-]*", inner) and yaml.safe_load(f"k: {inner}") == {"k": inner}
+    plain = re.fullmatch(r"[A-Za-z][\w.,:/-]*", inner) and yaml.safe_load(f"k: {inner}") == {
+        "k": inner
+    }
     return inner if plain else f'"{inner}"'
 
 
@@ -233,7 +280,9 @@ def _inner(text: str) -> str:
 
 def _flow(keys: Mapping[str, str | int]) -> str:
     """A mapping in one line of YAML."""
-    return str(yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, width=math.inf)).strip()
+    return str(
+        yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, width=math.inf)
+    ).strip()
 
 
 SAVE_WITHIN_S = 300
@@ -274,7 +323,9 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     gpus = ":".join(filter(None, (offer.kind, str(offer.gpus)))) if offer.gpus else ""
     counts = sorted({node.gpus[offer.kind] for node in offer.nodes} if offer.gpus else ())
     why_gpus = f"{'slices cannot form one training; ' if offer.sliced else ''}of {' or '.join(map(str, counts))} on a "
-    why_gpus += f"node (scontrol){f'; {select} supports only --gres (scontrol)' if gres_only else ''}"
+    why_gpus += (
+        f"node (scontrol){f'; {select} supports only --gres (scontrol)' if gres_only else ''}"
+    )
     one_each = "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores"
     chosen: dict[str, tuple[str | int, str]] = {
         "launcher": ("slurm", ""),
@@ -283,8 +334,14 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         "slurm_partition": (offer.partition.name, why_train),
         "slurm_account": (account, why_account),
         "qos": (qos, why_qos),
-        "gres" if gres_only else "gpus_per_node": (f"gpu:{gpus}" if gpus and gres_only else gpus, why_gpus),
-        "runtime": (runtime, f"{'a day; there is no limit' if limit is None else below} of {source}"),
+        "gres" if gres_only else "gpus_per_node": (
+            f"gpu:{gpus}" if gpus and gres_only else gpus,
+            why_gpus,
+        ),
+        "runtime": (
+            runtime,
+            f"{'a day; there is no limit' if limit is None else below} of {source}",
+        ),
         "mem_mb": _memory(offer, shares),
         "cpus_per_task": (
             max(1, int(min(node.cpus * share for node, share in zip(offer.nodes, shares)))),
@@ -313,7 +370,9 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
             "stages_qos": why_stages_qos,
             "growth": "; ".join(limits),
             "device": why_device,
-            "gpu": "this site supports only --gres" if gres_only else "gpu_model is the site's name of it (scontrol)",
+            "gpu": "this site supports only --gres"
+            if gres_only
+            else "gpu_model is the site's name of it (scontrol)",
         },
     )
 
@@ -323,7 +382,8 @@ def _one_gpu(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | int]:
     keys: dict[str, str | int] = {"slurm_partition": _inner(offer.partition.name)}
     if qos:
         keys["qos"] = _inner(qos)
-    kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""  # as the plugin accepts it
+    # as the plugin accepts it
+    kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""
     if gres_only:
         keys["gres"] = _inner(f"gpu:{kind}:1" if kind else "gpu:1")
     else:
@@ -356,13 +416,22 @@ def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reaso
     if len(mine) == 1:
         of_several = f" that partition {partition.name} accepts" if len(facts.accounts) > 1 else ""
         return mine[0], f"your only account{of_several} (sacctmgr)"
-    return "", f"one of {', '.join(mine or sorted(facts.accounts))} (sacctmgr); --account chooses it"
+    return (
+        "",
+        f"one of {', '.join(mine or sorted(facts.accounts))} (sacctmgr); --account chooses it",
+    )
 
 
 def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned:
     """A QOS of this user, if the partition does not accept every one."""
-    both = sorted(facts.qos_of(account) & (partition.qos or set()), key=lambda name: (name != "normal", name))
-    return (both[0], f"one of yours that partition {partition.name} accepts (scontrol)") if both else ("", "")
+    both = sorted(
+        facts.qos_of(account) & (partition.qos or set()), key=lambda name: (name != "normal", name)
+    )
+    return (
+        (both[0], f"one of yours that partition {partition.name} accepts (scontrol)")
+        if both
+        else ("", "")
+    )
 
 
 def _status_command(facts: SlurmFacts) -> Reasoned:
@@ -372,11 +441,16 @@ def _status_command(facts: SlurmFacts) -> Reasoned:
     age = re.match(r"\d+", text)
     early = ", so squeue may forget a job before its end was seen: have it raised"
     advice = early if age is not None and int(age[0]) < LEAST_JOB_AGE_S else ""
-    return "squeue", f"no accounting ({facts.no_accounting}); MinJobAge is {text} (scontrol){advice}"
+    return (
+        "squeue",
+        f"no accounting ({facts.no_accounting}); MinJobAge is {text} (scontrol){advice}",
+    )
 
 
 def _device(offer: Offer) -> Reasoned:
-    """The planner's device for the type of the GPUs, or for a feature of their nodes where the type has no name."""
+    """The planner's device for the type of the GPUs, or for a feature of their nodes where the type
+    has no name.
+    """
     if not offer.gpus:
         return "cpu", ""
     features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))
@@ -385,12 +459,16 @@ def _device(offer: Offer) -> Reasoned:
             slice_ = "; a slice has less memory than it assumes" if offer.sliced else ""
             # such as gpu_40gb beside a100; 40g may be the network's
             named = [feature for feature in features if "gb" in feature.lower() and sizes_of(known)]
-            sized = {known_device(f"{known} {feature}"): f" and feature {feature}" for feature in named}
+            sized = {
+                known_device(f"{known} {feature}"): f" and feature {feature}" for feature in named
+            }
             sized.pop(known, None)
             if len(sized) == 1 and not offer.sliced:
                 ((known, more),) = sized.items()
                 return known, f"{source} {name}{more} of the nodes (scontrol)"
-            assumed = "" if offer.sliced or not assumption(known) else f"; assumed: {assumption(known)}"
+            assumed = (
+                "" if offer.sliced or not assumption(known) else f"; assumed: {assumption(known)}"
+            )
             return known, f"{source} {name} of the nodes (scontrol){slice_}{assumed}"
     called = f"GPU type {offer.kind} (scontrol)" if offer.kind else "GPUs without a type (scontrol)"
     return ASSUMED, f"assumed: the planner does not know {called}; {assumption(ASSUMED)}"

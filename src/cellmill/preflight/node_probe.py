@@ -1,10 +1,12 @@
 """The process that a preflight starts for each process of a training.
 
-The first process of each node writes the node's report (`node-000.json`) before it connects to the others, so that a
-failed connection still leaves a report. Then all processes all-reduce, as gradients are, inside each node and over all.
+The first process of each node writes the node's report (`node-000.json`) before it connects to the
+others, so that a failed connection still leaves a report. Then all processes all-reduce, as
+gradients are, inside each node and over all.
 
-Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): bytes / seconds *
-2 (n - 1) / n for n processes. It is the rate of the slowest link, comparable between any n and with the hardware's.
+Bandwidth is the bus bandwidth of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
+bytes / seconds * 2 (n - 1) / n for n processes. It is the rate of the slowest link, comparable
+between any n and with the hardware's.
 """
 
 import json
@@ -50,7 +52,9 @@ def main(folder: Path) -> None:
         store.set(f"gpus-{node}", str(len(gpu_names())))
     # one backend for all: a node that lacks GPUs must be reported, not waited for
     cuda = all(int(store.get(f"gpus-{other}")) >= local_world for other in range(nodes))
-    device, backend = (torch.device("cuda", local_rank), "nccl") if cuda else (torch.device("cpu"), "gloo")
+    device, backend = (
+        (torch.device("cuda", local_rank), "nccl") if cuda else (torch.device("cpu"), "gloo")
+    )
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -66,25 +70,41 @@ def main(folder: Path) -> None:
     ones = torch.ones(1 << 16, device=device)
     dist.all_reduce(ones)
     if not bool((ones == world).all()):
-        raise RuntimeError(f"an all-reduce of ones over {world} processes gave {ones.min().item():g}")
+        raise RuntimeError(
+            f"an all-reduce of ones over {world} processes gave {ones.min().item():g}"
+        )
     speed = bus_bandwidth(inside, local_world, device, n_bytes)
     before = carried()
     between = bus_bandwidth(None, world, device, n_bytes) if nodes > 1 else None
     if local_rank == 0:
         moved = {name: count - before.get(name, 0) for name, count in carried().items()}
         used = busiest(moved, n_bytes) if between is not None else None
-        store.set(f"node-{node}", json.dumps({"host": node_name(), "inside": speed, "interface": used}))
+        store.set(
+            f"node-{node}", json.dumps({"host": node_name(), "inside": speed, "interface": used})
+        )
     if rank == 0:
         measured = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
-        result: dict[str, Any] = {"backend": backend, "bytes": n_bytes, "nodes": nodes, "nproc_per_node": local_world}
-        result["inside"] = [{"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in measured]
-        result |= {"between": between, "interfaces": {entry["host"]: entry["interface"] for entry in measured}}
+        result: dict[str, Any] = {
+            "backend": backend,
+            "bytes": n_bytes,
+            "nodes": nodes,
+            "nproc_per_node": local_world,
+        }
+        result["inside"] = [
+            {"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in measured
+        ]
+        result |= {
+            "between": between,
+            "interfaces": {entry["host"]: entry["interface"] for entry in measured},
+        }
         write_json(folder / ALLREDUCE, result)
     dist.barrier()  # a process that leaves early would break the others' connections
 
 
 def connect(world: int) -> dist.Store:
-    """The store through which the processes find each other; a single process has no agent that would serve one."""
+    """The store through which the processes find each other; a single process has no agent that
+    would serve one.
+    """
     if world == 1:
         return dist.HashStore()
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
@@ -101,7 +121,9 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
         "cellmill": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda and gpus else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.version.cuda and gpus
+        else None,
         "driver": driver_version(),
         "gpus": gpus,
         "cpus": len(os.sched_getaffinity(0)),
@@ -141,7 +163,10 @@ def gpu_names() -> list[str]:
 
 def links() -> dict[str, int]:
     """Bytes received and sent by each network interface of this process's namespace."""
-    return {name: sent.bytes_sent + sent.bytes_recv for name, sent in psutil.net_io_counters(pernic=True).items()}
+    return {
+        name: sent.bytes_sent + sent.bytes_recv
+        for name, sent in psutil.net_io_counters(pernic=True).items()
+    }
 
 
 def carried() -> dict[str, int]:
@@ -151,13 +176,16 @@ def carried() -> dict[str, int]:
         if counter.name in ("port_xmit_data", "port_rcv_data"):
             device = counter.parts[-5]
             with suppress(OSError, ValueError):  # a port that is off
-                carried_bytes[device] = carried_bytes.get(device, 0) + 4 * int(counter.read_text())  # words of 4 bytes
+                # words of 4 bytes
+                carried_bytes[device] = carried_bytes.get(device, 0) + 4 * int(counter.read_text())
     return carried_bytes
 
 
 def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
-    """The device that carried most of an all-reduce of `n_bytes` between nodes; None if the counters show none. The
-    loopback interface carries the traffic inside a node, so it counts only if no other device did."""
+    """The device that carried most of an all-reduce of `n_bytes` between nodes; None if the
+    counters show none. The loopback interface carries the traffic inside a node, so it counts only
+    if no other device did.
+    """
     for names in (moved.keys() - {"lo"}, moved.keys()):
         most = max(sorted(names), key=lambda name: moved[name], default=None)
         if most is not None and moved[most] >= n_bytes:
@@ -165,9 +193,12 @@ def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
     return None
 
 
-def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int) -> float | None:
-    """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes); None for one process.
-    Collective over the group. The time is the slowest process's."""
+def bus_bandwidth(
+    group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int
+) -> float | None:
+    """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes);
+    None for one process. Collective over the group. The time is the slowest process's.
+    """
     if size == 1:
         return None
     values = torch.zeros(n_bytes // 4, device=device)
@@ -184,7 +215,9 @@ def bus_bandwidth(group: dist.ProcessGroup | None, size: int, device: torch.devi
 
 
 def bus_gb_per_s(n_bytes: int, seconds: float, size: int) -> float:
-    """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes` (nccl-tests, doc/PERFORMANCE.md)."""
+    """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes` (nccl-tests,
+    doc/PERFORMANCE.md).
+    """
     return n_bytes / seconds * 2 * (size - 1) / size / 1e9
 
 

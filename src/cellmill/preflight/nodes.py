@@ -1,8 +1,9 @@
-"""Checks that need the nodes: one short job by the launcher of a training, and verdicts on the reports it leaves.
+"""Checks that need the nodes: one short job by the launcher of a training, and verdicts on the
+reports it leaves.
 
-torchrun starts `preflight/node_probe.py` on the nodes. Every node reads a file that this machine wrote and leaves a
-report (`node_probe.facts`) that this machine reads, so the folder is shared both ways. Verdicts cover how the job
-ended, shared folder, versions, GPUs, clocks and network.
+torchrun starts `preflight/node_probe.py` on the nodes. Every node reads a file that this machine
+wrote and leaves a report (`node_probe.facts`) that this machine reads, so the folder is shared both
+ways. Verdicts cover how the job ended, shared folder, versions, GPUs, clocks and network.
 """
 
 import re
@@ -40,35 +41,55 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     job = f"job {end.job_id}" if end.job_id else "its processes"
     where, log = f" on {end.nodes}" if end.nodes else "", f" (log: {end.log})" if end.log else ""
     if complete:
-        return ok("job", f"{job} ran{where}" + (f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""))
+        return ok(
+            "job",
+            f"{job} ran{where}"
+            + (f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""),
+        )
     silent = [name for name in expand(end.nodes) if name not in hosts]
     if end.lost is not None or (silent and hosts):
         problem = "left nothing here"
         if end.lost is not None:
             tasks, reason = end.lost
             problem, silent = f"could not start: {reason}", [tasks]  # the name of a node, or
-            if re.fullmatch(r"[\d,-]+", tasks):  # numbers: one task on each node, in the nodes' order
+            # numbers: one task on each node, in the nodes' order
+            if re.fullmatch(r"[\d,-]+", tasks):
                 nodes = dict(enumerate(expand(end.nodes)))
-                silent = [nodes.get(int(number), f"task {number}") for number in expand(f"[{tasks}]")]
+                silent = [
+                    nodes.get(int(number), f"task {number}") for number in expand(f"[{tasks}]")
+                ]
         names = ",".join(silent)
-        remedy = f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
+        remedy = (
+            f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
+        )
         return no("shared folder", f"{names} {problem}{log}", remedy)
     if end.error:
-        # on this machine there is no module, container or choice of network that a profile could have wrong
+        # on this machine there is no module, container or choice of network that a profile could
+        # have wrong
         remedy = f"{TRAIN} interface, modules or container may be wrong" if end.job_id else ""
         return no("job", f"{end.error}{log}", remedy)
     ended = f"{job} ended with {end.state}{where} before"
     if hosts:
         remedy = f"{TRAIN} interface: one that connects the nodes" if end.job_id else ""
         return no("job", f"{ended} its processes had connected{log}", remedy)
-    lines = end.log.read_text(encoding="utf-8", errors="replace").split("\n") if end.log and end.log.exists() else []
+    lines = (
+        end.log.read_text(encoding="utf-8", errors="replace").split("\n")
+        if end.log and end.log.exists()
+        else []
+    )
     last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
-    cluster_remedy = f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
-    remedy = cluster_remedy if end.job_id else "run it in the environment that cellmill is installed in"
+    cluster_remedy = (
+        f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
+    )
+    remedy = (
+        cluster_remedy if end.job_id else "run it in the environment that cellmill is installed in"
+    )
     return no("job", f"{ended} any process reported{last}{log}", remedy)
 
 
-def judge_nodes(machine: Machine, device: str, nodes: list[dict[str, Any]], token: str) -> Iterator[Check]:
+def judge_nodes(
+    machine: Machine, device: str, nodes: list[dict[str, Any]], token: str
+) -> Iterator[Check]:
     """Verdicts on the nodes' reports; `token` is what this machine wrote, `device` the plan's."""
     if blind := [node["host"] for node in nodes if node["token"] != token]:
         yield no(
@@ -101,17 +122,24 @@ def judge_disk(nodes: list[dict[str, Any]]) -> Check:
 
 
 def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> Iterator[Check]:
-    """Verdict on a version: the same on all nodes, and equal to `here` if given; nothing if none has any."""
+    """Verdict on a version: the same on all nodes, and equal to `here` if given; nothing if none
+    has any.
+    """
     label = {"cuda": "CUDA", "nccl": "NCCL"}.get(what, what)
     hosts_of: dict[str | None, list[str]] = defaultdict(list)
     for node in nodes:
         hosts_of[node[what]].append(node["host"])
     if len(hosts_of) > 1:
-        text = "; ".join(f"{version or 'none'} on {', '.join(hosts)}" for version, hosts in hosts_of.items())
+        text = "; ".join(
+            f"{version or 'none'} on {', '.join(hosts)}" for version, hosts in hosts_of.items()
+        )
         odd = min(hosts_of.values(), key=len)
-        yield no(label, text, f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}")
+        yield no(
+            label, text, f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}"
+        )
     elif (only := nodes[0][what]) is not None:
-        # a container may have another patch release of Python: only strings and numbers are handed over
+        # a container may have another patch release of Python: only strings and numbers are handed
+        # over
         digits = 2 if what == "python" else None
         same = here is None or only.split(".")[:digits] == here.split(".")[:digits]
         text = f"{only} on {_names(nodes)}{f', {here} here' if here else ''}"
@@ -134,21 +162,34 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
             remedy = f"{TRAIN} gpus_per_node: {machine.nproc_per_node}, {fewer}or device: cpu"
             return no("GPUs", f"{host} shows {shown} to {machine.nproc_per_node} processes", remedy)
     products = sorted({name for node in nodes for name in node["gpus"]})
-    text = f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"
+    text = (
+        f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"
+    )
     if len(products) > 1:
-        return doubt("GPUs", f"{text}: the slowest sets the pace", f"{TRAIN} constraint or gpus_per_node: one type")
+        return doubt(
+            "GPUs",
+            f"{text}: the slowest sets the pace",
+            f"{TRAIN} constraint or gpus_per_node: one type",
+        )
     product, kind = known_device(products[0]), device.partition("-")[0]
     if kind not in products[0].lower():
-        return doubt("GPUs", f"{text}, but the plan assumes {device}", "set-resources: plan: device")
+        return doubt(
+            "GPUs", f"{text}, but the plan assumes {device}", "set-resources: plan: device"
+        )
     if product in sizes_of(kind) and DEVICES[product].memory_gb != DEVICES[device].memory_gb:
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
-        return doubt("GPUs", f"{text}, but the plan assumes {assumed}", f"set-resources: plan: device: {product}")
+        return doubt(
+            "GPUs",
+            f"{text}, but the plan assumes {assumed}",
+            f"set-resources: plan: device: {product}",
+        )
     return ok("GPUs", text)
 
 
 def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
-    """Verdict on the clocks. A node's clock minus this machine's lies between `low` and `high`: the node read a time of
-    ours before it wrote its own, and we saw its report afterwards."""
+    """Verdict on the clocks. A node's clock minus this machine's lies between `low` and `high`: the
+    node read a time of ours before it wrote its own, and we saw its report afterwards.
+    """
     widest = 0.0
     for node in nodes:
         if node["seen"] is None or node["head_time"] is None:
@@ -164,7 +205,9 @@ def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
     yield ok("clock", f"{_names(nodes)} within {widest:.1f} s of this machine")
 
 
-def judge_allreduce(interface: str, nodes: list[dict[str, Any]], measured: dict[str, Any]) -> Iterator[Check]:
+def judge_allreduce(
+    interface: str, nodes: list[dict[str, Any]], measured: dict[str, Any]
+) -> Iterator[Check]:
     """Verdict on the bus bandwidth inside nodes and between them, and the network that carried it."""
     backend, between = measured["backend"], measured["between"]
     how = f"{measured['bytes'] >> 20} MB by {backend}"
@@ -179,12 +222,16 @@ def judge_allreduce(interface: str, nodes: list[dict[str, Any]], measured: dict[
     if between is None:
         return
     used = sorted({name for name in measured["interfaces"].values() if name})
-    fabric = sorted({name for node in nodes for name in node["interfaces"] if name.startswith(_FABRIC)})
+    fabric = sorted(
+        {name for node in nodes for name in node["interfaces"] if name.startswith(_FABRIC)}
+    )
     over = f" over {', '.join(used)}" if used else ""
     what, text = "all-reduce between nodes", f"{between:.3g} GB/s bus bandwidth{over}, {how}"
     # RDMA devices have names such as mlx5_0: only the node's Ethernet is slow
     if fabric and not interface and any(name.startswith(("eth", "en", "bond")) for name in used):
-        yield doubt(what, f"{text}, though there is {', '.join(fabric)}", f"{TRAIN} interface: {fabric[0]}")
+        yield doubt(
+            what, f"{text}, though there is {', '.join(fabric)}", f"{TRAIN} interface: {fabric[0]}"
+        )
     elif backend == "nccl" and between < SLOW_LINK_GB_S:
         yield doubt(what, f"{text}: slow for GPUs", f"{TRAIN} interface: one of the fast network")
     else:
@@ -203,9 +250,12 @@ SAVE_WITHIN_S = 30
 SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
-def check_job(machine: Machine, device: str, folder: Path, wait_s: float, record: dict[str, Any]) -> Iterator[Check]:
-    """Run the job of a preflight, then judge. `record` gets how the job ran and the nodes' reports. Raises
-    KeyboardInterrupt if a signal ended it."""
+def check_job(
+    machine: Machine, device: str, folder: Path, wait_s: float, record: dict[str, Any]
+) -> Iterator[Check]:
+    """Run the job of a preflight, then judge. `record` gets how the job ran and the nodes' reports.
+    Raises KeyboardInterrupt if a signal ended it.
+    """
     token, seen, over = secrets.token_hex(8), dict[str, float](), threading.Event()
     threads = list[threading.Thread]()
 
@@ -231,32 +281,48 @@ def check_job(machine: Machine, device: str, folder: Path, wait_s: float, record
         return Job(module, arguments, nodes, machine.nproc_per_node, error_file=error)
 
     limits = {"runtime": JOB_MIN, "save_within_s": SAVE_WITHIN_S}
-    short = machine.model_copy(update={key: min(most, getattr(machine, key)) for key, most in limits.items()})
+    short = machine.model_copy(
+        update={key: min(most, getattr(machine, key)) for key, most in limits.items()}
+    )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        with locked(folder, "another preflight of this profile is running ({holder})", wait_s=0) as lock:
+        with locked(
+            folder, "another preflight of this profile is running ({holder})", wait_s=0
+        ) as lock:
             end = run_once(job, short, folder, lock, wait_s)
         if end.state in ("COMPLETED", NOT_LISTED):
             settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
         look(end.path)
     except StillQueued as error:
-        remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
+        remedy = (
+            f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
+        )
         yield no("job", str(error), remedy)
         return
     except UserError as error:
         yield no("job", str(error))
         return
     except OSError as error:
-        yield no("shared folder", f"{error.filename or folder}: {error.strerror}", "work in another")
+        yield no(
+            "shared folder", f"{error.filename or folder}: {error.strerror}", "work in another"
+        )
         return
     finally:
         over.set()
         for thread in threads:
             thread.join()
-    nodes = [read_json(path) | {"seen": seen.get(path.name)} for path in sorted(end.path.glob("node-*.json"))]
+    nodes = [
+        read_json(path) | {"seen": seen.get(path.name)}
+        for path in sorted(end.path.glob("node-*.json"))
+    ]
     allreduce = read_json(end.path / ALLREDUCE) if (end.path / ALLREDUCE).exists() else None
-    record["job"] = {"id": end.job_id, "state": end.state, "nodes": end.nodes, "queued_s": end.queued_s}
+    record["job"] = {
+        "id": end.job_id,
+        "state": end.state,
+        "nodes": end.nodes,
+        "queued_s": end.queued_s,
+    }
     record |= {"nodes": nodes, "allreduce": allreduce}
     yield judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
     if nodes:

@@ -1,14 +1,16 @@
-"""Machines that a snakemake command describes, by its profiles and its own options, read with Snakemake's functions.
+"""Machines that a snakemake command describes, by its profiles and its own options, read with
+Snakemake's functions.
 
 Snakemake lays a profile's `default-resources` under what a rule declares and `set-resources` over it. The rule train
 declares every option of `Machine`, so only `set-resources: train:` changes them. Snakemake evaluates a text as Python
 first: `1-2` becomes -1, and `"'1-2'"` stays as written.
 
-`set-resources: train.NAME:` and `plan.NAME:` are the machine NAME of runs that name it: its keys over those of `train`
-and `plan`. Snakemake ignores them, as rules cannot have such names.
+`set-resources: train.NAME:` and `plan.NAME:` are the machine NAME of runs that name it: its keys
+over those of `train` and `plan`. Snakemake ignores them, as rules cannot have such names.
 
-Options of a command replace a profile's whole entry: `--set-resources train:nodes=2` discards all of the profile's
-`set-resources`. Its values for the rules train and plan become their defaults; `discarded` has the others.
+Options of a command replace a profile's whole entry: `--set-resources train:nodes=2` discards all
+of the profile's `set-resources`. Its values for the rules train and plan become their defaults;
+`discarded` has the others.
 """
 
 import re
@@ -20,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from configargparse import ConfigFileParserException
-from snakemake.cli import get_argument_parser, get_profile_dir, parse_set_resources, parse_set_threads
+from snakemake.cli import (
+    get_argument_parser,
+    get_profile_dir,
+    parse_set_resources,
+    parse_set_threads,
+)
 from snakemake.common import get_appdirs
 from snakemake.exceptions import WorkflowError
 from snakemake.profiles import ProfileConfigFileParser
@@ -34,7 +41,9 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import require_file
 
 Rules = dict[str, dict[str, Any]]
-"""Resources by the entry of set-resources: `train`, `plan`, and `train.NAME` and `plan.NAME` of named machines."""
+"""Resources by the entry of set-resources: `train`, `plan`, and `train.NAME` and `plan.NAME` of
+named machines.
+"""
 _OF_SNAKEMAKE = frozenset({"tmpdir", "disk_mb"})  # every rule has them; no training depends on them
 _OF_A_SITE = ("slurm_partition", "slurm_account", "qos", "constraint", "reservation")
 _DEFAULTS = {name: field.default for name, field in Machine.model_fields.items()}
@@ -48,11 +57,15 @@ class Profile:
     name: str = "profile"
     path: Path = Path("the profile")  # its file
     rules: Rules = field(default_factory=dict)
-    over: Path | None = None  # the file of profiles/default, which Snakemake loads unasked and which wins key by key
-    options: dict[str, Any] = field(default_factory=dict)  # all of Snakemake's in it; mappings are lists of assignments
-    trains: bool = True  # False for a command that starts no training, such as --report, and needs no profile
+    # the file of profiles/default, which Snakemake loads unasked and which wins key by key
+    over: Path | None = None
+    # all of Snakemake's in it; mappings are lists of assignments
+    options: dict[str, Any] = field(default_factory=dict)
+    # False for a command that starts no training, such as --report, and needs no profile
+    trains: bool = True
     discarded: dict[str, Resources] = field(default_factory=dict)
-    """The profile's entries for rules other than train and plan, if the command's own replace them."""
+    """The profile's entries for rules other than train and plan, if the command's own replace them.
+    """
 
     @property
     def train(self) -> dict[str, Any]:
@@ -67,13 +80,17 @@ class Profile:
         return self.rules.get(of_machine(rule, machine), {}) if machine else {}
 
     def machine(self, name: str = "") -> Machine:
-        """The machine of a training, or the one called `name`. Raises ConfigError naming the key that is wrong."""
+        """The machine of a training, or the one called `name`. Raises ConfigError naming the key
+        that is wrong.
+        """
         known = dict.fromkeys(entry.partition(".")[2] for entry in self.rules if "." in entry)
         if name and name not in known:
             here = f"it has none; set-resources: {of_machine('train', name)} adds it"
             hint = did_you_mean(name, known) if known else here
             raise ConfigError(f"no machine {name!r} in {self.path}; {hint}")
-        return check_machine(self.train | self.resources(name, "train"), str(self.path), of_machine("train", name))
+        return check_machine(
+            self.train | self.resources(name, "train"), str(self.path), of_machine("train", name)
+        )
 
     def device(self, name: str = "") -> str:
         """The plan's device, or that of the machine called `name`."""
@@ -82,12 +99,17 @@ class Profile:
     @property
     def unread(self) -> list[str]:
         """Keys of `default-resources` that a training needs too, but that do not reach it."""
-        defaults = {entry.partition("=")[0] for entry in entries_of(self.options, "default-resources", self.path)}
+        defaults = {
+            entry.partition("=")[0]
+            for entry in entries_of(self.options, "default-resources", self.path)
+        }
         return [name for name in _OF_A_SITE if name in defaults - self.train.keys()]
 
 
 def check_machine(resources: dict[str, Any], source: str, rule: str) -> Machine:
-    """The machine that resources of a rule describe. Raises ConfigError naming the key in `source` that is wrong."""
+    """The machine that resources of a rule describe. Raises ConfigError naming the key in `source`
+    that is wrong.
+    """
     options = {key: value for key, value in resources.items() if key not in _OF_SNAKEMAKE}
     machine: Machine = check_options(Machine, options, f"{source}: set-resources: {rule}")
     return machine
@@ -99,7 +121,9 @@ def of_machine(rule: str, name: str) -> str:
 
 
 def find_profile(name: str) -> Path:
-    """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the folders."""
+    """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the
+    folders.
+    """
     here = Path("profiles") / name
     path = snakemake_finds(str(here)) if Path(name).name == name and here.exists() else None
     if path := path or snakemake_finds(name):
@@ -117,13 +141,17 @@ def snakemake_finds(name: str) -> Path | None:
 
 
 def workflow_profile(name: str) -> Path | None:
-    """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles; None without one."""
+    """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles; None
+    without one.
+    """
     paths = (Path(name), Path("profiles") / name)
     return next((snakemake_finds(str(path)) for path in paths if path.exists()), None)
 
 
 def read_profile(name: str) -> Profile:
-    """The profile `name`, or the one at that path. Raises ConfigError naming the file and what is wrong."""
+    """The profile `name`, or the one at that path. Raises ConfigError naming the file and what is
+    wrong.
+    """
     path = find_profile(name)
     options, over = _parse(path), None
     file = workflow_profile("default")
@@ -152,7 +180,9 @@ def _is_ours(rule: str) -> bool:
 
 
 def _either(rules: Rules) -> Rules:
-    """The entries, in which a named machine that sets gres or gpus_per_node does not inherit the other."""
+    """The entries, in which a named machine that sets gres or gpus_per_node does not inherit the
+    other.
+    """
     for entry, resources in rules.items():
         for key, other in _EITHER.items():
             if "." in entry and key in resources:
@@ -175,7 +205,9 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") -> list[str]:
-    """Assignments of an option that is a mapping; of one `rule` if given. Raises ConfigError for another value."""
+    """Assignments of an option that is a mapping; of one `rule` if given. Raises ConfigError for
+    another value.
+    """
     entries = options.get(key) or []
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: {key}: expected a mapping, got {entries!r}")
@@ -188,14 +220,24 @@ def assigned(assignment: str) -> dict[str, Any]:
 
 
 def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
-    """Resources as Snakemake gives them to a rule: `known` has threads, attempt and input if they are not 1, 1 and [].
-    Raises whatever an expression raises."""
-    usual = {"wildcards": {}, "input": [], "attempt": 1, "threads": 1, "rulename": "", "async_run": None}
+    """Resources as Snakemake gives them to a rule: `known` has threads, attempt and input if they
+    are not 1, 1 and []. Raises whatever an expression raises.
+    """
+    usual = {
+        "wildcards": {},
+        "input": [],
+        "attempt": 1,
+        "threads": 1,
+        "rulename": "",
+        "async_run": None,
+    }
     return {name: resource.evaluate(**usual | known).value for name, resource in resources.items()}
 
 
 def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
-    """The resource of an assignment. Raises ConfigError with advice on a value that Snakemake reads differently."""
+    """The resource of an assignment. Raises ConfigError with advice on a value that Snakemake reads
+    differently.
+    """
     key, _, text = assignment.partition("=")
     quotes = f"write \"'{text}'\", in both quotes"
     try:
@@ -208,7 +250,9 @@ def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
         elif key in ("mem", "disk"):
             advice = f"expected a size such as 16000 (MB) or 16G, got {text!r}"
         elif key.endswith(("_mb", "_mib")):
-            advice = "expected a number without quotes, got {!r}; `mem: 16G` takes a unit".format(text.strip("'"))
+            advice = "expected a number without quotes, got {!r}; `mem: 16G` takes a unit".format(
+                text.strip("'")
+            )
         else:
             advice = f"Snakemake reads {text!r} as Python; {quotes}, for a text"
         raise ConfigError(f"{where}: {key}: {advice}") from None
@@ -220,8 +264,8 @@ def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
 def machines_of_command(arguments: Sequence[str]) -> Profile:
     """Machines of a command line (without `snakemake`).
 
-    Of several profiles the last one that sets resources counts, as in Snakemake; what the command sets for train holds
-    for every machine. Raises ConfigError naming the file and what is wrong.
+    Of several profiles the last one that sets resources counts, as in Snakemake; what the command
+    sets for train holds for every machine. Raises ConfigError naming the file and what is wrong.
     """
     options, _ = get_argument_parser().parse_known_args(list(arguments))
     last = options.workflow_profile or "default"
@@ -230,7 +274,11 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
     profiles = [read_profile(str(path)) for path in paths if path is not None]
     profile = next((each for each in reversed(profiles) if each.rules), Profile())
     typed = _either(
-        {entry: evaluate(resources) for entry, resources in (options.set_resources or {}).items() if _is_ours(entry)}
+        {
+            entry: evaluate(resources)
+            for entry, resources in (options.set_resources or {}).items()
+            if _is_ours(entry)
+        }
     )
     train = {key: value for key, value in profile.train.items() if key in _DEFAULTS}
     given, rules = profile.rules | {"train": train}, {}
@@ -239,13 +287,19 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
         hidden = typed.get(rule, {}) if dot else {}
         own = given.get(entry, {}) | typed.get(entry, {})
         rules[entry] = {key: value for key, value in own.items() if key not in hidden}
-    entries = entries_of(profile.options, "set-resources", profile.path) if options.set_resources else []
+    entries = (
+        entries_of(profile.options, "set-resources", profile.path) if options.set_resources else []
+    )
     others = [entry for entry in entries if not _is_ours(entry.partition(":")[0])]
-    return replace(profile, rules=rules, trains=options.report is None, discarded=parse_set_resources(others))
+    return replace(
+        profile, rules=rules, trains=options.report is None, discarded=parse_set_resources(others)
+    )
 
 
 def check_python(executable: str) -> None:
-    """Raise ConfigError if jobs of Snakemake's SLURM plugin cannot start this Python, whose path they do not quote."""
+    """Raise ConfigError if jobs of Snakemake's SLURM plugin cannot start this Python, whose path
+    they do not quote.
+    """
     if shlex.quote(executable) != executable:
         raise ConfigError(
             f"{executable}: a job of a stage cannot start a Python whose path has spaces or quotes; install into "
@@ -264,11 +318,14 @@ def plan_resources(command: Profile) -> dict[str, Any]:
     return {name: values[name] for name in ("nodes", "nproc_per_node", "device")}
 
 
-def train_arguments(command: Profile, name: str, run: RunConfig, resources: Any, elsewhere: bool) -> list[str]:
-    """Flags of `cellmill train` for a run: the rule's resources, and over them the keys of the machine that it names.
+def train_arguments(
+    command: Profile, name: str, run: RunConfig, resources: Any, elsewhere: bool
+) -> list[str]:
+    """Flags of `cellmill train` for a run: the rule's resources, and over them the keys of the
+    machine that it names.
 
-    Raises ConfigError unless the run fits on these processes, or if it would train on this machine although an
-    executor runs stages `elsewhere`.
+    Raises ConfigError unless the run fits on these processes, or if it would train on this machine
+    although an executor runs stages `elsewhere`.
     """
     if resources.launcher == "local" and elsewhere:
         raise ConfigError(
@@ -277,25 +334,43 @@ def train_arguments(command: Profile, name: str, run: RunConfig, resources: Any,
         )
     given = {key: getattr(resources, key) for key in _DEFAULTS}
     machine = _fitting(command, name, run, given | command.resources(run.machine, "train"))
-    return [f"--{key.replace('_', '-')}={value}" for key, value in machine if value != _DEFAULTS[key]]
+    return [
+        f"--{key.replace('_', '-')}={value}" for key, value in machine if value != _DEFAULTS[key]
+    ]
 
 
 def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) -> list[str]:
     """Flags of `cellmill plan`, likewise."""
     own = command.resources(run.machine, "plan")
-    of_train = {key: value for key, value in command.resources(run.machine, "train").items() if key not in command.plan}
-    sizes = {key: (of_train | own).get(key, getattr(resources, key)) for key in ("nodes", "nproc_per_node")}
+    of_train = {
+        key: value
+        for key, value in command.resources(run.machine, "train").items()
+        if key not in command.plan
+    }
+    sizes = {
+        key: (of_train | own).get(key, getattr(resources, key))
+        for key in ("nodes", "nproc_per_node")
+    }
     # plan has no launcher, and takes a range of nodes
     machine = _fitting(command, name, run, sizes | {"launcher": "slurm"})
     device = str(own.get("device", resources.device))
     # of the training; rule plan has a mem_mb of its own
     mem_mb = str(of_train.get("mem_mb", train_resources(command)["mem_mb"]))
-    flags = ("--nodes", machine.nodes, "--nproc-per-node", str(machine.nproc_per_node), "--mem-mb", mem_mb)
+    flags = (
+        "--nodes",
+        machine.nodes,
+        "--nproc-per-node",
+        str(machine.nproc_per_node),
+        "--mem-mb",
+        mem_mb,
+    )
     return [*flags, "--device", device]
 
 
 def _fitting(command: Profile, name: str, run: RunConfig, given: dict[str, Any]) -> Machine:
-    """The machine of the resources `given`. Raises ConfigError unless the run can be laid out on it."""
+    """The machine of the resources `given`. Raises ConfigError unless the run can be laid out on
+    it.
+    """
     try:
         if run.machine and command.trains:
             command.machine(run.machine)

@@ -1,7 +1,8 @@
-"""A SLURM site as SLURM's commands describe it: partitions and nodes, accounts, an estimated start. Queues nothing.
+"""A SLURM site as SLURM's commands describe it: partitions and nodes, accounts, an estimated start.
+Queues nothing.
 
-Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a CommandError;
-nothing is concluded from it.
+Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a
+CommandError; nothing is concluded from it.
 """
 
 import getpass
@@ -19,10 +20,24 @@ from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.jobs import CommandError, ask, call, seconds
 
 _DOWN = {
-    *("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "FUTURE", "MAINT", "MAINTENANCE", "UNKNOWN", "ERROR"),
+    *(
+        "DOWN",
+        "DRAIN",
+        "DRAINED",
+        "DRAINING",
+        "FAIL",
+        "FAILING",
+        "FUTURE",
+        "MAINT",
+        "MAINTENANCE",
+        "UNKNOWN",
+        "ERROR",
+    ),
     *("BLOCKED", "NOT_RESPONDING"),
 }
-"""Words of a node's state with which no job is placed on it. Powered down is not among them: a job starts the node."""
+"""Words of a node's state with which no job is placed on it. Powered down is not among them: a job
+starts the node.
+"""
 
 
 class Refused(Exception):
@@ -76,26 +91,40 @@ class SlurmFacts:
     no_accounting: str = ""  # the reason, if sacct has nothing to read
     accounts: dict[str, set[str]] = field(default_factory=dict)  # QOS of each account of this user
     default_account: str = ""
-    qos_min: dict[str, int] = field(default_factory=dict)  # minutes that a job may take in each QOS with such a limit
+    # minutes that a job may take in each QOS with such a limit
+    qos_min: dict[str, int] = field(default_factory=dict)
     groups: set[str] = field(default_factory=set)  # Unix groups of this user
 
     def usable(self) -> list[Partition]:
         """Partitions that are up, have a node that is up, and accept this user."""
 
         def accepts(part: Partition) -> bool:
-            lists = ((part.accounts, self.accounts.keys()), (part.qos, self.qos_of("")), (part.groups, self.groups))
+            lists = (
+                (part.accounts, self.accounts.keys()),
+                (part.qos, self.qos_of("")),
+                (part.groups, self.groups),
+            )
             return all(not mine or allowed is None or allowed & mine for allowed, mine in lists)
 
         parts = self.partitions.values()
-        return [part for part in parts if part.state == "up" and part.up and not part.reserved and accepts(part)]
+        return [
+            part
+            for part in parts
+            if part.state == "up" and part.up and not part.reserved and accepts(part)
+        ]
 
     def qos_of(self, account: str) -> set[str]:
         """QOS of an account of this user; of all of them for an unknown one."""
-        return self.accounts[account] if account in self.accounts else set().union(*self.accounts.values())
+        return (
+            self.accounts[account]
+            if account in self.accounts
+            else set().union(*self.accounts.values())
+        )
 
     def limit(self, partition: Partition, account: str, qos: str) -> tuple[int | None, str]:
-        """Minutes that a job may take, None for no limit, and where that is from. Without a named QOS it is known only
-        to a user whose account has one."""
+        """Minutes that a job may take, None for no limit, and where that is from. Without a named
+        QOS it is known only to a user whose account has one.
+        """
         named = {qos} if qos else self.accounts.get(account, set())
         applying = {partition.own_qos} | (named if len(named) == 1 else set())
         limits = {f"partition {partition.name} (scontrol)": partition.limit_min}
@@ -105,7 +134,9 @@ class SlurmFacts:
 
 
 def ask_slurm() -> SlurmFacts:
-    """SLURM's answers. Raises UserError in one line if a command is missing or the controller does not answer."""
+    """SLURM's answers. Raises UserError in one line if a command is missing or the controller does
+    not answer.
+    """
     try:
         rules, nodes = _records("partition", "PartitionName"), _records("node", "NodeName")
         pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
@@ -113,7 +144,11 @@ def ask_slurm() -> SlurmFacts:
         partitions = _partitions(rules, nodes, configuration)
     except CommandError as error:
         missing = str(error).endswith("not on PATH")
-        remedy = "run this on a login node of the cluster" if missing else "try again when SLURM's controller answers"
+        remedy = (
+            "run this on a login node of the cluster"
+            if missing
+            else "try again when SLURM's controller answers"
+        )
         raise UserError(f"{error}; {remedy}") from None
     facts = SlurmFacts(partitions, configuration)
     try:
@@ -123,11 +158,17 @@ def ask_slurm() -> SlurmFacts:
     accounts: dict[str, set[str]] = defaultdict(set)
     user = getpass.getuser()
     with suppress(CommandError):  # without them a profile names no account
-        for account, _, qos in _sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS"):
+        for account, _, qos in _sacctmgr(
+            3, "assoc", f"user={user}", "format=Account,Partition,QOS"
+        ):
             accounts[account] |= set(qos.split(",")) - {""}
         defaults = _sacctmgr(1, "user", user, "format=DefaultAccount")
         rows = _sacctmgr(2, "qos", "format=Name,MaxWall")
-        facts.qos_min = {name: limit for name, text in rows if (limit := minutes(text or "UNLIMITED")) is not None}
+        facts.qos_min = {
+            name: limit
+            for name, text in rows
+            if (limit := minutes(text or "UNLIMITED")) is not None
+        }
         facts.default_account = next((name for (name,) in defaults if name != "(null)"), "")
         facts.accounts = {name: qos for name, qos in accounts.items() if name}
     for number in {os.getgid(), *os.getgroups()}:
@@ -137,7 +178,9 @@ def ask_slurm() -> SlurmFacts:
 
 
 def _partitions(
-    rules: dict[str, dict[str, str]], nodes: dict[str, dict[str, str]], configuration: dict[str, str]
+    rules: dict[str, dict[str, str]],
+    nodes: dict[str, dict[str, str]],
+    configuration: dict[str, str],
 ) -> dict[str, Partition]:
     """Partitions by name, with their nodes, from scontrol's records of both."""
     partitions = {
@@ -167,7 +210,8 @@ def _partitions(
             unreserved = limit(node.get("CPUEfctv") or node.get("CPUTot"))
             cpus = min(filter(None, (unreserved, limit(rule.get("MaxCPUsPerNode")))), default=0)
             per_node, per_cpu = _memory_limits(rule)
-            if per_node is None and per_cpu is None:  # the cluster's hold where the partition sets none
+            # the cluster's hold where the partition sets none
+            if per_node is None and per_cpu is None:
                 per_node, per_cpu = _memory_limits(configuration)
             usable_mb = 0  # an unset RealMemory is 1
             if memory_mb > 1:
@@ -182,8 +226,12 @@ def _memory_limits(fields: dict[str, str]) -> tuple[int | None, int | None]:
 
 
 def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
-    """The fields of each line of `scontrol -o show KIND` by name; of a value (Reason, OS) only its first word."""
-    lines = [line for line in ask(["scontrol", "-a", "-o", "show", kind]).splitlines() if line.strip()]
+    """The fields of each line of `scontrol -o show KIND` by name; of a value (Reason, OS) only its
+    first word.
+    """
+    lines = [
+        line for line in ask(["scontrol", "-a", "-o", "show", kind]).splitlines() if line.strip()
+    ]
     records = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
     if any(key not in fields for fields in records):
         raise CommandError(f"scontrol answered {' '.join(lines)[:80]!r}")
@@ -193,7 +241,9 @@ def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
 def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
     """Rows of `sacctmgr show`. Raises CommandError for a row of another number of columns."""
     answer = ask(["sacctmgr", "-n", "-P", "show", *what])
-    rows = [[cell.strip() for cell in line.split("|")] for line in answer.splitlines() if line.strip()]
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in answer.splitlines() if line.strip()
+    ]
     if any(len(row) != columns for row in rows):
         raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
     return rows
@@ -211,12 +261,17 @@ def _names(text: str | None) -> frozenset[str] | None:
 
 
 def estimate(machine: Machine) -> str:
-    """Expected start time and node of a training's job on this machine, by SLURM (`sbatch --test-only`). Raises Refused
-    with SLURM's reason, CommandError without an answer."""
+    """Expected start time and node of a training's job on this machine, by SLURM (`sbatch
+    --test-only`). Raises Refused with SLURM's reason, CommandError without an answer.
+    """
     options = flags(sbatch_options(machine))
     with submitting(machine):
-        done = call(["sbatch", "--test-only", "--job-name=cellmill-preflight", *options, "--wrap=true"])
-    said = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
+        done = call(
+            ["sbatch", "--test-only", "--job-name=cellmill-preflight", *options, "--wrap=true"]
+        )
+    said = " ".join(
+        line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()
+    )
     if done.returncode == 0:
         match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", said)
         if match is None:
@@ -228,7 +283,9 @@ def estimate(machine: Machine) -> str:
 
 
 def minutes(text: str) -> int | None:
-    """Minutes in SLURM's `days-hours:minutes:seconds`, with leading parts left out; None for no limit."""
+    """Minutes in SLURM's `days-hours:minutes:seconds`, with leading parts left out; None for no
+    limit.
+    """
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
     limit_s = seconds(text)

@@ -10,20 +10,27 @@ from cellmill.report.collect import ReportedRun
 from cellmill.runs.folder import COLLAPSED
 
 WEAK = ("masked_gene", "masked_value", "next_gene")
-"""Objectives whose embeddings were behind the baselines almost everywhere (benchmarks/quality.tsv)."""
+"""Objectives whose embeddings were behind the baselines almost everywhere (benchmarks/quality.tsv).
+"""
 WIDE, WIDE_LR = 512, 0.0025  # `profile` of this width lost accuracy with a rate above
 
 
 def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
-    """Sentences for a run, the most urgent first, with the option that each is about; the page has the first.
+    """Sentences for a run, the most urgent first, with the option that each is about; the page has
+    the first.
 
-    `outcomes`: those of its comparisons with the best baselines, over all datasets and tasks: ahead, level or behind.
+    `outcomes`: those of its comparisons with the best baselines, over all datasets and tasks:
+    ahead, level or behind.
     """
     options = (run.record or {}).get("options", {})
     objective, model = options.get("objective", {}).get("name"), options.get("model", {})
     if objective in WEAK:
         yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
-    if model.get("family") == "profile" and model["hidden"] >= WIDE and options["train"]["lr"] > WIDE_LR:
+    if (
+        model.get("family") == "profile"
+        and model["hidden"] >= WIDE
+        and options["train"]["lr"] > WIDE_LR
+    ):
         yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
     if not run.supervised_by:
         plan, exported = run.plan or {}, (run.evaluation or {}).get("model", {}).get("step")
@@ -39,7 +46,8 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
                 "embeddings improve for longer than the validation loss"
             )
     ranks = [line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None]
-    if ranks and ranks[-1] < COLLAPSED and not run.supervised_by:  # two labels need no second direction
+    # two labels need no second direction
+    if ranks and ranks[-1] < COLLAPSED and not run.supervised_by:
         yield "lower train.lr: the embedding has collapsed to one direction"
     if any(outcomes) and "ahead" not in outcomes:
         better = "is better" if "behind" in outcomes else "is as good"

@@ -1,7 +1,8 @@
 """Files of runs and corpora, read for the page, and the Snakemake commands that make them again.
 
-Anything that a stage has not written yet is None or empty, and the page says so. Each file is checked once, when it is
-read, for what the page takes from it; a damaged file is a DataError that names it in one line.
+Anything that a stage has not written yet is None or empty, and the page says so. Each file is
+checked once, when it is read, for what the page takes from it; a damaged file is a DataError that
+names it in one line.
 """
 
 import shlex
@@ -51,8 +52,12 @@ QC_REPORT = create_model(
     "QcReport", dataset=(str, ...), source=(Object, ...), cells=(Object, ...), genes=(Object, ...),
     coverage=(Object, ...), histograms=(dict[str, dict[str, list[float]]], ...),
 )  # fmt: skip
-MANIFEST = create_model("Manifest", fingerprint=(str, ...), vocabulary=(Object, ...), splits=(dict[str, Object], ...))
-SWEEP = create_model("Sweep", name=(str, ...), n_runs=(int, ...), axes=(list[str], ...), curves=(list[Object], ...))
+MANIFEST = create_model(
+    "Manifest", fingerprint=(str, ...), vocabulary=(Object, ...), splits=(dict[str, Object], ...)
+)
+SWEEP = create_model(
+    "Sweep", name=(str, ...), n_runs=(int, ...), axes=(list[str], ...), curves=(list[Object], ...)
+)
 
 
 class GapEntry(BaseModel):
@@ -66,7 +71,9 @@ def _names_and_numbers(row: Object) -> Object:
         raise ValueError("a row has no name")
     for key, value in row.items():
         if key.endswith(("_mean", "_sd")) and not isinstance(value, int | float | None):
-            raise ValueError(f"{key} of {row['name']}: expected a number, got {type(value).__name__}")
+            raise ValueError(
+                f"{key} of {row['name']}: expected a number, got {type(value).__name__}"
+            )
     return row
 
 
@@ -98,8 +105,9 @@ class EvaluationFile(BaseModel):
 
 
 def remake_commands(kind: str, folder: Path) -> dict[str, str]:
-    """Command by file that is in `folder`, one of results/<kind>. A stage runs again with `--force` though its file is
-    there; a finished training only if its folder is gone, so that no trained weights are lost by a command alone.
+    """Command by file that is in `folder`, one of results/<kind>. A stage runs again with `--force`
+    though its file is there; a finished training only if its folder is gone, so that no trained
+    weights are lost by a command alone.
     """
     results = Path("results", kind, folder.resolve().name)
     commands = {}
@@ -121,9 +129,12 @@ class ReportedRun:
     model: dict[str, Any] | None
     evaluation: dict[str, Any] | None
     cost: dict[str, Any] | None = None  # train/cost.json; None before a training has ended
-    lines: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, without an incomplete last line
-    umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # rows of umap.tsv by dataset
-    kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # metrics.json of kept checkpoints by step
+    # metrics.jsonl, without an incomplete last line
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    # rows of umap.tsv by dataset
+    umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    # metrics.json of kept checkpoints by step
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)  # that make files again
 
     @property
@@ -176,12 +187,16 @@ def read_run(folder: Path) -> ReportedRun:
 
 
 def read_corpus(folder: Path) -> ReportedCorpus:
-    """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
+    """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is
+    damaged.
+    """
     path = _existing(folder, "corpus") / "vocabulary.tsv"
     vocabulary = Vocabulary.read(path) if path.exists() else None
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=[_read(path, QC_REPORT) or {} for path in sorted((folder / "cells").glob("*.json"))],
+        datasets=[
+            _read(path, QC_REPORT) or {} for path in sorted((folder / "cells").glob("*.json"))
+        ],
         manifest=_read(folder / "shards" / "manifest.json", MANIFEST),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
@@ -199,11 +214,15 @@ def _read(path: Path, form: type[BaseModel]) -> Object | None:
 
 
 def _check(path: Path, form: type[BaseModel], value: Object) -> Object:
-    """`value` of `path` itself. Raises DataError naming what is unlike `form`; further keys are free."""
+    """`value` of `path` itself. Raises DataError naming what is unlike `form`; further keys are
+    free.
+    """
     try:
         form.model_validate(value)
     except ValidationError as error:
-        raise DataError(f"{path}: damaged: {error_line(*explain(error, form))}; make it again") from None
+        raise DataError(
+            f"{path}: damaged: {error_line(*explain(error, form))}; make it again"
+        ) from None
     return value
 
 
@@ -216,4 +235,7 @@ def _existing(folder: Path, kind: str) -> Path:
 def evaluated_datasets(runs: Iterable[ReportedRun]) -> Iterator[tuple[ReportedRun, str, Object]]:
     """Run, name and entry of each dataset in metrics.json of the runs."""
     for run in runs:
-        yield from ((run, name, entry) for name, entry in ((run.evaluation or {}).get("datasets") or {}).items())
+        yield from (
+            (run, name, entry)
+            for name, entry in ((run.evaluation or {}).get("datasets") or {}).items()
+        )

@@ -1,7 +1,8 @@
-"""Figures of the report: Vega-Lite specifications, which a browser draws live and vl-convert draws as SVG.
+"""Figures of the report: Vega-Lite specifications, which a browser draws live and vl-convert draws
+as SVG.
 
-Field names are ours; user text appears as values and titles alone, which Vega-Lite draws literally. Ink is
-`currentColor`, so that figures follow the page's colours.
+Field names are ours; user text appears as values and titles alone, which Vega-Lite draws literally.
+Ink is `currentColor`, so that figures follow the page's colours.
 """
 
 import base64
@@ -31,7 +32,9 @@ PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
     "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
 )  # fmt: skip
-"""Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first class on."""
+"""Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first
+class on.
+"""
 GREY = PALETTE[7]
 MOST_CELLS = 4_000  # of a UMAP: more make the page slow and show no more
 MOST_CELLS_BY_BATCH = 1_500  # of the same UMAP by batch
@@ -57,7 +60,11 @@ CONFIG: dict[str, Any] = {
     },
 }  # fmt: skip
 PICK = {"name": "pick", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
-ZOOM = {"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"}
+ZOOM = {
+    "name": "zoom",
+    "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"},
+    "bind": "scales",
+}
 PICKED = {"condition": {"param": "pick", "value": 0.9}, "value": 0.08}
 
 
@@ -79,7 +86,9 @@ class Figure:
 
 
 class Drawings:
-    """Figures of one page in their order: a picture of each for print and without scripts, and its specification."""
+    """Figures of one page in their order: a picture of each for print and without scripts, and its
+    specification.
+    """
 
     def __init__(self) -> None:
         self.figures: list[Figure] = []
@@ -89,7 +98,8 @@ class Drawings:
         """The `<figure>` element with the static picture; the same numbers give the same bytes."""
         number, title = len(self.figures), escape(figure.title)
         spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
-        spec["config"] = CONFIG | {"aria": False}  # the figure has a label, and each mark's would be half of the bytes
+        # the figure has a label, and each mark's would be half of the bytes
+        spec["config"] = CONFIG | {"aria": False}
         if len(figure.rows) > MOST_STILL_POINTS and "point" in spec.get("mark", {}):
             spec["mark"] = spec["mark"] | {"point": False}
         svg = vl_convert.vegalite_to_svg(spec)
@@ -117,11 +127,16 @@ class Drawings:
         for number, (figure, svg) in enumerate(zip(self.figures, self.pictures), start=1):
             name = f"{number:03}_{re.sub(r'[^A-Za-z0-9.-]+', '_', figure.title).strip('_.')[:100]}"
             write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
-            with atomic_path(folder / f"{name}.csv") as path, open(path, "w", encoding="utf-8", newline="") as file:
+            with (
+                atomic_path(folder / f"{name}.csv") as path,
+                open(path, "w", encoding="utf-8", newline="") as file,
+            ):
                 writer = csv.DictWriter(file, figure.keys, lineterminator="\n")
                 writer.writeheader()
                 for row in figure.rows:
-                    writer.writerow(row | {k: f"'{v}" for k, v in row.items() if str(v).startswith(FORMULA)})
+                    writer.writerow(
+                        row | {k: f"'{v}" for k, v in row.items() if str(v).startswith(FORMULA)}
+                    )
 
     @property
     def data(self) -> Markup:
@@ -131,7 +146,9 @@ class Drawings:
              "rows": [[row.get(key) for key in f.keys] for row in f.rows]}
             for f in self.figures
         ]  # fmt: skip
-        return htmlsafe_json_dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return htmlsafe_json_dumps(
+            shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
 
 
 def compressed(png: bytes) -> bytes:
@@ -149,7 +166,8 @@ def compressed(png: bytes) -> bytes:
 @cache
 def scripts() -> tuple[Markup, Markup]:
     """Vega with vega-embed, and the page's own script. The first takes two seconds to bundle, so it is kept for the
-    user: in a folder of several users, each could put scripts into the pages of the others."""
+    user: in a folder of several users, each could put scripts into the pages of the others.
+    """
     kept = user_cache() / f"vega-{version('vl-convert-python')}.js"
     try:
         bundle = kept.read_text(encoding="utf-8")
@@ -163,7 +181,9 @@ def scripts() -> tuple[Markup, Markup]:
 
 def allowed() -> str:
     """`script-src` of the page: the hashes of its own scripts and nothing else."""
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts())
+    digests = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts()
+    )
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
@@ -173,7 +193,11 @@ def text_of(name: str) -> str:
 
 def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], y: str) -> Figure:
     """(step, value) of each run, a colour each."""
-    rows = [{"name": name, "step": step, "value": _short(v)} for name, of in series.items() for step, v in _thinned(of)]
+    rows = [
+        {"name": name, "step": step, "value": _short(v)}
+        for name, of in series.items()
+        for step, v in _thinned(of)
+    ]
     values = [value for of in series.values() for _, value in of]
     return Figure(title, rows, {"height": 210} | _lines([*series], "step", y, values))
 
@@ -192,14 +216,21 @@ def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, flo
     spec = _lines([*runs], "step", "loss", values, log)
     dash = {"field": "of", "sort": ["validation", "training"], "scale": {"range": [[1, 0], [3, 3]]}}
     dash["legend"] = {"orient": "top"}  # beside the runs below, a narrow page would cut it
-    spec["encoding"]["color"].setdefault("legend", {"values": [name for name, kinds in runs.items() if kinds]})
-    return Figure(title, rows, spec | {"height": 250, "encoding": spec["encoding"] | {"strokeDash": dash}})
+    spec["encoding"]["color"].setdefault(
+        "legend", {"values": [name for name, kinds in runs.items() if kinds]}
+    )
+    return Figure(
+        title, rows, spec | {"height": 250, "encoding": spec["encoding"] | {"strokeDash": dash}}
+    )
 
 
-def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str) -> Figure:
+def histogram(
+    title: str, edges: Sequence[float], before: Sequence[int], after: Sequence[int], name: str
+) -> Figure:
     """Cells per bin before QC (grey) and after (blue); log axis for geometric edges.
 
-    Only bins of the central 99.5 % of cells are drawn, or one outlier would squeeze them; the title counts the others.
+    Only bins of the central 99.5 % of cells are drawn, or one outlier would squeeze them; the title
+    counts the others.
     """
     below, tail = np.cumsum(before), TAILS_FRAC / 2 * sum(before)
     drawn = (below > tail) & (below - before < below[-1] - tail)
@@ -212,7 +243,11 @@ def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: 
         name += f" ({beyond:,} cells beyond)"
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
     x = _number("from", scale=scale, title=name, axis={"grid": False})
-    shared = {"x": x, "x2": {"field": "to"}, "tooltip": [*map(_number, ("from", "to", "before", "kept"))]}
+    shared = {
+        "x": x,
+        "x2": {"field": "to"},
+        "tooltip": [*map(_number, ("from", "to", "before", "kept"))],
+    }
     layers = [
         {"mark": {"type": "rect", "color": tint, "opacity": opacity},
          "encoding": shared | {"y": _number(field, title="cells"), "y2": {"datum": 0}}}
@@ -222,7 +257,9 @@ def histogram(title: str, edges: Sequence[float], before: Sequence[int], after: 
 
 
 def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
-    """Mean and sd by size, a line for each of `curve.lines`; the law dashed, the best baseline dotted."""
+    """Mean and sd by size, a line for each of `curve.lines`; the law dashed, the best baseline
+    dotted.
+    """
     rows: list[dict[str, Any]] = []
     lines = {str(line["name"] or "runs"): line for line in curve["lines"]}
     for name, line in lines.items():
@@ -236,12 +273,25 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
                 y = law["floor"] + law["factor"] * x ** -law["exponent"]
                 rows.append({"name": name, "of": "law", "size": _short(x), "value": _short(y)})
     if curve["baseline"] is not None:
-        rows.append({"name": curve["baseline"]["name"], "of": "baseline", "value": _short(curve["baseline"]["value"])})
+        rows.append(
+            {
+                "name": curve["baseline"]["name"],
+                "of": "baseline",
+                "value": _short(curve["baseline"]["value"]),
+            }
+        )
     spec = _lines([*lines], "size", curve["metric"])
     scale = {"type": "log"} if all(row.get("size", 1) > 0 for row in rows) else {}
     x = _number("size", title=curve["quantity"].replace("_", " "), scale=scale)
-    encoding = {key: value for key, value in spec["encoding"].items() if key != "opacity"} | {"x": x}
-    bars = {"x": x, "y": encoding["y"] | {"field": "low"}, "y2": {"field": "high"}, "color": encoding["color"]}
+    encoding = {key: value for key, value in spec["encoding"].items() if key != "opacity"} | {
+        "x": x
+    }
+    bars = {
+        "x": x,
+        "y": encoding["y"] | {"field": "low"},
+        "y2": {"field": "high"},
+        "color": encoding["color"],
+    }
     marks: list[tuple[str, Any, dict[str, Any]]] = [
         ("runs", {"type": "line", "point": True}, encoding),
         ("law", {"type": "line", "strokeDash": [5, 4]}, encoding),
@@ -257,9 +307,15 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
 
 
 def umap(
-    title: str, cells: Sequence[Mapping[str, str]], labels: Sequence[str], by: str = "label", most: int = MOST_CELLS
+    title: str,
+    cells: Sequence[Mapping[str, str]],
+    labels: Sequence[str],
+    by: str = "label",
+    most: int = MOST_CELLS,
 ) -> Figure:
-    """Cells at UMAP coordinates, at most `most` of them, coloured by a column; held-out cells are circles."""
+    """Cells at UMAP coordinates, at most `most` of them, coloured by a column; held-out cells are
+    circles.
+    """
     # shuffled, with a fixed seed: the class drawn last would cover the others
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))[:most]
     shown = [cells[index] for index in order]
@@ -310,7 +366,12 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
                "scale": {"domain": list(classes)}}
         for axis, field in (("y", "true"), ("x", "predicted"))
     }  # fmt: skip
-    tip = [{"field": "true"}, {"field": "predicted"}, {"field": "cells"}, {"field": "share", "format": ".1%"}]
+    tip = [
+        {"field": "true"},
+        {"field": "predicted"},
+        {"field": "cells"},
+        {"field": "share", "format": ".1%"},
+    ]
     opacity = _number("share", scale={"domain": [0, 1], "range": [0.06, 1]}, legend=None)
     spec = {
         "height": {"step": 20},
@@ -326,9 +387,18 @@ def colour(number: int) -> str:
 
 
 def points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) of the lines in which `key`, or the largest of its values over ranks, is a finite number."""
-    values = ((line["step"], max(v) if isinstance(v := line.get(key), list) and v else v) for line in lines)
-    return [(step, float(value)) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
+    """(step, value) of the lines in which `key`, or the largest of its values over ranks, is a
+    finite number.
+    """
+    values = (
+        (line["step"], max(v) if isinstance(v := line.get(key), list) and v else v)
+        for line in lines
+    )
+    return [
+        (step, float(value))
+        for step, value in values
+        if isinstance(value, int | float) and np.isfinite(value)
+    ]
 
 
 def _number(field: str, **options: Any) -> dict[str, Any]:
@@ -336,7 +406,9 @@ def _number(field: str, **options: Any) -> dict[str, Any]:
     return {"field": field, "type": "quantitative", **options}
 
 
-def _lines(names: Sequence[str], x: str, y: str, values: Sequence[float] = (), log: bool = False) -> dict[str, Any]:
+def _lines(
+    names: Sequence[str], x: str, y: str, values: Sequence[float] = (), log: bool = False
+) -> dict[str, Any]:
     """Lines over `x`, a colour each; a linear y axis has head-room above the highest of `values`."""
     scale: dict[str, Any] = {"type": "log"} if log else {"zero": False, "nice": True}
     if values and not log:

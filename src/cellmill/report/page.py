@@ -1,4 +1,5 @@
-"""The HTML page (overview, training curves, scores of checkpoints), rendered from what stages wrote.
+"""The HTML page (overview, training curves, scores of checkpoints), rendered from what stages
+wrote.
 
 It computes no result and loads nothing from elsewhere.
 """
@@ -24,7 +25,9 @@ from cellmill.runs.folder import COLLAPSED
 
 @dataclass(frozen=True)
 class Standing:
-    """A run on one dataset: its best row of the first task that all runs have, and verdicts against baselines."""
+    """A run on one dataset: its best row of the first task that all runs have, and verdicts against
+    baselines.
+    """
 
     run: str
     dataset: str
@@ -46,13 +49,23 @@ class Standing:
     def compared(self) -> str:
         """The tasks that the dataset's runs are compared over, in words; empty for a single run."""
         tasks = ", ".join(task.replace("_", " ") for task in self.ranked_by)
-        return f" over the {'task' if len(self.ranked_by) == 1 else 'tasks'} that all have ({tasks})" if tasks else ""
+        return (
+            f" over the {'task' if len(self.ranked_by) == 1 else 'tasks'} that all have ({tasks})"
+            if tasks
+            else ""
+        )
 
     @property
     def exceptions(self) -> str:
         """Where another run is better than the best one, in words; empty if nowhere."""
-        parts = [f"{run} in {task.replace('_', ' ')} (+{by:.3f})" for run, task, by in self.ahead_of_best]
-        return f" Better than it, beyond the interval between runs: {', '.join(parts)}." if parts else ""
+        parts = [
+            f"{run} in {task.replace('_', ' ')} (+{by:.3f})" for run, task, by in self.ahead_of_best
+        ]
+        return (
+            f" Better than it, beyond the interval between runs: {', '.join(parts)}."
+            if parts
+            else ""
+        )
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -70,12 +83,16 @@ class Standing:
         for task, verdicts in by_task.items():
             largest = max(verdicts, key=lambda verdict: abs(verdict["difference"]))
             more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
-            parts.append(f"{task.replace('_', ' ')}: {largest['metric']} ({largest['difference']:+.3f}){more}")
+            parts.append(
+                f"{task.replace('_', ' ')}: {largest['metric']} ({largest['difference']:+.3f}){more}"
+            )
         return "; ".join(parts)
 
 
 def standings(runs: list[ReportedRun]) -> list[Standing]:
-    """Standings of all runs that were evaluated by a task with a metric; `ranking` says which are best."""
+    """Standings of all runs that were evaluated by a task with a metric; `ranking` says which are
+    best.
+    """
     scores: dict[str, dict[str, Scores]] = {}  # by dataset and run
     for run, dataset, entry in evaluated_datasets(runs):
         if of_run := scores_of(entry["tasks"]):
@@ -84,7 +101,11 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     found: list[Standing] = []
     for run, dataset, entry in evaluated_datasets(runs):
         tables = {task: TaskTable(result) for task, result in entry["tasks"].items()}
-        rows = {task: best for task, table in tables.items() if (best := table.best_of("model")) is not None}
+        rows = {
+            task: best
+            for task, table in tables.items()
+            if (best := table.best_of("model")) is not None
+        }
         if not rows:
             continue
         ranking, n_runs = rankings[dataset], len(scores[dataset])
@@ -95,7 +116,8 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
         for name, result in entry["tasks"].items():
             for one in against_best(result):  # the same one of two tasks, as of whole cells, is one
                 verdicts.setdefault(
-                    tuple(one[key] for key in ("compared", "against", "metric", "difference")), (name, one)
+                    tuple(one[key] for key in ("compared", "against", "metric", "difference")),
+                    (name, one),
                 )
         difference = next(
             (one for name, one in verdicts.values()
@@ -103,7 +125,9 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
             None,
         )  # fmt: skip
         if difference is not None:
-            baseline = next(point for point in table.points() if point.name == difference["against"])
+            baseline = next(
+                point for point in table.points() if point.name == difference["against"]
+            )
         standing = Standing(
             run=run.name,
             dataset=dataset,
@@ -129,16 +153,25 @@ def unscored(runs: list[ReportedRun]) -> list[str]:
     """Sentences about evaluations in which every task was skipped."""
     found = []
     for run, dataset, entry in evaluated_datasets(runs):
-        reasons = {task.replace("_", " "): result["skipped"] for task, result in entry["tasks"].items()}
+        reasons = {
+            task.replace("_", " "): result["skipped"] for task, result in entry["tasks"].items()
+        }
         if None in reasons.values():
             continue
-        words = "; ".join(f"{task}: {reason}" for task, reason in reasons.items()) or "none is configured"
-        found.append(f"{run.name} on {dataset}: nothing was scored, all {len(reasons)} tasks were skipped ({words})")
+        words = (
+            "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
+            or "none is configured"
+        )
+        found.append(
+            f"{run.name} on {dataset}: nothing was scored, all {len(reasons)} tasks were skipped ({words})"
+        )
     return found
 
 
 def outcomes_of(dataset: Mapping[str, Any]) -> dict[str, str]:
-    """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of whole cells, is one."""
+    """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of
+    whole cells, is one.
+    """
     return {
         sentence: verdict["outcome"]
         for result in dataset["tasks"].values()
@@ -164,12 +197,20 @@ CURVES = {  # key of metrics.jsonl and its name, in the order of the page
 def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
     """The loss of each objective, then each quantity that any run logged."""
     kinds = {"training": "loss", "validation": "val_loss"}
-    loss = {run.name: {of: figures.points(run.lines, key) for of, key in kinds.items()} for run in runs}
-    objectives = {run.name: ((run.record or {}).get("options", {}).get("objective") or {}).get("name") for run in runs}
+    loss = {
+        run.name: {of: figures.points(run.lines, key) for of, key in kinds.items()} for run in runs
+    }
+    objectives = {
+        run.name: ((run.record or {}).get("options", {}).get("objective") or {}).get("name")
+        for run in runs
+    }
     for one in dict.fromkeys(objectives.values()):
         of_it = {name: of if objectives[name] == one else {} for name, of in loss.items()}
         if any(points for of in of_it.values() for points in of.values()):
-            yield figures.losses(f"Loss: {one}".replace("_", " ") if len({*objectives.values()}) > 1 else "Loss", of_it)
+            yield figures.losses(
+                f"Loss: {one}".replace("_", " ") if len({*objectives.values()}) > 1 else "Loss",
+                of_it,
+            )
     for key, name in CURVES.items():
         series = {run.name: points for run in runs if (points := figures.points(run.lines, key))}
         if series:
@@ -181,8 +222,9 @@ def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
 def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     """(quantity, planned, measured) of a run, None where unknown; rows without either are left out.
 
-    The plan counts tensors, and is compared with the tensors that a GPU held; a process with its libraries, which is
-    what a CPU shows, has a row of its own. Fractions have two digits, as many as times, memory and ranks are known to.
+    The plan counts tensors, and is compared with the tensors that a GPU held; a process with its
+    libraries, which is what a CPU shows, has a row of its own. Fractions have two digits, as many
+    as times, memory and ranks are known to.
     """
     plan, status = run.plan or {}, run.status or {}
     last = {key: value for line in run.lines for key, value in line.items()}
@@ -194,18 +236,26 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
 
     tensors_gb, tensors_rank = peak("peak_allocated_gb")
     process_gb, process_rank = peak("peak_resident_gb")
-    fastest = max((line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None)
+    fastest = max(
+        (line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None
+    )
     waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
     wall_s = status.get("wall_s")
     planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
     directions = last.get("effective_rank")
-    collapsed = ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
+    collapsed = (
+        ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
+    )
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
         ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
         ("largest memory of tensors of a rank, GB", planned_gb, tensors_gb),
         ("largest memory of a process with its libraries, GB", None, process_gb),
-        ("rank with the largest memory", None, process_rank if tensors_rank is None else tensors_rank),
+        (
+            "rank with the largest memory",
+            None,
+            process_rank if tensors_rank is None else tensors_rank,
+        ),
         ("steps skipped as not finite", None, status.get("skipped_steps")),
         ("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
@@ -213,17 +263,27 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
         (f"effective rank of the embedding, last validation{collapsed}", None, directions),
         ("R² of log depth from the embedding, last validation", None, last.get("depth_r2")),
-        ("share of the embedding explained by the batch, last validation", None, last.get("batch_r2")),
+        (
+            "share of the embedding explained by the batch, last validation",
+            None,
+            last.get("batch_r2"),
+        ),
     ]
 
     def rounded(value: Any) -> Any:
         return float(f"{value:.2g}") if isinstance(value, float) else value
 
-    return [(what, rounded(one), rounded(other)) for what, one, other in rows if one is not None or other is not None]
+    return [
+        (what, rounded(one), rounded(other))
+        for what, one, other in rows
+        if one is not None or other is not None
+    ]
 
 
 def _energy_kwh(run: ReportedRun) -> float | None:
-    """Mean power of all GPUs together times the time in training steps; None where power was not measured."""
+    """Mean power of all GPUs together times the time in training steps; None where power was not
+    measured.
+    """
     watts = [sum(line["gpu_power_w"]) for line in run.lines if line.get("gpu_power_w")]
     seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
     return sum(watts) / len(watts) * seconds / 3.6e6 if watts and seconds else None
@@ -239,7 +299,8 @@ def _cost(run: ReportedRun) -> str | None:
 
 
 def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure]:
-    """A figure for each task whose rows a metric ranks; none for a run without evaluated checkpoints.
+    """A figure for each task whose rows a metric ranks; none for a run without evaluated
+    checkpoints.
 
     The last point is the export's. The baseline, a line, is the best one in the export's table.
     """
@@ -249,7 +310,9 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
     evaluations = dict(sorted({**run.kept, last: run.evaluation}.items()))
     for task, result in run.evaluation["datasets"][dataset]["tasks"].items():
         final = TaskTable(result)
-        series: dict[str, list[tuple[float, float]]] = {row.name: [] for row in final.points() if row.kind == "model"}
+        series: dict[str, list[tuple[float, float]]] = {
+            row.name: [] for row in final.points() if row.kind == "model"
+        }
         for step, evaluation in evaluations.items():
             entry = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
             if entry is not None and entry["metric"] == final.metric:
@@ -276,7 +339,9 @@ def render(
     sweeps: Sequence[Mapping[str, Any]] = (),
     drawings: figures.Drawings | None = None,
 ) -> str:
-    """The page as HTML; its figures are added to `drawings`. Raises DataError when two runs or corpora share a name."""
+    """The page as HTML; its figures are added to `drawings`. Raises DataError when two runs or
+    corpora share a name.
+    """
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
@@ -299,15 +364,24 @@ def render(
     def sentences(run: ReportedRun, *wanted: str) -> list[str]:
         """Sentences of the comparisons with these outcomes, each after its dataset's name."""
         outcomes = [(name, outcomes_of(dataset)) for _, name, dataset in evaluated_datasets([run])]
-        return [f"{name}: {text}" for one in wanted for name, of in outcomes for text in of if of[text] == one]
+        return [
+            f"{name}: {text}"
+            for one in wanted
+            for name, of in outcomes
+            for text in of
+            if of[text] == one
+        ]
 
     def labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:
         """Labels, or batches, of a UMAP, the most frequent first."""
-        return [label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()]
+        return [
+            label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()
+        ]
 
     standing = standings(runs)
     outcomes = {
-        r.name: [of for one in standing if one.run == r.name for of, n in one.outcomes.items() if n] for r in runs
+        r.name: [of for one in standing if one.run == r.name for of, n in one.outcomes.items() if n]
+        for r in runs
     }
     return environment.get_template("page.html").render(
         title=title,

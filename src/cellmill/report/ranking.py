@@ -1,10 +1,11 @@
 """Which runs are best on a dataset, over the tasks that all of them have.
 
-A run's score of a task is that of its best row. The run with the highest mean of these scores is best; others are tied
-with it if their difference in every task is within its interval between runs. That interval is over repetitions, whose
-folds and draws are the same in all runs, and over cells. No file has a pair of runs cell by cell, so the difference of
-two runs is taken to scatter over cells as that of each from its best baseline does. Other seeds of a training are not
-in it: sweeps over `train.seed` show these.
+A run's score of a task is that of its best row. The run with the highest mean of these scores is
+best; others are tied with it if their difference in every task is within its interval between runs.
+That interval is over repetitions, whose folds and draws are the same in all runs, and over cells.
+No file has a pair of runs cell by cell, so the difference of two runs is taken to scatter over
+cells as that of each from its best baseline does. Other seeds of a training are not in it: sweeps
+over `train.seed` show these.
 """
 
 import statistics
@@ -27,7 +28,8 @@ class TaskScore:
     row: str
     value: float
     repetitions: Sequence[float]  # empty where the file has none
-    cells_se: float  # standard error over cells of its difference from the best baseline; 0 if unknown
+    # standard error over cells of its difference from the best baseline; 0 if unknown
+    cells_se: float
 
 
 Scores = dict[tuple[str, str], TaskScore]
@@ -39,7 +41,8 @@ class Ranking:
     """Runs of one dataset."""
 
     tasks: list[str] = field(default_factory=list)  # that all runs have, with the same metric
-    best: list[str] = field(default_factory=list)  # runs, the one with the highest mean first; none without such a task
+    # runs, the one with the highest mean first; none without such a task
+    best: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, float]] = field(default_factory=list)
     """(run, task, by how much): better than the best run beyond the interval in this task."""
 
@@ -60,21 +63,33 @@ def scores_of(tasks: Mapping[str, Any]) -> Scores:
             and (baseline is None or line["against"] == baseline.name)
         ]
         repetitions = row.get(f"{table.metric}_repetitions") or []
-        found[task, table.metric] = TaskScore(best.name, best.value, repetitions, max(errors, default=0.0))
+        found[task, table.metric] = TaskScore(
+            best.name, best.value, repetitions, max(errors, default=0.0)
+        )
     return found
 
 
 def rank(runs: Mapping[str, Scores]) -> Ranking:
     """The runs of a dataset, by name, compared over the tasks that all have."""
-    shared = [key for key in next(iter(runs.values()), {}) if all(key in scores for scores in runs.values())]
+    shared = [
+        key
+        for key in next(iter(runs.values()), {})
+        if all(key in scores for scores in runs.values())
+    ]
     if not shared:
         return Ranking()
-    means = {name: statistics.fmean(scores[key].value for key in shared) for name, scores in runs.items()}
+    means = {
+        name: statistics.fmean(scores[key].value for key in shared) for name, scores in runs.items()
+    }
     best = max(means, key=means.__getitem__)
     tied = [best]
     ahead: list[tuple[str, str, float]] = []
     for name, scores in runs.items():
-        apart = [(key[0], difference) for key in shared if (difference := beyond(scores[key], runs[best][key]))]
+        apart = [
+            (key[0], difference)
+            for key in shared
+            if (difference := beyond(scores[key], runs[best][key]))
+        ]
         if name != best and not apart:
             tied.append(name)
         ahead += [(name, task, difference) for task, difference in apart if difference > 0]
@@ -87,7 +102,9 @@ def beyond(score: TaskScore, other: TaskScore) -> float | None:
     half = SHOWN
     n = len(score.repetitions)
     if n > 1 and n == len(other.repetitions):
-        over_repetitions = statistics.variance(a - b for a, b in zip(score.repetitions, other.repetitions)) / n
+        over_repetitions = (
+            statistics.variance(a - b for a, b in zip(score.repetitions, other.repetitions)) / n
+        )
         over_cells = max(score.cells_se, other.cells_se) ** 2
         variance = over_repetitions + over_cells
         if variance > 0:

@@ -1,8 +1,10 @@
-"""Results of the runs of a sweep side by side: tidy rows, curves over an axis, and a power law fitted to the loss.
+"""Results of the runs of a sweep side by side: tidy rows, curves over an axis, and a power law
+fitted to the loss.
 
-The law has a floor, y = floor + a * x ** -exponent, and is fitted to losses of runs of several sizes as in Hoffmann et
-al. 2022 (Training compute-optimal large language models, section 3.3): the Huber loss of log residuals, minimised by
-L-BFGS from a grid of starts. The interval comes from 200 bootstraps over the runs.
+The law has a floor, y = floor + a * x ** -exponent, and is fitted to losses of runs of several
+sizes as in Hoffmann et al. 2022 (Training compute-optimal large language models, section 3.3): the
+Huber loss of log residuals, minimised by L-BFGS from a grid of starts. The interval comes from 200
+bootstraps over the runs.
 """
 
 from collections import defaultdict
@@ -23,16 +25,19 @@ STEEPEST = 3.0  # exponents beyond it fit noise
 
 
 def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
-    """The `law` of losses `y` of runs of sizes `x` (floor, factor, exponent, and low and high, the 95 % interval of the
-    exponent), or as `no_law` the reason why the data support none."""
+    """The `law` of losses `y` of runs of sizes `x` (floor, factor, exponent, and low and high, the
+    95 % interval of the exponent), or as `no_law` the reason why the data support none.
+    """
     sizes, losses = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if (n := len(np.unique(sizes))) < FEWEST_SIZES:
         return {"no_law": f"{n} sizes; a law with a floor needs {FEWEST_SIZES}"}
     if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
         return {"no_law": "losses or sizes that are not positive"}
-    scale = float(np.exp(np.log(sizes).mean()))  # around which the factor is fitted: else it moves with the exponent
+    # around which the factor is fitted: else it moves with the exponent
+    scale = float(np.exp(np.log(sizes).mean()))
     lowest, span = losses.min(), np.ptp(losses) + 1e-9
-    grid = product((lowest * 0.3, lowest * 0.7, lowest * 0.98), (0.1, 0.3, 0.7, 1.2))  # floors, exponents
+    # floors, exponents
+    grid = product((lowest * 0.3, lowest * 0.7, lowest * 0.98), (0.1, 0.3, 0.7, 1.2))
     starts = [np.array([np.log(span), np.log(floor), exponent]) for floor, exponent in grid]
     best = _fit(sizes / scale, losses, starts)
     generator = np.random.Generator(np.random.Philox(key=0))
@@ -64,7 +69,9 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
 
     bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, STEEPEST)]
     minimize = import_module("scipy.optimize").minimize  # a fifth of a second, for few reports
-    fits = [minimize(objective, start, method="L-BFGS-B", jac=True, bounds=bounds) for start in starts]
+    fits = [
+        minimize(objective, start, method="L-BFGS-B", jac=True, bounds=bounds) for start in starts
+    ]
     found: np.ndarray = min(fits, key=lambda fit: float(fit.fun)).x
     return found
 
@@ -104,12 +111,14 @@ def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:
 
 
 def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each axis of sizes and each task's best measure of the models: mean and sd over seeds by size, a line for
-    each of the other axes' values; the best baseline beside it, and the law of validation losses or why there is none.
+    """For each axis of sizes and each task's best measure of the models: mean and sd over seeds by
+    size, a line for each of the other axes' values; the best baseline beside it, and the law of
+    validation losses or why there is none.
     """
     valued = [row for row in rows if row["value"] is not None]
     by_measure, measures = _grouped(valued, MEASURE), _best_measures(valued)
-    baselines: dict[tuple[str, str, str], dict[str, Any]] = {}  # with the highest mean over the runs
+    # with the highest mean over the runs
+    baselines: dict[tuple[str, str, str], dict[str, Any]] = {}
     of_baselines = [row for row in valued if row["kind"] == "baseline"]
     for (dataset, task, name, metric), group in _grouped(of_baselines, MEASURE).items():
         mean = float(np.mean([row["value"] for row in group]))
@@ -126,15 +135,21 @@ def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:
                 {"name": ", ".join(map(str, group)), **_line(of_group, quantity, measure == LOSS)}
                 for group, of_group in _grouped(by_measure[measure], others).items()
             ]
-            about = {"axis": axis, "quantity": quantity, **dict(zip(MEASURE, measure)), "lines": lines}
+            about = {
+                "axis": axis,
+                "quantity": quantity,
+                **dict(zip(MEASURE, measure)),
+                "lines": lines,
+            }
             dataset, task, _, metric = measure
             found.append({**about, "baseline": baselines.get((dataset, task, metric))})
     return found
 
 
 def _best_measures(valued: Sequence[Row]) -> list[Measure]:
-    """Of each task's rows of the model (features and classifiers), the one with the highest mean: the loss first, then
-    task probe, then others, then numbers of a task without rows. Such numbers that are alike in all runs are left out.
+    """Of each task's rows of the model (features and classifiers), the one with the highest mean:
+    the loss first, then task probe, then others, then numbers of a task without rows. Such numbers
+    that are alike in all runs are left out.
     """
     groups = _grouped([row for row in valued if row["kind"] == "model"], MEASURE)
     values = {measure: [row["value"] for row in group] for measure, group in groups.items()}
@@ -149,7 +164,8 @@ def _best_measures(valued: Sequence[Row]) -> list[Measure]:
 def _quantity(rows: Sequence[Row], axis: str) -> str | None:
     """Column that says how large runs are along an axis; None if the axis is none of sizes.
 
-    Cells for fractions of the corpus, parameters for options and named points that change them, else the values.
+    Cells for fractions of the corpus, parameters for options and named points that change them,
+    else the values.
     """
     values = [row[axis] for row in rows]
     if axis == SEED or len({*map(str, values)}) < 2:
@@ -162,7 +178,11 @@ def _quantity(rows: Sequence[Row], axis: str) -> str | None:
     distinct = {frozenset(of_value) for of_value in sizes.values()}
     if len(distinct) == len(sizes) and not any(None in of_value for of_value in distinct):
         return "parameters"
-    return axis if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values) else None
+    return (
+        axis
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        else None
+    )
 
 
 def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> dict[Any, list[Row]]:
@@ -178,5 +198,7 @@ def _line(rows: Sequence[Row], quantity: str, is_loss: bool) -> dict[str, Any]:
         values = np.array([row["value"] for row in of_size], np.float64)
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
         points.append({"size": size, "mean": float(values.mean()), "sd": sd, "n": len(values)})
-    law = fit_law([row[quantity] for row in rows], [row["value"] for row in rows]) if is_loss else {}
+    law = (
+        fit_law([row[quantity] for row in rows], [row["value"] for row in rows]) if is_loss else {}
+    )
     return {"points": points, **law}

@@ -9,7 +9,8 @@ from cellmill.report.collect import ReportedRun, evaluated_datasets
 from cellmill.runs.verdict import compare
 from cellmill.track.follow import flat as values_by_path
 
-UNTRAINED = "untrained"  # the model's own network with initial weights: rows of `evaluate.scores.UNTRAINED`
+# the model's own network with initial weights: rows of `evaluate.scores.UNTRAINED`
+UNTRAINED = "untrained"
 
 
 class Column(NamedTuple):
@@ -50,7 +51,9 @@ class TaskTable:
 
     @property
     def grid(self) -> dict[str, dict[str, Point]]:
-        """Points by features, then by classifier ("" without one); empty unless rows are features with classifiers."""
+        """Points by features, then by classifier ("" without one); empty unless rows are features
+        with classifiers.
+        """
         found: dict[str, dict[str, Point]] = {}
         for point in self.points():
             features, _, classifier = point.name.partition(" + ")
@@ -69,14 +72,26 @@ class TaskTable:
 
     def points(self) -> list[Point]:
         """A point for each row, but for ceilings; none where no metric ranks the rows."""
-        key, sd_key = next(((c.key, c.sd_key) for c in self.columns if c.heading == self.metric), ("", None))
-        rows = [row for row in self.rows if row.get(key) is not None and row.get("kind") != "ceiling"]
-        kinds = [kind if (kind := row.get("kind")) in ("baseline", "external", "variant") else "model" for row in rows]
-        return [Point(row["name"], row[key], row.get(sd_key or "", 0.0), kind) for row, kind in zip(rows, kinds)]
+        key, sd_key = next(
+            ((c.key, c.sd_key) for c in self.columns if c.heading == self.metric), ("", None)
+        )
+        rows = [
+            row for row in self.rows if row.get(key) is not None and row.get("kind") != "ceiling"
+        ]
+        kinds = [
+            kind if (kind := row.get("kind")) in ("baseline", "external", "variant") else "model"
+            for row in rows
+        ]
+        return [
+            Point(row["name"], row[key], row.get(sd_key or "", 0.0), kind)
+            for row, kind in zip(rows, kinds)
+        ]
 
 
 def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
-    """Columns over the keys of all rows: `x_mean` and `x_sd` as one; no lists, and no counts that are 0 in all rows."""
+    """Columns over the keys of all rows: `x_mean` and `x_sd` as one; no lists, and no counts that
+    are 0 in all rows.
+    """
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
     for key in keys:
         values, stem = [row.get(key) for row in rows], key.removesuffix("_mean")
@@ -91,10 +106,11 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
 
 
 def against_best(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Verdicts against the best baseline, one for each metric of a task: its first, by the order of tasks.
+    """Verdicts against the best baseline, one for each metric of a task: its first, by the order of
+    tasks.
 
-    `columns` are those of its difference. The model's untrained network is not a baseline to be ahead of: such a
-    verdict is replaced by that against the best of the others.
+    `columns` are those of its difference. The model's untrained network is not a baseline to be
+    ahead of: such a verdict is replaced by that against the best of the others.
     """
     baselines = {row["name"] for row in result["rows"] if row.get("kind") == "baseline"}
     first: dict[str, Mapping[str, Any]] = {}
@@ -103,34 +119,55 @@ def against_best(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             first.setdefault(verdict["metric"], verdict)
     found = []
     for verdict in first.values():
-        lines = [line for line in result.get("differences") or [] if line["compared"] == verdict["compared"]]
+        lines = [
+            line
+            for line in result.get("differences") or []
+            if line["compared"] == verdict["compared"]
+        ]
         same = [
-            line for line in lines if (line["against"], line["mean"]) == (verdict["against"], verdict["difference"])
+            line
+            for line in lines
+            if (line["against"], line["mean"]) == (verdict["against"], verdict["difference"])
         ]
         best = {**verdict, "columns": {line["column"] for line in same}}
         if verdict["outcome"] == "ahead" and verdict["against"].startswith(UNTRAINED):
             names = {name for name in baselines if not name.startswith(UNTRAINED)}
-            others = [line for line in lines if line["column"] in best["columns"] and line["against"] in names]
+            others = [
+                line
+                for line in lines
+                if line["column"] in best["columns"] and line["against"] in names
+            ]
             if not others:
                 continue
-            line = min(others, key=lambda line: abs(line["mean"]))  # all are worse than the untrained network
-            between, lower = (verdict["compared"], line["against"], verdict["metric"]), verdict["difference"] < 0
-            best |= asdict(compare(*between, line["mean"], (line["low"], line["high"]), lower_is_better=lower))
+            # all are worse than the untrained network
+            line = min(others, key=lambda line: abs(line["mean"]))
+            between, lower = (
+                (verdict["compared"], line["against"], verdict["metric"]),
+                verdict["difference"] < 0,
+            )
+            best |= asdict(
+                compare(*between, line["mean"], (line["low"], line["high"]), lower_is_better=lower)
+            )
         found.append(best)
     return found
 
 
 def reach(verdicts: Sequence[Mapping[str, Any]]) -> float:
-    """Largest distance from 0 of differences and ends of their intervals: half the width of the task's bars."""
-    ends = (end for verdict in verdicts for end in (verdict["difference"], *(verdict["interval"] or ())))
+    """Largest distance from 0 of differences and ends of their intervals: half the width of the
+    task's bars.
+    """
+    ends = (
+        end for verdict in verdicts for end in (verdict["difference"], *(verdict["interval"] or ()))
+    )
     return max(map(abs, ends), default=0) or 1
 
 
 def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
-    """Each task side by side: its rows by their metric, or its single numbers if no metric ranks rows (`metric` is "").
+    """Each task side by side: its rows by their metric, or its single numbers if no metric ranks
+    rows (`metric` is "").
 
-    `lines` are (run, dataset, value by column). Rows called "features + classifier" are one column for each features,
-    with the value of the best classifier.
+    `lines` are (run, dataset, value by column). Rows called "features + classifier" are one column
+    for each features, with the value of the best classifier.
     """
     tasks: dict[str, list[tuple[str, str, dict[str, Any]]]] = defaultdict(list)
     for run, dataset, entry in evaluated_datasets(runs):
@@ -142,7 +179,11 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
         metric = next((result["metric"] for _, _, result in results if result["metric"]), "")
         lines: list[tuple[str, str, dict[str, Any]]] = []
         for run_name, dataset, result in results:
-            values = {key: value for key, value in result["figures"].items() if isinstance(value, int | float)}
+            values = {
+                key: value
+                for key, value in result["figures"].items()
+                if isinstance(value, int | float)
+            }
             if metric:
                 values = {}
                 for name, value, _, _ in TaskTable(result).points():
@@ -150,13 +191,25 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
                     values[features] = max(value, values.get(features, value))
             lines.append((run_name, dataset, values))
         if names := list(dict.fromkeys(name for _, _, values in lines for name in values)):
-            best_of = any(" + " in row["name"] for _, _, result in results for row in result["rows"])
-            comparisons.append({"task": task, "metric": metric, "columns": names, "lines": lines, "best_of": best_of})
+            best_of = any(
+                " + " in row["name"] for _, _, result in results for row in result["rows"]
+            )
+            comparisons.append(
+                {
+                    "task": task,
+                    "metric": metric,
+                    "columns": names,
+                    "lines": lines,
+                    "best_of": best_of,
+                }
+            )
     return comparisons
 
 
 def number(value: Any) -> str:
-    """A value as text: 1,234 or four significant digits; a dash for None; `key value` pairs of a mapping."""
+    """A value as text: 1,234 or four significant digits; a dash for None; `key value` pairs of a
+    mapping.
+    """
     if value is None:
         return "–"
     if isinstance(value, bool):

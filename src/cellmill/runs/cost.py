@@ -1,7 +1,8 @@
 """Cost of a run (cost.json): every start of its jobs, the resources it held, and the totals.
 
-Starts come from SLURM's accounting (sacct), or from the attempt files that the jobs write themselves. local.json has an
-entry for each start of a training on this machine. An unknown total is null, and `unknown` says why.
+Starts come from SLURM's accounting (sacct), or from the attempt files that the jobs write
+themselves. local.json has an entry for each start of a training on this machine. An unknown total
+is null, and `unknown` says why.
 """
 
 import os
@@ -31,7 +32,9 @@ RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL",
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job, or a wait in the queue that never became one. Times are seconds since 1970; None: unknown."""
+    """One start of a job, or a wait in the queue that never became one. Times are seconds since
+    1970; None: unknown.
+    """
 
     job_id: str  # empty on this machine
     partition: str
@@ -53,7 +56,11 @@ class Start:
 def _start(state: str, queued_at: float, started_at: float, ended_at: float, **held: Any) -> Start:
     """A start by the run's own files; `held` has the other fields."""
     waited_s, elapsed_s = max(0.0, started_at - queued_at), ended_at - started_at
-    times: dict[str, Any] = {"submitted_at": queued_at, "started_at": started_at, "ended_at": ended_at}
+    times: dict[str, Any] = {
+        "submitted_at": queued_at,
+        "started_at": started_at,
+        "ended_at": ended_at,
+    }
     return Start(state=state, queue_wait_s=waited_s, elapsed_s=elapsed_s, **times, **held)
 
 
@@ -74,14 +81,24 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         ended_at = float(attempt["seen_at"] if ended is None else ended)
         held = {name: attempt[name] for name in ("processes", "gpus")}
         held |= {"nodes": nodes, "cpus": nodes * record.cpus_per_node}
-        starts.append(_start(state, queued_at, float(attempt["started_at"]), ended_at, **job, **held))
+        starts.append(
+            _start(state, queued_at, float(attempt["started_at"]), ended_at, **job, **held)
+        )
         queued_at = ended_at  # a requeued job waits again from its end
     if starts:
         return starts
     nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
-    held = {"processes": record.nproc_per_node, "gpus": record.gpus_per_node, "cpus": record.cpus_per_node}
+    held = {
+        "processes": record.nproc_per_node,
+        "gpus": record.gpus_per_node,
+        "cpus": record.cpus_per_node,
+    }
     held = {name: nodes * number for name, number in held.items()}
-    times: dict[str, Any] = {"submitted_at": queued_at, "started_at": None, "ended_at": record.ended_at}
+    times: dict[str, Any] = {
+        "submitted_at": queued_at,
+        "started_at": None,
+        "ended_at": record.ended_at,
+    }
     times["queue_wait_s"] = (record.ended_at or now) - queued_at if waited else None
     times["elapsed_s"] = 0.0 if waited else None
     return [Start(**job, state=record.state, nodes=nodes, **times, **held)]
@@ -90,14 +107,26 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
 ANSWER_WITHIN_S = 15
 LAG_S = 4.0  # how late accounting may learn of a job's end
 _FIELDS = (
-    *("JobID", "Partition", "State", "Submit", "Start", "End", "ElapsedRaw", "NNodes", "AllocCPUS", "AllocTRES"),
+    *(
+        "JobID",
+        "Partition",
+        "State",
+        "Submit",
+        "Start",
+        "End",
+        "ElapsedRaw",
+        "NNodes",
+        "AllocCPUS",
+        "AllocTRES",
+    ),
     *("TotalCPU", "MaxRSS", "JobName"),  # the name last: it may hold a |
 )
 
 
 def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]:
-    """Starts by job id of the jobs that sacct knows, and why others are missing. Waits up to `LAG_S` for the end of the
-    newest job to arrive."""
+    """Starts by job id of the jobs that sacct knows, and why others are missing. Waits up to
+    `LAG_S` for the end of the newest job to arrive.
+    """
     if not records:
         return {}, "only SLURM's accounting has it"
     if shutil.which("sacct") is None:
@@ -107,11 +136,15 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
         try:
             jobs = ",".join(record.job_id for record in records)
             command = ["sacct", "-P", "-n", "--duplicates", "-j", jobs, "-o", ",".join(_FIELDS)]
-            starts = parse_sacct(ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC"), records)
+            starts = parse_sacct(
+                ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC"), records
+            )
         except (CommandError, ValueError) as error:
             return {}, str(error)
         newest = records[-1]
-        lags = newest.ended_at is not None and any(s.state in ALIVE for s in starts.get(newest.job_id, [])[-1:])
+        lags = newest.ended_at is not None and any(
+            s.state in ALIVE for s in starts.get(newest.job_id, [])[-1:]
+        )
         if not lags or time.monotonic() > deadline:
             break
         time.sleep(0.5)
@@ -121,8 +154,10 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
 
 
 def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]:
-    """Starts by job id. Raises ValueError if a line is not sacct's. Left out are rows of another job that had the same
-    id (its name differs), and a job that a training shares with other work, as under `allocation` (likewise)."""
+    """Starts by job id. Raises ValueError if a line is not sacct's. Left out are rows of another
+    job that had the same id (its name differs), and a job that a training shares with other work,
+    as under `allocation` (likewise).
+    """
     by_job = {(record.job_id, record.name): record for record in records}
     starts, rows = defaultdict[str, list[Start]](list), list[list[dict[str, str]]]()
     for line in answer.splitlines():
@@ -136,7 +171,8 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
         if (record := by_job.get((row["JobID"], row["JobName"]))) is None:
             continue
         times = (row[name] for name in ("Submit", "Start", "End"))
-        submitted, started, ended = (float(text) if text.isdigit() else None for text in times)  # Unknown, None
+        # Unknown, None
+        submitted, started, ended = (float(text) if text.isdigit() else None for text in times)
         nodes, gpus = int(_number(row["NNodes"])), re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
         if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
             started = None
@@ -149,13 +185,17 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
             submitted_at=submitted,
             started_at=started,
             ended_at=ended,
-            queue_wait_s=None if submitted is None or until is None else max(0.0, until - submitted),
+            queue_wait_s=None
+            if submitted is None or until is None
+            else max(0.0, until - submitted),
             elapsed_s=_number(row["ElapsedRaw"]),
             nodes=nodes,
             processes=nodes * record.nproc_per_node,
-            gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,  # a site may not account for GPUs
+            # a site may not account for GPUs
+            gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,
             cpus=int(_number(row["AllocCPUS"])),
-            cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,  # 0 if it was not gathered
+            # 0 if it was not gathered
+            cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,
             max_memory_gb=max(memory) / 1e9 if memory else None,
             source="sacct",
         )
@@ -173,7 +213,9 @@ def _number(text: str) -> float:
 
 @contextmanager
 def local_start(train: Path, machine: Machine) -> Iterator[None]:
-    """Record in local.json the start and end of a training on this machine. The caller holds the run's lock."""
+    """Record in local.json the start and end of a training on this machine. The caller holds the
+    run's lock.
+    """
     file = train / "local.json"
     earlier = read_local(train)
     if earlier and earlier[-1]["ended_at"] is None:
@@ -205,7 +247,9 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
 
 
 def read_local(train: Path) -> list[dict[str, Any]]:
-    """Entries of local.json, oldest first. `how`: COMPLETED, STOPPED, FAILED or KILLED; None while it runs."""
+    """Entries of local.json, oldest first. `how`: COMPLETED, STOPPED, FAILED or KILLED; None while
+    it runs.
+    """
     try:
         entries = read_json(train / "local.json")
     except DataError:
@@ -231,16 +275,22 @@ def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs this process may use, without importing torch or asking the driver."""
-    devices = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+    devices = sum(
+        bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*")
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
-    return min(devices, sum(bool(word.strip()) and word.strip() != "-1" for word in visible.split(",")))
+    return min(
+        devices, sum(bool(word.strip()) and word.strip() != "-1" for word in visible.split(","))
+    )
 
 
 @contextmanager
 def accounted(train: Path, machine: Machine) -> Iterator[None]:
-    """Write cost.json when the enclosed training ends, however it ends. The caller holds the run's lock."""
+    """Write cost.json when the enclosed training ends, however it ends. The caller holds the run's
+    lock.
+    """
     try:
         with local_start(train, machine) if machine.launcher == "local" else nullcontext():
             yield
@@ -249,9 +299,12 @@ def accounted(train: Path, machine: Machine) -> Iterator[None]:
 
 
 def write_cost(train: Path, show: bool = True) -> None:
-    """Write cost.json in `train`, and print it in one sentence. Never raises: a failure is a warning."""
+    """Write cost.json in `train`, and print it in one sentence. Never raises: a failure is a
+    warning.
+    """
     try:
-        if train.is_dir() and (value := cost(train, training_seconds(train), time.time())):  # a deleted one stays away
+        # a deleted one stays away
+        if train.is_dir() and (value := cost(train, training_seconds(train), time.time())):
             write_json(train / "cost.json", value)
             if show:
                 print(sentence(value), flush=True)
@@ -262,9 +315,10 @@ def write_cost(train: Path, show: bool = True) -> None:
 def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | None:
     """Cost so far of the run in `train`, as in cost.json; None if nothing was ever started.
 
-    Totals are sums over starts. `training_efficiency_frac` = `training_s` (of the steps of the curve; None if unknown)
-    / sum of `elapsed_s`. The rest is start-up, validation, checkpoints, steps that were lost and repeated, and
-    trainings of an earlier configuration. `cpu_efficiency_frac` = CPU time used / (allocated cores x time).
+    Totals are sums over starts. `training_efficiency_frac` = `training_s` (of the steps of the
+    curve; None if unknown) / sum of `elapsed_s`. The rest is start-up, validation, checkpoints,
+    steps that were lost and repeated, and trainings of an earlier configuration.
+    `cpu_efficiency_frac` = CPU time used / (allocated cores x time).
     """
     records = Jobs(train).all()
     by_job, why_not = sacct_starts(records)
@@ -288,12 +342,20 @@ def sentence(cost: dict[str, Any]) -> str:
     """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
     totals, starts = cost["totals"], cost["jobs"]
     on_gpus = any(start["gpus"] for start in starts)
-    hours, unit = (totals["gpu_hours"], "GPU-hours") if on_gpus else (totals["cpu_core_hours"], "core-hours")
+    hours, unit = (
+        (totals["gpu_hours"], "GPU-hours") if on_gpus else (totals["cpu_core_hours"], "core-hours")
+    )
     jobs = len({start["job_id"] for start in starts if start["job_id"]})
     local = sum(not start["job_id"] for start in starts)
     where = [f"{jobs} {'job' if jobs == 1 else 'jobs'}"] if jobs else []
     where += [f"{local} {'start' if local == 1 else 'starts'} on this machine"] if local else []
-    amount = "an unknown number of" if hours is None else f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
+    amount = (
+        "an unknown number of"
+        if hours is None
+        else f"{hours:.3g}"
+        if hours < 100
+        else f"{hours:,.0f}"
+    )
     parts = [f"{amount} {unit} in {' and '.join(where)}"]
     if jobs and totals["queue_wait_s"] is not None:
         parts.append(f"waited {span(totals['queue_wait_s'])} in the queue")
@@ -305,13 +367,20 @@ def sentence(cost: dict[str, Any]) -> str:
 def _totals(
     starts: list[Start], training_s: float | None, why_not: str
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks a job."""
+    """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks
+    a job.
+    """
     unknown, totals = dict[str, str](), dict[str, float | None]()
 
     def hours(start: Start, number: float | None) -> float | None:
-        return None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
+        return (
+            None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
+        )
 
-    ran, why_not = [start for start in starts if start.elapsed_s], why_not or "not in its accounting"
+    ran, why_not = (
+        [start for start in starts if start.elapsed_s],
+        why_not or "not in its accounting",
+    )
     for name, found, reason in (
         ("gpu_hours", [(start, hours(start, start.gpus)) for start in starts], LOST),
         ("cpu_core_hours", [(start, hours(start, start.cpus)) for start in starts], LOST),
@@ -322,11 +391,17 @@ def _totals(
     ):
         known = [value for _, value in found if value is not None]
         if len(known) < len(found):
-            lacking = dict.fromkeys(start.job_id or "a start on this machine" for start, each in found if each is None)
+            lacking = dict.fromkeys(
+                start.job_id or "a start on this machine" for start, each in found if each is None
+            )
             unknown[name], totals[name] = f"unknown for {', '.join(lacking)}: {reason}", None
         else:
             totals[name] = max(known, default=0.0) if name == "max_memory_gb" else sum(known)
-    elapsed, cores, cpu_s = totals["elapsed_s"], totals["cpu_core_hours"], totals["cpu_efficiency_frac"]
+    elapsed, cores, cpu_s = (
+        totals["elapsed_s"],
+        totals["cpu_core_hours"],
+        totals["cpu_efficiency_frac"],
+    )
     if training_s is None:
         unknown["training_efficiency_frac"] = "metrics.jsonl has no rates"
     elif not elapsed:
@@ -336,5 +411,9 @@ def _totals(
     # two clocks, the curve's and the cluster's: the quotient may exceed 1 by a hair
     trained_frac = min(1.0, training_s / elapsed) if training_s is not None and elapsed else None
     used_frac = cpu_s / 3600 / cores if cpu_s is not None and cores else None
-    own = {"training_s": training_s, "training_efficiency_frac": trained_frac, "cpu_efficiency_frac": used_frac}
+    own = {
+        "training_s": training_s,
+        "training_efficiency_frac": trained_frac,
+        "cpu_efficiency_frac": used_frac,
+    }
     return totals | own, unknown

@@ -1,4 +1,5 @@
-"""The folder of a training run: its files, its checkpoints, and which of them a resume may start from.
+"""The folder of a training run: its files, its checkpoints, and which of them a resume may start
+from.
 
     status.json     written once, after the last step: the output the workflow waits for
     state.json      running, stopped or done, and the step: rewritten during training
@@ -10,8 +11,8 @@
     track/          what each tracker and observer was sent, see track/follow.py
     superseded-…/   files of an earlier configuration; never deleted here
 
-A checkpoint is written to `….incomplete`, its manifest last, and then renamed. Torch-free, so that a launcher can
-refuse a run before it asks for a GPU.
+A checkpoint is written to `….incomplete`, its manifest last, and then renamed. Torch-free, so that
+a launcher can refuse a run before it asks for a GPU.
 """
 
 import json
@@ -32,7 +33,8 @@ INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
 REPLACED = ".replaced"
 DIGEST = ".sha256"  # of a file that its rank has hashed
-SMALL = ("state.json", "index.json", ".metadata")  # hashed even if hashing the tensors would take too long
+# hashed even if hashing the tensors would take too long
+SMALL = ("state.json", "index.json", ".metadata")
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,33 @@ class Checkpoint:
         return read_json(self.path / "state.json")
 
     def best_step(self) -> int | None:
-        """Step with the lowest validation loss when it was saved; None if there was none, or if it is unreadable."""
+        """Step with the lowest validation loss when it was saved; None if there was none, or if it
+        is unreadable.
+        """
         with suppress(DataError, KeyError, TypeError):
             return self.state()["progress"]["best_step"]
         return None
 
     def damage(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-        """The first missing, truncated or changed file, as an error; None without one. Hashes tensors only with
-        `contents`. `share` is rank and number of ranks: of as many equal parts of the files, this rank's is checked."""
+        """The first missing, truncated or changed file, as an error; None without one. Hashes
+        tensors only with `contents`. `share` is rank and number of ranks: of as many equal parts of
+        the files, this rank's is checked.
+        """
         manifest, (rank, world) = self.path / "manifest.json", share
         try:
-            files = [(name, entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()]
+            files = [
+                (name, entry["bytes"], entry["sha256"])
+                for name, entry in read_json(manifest)["files"].items()
+            ]
             own = files[rank::world]
             megabytes = sum(size for _, size, _ in own) / 1e6
         except DataError as error:
             return f"{error}; the checkpoint is damaged"
         except (KeyError, TypeError, AttributeError):
             return f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged"
-        for name, size, sha256 in progress(own, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6):
+        for name, size, sha256 in progress(
+            own, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6
+        ):
             file = self.path / name
             if not file.is_file():
                 return f"{file}: missing; the checkpoint is damaged"
@@ -93,7 +104,11 @@ class TrainFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints that were completed, oldest first; any may be damaged since."""
-        names = [path.name for path in self.checkpoint_folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+        names = [
+            path.name
+            for path in self.checkpoint_folder.glob("step-*")
+            if re.fullmatch(r"step-\d{8,}", path.name)
+        ]
         return sorted(map(self.checkpoint, names), key=lambda checkpoint: checkpoint.step)
 
     def checkpoint(self, name: str) -> Checkpoint:
@@ -101,8 +116,12 @@ class TrainFolder:
         return Checkpoint(self.checkpoint_folder / name, int(name.removeprefix("step-")))
 
     def set_damaged_aside(self, step: int) -> None:
-        """Rename checkpoints later than `step`, which a resume has found damaged, so that they do not count."""
-        for path in (checkpoint.path for checkpoint in self.checkpoints() if checkpoint.step > step):
+        """Rename checkpoints later than `step`, which a resume has found damaged, so that they do
+        not count.
+        """
+        for path in (
+            checkpoint.path for checkpoint in self.checkpoints() if checkpoint.step > step
+        ):
             aside = path.with_name(path.name + DAMAGED)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -113,10 +132,12 @@ class TrainFolder:
         checkpoints: Sequence[Checkpoint] | None = None,
         damage: Callable[[Checkpoint], str | None] | None = None,
     ) -> tuple[Checkpoint | None, list[str]]:
-        """The newest undamaged checkpoint, None if there is no checkpoint, and a line for each newer, damaged one.
+        """The newest undamaged checkpoint, None if there is no checkpoint, and a line for each
+        newer, damaged one.
 
-        `checkpoints`, oldest first, are all of the folder by default; `damage` describes the damage of one. Raises
-        DataError if all of them are damaged: training never restarts at step 0 unasked.
+        `checkpoints`, oldest first, are all of the folder by default; `damage` describes the damage
+        of one. Raises DataError if all of them are damaged: training never restarts at step 0
+        unasked.
         """
         damage = damage or (lambda checkpoint: checkpoint.damage(contents))
         damaged: list[str] = []
@@ -132,15 +153,21 @@ class TrainFolder:
         return None, []
 
     def best(self) -> Checkpoint:
-        """The checkpoint with the lowest validation loss; the newest one if there was no validation."""
+        """The checkpoint with the lowest validation loss; the newest one if there was no
+        validation.
+        """
         newest, _ = self.newest_whole()
         if newest is None:
             raise DataError(f"{self.checkpoint_folder}: no checkpoint; train the run first")
         if (best_step := newest.state()["progress"]["best_step"]) in (None, newest.step):
             return newest
-        return self.of_step(best_step, "the best checkpoint is missing; set consolidate.checkpoint: last")
+        return self.of_step(
+            best_step, "the best checkpoint is missing; set consolidate.checkpoint: last"
+        )
 
-    def of_step(self, step: int, remedy: str = "list the step in train.keep_steps, and train it anew") -> Checkpoint:
+    def of_step(
+        self, step: int, remedy: str = "list the step in train.keep_steps, and train it anew"
+    ) -> Checkpoint:
         """The undamaged checkpoint of a step. Raises DataError if there is none."""
         checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
         if step not in checkpoints:
@@ -165,8 +192,9 @@ class TrainFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def finish(self, path: Path, keep: int, keep_steps: Sequence[int] = ()) -> None:
-        """Make the checkpoint in `path` (from `begin`) final; remove all but `keep` newest, `keep_steps` and best ones.
-        Hashes files without a digest beside them."""
+        """Make the checkpoint in `path` (from `begin`) final; remove all but `keep` newest,
+        `keep_steps` and best ones. Hashes files without a digest beside them.
+        """
         entries = {}
         for file in sorted(path.iterdir()):
             if file.name == "manifest.json" or file.suffix == DIGEST:
@@ -175,38 +203,54 @@ class TrainFolder:
             sha256 = digest.read_text(encoding="utf-8") if digest.exists() else sha256_file(file)
             entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256}
             digest.unlink(missing_ok=True)
-        write_json(path / "manifest.json", {"files": entries})  # last: it marks the checkpoint complete
+        # last: it marks the checkpoint complete
+        write_json(path / "manifest.json", {"files": entries})
         final = path.with_name(path.name.removesuffix(INCOMPLETE))
         earlier = final.with_name(final.name + REPLACED)  # of the same step, from before a resume
         shutil.rmtree(earlier, ignore_errors=True)
         if final.exists():
-            final.rename(earlier)  # at once: removing it takes a while, in which there would be none
+            # at once: removing it takes a while, in which there would be none
+            final.rename(earlier)
         path.rename(final)
         fsync(final.parent)
         shutil.rmtree(earlier, ignore_errors=True)
         complete = self.checkpoints()
-        chosen = complete[-keep:] + [checkpoint for checkpoint in complete if checkpoint.step in keep_steps]
+        chosen = complete[-keep:] + [
+            checkpoint for checkpoint in complete if checkpoint.step in keep_steps
+        ]
         # a run resumed from any of them takes its best step for the run's best
-        kept = {checkpoint.step for checkpoint in chosen} | {checkpoint.best_step() for checkpoint in chosen}
+        kept = {checkpoint.step for checkpoint in chosen} | {
+            checkpoint.best_step() for checkpoint in chosen
+        }
         for checkpoint in complete:
             if checkpoint.step not in kept:
                 # a damaged one may be a file
                 (shutil.rmtree if checkpoint.path.is_dir() else os.unlink)(checkpoint.path)
 
     def set_aside(self) -> Path:
-        """Move checkpoints, curve and status into a new `superseded-…` folder beside them, and return it."""
+        """Move checkpoints, curve and status into a new `superseded-…` folder beside them, and
+        return it.
+        """
         number = 1 + sum(1 for _ in self.path.glob("superseded-*"))
         aside = self.path / f"superseded-{number:03}"
         aside.mkdir()
-        for name in ("status.json", "state.json", "run.json", "metrics.jsonl", "checkpoints", "track"):
+        for name in (
+            "status.json",
+            "state.json",
+            "run.json",
+            "metrics.jsonl",
+            "checkpoints",
+            "track",
+        ):
             if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
         return aside
 
     @contextmanager
     def locked(self, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
-        """Hold this folder's lock, as `runs.lock.locked` does. Creates the folder, for this user alone: a resume trusts
-        its files. Raises DataError naming another owner."""
+        """Hold this folder's lock, as `runs.lock.locked` does. Creates the folder, for this user
+        alone: a resume trusts its files. Raises DataError naming another owner.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         if (owner := self.path.stat().st_uid) != os.getuid():
             raise DataError(
@@ -224,20 +268,25 @@ COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one dire
 
 
 def cut_back(path: Path, step: int, copy: Path | None = None) -> int:
-    """Drop lines of steps after `step`, and a last line that a kill truncated; in `copy` if given. Return the number of
-    training steps that it has then; lines of validations are not counted."""
+    """Drop lines of steps after `step`, and a last line that a kill truncated; in `copy` if given.
+    Return the number of training steps that it has then; lines of validations are not counted.
+    """
     lines = [line for line in read_lines(path) if line["step"] <= step]
     write_text(copy or path, "".join(json.dumps(line) + "\n" for line in lines))
     return len({line["step"] for line in lines if is_of_a_step(line)})
 
 
 def is_of_a_step(line: Mapping[str, Any]) -> bool:
-    """True for a line of metrics.jsonl about a training step, False for one about a validation, skipped or not."""
+    """True for a line of metrics.jsonl about a training step, False for one about a validation,
+    skipped or not.
+    """
     return "skipped_steps" in line
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Complete lines with a step in order, of the whole file or of its last bytes; empty if there is none."""
+    """Complete lines with a step in order, of the whole file or of its last bytes; empty if there
+    is none.
+    """
     with suppress(FileNotFoundError), open(path, "rb") as file:
         start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
         file.seek(start)
@@ -247,7 +296,9 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
 
 
 def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The JSON objects with a step; what a kill truncated, is being written or is damaged is left out."""
+    """The JSON objects with a step; what a kill truncated, is being written or is damaged is left
+    out.
+    """
     lines = []
     for text in texts:
         with suppress(ValueError, RecursionError):
@@ -256,7 +307,9 @@ def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def progress_of(train: Path) -> dict[str, Any]:
-    """Step, cells and steps by state.json or the last checkpoint, whichever is newer; empty before the first start."""
+    """Step, cells and steps by state.json or the last checkpoint, whichever is newer; empty before
+    the first start.
+    """
     file, known = train / "state.json", dict[str, Any]()
     if file.exists():
         known = read_json(file)
@@ -272,9 +325,9 @@ def progress_of(train: Path) -> dict[str, Any]:
 def training_seconds(train: Path) -> float | None:
     """Seconds spent on the steps of the curve; None without a curve.
 
-    Each line of metrics.jsonl has the rate since the line before it: the sum of (steps between them) x (cells per
-    step) / (cells per second). Waiting for data is included; validation and checkpoints are not. Steps that were lost
-    with a job and repeated are in the curve once.
+    Each line of metrics.jsonl has the rate since the line before it: the sum of (steps between
+    them) x (cells per step) / (cells per second). Waiting for data is included; validation and
+    checkpoints are not. Steps that were lost with a job and repeated are in the curve once.
     """
     lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
     if not lines:
@@ -287,9 +340,19 @@ def training_seconds(train: Path) -> float | None:
     else:
         return None
     before = [0, *(line["step"] for line in lines)]
-    return float(sum(max(0, line["step"] - last) * cells / line["cells_per_s"] for line, last in zip(lines, before)))
+    return float(
+        sum(
+            max(0, line["step"] - last) * cells / line["cells_per_s"]
+            for line, last in zip(lines, before)
+        )
+    )
 
 
 def status(name: str, state: dict[str, Any]) -> dict[str, Any]:
     """Contents of status.json and state.json."""
-    return {"state": name, "steps": state["steps"], "world_size": state["world_size"], **state["progress"]}
+    return {
+        "state": name,
+        "steps": state["steps"],
+        "world_size": state["world_size"],
+        **state["progress"],
+    }

@@ -1,15 +1,18 @@
-"""Identity of a run: the options that define its numbers, its data and its initial weights; and branches of a run.
+"""Identity of a run: the options that define its numbers, its data and its initial weights; and
+branches of a run.
 
-A run whose options or data changed is another run, and is refused in a folder that holds the earlier one until
-`--restart` allows setting the earlier training aside: nobody's training of days may start over by accident. Only
-its length may change: the run then continues from the newest checkpoint, with the schedule of the new length. Options
-that affect only speed or frequency (layout, token budget, checkpoints, logging) are not part of the identity and may
-change between resumes.
+A run whose options or data changed is another run, and is refused in a folder that holds the
+earlier one until `--restart` allows setting the earlier training aside: nobody's training of days
+may start over by accident. Only its length may change: the run then continues from the newest
+checkpoint, with the schedule of the new length. Options that affect only speed or frequency
+(layout, token budget, checkpoints, logging) are not part of the identity and may change between
+resumes.
 
-A branch continues from a checkpoint of another run, its trunk, as if it had made those steps itself. A schedule such as
-wsd has the same learning rates at its beginning whatever the length: runs of several lengths share these steps (Hu et
-al. 2024, MiniCPM; Hägele et al. 2024). The trunk's checkpoint and its curve up to there become the branch's own: its
-numbers are the same as for a run of its length from step 0. Torch-free.
+A branch continues from a checkpoint of another run, its trunk, as if it had made those steps
+itself. A schedule such as wsd has the same learning rates at its beginning whatever the length:
+runs of several lengths share these steps (Hu et al. 2024, MiniCPM; Hägele et al. 2024). The trunk's
+checkpoint and its curve up to there become the branch's own: its numbers are the same as for a run
+of its length from step 0. Torch-free.
 """
 
 import re
@@ -37,15 +40,32 @@ FREE = {
     "finetune": {"min_known_frac"},
     "stream": {"io_threads", "stage_to", "stage_limit_gb"},
     "train": {
-        *("token_budget", "max_bad_steps", "timeout_s", "val_every_steps", "val_cells", "checkpoint_every_steps"),
-        *("checkpoint_every_min", "keep_checkpoints", "keep_steps", "log_every_steps", "profile_steps"),
+        *(
+            "token_budget",
+            "max_bad_steps",
+            "timeout_s",
+            "val_every_steps",
+            "val_cells",
+            "checkpoint_every_steps",
+        ),
+        *(
+            "checkpoint_every_min",
+            "keep_checkpoints",
+            "keep_steps",
+            "log_every_steps",
+            "profile_steps",
+        ),
     },
 }
 
 
-def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | None = None) -> dict[str, Any]:
-    """Return the options that define a run's numbers, as {section.key: value}. `init_from` is the SHA-256 of the
-    initial weights, None for random ones; `gene_vectors` that of the file `model.gene_vectors`, which it replaces."""
+def identity(
+    options: TrainOptions, init_from: str | None, gene_vectors: str | None = None
+) -> dict[str, Any]:
+    """Return the options that define a run's numbers, as {section.key: value}. `init_from` is the
+    SHA-256 of the initial weights, None for random ones; `gene_vectors` that of the file
+    `model.gene_vectors`, which it replaces.
+    """
     values = dict[str, Any]()
     for section, keys in options.model_dump(mode="json").items():
         free = keys if section in FREE_SECTIONS else FREE.get(section, ())
@@ -56,11 +76,12 @@ def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | N
 
 
 def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> dict[str, str]:
-    """Return {section.key: `before -> now`}, sorted, of the options that differ between `stored` and `now`.
+    """Return {section.key: `before -> now`}, sorted, of the options that differ between `stored`
+    and `now`.
 
-    `now` is from `identity`, `stored` is run.json, or the state.json of a checkpoint. Stored options are validated by
-    this version first, so an option added since then has its default and is no change. Raises ConfigError if they are
-    not valid any more.
+    `now` is from `identity`, `stored` is run.json, or the state.json of a checkpoint. Stored
+    options are validated by this version first, so an option added since then has its default and
+    is no change. Raises ConfigError if they are not valid any more.
     """
     try:
         options = _trained_with(stored, source)
@@ -80,8 +101,12 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
 
 
 def _trained_with(stored: dict[str, Any], source: str) -> TrainOptions:
-    """The stored options but for trackers: they are not part of the identity, and their package may be gone."""
-    return stored_options({key: keys for key, keys in stored["options"].items() if key != "track"}, source)
+    """The stored options but for trackers: they are not part of the identity, and their package may
+    be gone.
+    """
+    return stored_options(
+        {key: keys for key, keys in stored["options"].items() if key != "track"}, source
+    )
 
 
 def check_data(folder: str, before: str, now: str) -> None:
@@ -96,13 +121,15 @@ def check_data(folder: str, before: str, now: str) -> None:
 def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bool = False) -> bool:
     """Return whether nothing is left to do in `folder`; False also if it holds no checkpoint.
 
-    `record` is run.json of the requested training, `steps` its optimizer steps. Raises ConfigError if the folder holds
-    another training, unless `restart` is set, which sets that one aside. The same training is never set aside, so that
-    a command with `restart` can be repeated until it is done.
+    `record` is run.json of the requested training, `steps` its optimizer steps. Raises ConfigError
+    if the folder holds another training, unless `restart` is set, which sets that one aside. The
+    same training is never set aside, so that a command with `restart` can be repeated until it is
+    done.
     """
     checkpoint, damaged = folder.newest_whole(contents=False)
     if checkpoint is not None and checkpoint.step >= steps:
-        checkpoint, damaged = folder.newest_whole()  # hashed in full: nothing reads it again before it counts as done
+        # hashed in full: nothing reads it again before it counts as done
+        checkpoint, damaged = folder.newest_whole()
     for line in damaged:
         print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
     if checkpoint is None:
@@ -118,9 +145,15 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         if state["fingerprint"] != data:
             different.append(f"data {state['fingerprint'][:12]} -> {data[:12]}")
         if different:
-            print(f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}", flush=True)
+            print(
+                f"restart ({'; '.join(different)}): the earlier training is now in {folder.set_aside()}",
+                flush=True,
+            )
             return False
-        print(f"{folder.path}: --restart changes nothing: the training in it has this configuration", flush=True)
+        print(
+            f"{folder.path}: --restart changes nothing: the training in it has this configuration",
+            flush=True,
+        )
     elif changes.keys() - LENGTH:
         raise ConfigError(
             f"{folder.path}: it holds a training of {step} steps with another configuration ({'; '.join(different)}); "
@@ -132,7 +165,10 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
             f"{folder.path}: it holds a training of {step} steps, and {state['steps']} steps in all were lowered to "
             f"{steps}; set train.steps above {step}, or {afresh}"
         )
-    patience, stale = record["identity"].get(PATIENCE), state["progress"].get("stale_validations", 0)
+    patience, stale = (
+        record["identity"].get(PATIENCE),
+        state["progress"].get("stale_validations", 0),
+    )
     is_early = patience is not None and stale >= patience
     if step < steps and is_early:
         print(
@@ -155,29 +191,37 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
     return False
 
 
-def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train: Train, steps: int) -> None:
+def begin_branch(
+    folder: TrainFolder, trunk: Path, record: dict[str, Any], train: Train, steps: int
+) -> None:
     """Give `folder` the trunk's checkpoint and curve, unless it has reached that step.
 
-    `trunk` is the folder of the checkpoint, `record` run.json of the branch, `steps` its number of optimizer steps.
-    Raises ConfigError if the trunk is another training than the first steps of this one, DataError if its checkpoint is
-    missing or damaged.
+    `trunk` is the folder of the checkpoint, `record` run.json of the branch, `steps` its number of
+    optimizer steps. Raises ConfigError if the trunk is another training than the first steps of
+    this one, DataError if its checkpoint is missing or damaged.
     """
     trunk, path = trunk.absolute(), str(folder.path)
     if (given := re.fullmatch(r"step-(\d{8,})", trunk.name)) is None:
-        raise ConfigError(f"{trunk}: expected the folder of a checkpoint, such as checkpoints/step-00000480")
+        raise ConfigError(
+            f"{trunk}: expected the folder of a checkpoint, such as checkpoints/step-00000480"
+        )
     if folder.saved_step() >= int(given[1]):
         return  # the trunk is not needed any more, and may be gone
     of_trunk = TrainFolder(trunk.parent.parent)
     checkpoint = of_trunk.of_step(int(given[1]))
     state, source = checkpoint.state(), str(checkpoint.path / "state.json")
     changes = changed_keys(state, record["identity"], source)
-    if different := [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]:
+    if different := [
+        f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE
+    ]:
         raise ConfigError(
             f"{path}: it cannot continue {checkpoint.path}, which is of another configuration "
             f"({'; '.join(different)}); make them equal, or set init_from in place of trunk"
         )
     check_data(str(checkpoint.path), state["fingerprint"], record["fingerprint"])
-    _check_rates(path, checkpoint.step, (_trained_with(state, source).train, state["steps"]), (train, steps))
+    _check_rates(
+        path, checkpoint.step, (_trained_with(state, source).train, state["steps"]), (train, steps)
+    )
     best = checkpoint.best_step()
     if best is not None and best != checkpoint.step:
         _copy(of_trunk.of_step(best), folder, record, steps, train)
@@ -187,30 +231,41 @@ def begin_branch(folder: TrainFolder, trunk: Path, record: dict[str, Any], train
 
 
 def check_branches(workflow: Workflow, source: str) -> None:
-    """Raise ConfigError for a run of the configuration `source` that its trunk cannot be the beginning of, before the
-    trunk trains. What depends on the data is seen when the branch begins."""
+    """Raise ConfigError for a run of the configuration `source` that its trunk cannot be the
+    beginning of, before the trunk trains. What depends on the data is seen when the branch begins.
+    """
     for name, run in workflow.runs.items():
         if run.trunk is None or run.trunk_step is None:
             continue
         own, of_trunk = (
-            check_options(TrainOptions, workflow.section("train", which), source) for which in (name, run.trunk)
+            check_options(TrainOptions, workflow.section("train", which), source)
+            for which in (name, run.trunk)
         )
         now, before = identity(own, None), identity(of_trunk, None)
         for key in sorted((now.keys() & before.keys()) - LENGTH - RATE):
             # null may be what train takes from the data, and so equal
-            if now[key] != before[key] and (key.startswith("train.") or None not in (now[key], before[key])):
+            if now[key] != before[key] and (
+                key.startswith("train.") or None not in (now[key], before[key])
+            ):
                 raise ConfigError(
                     f"{source}: runs.{name}.{key}: expected {before[key]}, as its trunk {run.trunk}, got {now[key]}; "
                     "make them equal, or set init_from in place of trunk"
                 )
         steps = [options.train.steps for options in (of_trunk, own)]
         if isinstance(steps[0], int) and isinstance(steps[1], int):
-            _check_rates(f"{source}: runs.{name}", run.trunk_step, (of_trunk.train, steps[0]), (own.train, steps[1]))
+            _check_rates(
+                f"{source}: runs.{name}",
+                run.trunk_step,
+                (of_trunk.train, steps[0]),
+                (own.train, steps[1]),
+            )
 
 
 def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Train, int]) -> None:
-    """Raise ConfigError naming `run` unless it and its trunk have the same learning rate in every step up to `last`.
-    `before` and `now` are options and number of steps of the trunk and of the run."""
+    """Raise ConfigError naming `run` unless it and its trunk have the same learning rate in every
+    step up to `last`. `before` and `now` are options and number of steps of the trunk and of the
+    run.
+    """
     if now[1] <= last:
         raise ConfigError(
             f"{run}: it goes on from step {last} of its trunk and has {now[1]} steps in all; set train.steps above that"
@@ -224,7 +279,9 @@ def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Trai
             )
 
 
-def _copy(checkpoint: Checkpoint, folder: TrainFolder, record: dict[str, Any], steps: int, train: Train) -> None:
+def _copy(
+    checkpoint: Checkpoint, folder: TrainFolder, record: dict[str, Any], steps: int, train: Train
+) -> None:
     path = folder.begin(checkpoint.step)
     digests = read_json(checkpoint.path / "manifest.json")["files"]
     for name, entry in digests.items():

@@ -1,4 +1,5 @@
-"""Job records on disk, `train/jobs/NNN/`, one folder per submission; job states, and calls of SLURM's commands.
+"""Job records on disk, `train/jobs/NNN/`, one folder per submission; job states, and calls of
+SLURM's commands.
 
     job.json               the submitted request, and the last known state of the job
     task.json              the task of each node, see launch/node.py
@@ -11,12 +12,12 @@
     {job}_{task}_log.out   output of the tasks
     …                      submitit's own files
 
-A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found by name. submitit's
-pickled results are never read.
+A folder without job.json is a submission that was interrupted: its job, if SLURM has it, is found
+by name. submitit's pickled results are never read.
 
-`FOLDER/id.json` identifies a folder: the same by every path that leads to it, and new in a copy. It names its own inode
-and path: a folder seen under another path has the same inode, and one on a file system whose inode numbers change has
-the same path. Where both differ the folder was copied.
+`FOLDER/id.json` identifies a folder: the same by every path that leads to it, and new in a copy. It
+names its own inode and path: a folder seen under another path has the same inode, and one on a file
+system whose inode numbers change has the same path. Where both differ the folder was copied.
 """
 
 from __future__ import annotations
@@ -40,22 +41,45 @@ if TYPE_CHECKING:  # the agent of a node needs no configuration
 
 NOT_LISTED = "NOT_LISTED"  # SLURM no longer knows the job
 OTHER_JOB = "OTHER_JOB"
-"""SLURM has a job of this id, but of another name: an allocation that a training ran in, or a number given again."""
+"""SLURM has a job of this id, but of another name: an allocation that a training ran in, or a
+number given again.
+"""
 UNKNOWN = "UNKNOWN"  # squeue gave no usable answer
-UNLISTED = "not in squeue"  # reason of a state that sacct alone reports: the controller may have lost the job
+# reason of a state that sacct alone reports: the controller may have lost the job
+UNLISTED = "not in squeue"
 ALIVE = {  # states of jobs that hold nodes or are going to
-    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
+    *(
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "COMPLETING",
+        "SUSPENDED",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+    ),
     *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
 }
 ENDED = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *(
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+    ),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job's state in SLURM's words, NOT_LISTED, OTHER_JOB or UNKNOWN; why it is pending or unknown; and its nodes."""
+    """A job's state in SLURM's words, NOT_LISTED, OTHER_JOB or UNKNOWN; why it is pending or
+    unknown; and its nodes.
+    """
 
     name: str
     reason: str = ""
@@ -85,13 +109,18 @@ def folder_id(folder: Path) -> str | None:
 
 
 def make_folder_id(folder: Path) -> str:
-    """The identity of `folder`, created if it has none: one for all processes that call this at once."""
+    """The identity of `folder`, created if it has none: one for all processes that call this at
+    once.
+    """
     file = folder / NAME
     while (known := folder_id(folder)) is None:
         own = secrets.token_hex(6)
         new = file.with_name(f".{file.stem}.{own}.incomplete")
         with open(new, "x", encoding="utf-8") as text:
-            json.dump({"id": own, "inode": os.fstat(text.fileno()).st_ino, "path": str(file.resolve())}, text)
+            json.dump(
+                {"id": own, "inode": os.fstat(text.fileno()).st_ino, "path": str(file.resolve())},
+                text,
+            )
         fsync(new)
         try:
             os.link(new, file)  # unless another process was faster
@@ -112,12 +141,17 @@ _FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")  # a job they filter out would seem
 
 
 class CommandError(Exception):
-    """A command of SLURM is missing, failed or gave no usable answer; the text begins with its name."""
+    """A command of SLURM is missing, failed or gave no usable answer; the text begins with its
+    name.
+    """
 
 
-def call(command: list[str], within_s: float | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without the filters of the user's environment. Raises CommandError if it is missing or does not
-    answer within `within_s` (default: `ANSWER_WITHIN_S`)."""
+def call(
+    command: list[str], within_s: float | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command without the filters of the user's environment. Raises CommandError if it is
+    missing or does not answer within `within_s` (default: `ANSWER_WITHIN_S`).
+    """
     within_s = within_s or ANSWER_WITHIN_S
     try:
         return subprocess.run(
@@ -128,7 +162,8 @@ def call(command: list[str], within_s: float | None = None, **environment: str) 
             timeout=within_s,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C at the terminal must not cut an answer short
-            env={name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)} | environment,
+            env={name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+            | environment,
         )
     except subprocess.TimeoutExpired:
         trouble: str | None = f"no answer within {within_s:g} s"
@@ -144,12 +179,16 @@ def ask(command: list[str], within_s: float | None = None, **environment: str) -
     done = call(command, within_s, **environment)
     if done.returncode:
         complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
-        raise CommandError(f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ').removeprefix('error: ')}")
+        raise CommandError(
+            f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ').removeprefix('error: ')}"
+        )
     return done.stdout
 
 
 def seconds(text: str) -> float | None:
-    """Seconds in SLURM's `[[days-]hours:]minutes:seconds`, with or without a fraction; None if it is none."""
+    """Seconds in SLURM's `[[days-]hours:]minutes:seconds`, with or without a fraction; None if it
+    is none.
+    """
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d+)?)", text)
     if match is None:
         return None
@@ -203,12 +242,20 @@ class JobRecord:
     def changes(self, machine: Machine) -> list[str]:
         """Values that a job for `machine` would have instead: `nodes 2 -> 4`."""
         pairs = [(name, getattr(self, name), now) for name, now in _requested(machine).items()]
-        return [f"{name} {before or 'none'} -> {now or 'none'}" for name, before, now in pairs if before != now]
+        return [
+            f"{name} {before or 'none'} -> {now or 'none'}"
+            for name, before, now in pairs
+            if before != now
+        ]
 
     @property
     def request(self) -> dict[str, str]:
         """Its request, as it is named to the user."""
-        return {"runtime": f"runtime {self.runtime} min", "nodes": self.nodes, "job_id": self.job_id}
+        return {
+            "runtime": f"runtime {self.runtime} min",
+            "nodes": self.nodes,
+            "job_id": self.job_id,
+        }
 
     @property
     def log(self) -> Path:
@@ -249,11 +296,16 @@ class Jobs:
 
     def __init__(self, train: Path) -> None:
         self.path = Path(train) / "jobs"
-        self.run = re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24] or "run"
-        self._id: str | None = None  # read once it is made: `owns` is called for every job in the queue
+        self.run = (
+            re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24] or "run"
+        )
+        # read once it is made: `owns` is called for every job in the queue
+        self._id: str | None = None
 
     def owns(self, name: str) -> bool:
-        """True for the name of a job of this folder, by whatever path it was submitted: `RUN.ID.NUMBER`."""
+        """True for the name of a job of this folder, by whatever path it was submitted:
+        `RUN.ID.NUMBER`.
+        """
         self._id = self._id or folder_id(self.path.parent)
         return self._id is not None and re.search(rf"\.{self._id}\.\d+$", name) is not None
 
@@ -275,12 +327,17 @@ class Jobs:
 
     def record(self, job_id: str, name: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""
-        return next((record for record in self.all() if (record.job_id, record.name) == (job_id, name)), None)
+        return next(
+            (record for record in self.all() if (record.job_id, record.name) == (job_id, name)),
+            None,
+        )
 
     def may_be_alive(self) -> bool:
         """True if SLURM must be queried: the newest submission has no end on record, or no record."""
         folders, newest = self._folders(), self.newest()
-        return bool(folders) and (newest is None or newest.path != folders[-1] or newest.ended_at is None)
+        return bool(folders) and (
+            newest is None or newest.path != folders[-1] or newest.ended_at is None
+        )
 
     def folder(self, name: str) -> Path | None:
         """The folder of the job called `name`, one of this folder's; None if it is missing."""
@@ -288,7 +345,9 @@ class Jobs:
         return path if path.is_dir() else None
 
     def new(self) -> tuple[Path, str]:
-        """Create the folder of the next submission, for this user alone; return it and the job's name."""
+        """Create the folder of the next submission, for this user alone; return it and the job's
+        name.
+        """
         folders = self._folders()
         number = f"{1 + int(folders[-1].name) if folders else 1:03}"
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -300,7 +359,10 @@ class Jobs:
         return f"{self.run}.{make_folder_id(self.path.parent)}.{number}"
 
     def _folders(self) -> list[Path]:
-        return sorted((path for path in self.path.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
+        return sorted(
+            (path for path in self.path.glob("*") if path.name.isdigit()),
+            key=lambda path: int(path.name),
+        )
 
 
 def write_if_room(file: Path, value: Any) -> None:
@@ -316,4 +378,8 @@ def write_if_room(file: Path, value: Any) -> None:
 def error_line(folder: Path, name: str = "error.txt") -> str | None:
     """The text of a file in one line; None if there is none."""
     file = folder / name
-    return " ".join(file.read_text(encoding="utf-8", errors="replace").split()) if file.exists() else None
+    return (
+        " ".join(file.read_text(encoding="utf-8", errors="replace").split())
+        if file.exists()
+        else None
+    )

@@ -1,21 +1,24 @@
-"""One training per folder: its lock, the claim of a running job, and a watch for the folder's deletion.
+"""One training per folder: its lock, the claim of a running job, and a watch for the folder's
+deletion.
 
-The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last process that inherited
-its file descriptor ends, for any reason.
+The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last
+process that inherited its file descriptor ends, for any reason.
 
 The claim of a running job makes sure that two jobs never work in one folder:
 
     FOLDER/claims/00000007.json     the job that claimed it; its modification time is the job's last sign of life
 
-The claim with the highest number counts, and none is ever removed: a job that looked for the newest long ago could take
-a number that others have passed. It is created with O_EXCL, which is atomic on NFS and Lustre too, where flock may be
-missing or local to a node. Its job renews it every `RENEW_S` and marks it as released when it ends. A job that finds
-another's claim waits until it is renewed, which proves that the other job lives, or until it was silent for `LEASE_S`,
-and then creates the next one. A job that was itself silent for so long finds the next claim when it wakes up, and ends.
+The claim with the highest number counts, and none is ever removed: a job that looked for the newest
+long ago could take a number that others have passed. It is created with O_EXCL, which is atomic on
+NFS and Lustre too, where flock may be missing or local to a node. Its job renews it every `RENEW_S`
+and marks it as released when it ends. A job that finds another's claim waits until it is renewed,
+which proves that the other job lives, or until it was silent for `LEASE_S`, and then creates the
+next one. A job that was itself silent for so long finds the next claim when it wakes up, and ends.
 Ages are differences of times of the file server, so clocks of nodes do not matter.
 
-A deleted folder is noticed by its lock file, which lives as long as the folder. A file system that is away for a while
-does not count as a deletion: the nearest existing folder above must be on the same file system.
+A deleted folder is noticed by its lock file, which lives as long as the folder. A file system that
+is away for a while does not count as a deletion: the nearest existing folder above must be on the
+same file system.
 """
 
 from __future__ import annotations
@@ -58,37 +61,57 @@ class Holder:
     @property
     def text(self) -> str:
         """Process, user and host, for messages."""
-        stopped = f", which is stopped: `kill -CONT {self.pid}` continues it" if self._status("State") == "T" else ""
-        return f"process {self.pid} of {self.user} on {self.host}{stopped}" if self.pid else "an unknown process"
+        stopped = (
+            f", which is stopped: `kill -CONT {self.pid}` continues it"
+            if self._status("State") == "T"
+            else ""
+        )
+        return (
+            f"process {self.pid} of {self.user} on {self.host}{stopped}"
+            if self.pid
+            else "an unknown process"
+        )
 
     def _status(self, key: str) -> str:
         """First word that the kernel of this host says of the process; empty if it cannot be read."""
         with suppress(OSError):
-            text = Path(f"/proc/{self.pid}/status").read_text() if self.host == os.uname().nodename else ""
+            text = (
+                Path(f"/proc/{self.pid}/status").read_text()
+                if self.host == os.uname().nodename
+                else ""
+            )
             return "".join(re.findall(rf"^{key}:\s*(\w+)", text, re.MULTILINE))
         return ""
 
     def holds(self, lock: Path) -> bool:
-        """True if the process is on this host and has the lock file open; its pid alone may have been reused."""
+        """True if the process is on this host and has the lock file open; its pid alone may have
+        been reused.
+        """
         with suppress(OSError):
-            links = Path(f"/proc/{self.pid}/fd").iterdir() if self.host == os.uname().nodename else ()
+            links = (
+                Path(f"/proc/{self.pid}/fd").iterdir() if self.host == os.uname().nodename else ()
+            )
             return any(link.resolve() == lock.resolve() for link in links)
         return False
 
     def hands_over(self, lock: Path) -> bool:
-        """True if it holds the lock, has a handler of SIGUSR1, which would end it while it starts, and is not stopped:
-        it would find the signal when it continues, though nobody waits for the lock any more."""
+        """True if it holds the lock, has a handler of SIGUSR1, which would end it while it starts,
+        and is not stopped: it would find the signal when it continues, though nobody waits for the
+        lock any more.
+        """
         handles = int(self._status("SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1
         return bool(handles) and self._status("State") != "T" and self.holds(lock)
 
 
 @contextmanager
 def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
-    """Hold the lock of `folder`. Yields its file descriptor: a child that inherits it holds the lock as well.
+    """Hold the lock of `folder`. Yields its file descriptor: a child that inherits it holds the
+    lock as well.
 
-    Raises DataError with the text `busy`, in which `{holder}` is filled in, if it is not free within `wait_s`. With
-    `follows` this process only follows a training that runs elsewhere: a holder of the same kind on this host, left
-    over from a workflow that was killed, is made to hand over (SIGUSR1).
+    Raises DataError with the text `busy`, in which `{holder}` is filled in, if it is not free
+    within `wait_s`. With `follows` this process only follows a training that runs elsewhere: a
+    holder of the same kind on this host, left over from a workflow that was killed, is made to hand
+    over (SIGUSR1).
     """
     with open(folder / "lock", "a+", encoding="utf-8") as file:
         started, signalled, printed = time.monotonic(), False, False
@@ -110,12 +133,17 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
             if waited > wait_s:
                 raise DataError(f"{folder}: {busy.format(holder=holder.text)}")
             if waited > wait_s / 20 and not printed:
-                print(f"{folder}: locked by {holder.text}; waiting up to {wait_s:g} s for it", flush=True)
+                print(
+                    f"{folder}: locked by {holder.text}; waiting up to {wait_s:g} s for it",
+                    flush=True,
+                )
                 printed = True
             time.sleep(0.2)
         file.seek(0)
         file.truncate()
-        json.dump(asdict(Holder(os.getpid(), os.uname().nodename, user_name(os.getuid()), follows)), file)
+        json.dump(
+            asdict(Holder(os.getpid(), os.uname().nodename, user_name(os.getuid()), follows)), file
+        )
         file.flush()
         yield file.fileno()
 
@@ -124,7 +152,8 @@ def holder_of(folder: Path) -> Holder | None:
     """The process that holds the lock of `folder`; None if it is free. Changes no file."""
     with suppress(FileNotFoundError), open(folder / "lock", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed, at once
+            # released when the file is closed, at once
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return Holder.read(file)
         except OSError:  # a file system without locks: nobody can hold one
@@ -156,13 +185,17 @@ class Claim:
     renewed: float = field(default_factory=time.monotonic)
 
     def renew(self) -> None:
-        """Say that this job lives, if it is time to. Raises Claimed if another job has taken the folder over."""
+        """Say that this job lives, if it is time to. Raises Claimed if another job has taken the
+        folder over.
+        """
         if (now := time.monotonic()) - self.renewed < RENEW_S:
             return
         newest = _newest(self.file.parent)
         if newest is not None and newest != self.file:
             other = _read(newest)[0] or "of another launcher"
-            raise Claimed(f"job {other} has taken over from job {self.job}, which was silent for too long")
+            raise Claimed(
+                f"job {other} has taken over from job {self.job}, which was silent for too long"
+            )
         with suppress(OSError):  # a full disk or a server in trouble: the next one may succeed
             os.utime(self.file)
             self.renewed = now
@@ -175,8 +208,9 @@ class Claim:
 
 
 def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) -> Claim:
-    """Claim `folder` for the job `job`. Waits for at most `LEASE_S` after the last sign of life of another job. Raises
-    Claimed if another job lives there."""
+    """Claim `folder` for the job `job`. Waits for at most `LEASE_S` after the last sign of life of
+    another job. Raises Claimed if another job lives there.
+    """
     claims = folder / "claims"
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
     while True:
@@ -193,8 +227,9 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
 
 
 def claimant(folder: Path, after_ns: int = 0) -> str:
-    """The job that claimed `folder` last, if it still renews its claim and did so after `after_ns`, a modification
-    time of the same file system; otherwise empty."""
+    """The job that claimed `folder` last, if it still renews its claim and did so after `after_ns`,
+    a modification time of the same file system; otherwise empty.
+    """
     if (newest := _newest(folder / "claims")) is None or (sign := _last_sign(newest)) is None:
         return ""
     job, released = _read(newest)
@@ -215,7 +250,9 @@ def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) ->
             return
         if modified != first:
             # of one job, if SLURM lost the node of its first start and requeued it
-            lives, ends = ("an earlier start of job", "this start") if other == job else ("job", f"job {job}")
+            lives, ends = (
+                ("an earlier start of job", "this start") if other == job else ("job", f"job {job}")
+            )
             raise Claimed(f"{lives} {other} is training in {newest.parent.parent}; {ends} ends")
         wait(TICK_S)
 
@@ -233,7 +270,9 @@ def _read(file: Path) -> tuple[str, bool]:
 
 
 def _last_sign(file: Path) -> tuple[int, float] | None:
-    """Modification time of a claim in ns, and its age in s by the clock of the file server; None if it is gone."""
+    """Modification time of a claim in ns, and its age in s by the clock of the file server; None if
+    it is gone.
+    """
     probe = file.with_name(f".now.{secrets.token_hex(4)}")
     try:
         with open(file, encoding="utf-8") as opened:  # a network file system then asks the server
@@ -263,10 +302,16 @@ class FolderWatch:
     def gone(self) -> bool:
         """True if the folder is not the one that this process has locked."""
         now = _inode(self.folder)
-        return bool(self._inode) and now not in (self._inode, 0) and _device(self.folder) == self._device
+        return (
+            bool(self._inode)
+            and now not in (self._inode, 0)
+            and _device(self.folder) == self._device
+        )
 
     def check(self, end: str = "") -> None:
-        """Raises FolderDeleted once the folder has been gone for a while. `end` says what became of the training."""
+        """Raises FolderDeleted once the folder has been gone for a while. `end` says what became of
+        the training.
+        """
         now = time.monotonic()
         self._gone_since = (self._gone_since or now) if self.gone() else 0.0
         if self._gone_since and now - self._gone_since >= SURE_S:
@@ -290,7 +335,9 @@ def _inode(folder: Path) -> int | None:
 
 
 def _device(path: Path) -> int | None:
-    """File system of `path`, or of the nearest folder above it that exists; None if it cannot be read."""
+    """File system of `path`, or of the nearest folder above it that exists; None if it cannot be
+    read.
+    """
     with suppress(OSError):
         return next(place.stat().st_dev for place in (path, *path.parents) if place.exists())
     return None

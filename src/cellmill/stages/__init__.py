@@ -1,1 +1,3 @@
-"""One module for each stage: it composes the parts and computes nothing. The only place where parts meet."""
+"""One module for each stage: it composes the parts and computes nothing. The only place where parts
+meet.
+"""

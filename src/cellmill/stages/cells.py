@@ -1,11 +1,13 @@
 """Stages that apply an exported model to cells: embed, embed_external, teach, predict and generate.
 
-embed_external runs a command of another environment, whose embedding becomes a row beside the model. Its output is
-checked and kept in the form of stage `embed`, so that `evaluate` reads no file that another package wrote.
+embed_external runs a command of another environment, whose embedding becomes a row beside the
+model. Its output is checked and kept in the form of stage `embed`, so that `evaluate` reads no file
+that another package wrote.
 
-generate draws cells from a model of family `autoregressive`. A row of X has the cell's genes in the order in which they
-were drawn; layer `rank` has the same order as numbers from 1, for tools that sort columns. X holds log(1 + counts per
-10,000) as predicted (tokenizer continuous), drawn bins (binned), or 1 (tokenizers without values).
+generate draws cells from a model of family `autoregressive`. A row of X has the cell's genes in the
+order in which they were drawn; layer `rank` has the same order as numbers from 1, for tools that
+sort columns. X holds log(1 + counts per 10,000) as predicted (tokenizer continuous), drawn bins
+(binned), or 1 (tokenizers without values).
 """
 
 import os
@@ -35,11 +37,22 @@ from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.calibration import NO_VALIDATION
 from cellmill.evaluate.embed import embed_cells, limits_of, load_for_inference
-from cellmill.evaluate.predict import LABEL, classifiers_of, count_labels, predict_heads, thresholds_of
+from cellmill.evaluate.predict import (
+    LABEL,
+    classifiers_of,
+    count_labels,
+    predict_heads,
+    thresholds_of,
+)
 from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
 from cellmill.evaluate.seen import mark_seen_cells
 from cellmill.files import refuse_overwriting, sha256_file, write_json
-from cellmill.models.families.autoregressive import AutoregressiveModel, GeneratedCell, Sampling, generate_cells
+from cellmill.models.families.autoregressive import (
+    AutoregressiveModel,
+    GeneratedCell,
+    Sampling,
+    generate_cells,
+)
 from cellmill.train.telemetry import memory_bytes
 
 
@@ -53,9 +66,11 @@ def embed(
     append: bool = False,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad). `input` may be a URL.
+    """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad). `input` may
+    be a URL.
 
-    With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which `out` may be.
+    With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which
+    `out` may be.
     """
     path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
@@ -63,11 +78,15 @@ def embed(
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
         embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
-    seconds, peak_gb = time.perf_counter() - started, memory_bytes(next(network.parameters()).device)[0] / 1e9
+    seconds, peak_gb = (
+        time.perf_counter() - started,
+        memory_bytes(next(network.parameters()).device)[0] / 1e9,
+    )
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
-        "supervised_by": ", ".join(config.get("supervised_by", [])),  # obs columns whose labels it was trained with
+        # obs columns whose labels it was trained with
+        "supervised_by": ", ".join(config.get("supervised_by", [])),
         "precision": options.embed.precision,
         "coverage_frac": embedding.coverage_frac,
         "n_without_genes": embedding.n_without_genes,
@@ -85,11 +104,15 @@ def embed(
 
 
 def _checked_input(input: Path | str, out: Path, append: bool) -> Path:
-    """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or nothing appended."""
+    """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or
+    nothing appended.
+    """
     check_h5ad(out, "--out")
     path = local_input(input)
     if not append:
-        refuse_overwriting(out, [("--input", path)], remedy="add --append to keep all that is in it")
+        refuse_overwriting(
+            out, [("--input", path)], remedy="add --append to keep all that is in it"
+        )
     elif path.suffix != ".h5ad":
         raise ConfigError(f"--append adds to an .h5ad, {input} is none; leave --append out")
     return path
@@ -99,7 +122,9 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
     """Write the embedding of the cells of `input` by `command` to `out` (.h5ad)."""
     check_h5ad(out, "--out")
     option = f"evaluate.external.{name}.command"
-    model: ExternalModel = check_options(ExternalModel, {"command": command}, f"evaluate.external.{name}")
+    model: ExternalModel = check_options(
+        ExternalModel, {"command": command}, f"evaluate.external.{name}"
+    )
     with open_dataset(input) as reader:
         obs = reader.obs
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +147,9 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
         written.unlink(missing_ok=True)
     about = {"model_digest": model.command_digest, "command": command, "seconds": seconds}
     write_embedding(out, obs, vectors, about)
-    print(f"{input.stem}: {name}: {len(obs):,} cells, {vectors.shape[1]:,} numbers each, {seconds:.1f} s -> {out}")
+    print(
+        f"{input.stem}: {name}: {len(obs):,} cells, {vectors.shape[1]:,} numbers each, {seconds:.1f} s -> {out}"
+    )
 
 
 def generate(
@@ -137,22 +164,32 @@ def generate(
     max_genes: int,
     batch_cells: int,
 ) -> None:
-    """Write `cells` generated cells to `out` (.h5ad). 0 is no `top_k`, and `max_genes` of `tokens.max_tokens`."""
+    """Write `cells` generated cells to `out` (.h5ad). 0 is no `top_k`, and `max_genes` of
+    `tokens.max_tokens`.
+    """
     check_h5ad(out, "--out")
     network, vocabulary, tokens, _ = load_for_inference(model)
     if not isinstance(network, AutoregressiveModel):
-        raise ConfigError(f"{model}: expected a model that generates cells; train one of model.family autoregressive")
+        raise ConfigError(
+            f"{model}: expected a model that generates cells; train one of model.family autoregressive"
+        )
     objective: Any = network.objective
     if tokens.value_kind in ("class", "scalar") and not objective.predicts_values:
         raise ConfigError(
             f"{model}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
             "0, or with tokens.tokenizer rank"
         )
-    known = {name: row for names in (vocabulary.symbols, vocabulary.gene_ids) for row, name in enumerate(names)}
+    known = {
+        name: row
+        for names in (vocabulary.symbols, vocabulary.gene_ids)
+        for row, name in enumerate(names)
+    }
     first: list[int] = []  # rows of the vocabulary
     for name in filter(None, map(str.strip, prompt.split(","))):
         if name not in known:
-            raise ConfigError(f"--prompt: {name!r} is not in the model's vocabulary; {did_you_mean(name, known)}")
+            raise ConfigError(
+                f"--prompt: {name!r} is not in the model's vocabulary; {did_you_mean(name, known)}"
+            )
         if known[name] in first:
             raise ConfigError(f"--prompt: {name!r} is there twice")
         first.append(known[name])
@@ -164,7 +201,12 @@ def generate(
         ("seed", 0 <= seed < 2**31, f"0 to {2**31 - 1}", seed),
         ("temperature", 0 <= temperature < np.inf, "0 or more", f"{temperature:g}"),
         ("prompt", len(first) <= most, f"at most {most} genes {of}", len(first)),
-        ("max-genes", least <= (max_genes or most) <= most, f"{least} (genes of --prompt) to {most} {of}", max_genes),
+        (
+            "max-genes",
+            least <= (max_genes or most) <= most,
+            f"{least} (genes of --prompt) to {most} {of}",
+            max_genes,
+        ),
     ):
         if not right:
             raise ConfigError(f"--{name}: expected {wanted}, got {given}")
@@ -182,22 +224,34 @@ def generate(
     drawn: list[GeneratedCell] = []
     with create_h5(out) as file:  # a folder that cannot be written fails before cells are drawn
         for start in range(0, cells, batch_cells):
-            drawn += generate_cells(network, sampling, range(start, min(start + batch_cells, cells)))
+            drawn += generate_cells(
+                network, sampling, range(start, min(start + batch_cells, cells))
+            )
         adata = _as_anndata(drawn, vocabulary, about)
         write_anndata(file, adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     if cut := int((~adata.obs["ended"]).sum()):
-        print(f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes")
+        print(
+            f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes"
+        )
 
 
-def _as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[str, Any]) -> ad.AnnData:
+def _as_anndata(
+    cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[str, Any]
+) -> ad.AnnData:
     """Cells x genes of the vocabulary; columns of a row are in the order of generation."""
     lengths = [len(cell.genes) for cell in cells]
-    indptr, indices = np.cumsum([0, *lengths]), np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
+    indptr, indices = (
+        np.cumsum([0, *lengths]),
+        np.concatenate([np.array(cell.genes, np.int32) for cell in cells]),
+    )
     values = [np.ones(len(cell.genes)) if cell.values is None else cell.values for cell in cells]
     ranks = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
     x, rank = (
-        sp.csr_matrix((np.concatenate(data).astype(dtype), indices, indptr), shape=(len(cells), vocabulary.n_genes))
+        sp.csr_matrix(
+            (np.concatenate(data).astype(dtype), indices, indptr),
+            shape=(len(cells), vocabulary.n_genes),
+        )
         for data, dtype in ((values, np.float32), (ranks, np.int32))
     )
     names = [f"generated{i}" for i in range(len(cells))]
@@ -207,7 +261,9 @@ def _as_anndata(cells: list[GeneratedCell], vocabulary: Vocabulary, about: dict[
 
 
 def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
-    """Write vectors of the cells that a training reads, found by name in `embeddings`, DATASET.h5ad each, to `out`."""
+    """Write vectors of the cells that a training reads, found by name in `embeddings`, DATASET.h5ad
+    each, to `out`.
+    """
     shards = Manifest.read(manifest)
     files = [shards.shard_path(shard) for split in READ for shard in shards.splits[split].shards]
     cells = pd.Index(np.concatenate([read_names(path, "obs") for path in files]))
@@ -219,23 +275,36 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
             table = np.full((len(cells), vectors.shape[1]), np.nan, np.float32)
         models.add(str(about.get("model_digest", "")))
         if len(models) > 1 or vectors.shape[1] != table.shape[1]:
-            raise DataError(f"{path}: its vectors are of another model than {embeddings[0]}'s; embed both by one model")
+            raise DataError(
+                f"{path}: its vectors are of another model than {embeddings[0]}'s; embed both by one model"
+            )
         labels |= {*filter(None, str(about.get("supervised_by", "")).split(", "))}
         rows = cells.get_indexer(f"{path.stem}:" + names)
         table[rows[rows >= 0]] = vectors[rows >= 0]
     train, width = table[: shards.splits["train"].n_obs], table.shape[1]
     known = train[np.isfinite(train[:, 0])]
     if not len(known):
-        raise DataError(f"{manifest}: no training cell has a vector in {embeddings[0]}; expected cells of these names")
+        raise DataError(
+            f"{manifest}: no training cell has a vector in {embeddings[0]}; expected cells of these names"
+        )
     if (known == known[0]).all():
-        raise DataError(f"{embeddings[0]}: the vectors of all training cells are equal; embed them by another model")
+        raise DataError(
+            f"{embeddings[0]}: the vectors of all training cells are equal; embed them by another model"
+        )
     out.mkdir(parents=True, exist_ok=True)
     std = known.std(0, dtype=np.float64)
     with new_array(out / TABLE, table.shape, "<f4") as array:
         array[:] = (table - known.mean(0, dtype=np.float64)) / np.where(std > 0, std, 1)
-    about = {"width": width, "sha256": sha256_file(out / TABLE), "shards": shards.fingerprint, "model": models.pop()}
+    about = {
+        "width": width,
+        "sha256": sha256_file(out / TABLE),
+        "shards": shards.fingerprint,
+        "model": models.pop(),
+    }
     write_json(out / ABOUT, about | {"supervised_by": sorted(labels)})
-    print(f"{len(known):,} of {len(train):,} training cells have a vector of {width:,} numbers -> {out}")
+    print(
+        f"{len(known):,} of {len(train):,} training cells have a vector of {width:,} numbers -> {out}"
+    )
 
 
 def predict(
@@ -248,7 +317,9 @@ def predict(
     append: bool = False,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Write labels, probabilities and numbers of the cells of `input` to `out`; `input` and `append` as in `embed`."""
+    """Write labels, probabilities and numbers of the cells of `input` to `out`; `input` and
+    `append` as in `embed`.
+    """
     path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
     smallest = thresholds_of(network, config, options.predict, f"--model {model}")
@@ -263,12 +334,19 @@ def predict(
     for end, (_, classifier) in classifiers_of(network, config).items():
         column = classifier["label_column"]
         labels = predicted.obs[LABEL + end]
-        most = ", ".join(f"{label} {n:,}" for label, n in Counter(labels.dropna()).most_common(3)) or "no label"
+        most = (
+            ", ".join(f"{label} {n:,}" for label, n in Counter(labels.dropna()).most_common(3))
+            or "no label"
+        )
         rejected = "none rejected"
         if smallest[end]:
             n_rejected = predicted.about[f"n_rejected{end}"]
-            rejected = f"{n_rejected:,} below probability {smallest[end]:g} rejected, without a label"
-        lines.append(f"{len(obs):,} cells labelled by {column}, {rejected}; most as {most} -> {out}")
+            rejected = (
+                f"{n_rejected:,} below probability {smallest[end]:g} rejected, without a label"
+            )
+        lines.append(
+            f"{len(obs):,} cells labelled by {column}, {rejected}; most as {most} -> {out}"
+        )
         if not classifier["calibration"]:
             why = classifier.get("uncalibrated", NO_VALIDATION)
             lines.append(f"warning: probabilities are not calibrated: {why}")

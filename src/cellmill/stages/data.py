@@ -15,7 +15,12 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.obs import sentence, sentence_of_empty
 from cellmill.data.prepare.perturbations import describe_controls, describe_merged
-from cellmill.data.prepare.preprocess import QUALITY, preprocess_cells, preprocess_sequences, strictest
+from cellmill.data.prepare.preprocess import (
+    QUALITY,
+    preprocess_cells,
+    preprocess_sequences,
+    strictest,
+)
 from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
@@ -24,7 +29,9 @@ from cellmill.files import parse_json, remove_incomplete, write_json
 
 
 def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
-    """Copy the file or folder at the URL `input` into `cache`; write its path, SHA-256 and size to `out` (.json)."""
+    """Copy the file or folder at the URL `input` into `cache`; write its path, SHA-256 and size to
+    `out` (.json).
+    """
     found = fetch_url(input, cache)
     write_json(out, found.to_json())
     print(f"{redacted(input)}: {found.n_bytes:,} bytes, sha256 {found.sha256[:12]} -> {found.path}")
@@ -37,8 +44,12 @@ def demo(*, out: Path) -> None:
     print(f"{len(obs):,} cells x {len(var):,} genes -> {out}")
 
 
-def simulate(*, out: Path, cells: int, genes: int, types: int, batches: int, perturbations: int, seed: int) -> None:
-    """Write `cells` simulated cells to `out` (.h5ad), or as many sequences of `types` families to a FASTA file."""
+def simulate(
+    *, out: Path, cells: int, genes: int, types: int, batches: int, perturbations: int, seed: int
+) -> None:
+    """Write `cells` simulated cells to `out` (.h5ad), or as many sequences of `types` families to a
+    FASTA file.
+    """
     if is_fasta(out):
         write_sequences(out, cells, types, seed)
         print(f"{cells:,} sequences -> {out}")
@@ -63,9 +74,11 @@ def preprocess(
     out: Path,
     report: Path,
 ) -> None:
-    """Read counts or sequences of `input`, a path or URL; write the cells to `out` (.h5ad), QC to `report` (.json).
+    """Read counts or sequences of `input`, a path or URL; write the cells to `out` (.h5ad), QC to
+    `report` (.json).
 
-    `columns` are the dataset's filter, labels and roles: obs columns, which are checked before counts are read.
+    `columns` are the dataset's filter, labels and roles: obs columns, which are checked before
+    counts are read.
     """
     remove_incomplete(out)
     path = local_input(input)
@@ -90,9 +103,13 @@ def preprocess(
     write_json(report, {"dataset": dataset, "source": origin, **qc})
     cells, genes, coverage = qc["cells"], qc["genes"], qc["coverage"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
-    print(f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}")
+    print(
+        f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}"
+    )
     if reader.n_rounded:
-        print(f"{dataset}: {reader.n_rounded:,} values had fractions and were rounded (counts_rule {counts_rule})")
+        print(
+            f"{dataset}: {reader.n_rounded:,} values had fractions and were rounded (counts_rule {counts_rule})"
+        )
     for note in coverage.get("notes", ()):
         print(f"{dataset}: {note}")
     if "counts_frac" in coverage and coverage["organism"] is not None:
@@ -100,7 +117,9 @@ def preprocess(
         if line := lost_counts(1 - coverage["counts_frac"], coverage["lost_names"]):
             print(f"{dataset}: {line}")
     if coverage.get("reference"):
-        print(f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}")
+        print(
+            f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}"
+        )
     for name, labels in qc.get("labels", {}).items():
         print(f"{dataset}: {sentence(name, labels)}")
     for name, n_cells in qc.get("no_label", {}).items():
@@ -120,10 +139,13 @@ def preprocess(
         )
 
 
-def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path, split: str | None = None) -> None:
+def vocabulary(
+    *, options: VocabularyOptions, cells: list[Path], out: Path, split: str | None = None
+) -> None:
     """Read preprocessed .h5ad files; write the vocabulary to `out` (.tsv).
 
-    `split`, options of the shard section as JSON, leaves out the cells that the shards will hold out.
+    `split`, options of the shard section as JSON, leaves out the cells that the shards will hold
+    out.
     """
     shard = None if split is None else check_options(Shard, parse_json(split, "--split"), "--split")
     vocabulary = build_vocabulary(cells, options.vocabulary, shard)
@@ -133,17 +155,23 @@ def vocabulary(*, options: VocabularyOptions, cells: list[Path], out: Path, spli
 
 
 def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Give every cell of `cells` a split, a shard and a position; write the plan to the folder of `out` (plan.json).
+    """Give every cell of `cells` a split, a shard and a position; write the plan to the folder of
+    `out` (plan.json).
 
     The manifest beside that folder is removed.
     """
-    plan = make_plan(cells, Vocabulary.read(vocabulary), options.shard, out.parent.with_name("manifest.json"))
+    plan = make_plan(
+        cells, Vocabulary.read(vocabulary), options.shard, out.parent.with_name("manifest.json")
+    )
     cells_of = ", ".join(f"{n:,} {name}" for name, n in plan.n_obs.items())
     print(f"cells: {cells_of} in {len(plan.shards()):,} shards -> {out}")
 
 
-def shard_part(*, options: ShardOptions, cells: list[Path], vocabulary: Path, part: str, out: Path) -> None:
-    """Write the shards of `part` (as `3-of-8`) above the plan's folder, in which `out` lies, then `out` itself.
+def shard_part(
+    *, options: ShardOptions, cells: list[Path], vocabulary: Path, part: str, out: Path
+) -> None:
+    """Write the shards of `part` (as `3-of-8`) above the plan's folder, in which `out` lies, then
+    `out` itself.
 
     Shards that a killed process finished are kept.
     """
@@ -159,7 +187,8 @@ def shard_part(*, options: ShardOptions, cells: list[Path], vocabulary: Path, pa
 
 
 def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Write shards of `cells` over the genes of `vocabulary` beside `out`, then the manifest to `out`.
+    """Write shards of `cells` over the genes of `vocabulary` beside `out`, then the manifest to
+    `out`.
 
     Shards that a killed process or the jobs of `shard_part` finished are kept.
     """
@@ -172,6 +201,10 @@ def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Pa
         where = ", ".join(f"{name}: {n:,}" for name, n in manifest.duplicates.items())
         dropped = options.shard.duplicates == "drop"
         done = "dropped" if dropped else "kept; shard.duplicates: drop leaves them out"
-        print(f"{sum(manifest.duplicates.values()):,} cells are equal to an earlier one ({where}): {done}")
+        print(
+            f"{sum(manifest.duplicates.values()):,} cells are equal to an earlier one ({where}): {done}"
+        )
     if manifest.across_splits:
-        print(f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out")
+        print(
+            f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out"
+        )

@@ -1,4 +1,5 @@
-"""Stages that evaluate the exported model on cells it was not trained on: evaluate, knock_out and predict_changes.
+"""Stages that evaluate the exported model on cells it was not trained on: evaluate, knock_out and
+predict_changes.
 
 evaluate writes metrics.json last:
 
@@ -12,10 +13,11 @@ evaluate writes metrics.json last:
         supervised  in words, for a model that was trained with labels; else null
         tasks   by name, `NAME of LABEL` for further labels: `evaluate.task.TaskResult` and `sentences`
 
-umap.tsv beside it has the drawn cells, scores.csv the numbers of all rows, one a line. The seconds of a task are the
-only number that varies from one evaluation to the next.
+umap.tsv beside it has the drawn cells, scores.csv the numbers of all rows, one a line. The seconds
+of a task are the only number that varies from one evaluation to the next.
 
-knock_out and predict_changes write what `evaluate/knock_out.py` and `evaluate/tasks/perturbation.py` describe.
+knock_out and predict_changes write what `evaluate/knock_out.py` and
+`evaluate/tasks/perturbation.py` describe.
 """
 
 import json
@@ -67,7 +69,13 @@ from cellmill.evaluate.task import (
 from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.evaluate.umap import project, write_umap
 from cellmill.files import check_writable, progress, refuse_overwriting, sha256_file, write_json
-from cellmill.launch.signals import belong_to_parent, blocked, children, interrupted_later, signal_all
+from cellmill.launch.signals import (
+    belong_to_parent,
+    blocked,
+    children,
+    interrupted_later,
+    signal_all,
+)
 from cellmill.report.tables import TaskTable, against_best
 
 SHOWN = 5  # genes of a knock-out in the log
@@ -89,10 +97,11 @@ def evaluate(
 ) -> None:
     """Write metrics.json to `out` and umap.tsv beside it.
 
-    `cells` are paths or URLs, `labels` the obs column of each dataset, several separated by |, '-' for none.
-    `ancestors` are manifests of the runs that the initial weights came from: their training cells are not held out
-    either. `baselines` is a folder for predictions of baselines, shared by the runs of a corpus. `external` are files
-    of rules embed_external or zoo: those of the first dataset in the order of `evaluate.external`, then the next one's.
+    `cells` are paths or URLs, `labels` the obs column of each dataset, several separated by |, '-'
+    for none. `ancestors` are manifests of the runs that the initial weights came from: their
+    training cells are not held out either. `baselines` is a folder for predictions of baselines,
+    shared by the runs of a corpus. `external` are files of rules embed_external or zoo: those of
+    the first dataset in the order of `evaluate.external`, then the next one's.
     """
     paths = [local_input(given) for given in cells]
     if not len(paths) == len(embeddings) == len(labels):
@@ -102,7 +111,9 @@ def evaluate(
         )
     names = [path.stem for path in paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one")
+        raise ConfigError(
+            f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
+        )
     section = options.evaluate
     check_transfer(section, names, "evaluate")
     others = section.external
@@ -130,15 +141,24 @@ def evaluate(
                 print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
                 context = replace(
                     context,
-                    baselines=BaselineCache(None if baselines is None else baselines / f"{name}.npz"),
+                    baselines=BaselineCache(
+                        None if baselines is None else baselines / f"{name}.npz"
+                    ),
                     embedding_cost=cost,
                     external={
-                        f"{other}{model.note}": read_embedding(file, reader.obs.index, model.command_digest, None)
-                        for (other, model), file in zip(others.items(), external[at * len(others) :])
+                        f"{other}{model.note}": read_embedding(
+                            file, reader.obs.index, model.command_digest, None
+                        )
+                        for (other, model), file in zip(
+                            others.items(), external[at * len(others) :]
+                        )
                     },
                 )
                 pictures.append(_start_umap(context, unseen))
-                n_scored, n_chosen = int(context.scored.sum()), reader.n_obs if section.cells == "all" else unseen.sum()
+                n_scored, n_chosen = (
+                    int(context.scored.sum()),
+                    reader.n_obs if section.cells == "all" else unseen.sum(),
+                )
                 datasets[name] = {
                     "n_cells": reader.n_obs,
                     "n_scored": n_scored,
@@ -147,7 +167,11 @@ def evaluate(
                     "genes": asdict(gene_coverage(context.columns, context.model.vocabulary)),
                     "in_corpus": bool(evaluation.trained.seen[name]),
                     "n_copies": n_copies,
-                    "roles": {role: str(column.name) for role, column in context.roles.items() if column.name != role},
+                    "roles": {
+                        role: str(column.name)
+                        for role, column in context.roles.items()
+                        if column.name != role
+                    },
                     "supervised": context.supervised,
                     "tasks": _run_tasks(tasks, context),
                 }
@@ -185,12 +209,16 @@ def summary(datasets: Mapping[str, Any]) -> str:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
     if len(skipped) == n_tasks:
         return f"warning: nothing was scored, all {n_tasks} tasks were skipped ({reasons})"
-    return f"{n_tasks - len(skipped)} of {n_tasks} tasks scored" + (f", skipped: {reasons}" if skipped else "")
+    return f"{n_tasks - len(skipped)} of {n_tasks} tasks scored" + (
+        f", skipped: {reasons}" if skipped else ""
+    )
 
 
 @cache
 def _beside() -> ProcessPoolExecutor:
-    """A process for UMAP beside the tasks: it takes seconds, and 5 more where numba has not yet compiled it."""
+    """A process for UMAP beside the tasks: it takes seconds, and 5 more where numba has not yet
+    compiled it.
+    """
     pool = ProcessPoolExecutor(1, get_context("spawn"), belong_to_parent)
     with blocked([signal.SIGINT]):  # before Python has started, it would print a traceback
         pool.submit(os.getpid)
@@ -198,7 +226,9 @@ def _beside() -> ProcessPoolExecutor:
 
 
 def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
-    """Start the UMAP of the cells that have an embedding; the result waits for its rows of umap.tsv."""
+    """Start the UMAP of the cells that have an embedding; the result waits for its rows of
+    umap.tsv.
+    """
     names, vectors, seed = context.reader.obs.index, context.vectors, context.options.seed
     cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
     projected = _beside().submit(project, vectors[cells], seed)
@@ -207,16 +237,31 @@ def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple
         for role in ("label", "batch")
     )
     return lambda: [
-        (context.dataset, names[cell], labels[cell], f"{x:.5g}", f"{y:.5g}", int(unseen[cell]), batches[cell])
+        (
+            context.dataset,
+            names[cell],
+            labels[cell],
+            f"{x:.5g}",
+            f"{y:.5g}",
+            int(unseen[cell]),
+            batches[cell],
+        )
         for cell, (x, y) in zip(cells, projected.result())
     ]
 
 
 class _Evaluation:
-    """The model, its training cells, the datasets, and `model` and `fingerprint` of metrics.json (`about`)."""
+    """The model, its training cells, the datasets, and `model` and `fingerprint` of metrics.json
+    (`about`).
+    """
 
     def __init__(
-        self, section: Evaluate, model: Path, manifest: Path, ancestors: Sequence[Path], files: dict[str, DatasetFiles]
+        self,
+        section: Evaluate,
+        model: Path,
+        manifest: Path,
+        ancestors: Sequence[Path],
+        files: dict[str, DatasetFiles],
     ) -> None:
         shards = Manifest.read(manifest)
         self.section, self.model = section, load_evaluated(model, manifest, shards, section.seed)
@@ -234,7 +279,9 @@ class _Evaluation:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[Context, np.ndarray, int]]:
-        """One dataset, and the result of `TrainedCells.unseen`. Raises DataError if no cell is held out."""
+        """One dataset, and the result of `TrainedCells.unseen`. Raises DataError if no cell is held
+        out.
+        """
         with self.datasets.open(name) as (reader, vectors, roles):
             unseen, n_copies = self.trained.unseen(name, reader)
             if self.section.cells == "heldout" and not unseen.any():
@@ -244,7 +291,16 @@ class _Evaluation:
                 )
             scored = (unseen | (self.section.cells == "all")) & np.isfinite(vectors).all(axis=1)
             yield (
-                Context(name, reader, scored, vectors, roles, self.model, self.section, datasets=self.datasets),
+                Context(
+                    name,
+                    reader,
+                    scored,
+                    vectors,
+                    roles,
+                    self.model,
+                    self.section,
+                    datasets=self.datasets,
+                ),
                 unseen,
                 n_copies,
             )
@@ -264,7 +320,9 @@ class _Work:
         entry = run_task(self.task, self.context).to_json()
         entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
         json.dumps(entry, allow_nan=False)
-        return entry, {key: found for key, found in self.context.baselines.known.items() if key not in known}
+        return entry, {
+            key: found for key, found in self.context.baselines.known.items() if key not in known
+        }
 
 
 def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
@@ -272,7 +330,11 @@ def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
     for role in ["label", *(role for role in context.roles if role.startswith("label "))]:
         again = role != "label"
         ending = f" of {context.roles[role].name}" if again else ""
-        other = replace(context, roles={**context.roles, "label": context.roles[role]}) if again else context
+        other = (
+            replace(context, roles={**context.roles, "label": context.roles[role]})
+            if again
+            else context
+        )
         for name, task in tasks.items():
             if not again or context.options.tasks[name].reads_label:
                 yield _Work(name + ending, task, other)
@@ -287,7 +349,9 @@ def _run_inherited(at: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _on_one_thread() -> None:
-    """Initialize a forked process: its libraries' threads are not there, and results depend on no number of them."""
+    """Initialize a forked process: its libraries' threads are not there, and results depend on no
+    number of them.
+    """
     belong_to_parent()
     torch.set_num_threads(1)
 
@@ -307,14 +371,18 @@ def _processes(n: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
-    """Entry of each task in metrics.json; prints the results. On CPU cores several processes run the tasks.
+    """Entry of each task in metrics.json; prints the results. On CPU cores several processes run
+    the tasks.
 
     A task that fails is named in the last line, below its traceback.
     """
     works, results = [*_works(tasks, context)], {}
     futures: dict[Future[Any], _Work] = {}  # in the order in which the processes begin them
     dataset, n_scored, n_cells = context.dataset, int(context.scored.sum()), context.reader.n_obs
-    print(f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})", flush=True)
+    print(
+        f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})",
+        flush=True,
+    )
     apart = [at for at, work in enumerate(works) if not getattr(work.task, "keeps_result", False)]
     on_gpu = next(context.model.network.parameters()).is_cuda
     n = 1 if on_gpu else min(torch.get_num_threads(), len(apart), MOST_PROCESSES)
@@ -324,17 +392,22 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
             stack.callback(_inherited.clear)
             pool = stack.enter_context(_processes(n))
             with warnings.catch_warnings(), interrupted_later():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: of threads, see _on_one_thread
+                # of Python 3.12: of threads, see _on_one_thread
+                warnings.simplefilter("ignore", DeprecationWarning)
                 futures = {pool.submit(_run_inherited, at): works[at] for at in apart}
         here = [work for at, work in enumerate(works) if not futures or at not in apart]
 
         def at_work() -> str:
             own = [work.name for work in here if work.name not in results][:1]
-            return ", ".join(own + [work.name for future, work in futures.items() if not future.done()][:n])
+            return ", ".join(
+                own + [work.name for future, work in futures.items() if not future.done()][:n]
+            )
 
         finished = ((futures[one], one.result) for one in as_completed(futures))
         entries = chain(((work, work.run) for work in here), finished)
-        for work, entry_of in progress(entries, f"evaluate {dataset}", len(works), "tasks", now=at_work):
+        for work, entry_of in progress(
+            entries, f"evaluate {dataset}", len(works), "tasks", now=at_work
+        ):
             try:
                 entry, added = entry_of()
             except (UserError, BrokenProcessPool):
@@ -353,7 +426,9 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
 
 
 def result_lines(entry: dict[str, Any]) -> list[str]:
-    """The result of a task in one line, and its notes. metrics.json and the report have every comparison."""
+    """The result of a task in one line, and its notes. metrics.json and the report have every
+    comparison.
+    """
     if entry["skipped"] is not None:
         return [f"skipped: {entry['skipped']}"]
     table = TaskTable(entry)
@@ -370,7 +445,9 @@ def result_lines(entry: dict[str, Any]) -> list[str]:
     notes = entry["sentences"][n_computed:]
     if not parts:
         parts = [text.removesuffix(".") for text in entry["sentences"][: len(entry["verdicts"])]]
-    return ["; ".join(parts), *notes] if parts else notes or ["done, its numbers are in metrics.json"]
+    return (
+        ["; ".join(parts), *notes] if parts else notes or ["done, its numbers are in metrics.json"]
+    )
 
 
 def knock_out(
@@ -382,14 +459,18 @@ def knock_out(
     out: Path,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out` (.h5ad)."""
+    """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out`
+    (.h5ad).
+    """
     check_h5ad(out, "--out")
     path, section = local_input(input), options.knock_out
     refuse_overwriting(out, [("--input", path)])
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        shifts, embedding = knock_out_genes(reader, network, vocabulary, tokens, options.embed, section)
+        shifts, embedding = knock_out_genes(
+            reader, network, vocabulary, tokens, options.embed, section
+        )
     shifts.uns["cellmill"] = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -397,7 +478,9 @@ def knock_out(
     }
     with create_h5(out) as file:
         write_anndata(file, shifts)
-    print(f"{path.stem}: {shifts.n_vars:,} genes removed one by one from {shifts.n_obs:,} cells -> {out}")
+    print(
+        f"{path.stem}: {shifts.n_vars:,} genes removed one by one from {shifts.n_obs:,} cells -> {out}"
+    )
     shown = [
         f"{gene.symbol} moves {gene.n_cells:,} cells by {gene.shift:.2g}, genes of similar expression by "
         f"{gene.null_mean:.2g} (z {gene.z:.1f}, p {gene.p:.2g})"
@@ -417,15 +500,23 @@ def predict_changes(
     out: Path,
     ancestors: Sequence[Path] = (),
 ) -> None:
-    """Write predicted changes and measured cells of one dataset to `out` (.h5ad); arguments as in `evaluate`."""
+    """Write predicted changes and measured cells of one dataset to `out` (.h5ad); arguments as in
+    `evaluate`.
+    """
     check_h5ad(out, "--out")
     section, path = options.evaluate, local_input(cells)
     config, name = section.tasks.get("perturbation"), path.stem
     if not isinstance(config, PerturbationConfig):
-        raise ConfigError("evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}")
+        raise ConfigError(
+            "evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}"
+        )
     if HELD_OUT not in config.held_out:
-        raise ConfigError("evaluate.tasks.perturbation.held_out: expected perturbation among them; add it")
-    evaluation = _Evaluation(section, model, manifest, ancestors, {name: DatasetFiles(path, embedding, [])})
+        raise ConfigError(
+            "evaluate.tasks.perturbation.held_out: expected perturbation among them; add it"
+        )
+    evaluation = _Evaluation(
+        section, model, manifest, ancestors, {name: DatasetFiles(path, embedding, [])}
+    )
     with evaluation.open(name) as (context, _, _):
         written = write_changes(out, context, config, evaluation.about["model"]["digest"])
     n, about = written.obs["group"].value_counts(), written.uns[ABOUT_CHANGES]

@@ -1,8 +1,10 @@
-"""Stages that make model folders: consolidate, from a sharded checkpoint, and pull, from the Hugging Face hub.
+"""Stages that make model folders: consolidate, from a sharded checkpoint, and pull, from the
+Hugging Face hub.
 
-consolidate exports a checkpoint as a self-contained model: weights, configuration, vocabulary, model card. It is one
-process on a CPU, with the whole model in memory. Anything that a fine-tuning method added is merged, so an export is
-always a plain model. `config.json` is written last: its existence means that the rest is complete.
+consolidate exports a checkpoint as a self-contained model: weights, configuration, vocabulary,
+model card. It is one process on a CPU, with the whole model in memory. Anything that a fine-tuning
+method added is merged, so an export is always a plain model. `config.json` is written last: its
+existence means that the rest is complete.
 """
 
 import importlib
@@ -20,7 +22,12 @@ from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.calibration import NO_VALIDATION, calibration_of, classifications_of, regressions_of
+from cellmill.evaluate.calibration import (
+    NO_VALIDATION,
+    calibration_of,
+    classifications_of,
+    regressions_of,
+)
 from cellmill.evaluate.seen import find_shards
 from cellmill.files import write_json
 from cellmill.finetune.method import load_method
@@ -50,7 +57,9 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
             f"{state['vocabulary_digest'][:12]}; use the vocabulary it was trained with"
         )
     spec = spec_of(state["options"] | {"levels": state.get("levels", {})}, genes.n_genes)
-    method = load_method(check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}"))
+    method = load_method(
+        check_options(MethodConfig, state["options"].get("finetune", {}), f"{checkpoint.path}")
+    )
     model = to_empty(build(spec, method.transform), "cpu")
     _load(checkpoint, model)
     adapter = method.adapter(model)
@@ -59,7 +68,9 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     method.merge(model)
     tensors = model.state_dict()
     if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
-        raise DataError(f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}")
+        raise DataError(
+            f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}"
+        )
     (out / "config.json").unlink(missing_ok=True)
     shutil.rmtree(out / "adapter", ignore_errors=True)  # of an earlier export
     if adapter is not None:  # as the package peft reads it, its configuration last
@@ -93,7 +104,8 @@ def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
     newest, damaged = folder.newest_whole()
     for line in damaged:
         print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)
-    return folder.best() if which == "best" or newest is None else newest  # `best` refuses a folder without any
+    # `best` refuses a folder without any
+    return folder.best() if which == "best" or newest is None else newest
 
 
 def _load(checkpoint: Checkpoint, model: Model) -> None:
@@ -108,15 +120,23 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
             f"({len(differing)} in all); train it again"
         )
     averaged = [name for name in own if AVERAGE + name in names]
-    tensors = {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in averaged}
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.removeprefix(PREFIX) not in averaged
+    }
     tensors |= {AVERAGE + name: own[name] for name in averaged}
     load_whole(checkpoint.path, tensors)
 
 
 def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
-    """Entries of config.json for `predict` (see `evaluate.predict`); empty of a model without such heads."""
+    """Entries of config.json for `predict` (see `evaluate.predict`); empty of a model without such
+    heads.
+    """
     regressions = regressions_of(model.objective)
-    numbers = {name: {"target_column": head.config.target_column} for name, head in regressions.items()}
+    numbers = {
+        name: {"target_column": head.config.target_column} for name, head in regressions.items()
+    }
     entries: dict[str, Any] = {"regressors": numbers} if numbers else {}
     if not (heads := classifications_of(model.objective)):
         return entries
@@ -125,11 +145,16 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     shards, problem = find_shards(train, options, state["fingerprint"])
     classifiers: dict[str, Any] = {}
     for name, head in heads.items():
-        calibration = None if shards is None else calibration_of(model.eval(), options, shards, head)
+        calibration = (
+            None if shards is None else calibration_of(model.eval(), options, shards, head)
+        )
         known: dict[str, Any] = {"label_column": head.config.label_column, "labels": head.labels}
         if calibration is None:
             known |= {"uncalibrated": problem or NO_VALIDATION, "calibration": None}
-            print(f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}", flush=True)
+            print(
+                f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}",
+                flush=True,
+            )
         else:
             known["calibration"] = vars(calibration)
             print(_calibration_line(known), flush=True)
@@ -140,7 +165,10 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
 
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits (model_card.md)."""
-    classifiers = [*filter(None, [config.get("classifier")]), *config.get("more_classifiers", {}).values()]
+    classifiers = [
+        *filter(None, [config.get("classifier")]),
+        *config.get("more_classifiers", {}).values(),
+    ]
     template = Template(
         Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
         undefined=StrictUndefined,
@@ -169,7 +197,11 @@ def _calibration_line(classifier: dict[str, Any]) -> str:
 
 
 def _listed(options: dict[str, Any], name: str) -> str:
-    given = {key: value for key, value in options.items() if value is not None and not isinstance(value, dict)}
+    given = {
+        key: value
+        for key, value in options.items()
+        if value is not None and not isinstance(value, dict)
+    }
     return ", ".join(f"{key} {value}" for key, value in given.items() if key != name)
 
 
@@ -182,6 +214,8 @@ def _objective(options: dict[str, Any]) -> str:
 
 
 def pull(*, repo: str, out: Path) -> None:
-    """Download the model `repo` (owner/name, with @revision for another than main) to the folder `out`."""
+    """Download the model `repo` (owner/name, with @revision for another than main) to the folder
+    `out`.
+    """
     commit = importlib.import_module("cellmill.models.hub").pull(repo, out)
     print(f"{repo} at {commit[:12]} -> {out}", flush=True)

@@ -1,7 +1,7 @@
 """plan: estimate memory, traffic and time of a run before any device is requested.
 
-Reads no cell, only the row offsets of the shards. A run that cannot work is refused in one line that names the memory
-it needs, the memory of the device, and the first change that helps.
+Reads no cell, only the row offsets of the shards. A run that cannot work is refused in one line
+that names the memory it needs, the memory of the device, and the first change that helps.
 """
 
 from pathlib import Path
@@ -38,7 +38,9 @@ def plan(
     cells: int = 1_000_000,
     genes: int = 20_000,
 ) -> None:
-    """Print the plan, or the best layouts, and write `out`; without `manifest` of assumed cells. Raises ConfigError."""
+    """Print the plan, or the best layouts, and write `out`; without `manifest` of assumed cells.
+    Raises ConfigError.
+    """
     device = device.lower()
     fingerprint: str | None = None
     if manifest is None:
@@ -55,11 +57,15 @@ def plan(
         shards, n_cells, fingerprint = open_corpus(options, manifest)
         detected = detected_genes(shards)[:n_cells]
         if options.stream.weight_by is not None:  # cells are not read equally often
-            counts = repeats_of(shards, "train", options.stream, n_cells).counts(options.train.seed, 0, 0)
+            counts = repeats_of(shards, "train", options.stream, n_cells).counts(
+                options.train.seed, 0, 0
+            )
             detected = detected.repeat(counts)
         kept, zeros = token_numbers(options.tokens, detected, shards.n_genes)
         levels = shards.levels(options.obs_columns())
-        corpus = Cells(kept + zeros, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels)
+        corpus = Cells(
+            kept + zeros, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels
+        )
     if suggest:
         suggestions = search.suggest(options, corpus, machine, device)
         print(search.table(suggestions, options, machine, device), flush=True)
@@ -77,13 +83,16 @@ def plan(
         "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
     }
-    if plan["cut_cells_frac"] and not options.model.sequence_parallel:  # its blocks compute rows of cells
+    # its blocks compute rows of cells
+    if plan["cut_cells_frac"] and not options.model.sequence_parallel:
         plan["warnings"].append(
             f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
             "more accurate with all of them, at little more cost (docs/objectives.md)"
         )
     # what the processes of a node pin beside their GPUs
-    pinned = machine.nproc_per_node * (plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"])
+    pinned = machine.nproc_per_node * (
+        plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"]
+    )
     if machine.mem_mb and pinned > machine.mem_mb * MB:
         raise ConfigError(
             f"the {machine.nproc_per_node} processes of a node pin {amount(pinned)} of host memory for checkpoints and "

@@ -1,8 +1,10 @@
-"""Stages report (one self-contained page over all runs and corpora) and sweep (results of its runs side by side).
+"""Stages report (one self-contained page over all runs and corpora) and sweep (results of its runs
+side by side).
 
-results.csv has one row for each run and each value by which it was judged: `run`, the sweep's axes, `parameters`,
-`cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`, `dataset`, `task`, `name`, `kind`
-(model or baseline), `metric`, `value`, `sd`. curves.json beside it has what the report draws (`report.sweep.curves`).
+results.csv has one row for each run and each value by which it was judged: `run`, the sweep's axes,
+`parameters`, `cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`,
+`dataset`, `task`, `name`, `kind` (model or baseline), `metric`, `value`, `sd`. curves.json beside
+it has what the report draws (`report.sweep.curves`).
 """
 
 import csv
@@ -22,32 +24,60 @@ from cellmill.report.sweep import curves, rows_of
 
 
 def report(
-    *, options: ReportOptions, runs: list[Path], corpora: list[Path], out: Path, sweeps: Sequence[Path] = ()
+    *,
+    options: ReportOptions,
+    runs: list[Path],
+    corpora: list[Path],
+    out: Path,
+    sweeps: Sequence[Path] = (),
 ) -> None:
-    """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves of `sweeps`.
+    """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves
+    of `sweeps`.
 
-    Each figure is beside the page, in figures/, as SVG and its data as CSV. Raises DataError for a damaged file.
+    Each figure is beside the page, in figures/, as SVG and its data as CSV. Raises DataError for a
+    damaged file.
     """
-    reported, described, swept = [*map(read_run, runs)], [*map(read_corpus, corpora)], [*map(read_sweep, sweeps)]
+    reported, described, swept = (
+        [*map(read_run, runs)],
+        [*map(read_corpus, corpora)],
+        [*map(read_sweep, sweeps)],
+    )
     drawn = Drawings()
     try:
         page = render(options.report.title, reported, described, swept, drawn)
-    except (UndefinedError, LookupError, TypeError, AttributeError, ValueError) as error:  # deeper than reading checks
+    except (
+        UndefinedError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+    ) as error:  # deeper than reading checks
         folders = ", ".join(map(str, [*runs, *corpora]))
-        raise DataError(f"a file in {folders} is damaged ({in_one_line(error)}); make the runs' files again") from error
+        raise DataError(
+            f"a file in {folders} is damaged ({in_one_line(error)}); make the runs' files again"
+        ) from error
     write_text(out, page)
     drawn.save(out.parent / "figures")
     print(f"report of {', '.join(run.name for run in reported)} -> {out}")
 
 
 def sweep(*, values: Path, runs: Path, out: Path) -> None:
-    """Write results.csv to `out`, and curves.json beside it. `values` is a JSON file: values by axis of each run."""
+    """Write results.csv to `out`, and curves.json beside it. `values` is a JSON file: values by
+    axis of each run.
+    """
     of_runs = read_json(values)
     axes = list(next(iter(of_runs.values()), {}))
-    rows = [row for name, of_run in of_runs.items() for row in rows_of(read_run(runs / name), of_run)]
+    rows = [
+        row for name, of_run in of_runs.items() for row in rows_of(read_run(runs / name), of_run)
+    ]
     if not rows:
         raise DataError(f"{runs}: no run of the sweep has a result; train and evaluate them first")
-    about = {"name": out.parent.name, "axes": axes, "n_runs": len(of_runs), "curves": curves(rows, axes)}
+    about = {
+        "name": out.parent.name,
+        "axes": axes,
+        "n_runs": len(of_runs),
+        "curves": curves(rows, axes),
+    }
     write_json(out.parent / "curves.json", about)
     with atomic_path(out) as path, open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

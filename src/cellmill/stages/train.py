@@ -1,7 +1,7 @@
 """train: starts a run, or resumes it from its newest undamaged checkpoint.
 
-The launcher of a training: imports no torch, and refuses what it can in one line before any process is started. The
-processes run `train/worker.py`.
+The launcher of a training: imports no torch, and refuses what it can in one line before any process
+is started. The processes run `train/worker.py`.
 """
 
 import os
@@ -55,10 +55,12 @@ def train(
     trunk: Path | None = None,
     teacher: Path | None = None,
 ) -> None:
-    """Train in `out` until its status.json says done; `restart` sets a training of other options or data aside.
+    """Train in `out` until its status.json says done; `restart` sets a training of other options or
+    data aside.
 
-    With `trunk`, the folder of a checkpoint of another run, it continues from there. `teacher` is a folder of stage
-    teach. Raises Stopped if a signal ended it with its state saved, UserError if a process failed.
+    With `trunk`, the folder of a checkpoint of another run, it continues from there. `teacher` is a
+    folder of stage teach. Raises Stopped if a signal ended it with its state saved, UserError if a
+    process failed.
     """
     shards, n_cells, fingerprint = open_corpus(options, manifest)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
@@ -101,16 +103,20 @@ def train(
 
     with folder.locked(follows=machine.launcher == "slurm") as lock:
         had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
-        launcher = SlurmLauncher(folder, machine) if machine.launcher == "slurm" or had_jobs else None
+        launcher = (
+            SlurmLauncher(folder, machine) if machine.launcher == "slurm" or had_jobs else None
+        )
         if launcher is None or not _is_living(launcher, record):
             if is_done(folder, record, steps, restart):
-                write_cost(folder.path, show=False)  # its launcher may have been killed before it could
+                # its launcher may have been killed before it could
+                write_cost(folder.path, show=False)
                 print(f"{out}: this run is already done", flush=True)
                 return
             if trunk is not None:
                 begin_branch(folder, trunk, record, options.train, steps)
             write_json(folder.path / "run.json", record)
-            if folder.state() == "done":  # of a shorter run, of a training set aside, or without its checkpoints
+            # of a shorter run, of a training set aside, or without its checkpoints
+            if folder.state() == "done":
                 (folder.path / "state.json").unlink()
         with followed(folder.path, options.track), accounted(folder.path, machine):
             if launcher is not None and machine.launcher == "slurm":
@@ -120,20 +126,30 @@ def train(
 
 
 def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[str]:
-    """Return the obs columns whose labels the run reads, and those that its first weights were trained with."""
-    earlier = [] if init_from is None else read_model_config(init_from / "config.json").get("supervised_by", [])
+    """Return the obs columns whose labels the run reads, and those that its first weights were
+    trained with.
+    """
+    earlier = (
+        []
+        if init_from is None
+        else read_model_config(init_from / "config.json").get("supervised_by", [])
+    )
     return sorted({*objective.supervised_by, *earlier})
 
 
 def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
-    """True if a job of this run is queued or running. Raises UserError if this command may not follow it."""
+    """True if a job of this run is queued or running. Raises UserError if this command may not
+    follow it.
+    """
     job, path, kind = launcher.living(), launcher.folder.path, launcher.machine.launcher
     if job is None:
         return False
     if kind == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
-        return False  # the allocation outlives the training in it, which has ended, or the lock would be held
+        # the allocation outlives the training in it, which has ended, or the lock would be held
+        return False
     if kind != "slurm":
-        if launcher.is_gone(job):  # without accounting, no other word comes of a job that nobody followed
+        # without accounting, no other word comes of a job that nobody followed
+        if launcher.is_gone(job):
             return False
         raise UserError(
             f"{path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
@@ -151,10 +167,12 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
 
 
 def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[Path], Job]) -> None:
-    """Train on this machine, or in the allocation this process is in, until the run is done. Raises Stopped if it was
-    stopped and saved, UserError if a process failed."""
+    """Train on this machine, or in the allocation this process is in, until the run is done. Raises
+    Stopped if it was stopped and saved, UserError if a process failed.
+    """
     watch = FolderWatch(folder.path)
-    with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:  # the run's own disk may be full
+    # the run's own disk may be full
+    with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:
         code, files = run_here(job, machine, folder.path, lock, watch.check, scratch=Path(scratch))
         watch.wait()
         if (error := files / "error.txt").exists():
@@ -164,7 +182,9 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[P
     if code == 0 and state["state"] == "done":
         return
     if code == 0 and state["state"] == "stopped":
-        raise Stopped(f"stopped at step {state['step']} of {state['steps']}, saved; run the same command to resume")
+        raise Stopped(
+            f"stopped at step {state['step']} of {state['steps']}, saved; run the same command to resume"
+        )
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     raise UserError(
         f"a process of {folder.path} ended with {ended} after step {state['step']}; its error is above; "
@@ -173,8 +193,14 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[P
 
 
 def environment() -> dict[str, str]:
-    """Versions that a run's numbers may depend on; `commit` of the folder this process is in, `-dirty` with changes."""
-    versions = {"cellmill": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    """Versions that a run's numbers may depend on; `commit` of the folder this process is in,
+    `-dirty` with changes.
+    """
+    versions = {
+        "cellmill": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
     for package in ("torch", "numpy", "anndata", "h5py"):
         try:
             versions[package] = version(package)

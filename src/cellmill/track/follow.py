@@ -1,4 +1,5 @@
-"""Trackers and observers of a training, each in its own process beside the launcher, following the run by its files.
+"""Trackers and observers of a training, each in its own process beside the launcher, following the
+run by its files.
 
     launcher -> python -m cellmill.track.follow TRAIN -> a fork for each tracker and observer
 
@@ -6,7 +7,8 @@
     train/track/NAME/log.txt        output of its own library
     train/track/NAME/lock           held while it follows: by one process at a time
 
-What a follower has not sent is sent by `cellmill follow`, or by the next start. All followers die with the launcher.
+What a follower has not sent is sent by `cellmill follow`, or by the next start. All followers die
+with the launcher.
 """
 
 import json
@@ -42,9 +44,11 @@ class Sent:
 
     id: str  # of the run at the tracker, the same after every resume
     step: int = 0  # newest step that was sent
-    kinds: list[str] = field(default_factory=list)  # kinds of lines sent for that step, see `kind_of`
+    # kinds of lines sent for that step, see `kind_of`
+    kinds: list[str] = field(default_factory=list)
     checkpoint: int = 0  # step of the newest checkpoint that an observer was given
-    artifacts: dict[str, str] = field(default_factory=dict)  # SHA-256 of each file that was sent, by name
+    # SHA-256 of each file that was sent, by name
+    artifacts: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, new_id: str) -> "Sent":
@@ -52,17 +56,23 @@ class Sent:
         try:
             return cls(**read_json(path)) if path.exists() else cls(new_id)
         except TypeError:
-            raise DataError(f"{path}: not a record of what was sent; remove it to send all again") from None
+            raise DataError(
+                f"{path}: not a record of what was sent; remove it to send all again"
+            ) from None
 
     def write(self, path: Path) -> None:
-        """Replace the record. Not fsynced: a lost one costs lines that are sent twice. Makes no folder."""
+        """Replace the record. Not fsynced: a lost one costs lines that are sent twice. Makes no
+        folder.
+        """
         temporary = path.with_name(f".{path.name}.incomplete")
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(temporary, path)
 
     def is_new(self, line: dict[str, Any]) -> bool:
         """True for a line that was not sent. Steps that a killed training repeats were."""
-        return line["step"] > self.step or (line["step"] == self.step and kind_of(line) not in self.kinds)
+        return line["step"] > self.step or (
+            line["step"] == self.step and kind_of(line) not in self.kinds
+        )
 
     def note(self, line: dict[str, Any]) -> None:
         """Count `line` as sent."""
@@ -76,13 +86,17 @@ def kind_of(line: dict[str, Any]) -> str:
 
 
 class CurveTail:
-    """New complete lines of metrics.jsonl; from the first one again after the file was replaced, as by a resume."""
+    """New complete lines of metrics.jsonl; from the first one again after the file was replaced, as
+    by a resume.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._position, self._inode = path, 0, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Lines since the last call; empty if there is no file. Raises OSError if it cannot be read."""
+        """Lines since the last call; empty if there is no file. Raises OSError if it cannot be
+        read.
+        """
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
@@ -105,7 +119,9 @@ def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def digests(config: dict[str, Any]) -> dict[str, str]:
-    """Texts that identify the data, the first weights and the code of a run, from `config` of `Tracker.start`."""
+    """Texts that identify the data, the first weights and the code of a run, from `config` of
+    `Tracker.start`.
+    """
     identity = config["identity"]
     values = {
         "fingerprint": config["fingerprint"],
@@ -129,8 +145,14 @@ class Follower:
     """One tracker or observer of the training in `train`, which need not have begun."""
 
     def __init__(self, train: Path, options: Plugin) -> None:
-        self._train, self._options, self._observes = train.resolve(), options, isinstance(options, ObserverConfig)
-        self.folder = self._train / "track" / (getattr(options, options.key) + ".observer" * self._observes)
+        self._train, self._options, self._observes = (
+            train.resolve(),
+            options,
+            isinstance(options, ObserverConfig),
+        )
+        self.folder = (
+            self._train / "track" / (getattr(options, options.key) + ".observer" * self._observes)
+        )
         self._record = self.folder / "sent.json"
         self._tail = CurveTail(self._train / "metrics.jsonl")
         self._plugin: Any = None  # the `Tracker` or `Observer`, once there is something to send
@@ -139,8 +161,9 @@ class Follower:
     def follow(self, ended: Callable[[], str]) -> None:
         """Send what is new until `ended` gives a status, and what came with the end.
 
-        `ended` waits a moment and returns done, stopped or failed; empty while the training goes on. Raises what the
-        tracker raises, DataError if another process sends to it, and OSError if the run's folder is deleted.
+        `ended` waits a moment and returns done, stopped or failed; empty while the training goes
+        on. Raises what the tracker raises, DataError if another process sends to it, and OSError if
+        the run's folder is deleted.
         """
         with locked(self.made_folder(), "{holder} sends this run to the same tracker", wait_s=10.0):
             self._sent = Sent.read(self._record, secrets.token_hex(16))
@@ -181,8 +204,16 @@ class Follower:
     def _finish(self, status: str) -> None:
         run = self._train.parent
         paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
-        hashes = {name: sha256_file(path) for name, path in paths.items() if path.is_file()} if self._sent.step else {}
-        changed = {name: digest for name, digest in hashes.items() if self._sent.artifacts.get(name) != digest}
+        hashes = (
+            {name: sha256_file(path) for name, path in paths.items() if path.is_file()}
+            if self._sent.step
+            else {}
+        )
+        changed = {
+            name: digest
+            for name, digest in hashes.items()
+            if self._sent.artifacts.get(name) != digest
+        }
         if not changed and self._plugin is None:
             return  # no step was trained, or all was sent before
         tracker = self._started()
@@ -201,21 +232,37 @@ class Follower:
             self._plugin = self._options.load()(self._options)
             self._sent.write(self._record)  # the id, before anything has it
             if not self._observes:
-                record, state = read_json(self._train / "run.json"), read_json(self._train / "state.json")
+                record, state = (
+                    read_json(self._train / "run.json"),
+                    read_json(self._train / "state.json"),
+                )
                 config = record | {key: state[key] for key in ("steps", "world_size")}
-                config |= {"run": self._train.parent.name, "id": self._sent.id, "folder": str(self.folder)}
+                config |= {
+                    "run": self._train.parent.name,
+                    "id": self._sent.id,
+                    "folder": str(self.folder),
+                }
                 self._plugin.start(config, self._sent.step)
         return self._plugin
 
 
 def numbers(line: dict[str, Any]) -> dict[str, int | float]:
     """Numbers of a line but its step: the largest of a list over ranks, and no text."""
-    largest = {name: max(value) if isinstance(value, list) and value else value for name, value in line.items()}
-    return {name: value for name, value in largest.items() if isinstance(value, int | float) and name != "step"}
+    largest = {
+        name: max(value) if isinstance(value, list) and value else value
+        for name, value in line.items()
+    }
+    return {
+        name: value
+        for name, value in largest.items()
+        if isinstance(value, int | float) and name != "step"
+    }
 
 
 def without_secrets(text: str) -> str:
-    """`text` without values of environment variables that are named like keys, and without passwords in URLs."""
+    """`text` without values of environment variables that are named like keys, and without
+    passwords in URLs.
+    """
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) >= 6:
             text = text.replace(value, "***")
@@ -225,18 +272,24 @@ def without_secrets(text: str) -> str:
 POLL_S = 1.0
 FINISH_S = 30.0  # for all followers together
 FINISHED, WARNED = 10, 11
-"""Exit codes of a follower: it has sent all, or has printed its warning. Any other is not its own."""
+"""Exit codes of a follower: it has sent all, or has printed its warning. Any other is not its own.
+"""
 
 
 @contextmanager
 def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[None]:
-    """Run the trackers and observers of `track`, as recorded in run.json of `train`, while the block trains there."""
+    """Run the trackers and observers of `track`, as recorded in run.json of `train`, while the
+    block trains there.
+    """
     if not track.to and not track.observers:
         yield
         return
     command = [sys.executable, "-m", "cellmill.track.follow", str(train), str(finish_s)]
     followers = subprocess.Popen(
-        command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGKILL)
+        command,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGKILL),
     )
     status = "failed"
     try:
@@ -253,7 +306,9 @@ def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[
 
 
 def supervise(train: Path, finish_s: float) -> None:
-    """Run the followers of the run in `train` until stdin says how the training ended, or is closed."""
+    """Run the followers of the run in `train` until stdin says how the training ended, or is
+    closed.
+    """
     track = stored_options(read_json(train / "run.json")["options"], str(train / "run.json")).track
     # options of each follower by its process, and the pipe on which it reads how the training ended
     children = dict[int, tuple[Plugin, int]]()
@@ -297,7 +352,11 @@ def supervise(train: Path, finish_s: float) -> None:
 def warn(train: Path, options: Plugin, problem: str) -> None:
     """Print the one warning about a tracker or observer."""
     name, run = getattr(options, options.key), train.resolve().parent.name
-    rest = "" if options.kind == "observer" else f", and `cellmill follow {run} --to {name}` sends the rest"
+    rest = (
+        ""
+        if options.kind == "observer"
+        else f", and `cellmill follow {run} --to {name}` sends the rest"
+    )
     text = f"warning: {options.kind} {name!r} {problem}; metrics.jsonl is complete{rest}"
     print(without_secrets(text), file=sys.stderr, flush=True)
 
@@ -306,11 +365,14 @@ def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
     """Follow in a child process until its pipe `status` has one, and end the process."""
     die_with_parent(signal.SIGKILL)
     code, log = FINISHED, os.open(os.devnull, os.O_RDWR)
-    os.dup2(log, 0)  # a library that asks for a key would read the status, which is the supervisor's
+    # a library that asks for a key would read the status, which is the supervisor's
+    os.dup2(log, 0)
     try:
         follower = Follower(train, options)
         sys.stderr = os.fdopen(os.dup(2), "w")  # not inherited by what the library starts
-        log = os.open(follower.made_folder() / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(
+            follower.made_folder() / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
         os.dup2(log, 1)
         os.dup2(log, 2)
         follower.follow(lambda: os.read(status, 100).decode() if _readable(status, POLL_S) else "")

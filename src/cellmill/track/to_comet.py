@@ -10,8 +10,20 @@ from cellmill.track.follow import digests, flat
 
 NOTHING_ELSE = {"display_summary_level": 0} | dict.fromkeys(
     (
-        *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "parse_args"),
-        *("auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_histogram_weight_logging"),
+        *(
+            "log_code",
+            "log_graph",
+            "log_git_metadata",
+            "log_git_patch",
+            "log_env_details",
+            "parse_args",
+        ),
+        *(
+            "auto_output_logging",
+            "auto_param_logging",
+            "auto_metric_logging",
+            "auto_histogram_weight_logging",
+        ),
     ),
     False,
 )
@@ -26,7 +38,9 @@ class CometTracker:
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         options = self._options
-        settings = comet_ml.ExperimentConfig(name=config["run"], offline_directory=config["folder"], **NOTHING_ELSE)
+        settings = comet_ml.ExperimentConfig(
+            name=config["run"], offline_directory=config["folder"], **NOTHING_ELSE
+        )
         self._experiment = comet_ml.start(
             project_name=options.project,
             workspace=options.workspace,

@@ -1,4 +1,6 @@
-"""Langfuse: a training is a trace, beside the traces of what uses the model; other trackers draw curves."""
+"""Langfuse: a training is a trace, beside the traces of what uses the model; other trackers draw
+curves.
+"""
 
 import os
 from typing import Any
@@ -13,11 +15,15 @@ KEYS = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
 
 
 class LangfuseTracker:
-    """Each line is an event of the trace; each process that tracks the run adds a span; the last losses are scores."""
+    """Each line is an event of the trace; each process that tracks the run adds a span; the last
+    losses are scores.
+    """
 
     def __init__(self, options: LangfuseConfig) -> None:
         if missing := [key for key in KEYS if not os.environ.get(key)]:
-            raise ConfigError(f"track.to.langfuse: {' and '.join(missing)} not set in the environment")
+            raise ConfigError(
+                f"track.to.langfuse: {' and '.join(missing)} not set in the environment"
+            )
         self._client = Langfuse(base_url=options.host)
         self._last: dict[str, float] = {}
 
@@ -26,7 +32,11 @@ class LangfuseTracker:
         self._span = self._client.start_observation(
             trace_context={"trace_id": self._id},
             name=config["run"],
-            input={"options": config["options"], "steps": config["steps"], "resume_step": resume_step},
+            input={
+                "options": config["options"],
+                "steps": config["steps"],
+                "resume_step": resume_step,
+            },
             metadata=digests(config),
         )
 
@@ -36,8 +46,11 @@ class LangfuseTracker:
         self._last |= {key: value for key, value in scalars.items() if key in ("loss", "val_loss")}
 
     def finish(self, status: str) -> None:
-        for name, value in self._last.items():  # one score of a name for each run: the id replaces an earlier one
-            self._client.create_score(trace_id=self._id, score_id=f"{self._id}-{name}", name=name, value=value)
+        # one score of a name for each run: the id replaces an earlier one
+        for name, value in self._last.items():
+            self._client.create_score(
+                trace_id=self._id, score_id=f"{self._id}-{name}", name=name, value=value
+            )
         self._span.update(output={"status": status, **self._last})
         self._span.end()
         self._client.flush()

@@ -26,8 +26,11 @@ class MlflowTracker:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._client, self._experiment = MlflowClient(tracking_uri=options.uri), options.experiment
         self._files = None  # MLflow's own choice
-        if options.uri is not None and options.uri.startswith(SQLITE):  # beside the file, not in the working directory
-            self._files = str(Path(options.uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts")
+        # beside the file, not in the working directory
+        if options.uri is not None and options.uri.startswith(SQLITE):
+            self._files = str(
+                Path(options.uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts"
+            )
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         try:
@@ -46,7 +49,8 @@ class MlflowTracker:
 
     def artifact(self, name: str, path: Path) -> None:
         folder, _, _ = name.rpartition("/")
-        self._client.log_artifact(self._run, str(path), folder or None)  # MLflow refuses the folder `.`
+        # MLflow refuses the folder `.`
+        self._client.log_artifact(self._run, str(path), folder or None)
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run, STATUS[status])
@@ -56,7 +60,9 @@ class MlflowTracker:
         if "commit" in tags:
             tags["mlflow.source.git.commit"] = tags["commit"]
         run = self._client.create_run(experiment, run_name=config["run"], tags=tags)
-        values = {"steps": config["steps"], "world_size": config["world_size"]} | flat(config["options"])
+        values = {"steps": config["steps"], "world_size": config["world_size"]} | flat(
+            config["options"]
+        )
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
         for first in range(0, len(params), BATCH):  # of the first start: MLflow lets none change
             self._client.log_batch(run.info.run_id, params=params[first : first + BATCH])

@@ -1,4 +1,6 @@
-"""TensorBoard: scalars, and the configuration and tables as text, in event files of the run's own folder."""
+"""TensorBoard: scalars, and the configuration and tables as text, in event files of the run's own
+folder.
+"""
 
 import json
 import time
@@ -28,7 +30,9 @@ class TensorboardTracker:
         self._writer, self._step = EventFileWriter(config["folder"]), resume_step
         if resume_step:  # hides what a killed process wrote and did not note
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+            )
         self._text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
@@ -46,8 +50,12 @@ class TensorboardTracker:
 
     def _text(self, tag: str, text: str) -> None:
         tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
-        self._add([Summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""), tensor=tensor)])
+        self._add(
+            [Summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""), tensor=tensor)]
+        )
 
     def _add(self, values: list[Any]) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=self._step, summary=Summary(value=values)))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=self._step, summary=Summary(value=values))
+        )
         self._writer.flush()

@@ -30,9 +30,12 @@ class WandbTracker:
             resume="allow",
             dir=config["folder"],
             config={"options": config["options"], "steps": config["steps"], **digests(config)},
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, x_disable_stats=True
+            ),
         )
-        self._run.define_metric("*", step_metric="step")  # wandb's own step must grow from row to row
+        # wandb's own step must grow from row to row
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         self._run.log({"step": step} | scalars)

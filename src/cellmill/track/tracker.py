@@ -1,4 +1,6 @@
-"""Contracts of a tracker, which receives the metrics of a training, and of an observer, which changes nothing in it."""
+"""Contracts of a tracker, which receives the metrics of a training, and of an observer, which
+changes nothing in it.
+"""
 
 import json
 import sys
@@ -9,24 +11,29 @@ from cellmill.files import span
 
 
 class Tracker(Protocol):
-    """A plug-in made from its `config.parts.trackers.TrackerConfig`, called in its own process (`track.follow`)."""
+    """A plug-in made from its `config.parts.trackers.TrackerConfig`, called in its own process
+    (`track.follow`).
+    """
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         """Begin, before any other call.
 
-        `config` has `run`, `id` (32 hexadecimal digits: the same for all processes that track this training, and
-        another for any other), `folder` for files of the tracker's own, and what run.json and state.json record:
-        `options`, `identity`, `fingerprint`, `environment`, `steps`, `world_size`; JSON-able. `resume_step` is the
-        newest step that an earlier process sent, 0 without one.
+        `config` has `run`, `id` (32 hexadecimal digits: the same for all processes that track this
+        training, and another for any other), `folder` for files of the tracker's own, and what
+        run.json and state.json record: `options`, `identity`, `fingerprint`, `environment`,
+        `steps`, `world_size`; JSON-able. `resume_step` is the newest step that an earlier process
+        sent, 0 without one.
         """
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`. Each line comes once. Numbers
-        only: the largest of a list over ranks (memory), and no text (the reason of a skipped step)."""
+        only: the largest of a list over ranks (memory), and no text (the reason of a skipped step).
+        """
 
     def finish(self, status: str) -> None:
-        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is killed. Another process
-        may start again with the same `id`."""
+        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is
+        killed. Another process may start again with the same `id`.
+        """
 
 
 @runtime_checkable
@@ -55,8 +62,9 @@ class JsonlTracker:
 
 
 class ConsoleTracker:
-    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log. `config` of `start` must have
-    `steps`, the steps of the whole run."""
+    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log. `config`
+    of `start` must have `steps`, the steps of the whole run.
+    """
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         self.steps = config["steps"]
@@ -67,11 +75,15 @@ class ConsoleTracker:
         if "val_loss" in scalars:
             text += f"validation loss {scalars['val_loss']:.4f}"
         elif "skipped" in scalars:
-            so_far = f"; {scalars['skipped_steps']} steps so far" if "skipped_steps" in scalars else ""
+            so_far = (
+                f"; {scalars['skipped_steps']} steps so far" if "skipped_steps" in scalars else ""
+            )
             text += f"skipped: {scalars['skipped']}{so_far}"
         else:
             text += f"loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
-            text += f"waiting for data {scalars['data_wait_frac']:.0%}  left {span(scalars['left_s'])}"
+            text += (
+                f"waiting for data {scalars['data_wait_frac']:.0%}  left {span(scalars['left_s'])}"
+            )
             if self.terminal:
                 done = round(20 * step / self.steps)
                 bar, end = f"[{'#' * done}{'.' * (20 - done)}] ", "\n" if step == self.steps else ""
@@ -83,9 +95,9 @@ class ConsoleTracker:
 
 
 class Observer(Protocol):
-    """A plug-in made from its `ObserverConfig`, in a process of its own: it cannot change, delay or fail
-    the training. One that raises is dropped with one warning. Each line and checkpoint comes once, also if the
-    training was killed and repeats steps.
+    """A plug-in made from its `ObserverConfig`, in a process of its own: it cannot change, delay or
+    fail the training. One that raises is dropped with one warning. Each line and checkpoint comes
+    once, also if the training was killed and repeats steps.
     """
 
     def on_step(self, line: dict[str, Any]) -> None:

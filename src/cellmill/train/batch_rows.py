@@ -1,13 +1,16 @@
-"""Losses over all cells of a global batch, exact in every layout and however it is cut into micro-batches.
+"""Losses over all cells of a global batch, exact in every layout and however it is cut into
+micro-batches.
 
-A loss that couples cells, such as a covariance or a contrast of each cell with all others, cannot be taken batch by
-batch. A step whose objective has `row_widths` therefore runs twice. A forward pass without gradients collects the
-objective's `rows`, vectors of cells, of all micro-batches and ranks in tables that every rank has. In the ordinary pass
-each micro-batch adds the product of its rows and their part of the gradient of the table's loss (`RowShare`): by the
-chain rule gradients of parameters add up to those of the whole batch. Dropout is keyed: both passes have the same rows.
+A loss that couples cells, such as a covariance or a contrast of each cell with all others, cannot
+be taken batch by batch. A step whose objective has `row_widths` therefore runs twice. A forward
+pass without gradients collects the objective's `rows`, vectors of cells, of all micro-batches and
+ranks in tables that every rank has. In the ordinary pass each micro-batch adds the product of its
+rows and their part of the gradient of the table's loss (`RowShare`): by the chain rule gradients of
+parameters add up to those of the whole batch. Dropout is keyed: both passes have the same rows.
 
-Each rank has global_batch / dp_world slots; those without a cell are rows of zeros. Cost: a forward pass without the
-objective's heads, and one all-reduce of global_batch * width float32 per table, which the plan leaves out.
+Each rank has global_batch / dp_world slots; those without a cell are rows of zeros. Cost: a forward
+pass without the objective's heads, and one all-reduce of global_batch * width float32 per table,
+which the plan leaves out.
 """
 
 from collections.abc import Sequence
@@ -25,9 +28,15 @@ Rows = tuple[torch.Tensor, ...]  # rows of a micro-batch in each table
 
 
 def with_shares(
-    model: Model | PipelineStages, parallel_model: StepModel, mesh: Mesh, global_batch: int, prepared: list[Any]
+    model: Model | PipelineStages,
+    parallel_model: StepModel,
+    mesh: Mesh,
+    global_batch: int,
+    prepared: list[Any],
 ) -> list[Any]:
-    """Return a step's micro-batches with their `shares`, if the objective has rows. Collective: every rank."""
+    """Return a step's micro-batches with their `shares`, if the objective has rows. Collective:
+    every rank.
+    """
     objective = model.objective
     if not objective.row_widths:
         return prepared
@@ -39,7 +48,9 @@ def with_shares(
     finally:
         if last is not None:
             last.kept_rows = None
-    assert last is None or len(kept) == len(prepared), f"{type(last).__name__}.finish keeps no rows for its objective"
+    assert last is None or len(kept) == len(prepared), (
+        f"{type(last).__name__}.finish keeps no rows for its objective"
+    )
     tables, first = [], mesh.dp_rank * slots
     for index, width in enumerate(objective.row_widths):
         table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
@@ -51,17 +62,24 @@ def with_shares(
         tables.append(mesh.sum(table))
     if not kept:
         return prepared  # not the last pipeline stage, which alone computes the loss
-    return [replace(batch, shares=own) for batch, own in zip(prepared, shares_of(objective, tables, kept, first))]
+    return [
+        replace(batch, shares=own)
+        for batch, own in zip(prepared, shares_of(objective, tables, kept, first))
+    ]
 
 
 def shares_of(
     objective: Objective, tables: Sequence[torch.Tensor], kept: Sequence[Rows], first: int
 ) -> list[tuple[RowShare, ...]]:
-    """Return the shares of each micro-batch, whose rows `kept` are in the tables one after another, from `first` on."""
+    """Return the shares of each micro-batch, whose rows `kept` are in the tables one after another,
+    from `first` on.
+    """
     with torch.enable_grad():
         known = [table.detach().requires_grad_() for table in tables]
         losses = objective.loss_of_rows(*known)
-        gradients = torch.autograd.grad(torch.stack([loss.double() for loss in losses]).sum(), known)
+        gradients = torch.autograd.grad(
+            torch.stack([loss.double() for loss in losses]).sum(), known
+        )
     by_table = []
     for index, (table, loss, gradient) in enumerate(zip(tables, losses, gradients)):
         per_row = loss.detach() / (table[:, 0] != 0).sum().clamp(min=1)

@@ -1,9 +1,11 @@
-"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any layout.
+"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any
+layout.
 
-Only tensors go through DCP; progress and identity are JSON beside them. DCP's own index, `.metadata`, is a pickle of
-objects for every part that any rank has saved: it costs seconds on each rank of a large job and is never opened, so a
-planted pickle is not run. `index.json` holds the location of each part of each tensor as columns of numbers, from which
-a rank picks the parts that overlap its own.
+Only tensors go through DCP; progress and identity are JSON beside them. DCP's own index,
+`.metadata`, is a pickle of objects for every part that any rank has saved: it costs seconds on each
+rank of a large job and is never opened, so a planted pickle is not run. `index.json` holds the
+location of each part of each tensor as columns of numbers, from which a rank picks the parts that
+overlap its own.
 """
 
 import json
@@ -49,7 +51,9 @@ def write_index(folder: Path, metadata: Metadata) -> None:
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for name, of in metadata.state_dict_metadata.items():
-        assert isinstance(of, TensorStorageMetadata), f"{name} is no tensor, and DCP would unpickle it"
+        assert isinstance(of, TensorStorageMetadata), (
+            f"{name} is no tensor, and DCP would unpickle it"
+        )
         stored = [metadata.storage_data[MetadataIndex(name, part.offsets)] for part in of.chunks]
         tensors[name] = {
             "dtype": str(of.properties.dtype).removeprefix("torch."),
@@ -61,11 +65,16 @@ def write_index(folder: Path, metadata: Metadata) -> None:
             "bytes": [part.length for part in stored],
         }
     # without indentation, which would make it ten times as large
-    write_text(folder / INDEX, json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")))
+    write_text(
+        folder / INDEX,
+        json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")),
+    )
 
 
 def _metadata(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metadata:
-    """The parts that overlap what this rank has of `tensors`; all parts of all tensors if it is None."""
+    """The parts that overlap what this rank has of `tensors`; all parts of all tensors if it is
+    None.
+    """
     metadata = Metadata({}, storage_data={})
     for name, stored in read_index(folder, tensors).items():
         rows = range(len(stored.files)) if tensors is None else _overlapping(stored, tensors[name])
@@ -92,13 +101,16 @@ def _overlapping(stored: Stored, tensor: torch.Tensor) -> list[int]:
     if not isinstance(tensor, DTensor):
         return np.flatnonzero(((first < tensor.shape) & (behind > 0)).all(1)).tolist()
     own = tensor.__create_chunk_list__()  # what DCP's planner will request
-    overlaps = [((first < np.add(part.offsets, part.sizes)) & (behind > part.offsets)).all(1) for part in own]
+    overlaps = [
+        ((first < np.add(part.offsets, part.sizes)) & (behind > part.offsets)).all(1)
+        for part in own
+    ]
     return np.flatnonzero(np.any(overlaps, axis=0)).tolist() if own else []
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of the parts of a checkpoint that `tensors` (None: all) need on this rank, by the index in place of DCP's
-    pickled metadata. Raises DataError if the index is missing or damaged.
+    """Reader of the parts of a checkpoint that `tensors` (None: all) need on this rank, by the
+    index in place of DCP's pickled metadata. Raises DataError if the index is missing or damaged.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -111,25 +123,33 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication. Raises DataError."""
+    """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication.
+    Raises DataError.
+    """
     reader = CheckpointReader(path, tensors)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is intended
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        raise DataError(f"{path}: cannot be loaded ({_reason(error)}); the checkpoint is damaged") from error
+        raise DataError(
+            f"{path}: cannot be loaded ({_reason(error)}); the checkpoint is damaged"
+        ) from error
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0 writes the index,
-    when all ranks have written, and calls `finished`."""
+    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0
+    writes the index, when all ranks have written, and calls `finished`.
+    """
 
     def __init__(self, path: Path, finished: Callable[[], None]) -> None:
-        super().__init__(path, sync_files=True, per_thread_copy_ahead=0)  # the tensors are on the CPU already
+        # the tensors are on the CPU already
+        super().__init__(path, sync_files=True, per_thread_copy_ahead=0)
         self._finished = finished
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.wait()}:
             file = Path(self.path) / name
@@ -139,25 +159,35 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        write_index(Path(self.path), replace(metadata, storage_data=stored))  # torch before 2.12 leaves it as it is
+        # torch before 2.12 leaves it as it is
+        write_index(Path(self.path), replace(metadata, storage_data=stored))
         self._finished()
 
 
 class Checkpoints:
-    """Checkpoints of a run: the `keep` newest and those of `keep_steps`. Collective unless a method says otherwise."""
+    """Checkpoints of a run: the `keep` newest and those of `keep_steps`. Collective unless a method
+    says otherwise.
+    """
 
     def __init__(
-        self, folder: TrainFolder, keep: int, average: WeightAverage | None = None, keep_steps: Sequence[int] = ()
+        self,
+        folder: TrainFolder,
+        keep: int,
+        average: WeightAverage | None = None,
+        keep_steps: Sequence[int] = (),
     ) -> None:
         self.folder, self.keep, self.average, self.keep_steps = folder, keep, average, keep_steps
         # its own gloo group: a background save must not interleave with the collectives of training
         self._group = dist.new_group(backend="gloo")
-        # the copy's memory is reused for the whole run: allocating it anew was most of the stall of a save
+        # the copy's memory is reused for the whole run: allocating it anew was most of the stall of
+        # a save
         self._staging = BlockingAsyncStager(cache_staged_state_dict=True)
         self._writing: Future[Any] | None = None
         self.saved_step: int | None = None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, state: dict[str, Any]) -> None:
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, state: dict[str, Any]
+    ) -> None:
         """Copy the tensors and write them in the background; waits only for the previous save."""
         if self.saved_step == step:
             return
@@ -170,9 +200,13 @@ class Checkpoints:
         tensors = tensors_of(model, optimizer, self.average)
         if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
             # torch would pin it, which needs an accelerator
-            self._staging.state_dict_cache = {name: tensor.clone() for name, tensor in tensors.items()}
+            self._staging.state_dict_cache = {
+                name: tensor.clone() for name, tensor in tensors.items()
+            }
         writer = _Writer(path, partial(self.folder.finish, path, self.keep, self.keep_steps))
-        saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group, async_stager=self._staging)
+        saving = dcp.async_save(
+            tensors, storage_writer=writer, process_group=self._group, async_stager=self._staging
+        )
         self._writing = cast(Future[Any], saving)  # other stagers return two futures
         self.saved_step = step
 
@@ -184,8 +218,12 @@ class Checkpoints:
             return next(filter(None, self._of_ranks(checkpoint.damage(share=share))), None)
 
         # rank 0's list: another node may not see the newest yet, or still see a removed one
-        names = self._of_ranks([checkpoint.path.name for checkpoint in self.folder.checkpoints()])[0]
-        return self.folder.newest_whole(checkpoints=[self.folder.checkpoint(name) for name in names], damage=damage)
+        names = self._of_ranks([checkpoint.path.name for checkpoint in self.folder.checkpoints()])[
+            0
+        ]
+        return self.folder.newest_whole(
+            checkpoints=[self.folder.checkpoint(name) for name in names], damage=damage
+        )
 
     def _of_ranks(self, value: Any) -> list[Any]:
         return gather_json(value, torch.device("cpu"), self._group)
@@ -201,8 +239,14 @@ class Checkpoints:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise DataError when a background save has failed on any rank. Called each step: no communication."""
-        if self._writing is not None and self._writing.done() and (error := self._writing.exception()) is not None:
+        """Raise DataError when a background save has failed on any rank. Called each step: no
+        communication.
+        """
+        if (
+            self._writing is not None
+            and self._writing.done()
+            and (error := self._writing.exception()) is not None
+        ):
             if dist.get_rank() == 0:
                 self.folder.remove_incomplete()  # on a full disk it would take what the user frees
             raise DataError(
@@ -210,8 +254,12 @@ class Checkpoints:
                 f"({_reason(error)}); earlier ones are intact: free some space and run the same command again"
             ) from error
 
-    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts of both."""
+    def load(
+        self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts
+        of both.
+        """
         problem = None
         try:
             load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average))
@@ -234,7 +282,9 @@ class Checkpoints:
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer states, the average."""
+    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer
+    states, the average.
+    """
     reshard(model)
     own = dict(named_tensors(model, persistent=True))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -249,7 +299,8 @@ def tensors_of(
 
 
 def _reason(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # CheckpointException: {rank: (exception, traceback)}
+    # CheckpointException: {rank: (exception, traceback)}
+    failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
     if "unexpected pos" in str(error):  # torch's writer of zip files keeps no reason

@@ -1,8 +1,10 @@
-"""Failures of ranks: the one line that a failed rank leaves for the user, and detection of hung ranks.
+"""Failures of ranks: the one line that a failed rank leaves for the user, and detection of hung
+ranks.
 
-All ranks pass the same positions in the same order, so the others wait for whichever has passed the fewest. Noting a
-position costs an assignment; a thread publishes it through the store of torchrun's agent, since rank 0 may be the one
-that hangs. Time is counted in ticks of that thread, so a job that was suspended as a whole is not reported.
+All ranks pass the same positions in the same order, so the others wait for whichever has passed the
+fewest. Noting a position costs an assignment; a thread publishes it through the store of torchrun's
+agent, since rank 0 may be the one that hangs. Time is counted in ticks of that thread, so a job
+that was suspended as a whole is not reported.
 """
 
 import faulthandler
@@ -35,7 +37,9 @@ PROGRAM = re.compile(  # errors of CUDA that another device would give too
     r"no kernel image|not supported|insufficient driver|too many resources",
     re.IGNORECASE,
 )
-LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE)
+LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE
+)
 
 
 def error_line(error: BaseException, folder: Path) -> str | None:
@@ -43,39 +47,55 @@ def error_line(error: BaseException, folder: Path) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     text = " ".join(str(error).split())
-    if isinstance(error, MemoryError) and _collective(error):  # std::bad_alloc of a backend that read garbage
+    # std::bad_alloc of a backend that read garbage
+    if isinstance(error, MemoryError) and _collective(error):
         return _process_group_line(error)
     if is_out_of_memory(error):
-        traceback.clear_frames(error.__traceback__)  # they hold the model, its activations and the batch
+        # they hold the model, its activations and the batch
+        traceback.clear_frames(error.__traceback__)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         world, local_world = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         advice = ask(folder / "run.json", world, local_world, device)
-        advice = advice or "lower train.token_budget, or set parallel.activation_checkpointing to full"
-        return f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {advice}"
+        advice = (
+            advice or "lower train.token_budget, or set parallel.activation_checkpointing to full"
+        )
+        return (
+            f"{_who()}: out of memory ({text[:120].rstrip('.') or type(error).__name__}); {advice}"
+        )
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return f"{error.filename or folder}: {error.strerror or error}"
-    if _is_lost_device(error) or isinstance(error, ConnectionError | dist.DistError) or LOST_PEER.search(text):
+    if (
+        _is_lost_device(error)
+        or isinstance(error, ConnectionError | dist.DistError)
+        or LOST_PEER.search(text)
+    ):
         return None  # a peer or its node is lost, and says why itself if it could
     return f"{_who()}: {type(error).__name__}: {text[:300]}; its traceback is in {_trace_name()}"
 
 
 def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
-    """Write the error's line for the launcher; what another rank may have caused goes to a file of its own."""
+    """Write the error's line for the launcher; what another rank may have caused goes to a file of
+    its own.
+    """
     connection = error_file.with_name(CONNECTION)
     if (line := error_line(error, folder)) is not None:
         _leave_line(error_file, line)
     elif _is_lost_device(error):  # the cause of what other ranks may have written before
         first = str(error).partition("\n")[0][:200]  # CUDA's advice on debugging follows
         failed = f"its GPU {os.environ.get('LOCAL_RANK', '?')} failed ({first}); if it happens again on this node"
-        _leave_line(connection, f"{_who()}: {failed}, leave it out (sbatch_options: exclude=NODE in the profile)")
+        _leave_line(
+            connection,
+            f"{_who()}: {failed}, leave it out (sbatch_options: exclude=NODE in the profile)",
+        )
     elif not connection.exists():
         _leave_line(connection, _process_group_line(error))
 
 
 @contextmanager
 def trace_file() -> Iterator[TextIO]:
-    """The file for this process's tracebacks: the node's log in a cluster job, where others would fill the job's log
-    with what followed from the first failure; otherwise stderr."""
+    """The file for this process's tracebacks: the node's log in a cluster job, where others would
+    fill the job's log with what followed from the first failure; otherwise stderr.
+    """
     try:
         file = open(os.environ[NODE_LOG], "a", encoding="utf-8")  # noqa: SIM115
     except (KeyError, OSError):  # none, or a full disk
@@ -86,7 +106,11 @@ def trace_file() -> Iterator[TextIO]:
 
 
 def _trace_name() -> str:
-    return f"{Path(given).name} beside the job's log" if (given := os.environ.get(NODE_LOG)) else "the log"
+    return (
+        f"{Path(given).name} beside the job's log"
+        if (given := os.environ.get(NODE_LOG))
+        else "the log"
+    )
 
 
 def give_up(error_file: Path, line: str) -> None:
@@ -104,23 +128,34 @@ def _leave_line(error_file: Path, line: str) -> None:
 
 
 def _is_lost_device(error: BaseException) -> bool:
-    """True for failures of an accelerator itself (ECC, a driver's Xid, illegal address, device unavailable)."""
+    """True for failures of an accelerator itself (ECC, a driver's Xid, illegal address, device
+    unavailable).
+    """
     text = str(error)
-    failed = isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error: " in text)
+    failed = isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and "CUDA error: " in text
+    )
     return failed and not is_out_of_memory(error) and PROGRAM.search(text) is None
 
 
 def _process_group_line(error: BaseException) -> str:
-    """Return the line about a collective that failed: rank, collective, message and the settings of the network."""
+    """Return the line about a collective that failed: rank, collective, message and the settings of
+    the network.
+    """
     text = " ".join(str(error).split())[:200] or type(error).__name__
     names = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
-    settings = ", ".join(f"{name}={os.environ[name]}" for name in names) or "no setting of the network"
+    settings = (
+        ", ".join(f"{name}={os.environ[name]}" for name in names) or "no setting of the network"
+    )
     return f"{_who()}: {_collective(error) or 'a collective'} failed: {text} ({settings})"
 
 
 def _collective(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.name for frame in reversed(frames) if frame.filename == distributed_c10d.__file__), None)
+    return next(
+        (frame.name for frame in reversed(frames) if frame.filename == distributed_c10d.__file__),
+        None,
+    )
 
 
 def _who() -> str:
@@ -150,23 +185,32 @@ class HangWatch:
     def __init__(self) -> None:
         self.passed, self.what, self.warm = 0, "joining the process group", False
         self.saving: Callable[[], bool] = lambda: False
-        """Whether this rank is writing a checkpoint: others may wait for it longer than `timeout_s`."""
+        """Whether this rank is writing a checkpoint: others may wait for it longer than
+        `timeout_s`.
+        """
         self._closing = threading.Event()
 
     def at(self, what: str) -> None:
-        """Note that this rank has reached `what`: a collective, or the work before one. Every rank, in one order, first
-        when it has joined."""
+        """Note that this rank has reached `what`: a collective, or the work before one. Every rank,
+        in one order, first when it has joined.
+        """
         self.what = what
         self.passed += 1
 
     def start(self, timeout_s: float, end: Callable[[str], None]) -> None:
-        """Start the thread; it calls `end` with a line that names the hung rank. Needs no group yet."""
-        rank, world, local_world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        """Start the thread; it calls `end` with a line that names the hung rank. Needs no group
+        yet.
+        """
+        rank, world, local_world = (
+            int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
         store: dist.Store = dist.HashStore()
         if world > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # a connection of its own: a blocking call holds the lock of torch's
-            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+            store = dist.TCPStore(
+                address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S)
+            )
         arguments = (store, rank, world, local_world, timeout_s, end)
         self._thread = threading.Thread(target=self._run, args=arguments, name="watch", daemon=True)
         self._thread.start()
@@ -176,14 +220,27 @@ class HangWatch:
         self._thread.join()
 
     def _run(
-        self, agent: dist.Store, rank: int, world: int, local_world: int, timeout_s: float, end: Callable[[str], None]
+        self,
+        agent: dist.Store,
+        rank: int,
+        world: int,
+        local_world: int,
+        timeout_s: float,
+        end: Callable[[str], None],
     ) -> None:
-        store, host, keys = dist.PrefixStore("watch", agent), node_name(), [str(other) for other in range(world)]
+        store, host, keys = (
+            dist.PrefixStore("watch", agent),
+            node_name(),
+            [str(other) for other in range(world)],
+        )
         passed, stalled, tick = -1, 0, 0
         earlier: list[Position | None] = []
 
         def positions() -> list[Position | None]:
-            return [Position(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+            return [
+                Position(**json.loads(store.get(key))) if store.check([key]) else None
+                for key in keys
+            ]
 
         try:
             while not self._closing.wait(timeout_s / TICKS):
@@ -196,7 +253,10 @@ class HangWatch:
                 if not mine.passed and timeout_s < JOIN_S:
                     limit, source = round(TICKS * JOIN_S / timeout_s), "the least time to join"
                 elif mine.passed and not self.warm:
-                    limit, source = TICKS * START_FACTOR, f"{START_FACTOR} x train.timeout_s until the first steps"
+                    limit, source = (
+                        TICKS * START_FACTOR,
+                        f"{START_FACTOR} x train.timeout_s until the first steps",
+                    )
                 if stalled == limit // 2:
                     earlier = positions()
                 if stalled > limit:
@@ -204,32 +264,54 @@ class HangWatch:
                     if any(position is not None and position.saving for position in now):
                         stalled = 0
                         continue
-                    if mine.passed == min(position.passed for position in now if position is not None):
+                    if mine.passed == min(
+                        position.passed for position in now if position is not None
+                    ):
                         with trace_file() as file:
                             faulthandler.dump_traceback(file)
                     silent = [other for other, position in enumerate(now) if position is None][:8]
-                    named = {other: f"{NODES}/{other // local_world}" for other in silent}  # as their agents published
-                    hosts = {other: agent.get(key).decode() for other, key in named.items() if agent.check([key])}
-                    end(hang_line(earlier, now, f"{timeout_s * limit / TICKS:g} s ({source})", hosts))
+                    # as their agents published
+                    named = {other: f"{NODES}/{other // local_world}" for other in silent}
+                    hosts = {
+                        other: agent.get(key).decode()
+                        for other, key in named.items()
+                        if agent.check([key])
+                    }
+                    end(
+                        hang_line(
+                            earlier, now, f"{timeout_s * limit / TICKS:g} s ({source})", hosts
+                        )
+                    )
                     return
         except dist.DistError:  # the agent is gone, and is ending this process
             return
 
 
 def hang_line(
-    earlier: list[Position | None], now: list[Position | None], waited: str, hosts: Mapping[int, str] | None = None
+    earlier: list[Position | None],
+    now: list[Position | None],
+    waited: str,
+    hosts: Mapping[int, str] | None = None,
 ) -> str:
     """Return the line that names the ranks for which the others wait.
 
-    `earlier` and `now` are positions by rank, half of the time `waited` apart; None for a rank that never published
-    one, whose node may be in `hosts`.
+    `earlier` and `now` are positions by rank, half of the time `waited` apart; None for a rank that
+    never published one, whose node may be in `hosts`.
     """
     known = {rank: position for rank, position in enumerate(now) if position is not None}
-    furthest, hindmost = (most(known.values(), key=lambda position: position.passed) for most in (max, min))
+    furthest, hindmost = (
+        most(known.values(), key=lambda position: position.passed) for most in (max, min)
+    )
     silent = [
-        rank for rank, (a, b) in enumerate(zip(earlier, now)) if b is None or (a is not None and a.tick == b.tick)
+        rank
+        for rank, (a, b) in enumerate(zip(earlier, now))
+        if b is None or (a is not None and a.tick == b.tick)
     ]
-    behind = [rank for rank, position in known.items() if hindmost.passed == position.passed < furthest.passed]
+    behind = [
+        rank
+        for rank, position in known.items()
+        if hindmost.passed == position.passed < furthest.passed
+    ]
     if len(now) == 1:
         stuck = f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}"
         return f"{stuck}; its stack is in {_trace_name()}"

@@ -1,9 +1,11 @@
-"""The training loop: optimizer steps, validation, checkpoints and stopping, the same in every layout.
+"""The training loop: optimizer steps, validation, checkpoints and stopping, the same in every
+layout.
 
-A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss is a sum divided by the global
-number of targets, so unequal shares change nothing. Parts of a weighted loss are each divided by their own number of
-targets. The report of a step (loss, norm, stop requests) is read one step late, when its copy to the host is done: the
-loop never waits for a GPU. A stop signal only sets a flag; all ranks save together at the end of a common step.
+A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss is a sum
+divided by the global number of targets, so unequal shares change nothing. Parts of a weighted loss
+are each divided by their own number of targets. The report of a step (loss, norm, stop requests) is
+read one step late, when its copy to the host is done: the loop never waits for a GPU. A stop signal
+only sets a flag; all ranks save together at the end of a common step.
 """
 
 import importlib
@@ -55,13 +57,17 @@ class LossParts:
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self.names = list(objective.parts)
         leaves = objective.leaves().items()
-        self.labels = {name: at for at, (name, leaf) in enumerate(leaves) if leaf.has_target_per_cell}
+        self.labels = {
+            name: at for at, (name, leaf) in enumerate(leaves) if leaf.has_target_per_cell
+        }
         self.weights: torch.Tensor | float = 1.0
         if self.names:
             self.weights = torch.tensor(list(objective.parts.values()), device=device)
 
     def targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the divisors, () or (parts,): a part without targets has loss 0, but a loss without any is 0 / 0."""
+        """Return the divisors, () or (parts,): a part without targets has loss 0, but a loss
+        without any is 0 / 0.
+        """
         return targets.clamp(min=1) if self.names and targets.any() else targets
 
     def total(self, losses: torch.Tensor) -> torch.Tensor:
@@ -72,11 +78,17 @@ class LossParts:
         return {f"{prefix}_{name}": loss for name, loss in zip(self.names, losses)}
 
     def labelled(self, targets: Sequence[float], cells: float) -> dict[str, float]:
-        """Return the share of a step's cells with a target, of each part with one per cell, for metrics.jsonl."""
-        return {f"labelled_frac{name and f'_{name}'}": targets[at] / cells for name, at in self.labels.items()}
+        """Return the share of a step's cells with a target, of each part with one per cell, for
+        metrics.jsonl.
+        """
+        return {
+            f"labelled_frac{name and f'_{name}'}": targets[at] / cells
+            for name, at in self.labels.items()
+        }
 
 
-VALIDATION = -1  # the step that keys the masks of validation: the same each time, and never those of training
+# the step that keys the masks of validation: the same each time, and never those of training
+VALIDATION = -1
 
 
 @dataclass
@@ -85,9 +97,11 @@ class StepReport:
 
     step: int
     scalars: AsyncScalars
-    """[Gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not finite, ranks that got a
-    stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks from the loss on, followed by the losses of an
-    objective's parts, in a logged step `local_readings`, and the targets of each part."""
+    """[Gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not
+    finite, ranks that got a stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks
+    from the loss on, followed by the losses of an objective's parts, in a logged step
+    `local_readings`, and the targets of each part.
+    """
     lr: float
     waited_s: float
     ended: float  # time of its last call, so that rates do not depend on when the report is read
@@ -98,8 +112,9 @@ class StepReport:
 class Trainer:
     """A training and its parts. Collective: every rank makes one, and calls `resume` and `run`.
 
-    `model` is what this rank holds, after `materialize`; `spec` and `flops` are of the whole model. `streams` have the
-    training and the validation cells, and the obs column of the latter's batches. `saved_with` is in every checkpoint.
+    `model` is what this rank holds, after `materialize`; `spec` and `flops` are of the whole model.
+    `streams` have the training and the validation cells, and the obs column of the latter's
+    batches. `saved_with` is in every checkpoint.
     """
 
     def __init__(
@@ -117,7 +132,13 @@ class Trainer:
     ) -> None:
         train, device, method = options.train, mesh.device, load_method(options.finetune)
         check_best_metric(model.objective, train.best_metric)
-        self.train, self.folder, self.mesh, self.device, self.model = train, folder, mesh, device, model
+        self.train, self.folder, self.mesh, self.device, self.model = (
+            train,
+            folder,
+            mesh,
+            device,
+            model,
+        )
         self.flops, self.stop, self.watch = flops, stop, watch
         self.train_stream, self.val_stream, self.batch_column = streams
         self.steps = train.total_steps(self.train_stream.steps_per_epoch)
@@ -126,36 +147,53 @@ class Trainer:
         self.rates = group_rates(method, build(spec, method.transform))
         step_model: type[StepModel] = ParallelModel
         if isinstance(model, PipelineStages):
-            # torch's pipelining imports its compiler: a fifth of the CPU time in which a process starts
+            # torch's pipelining imports its compiler: a fifth of the CPU time in which a process
+            # starts
             step_model = importlib.import_module("cellmill.parallel.pipeline").PipelineModel
         self.parallel_model = step_model(model, options.parallel, mesh)
-        self._with_shares = partial(with_shares, model, self.parallel_model, mesh, train.global_batch)
+        self._with_shares = partial(
+            with_shares, model, self.parallel_model, mesh, train.global_batch
+        )
         self.optimizer = build_optimizer(model, train, options.parallel.cpu_offload, method.group)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.first_steps = {name: method.first_step(plain_name(name)) for name in trained}
         self.average = None if train.ema_decay is None else WeightAverage(model, train.ema_decay)
-        self.checkpoints = Checkpoints(folder, train.keep_checkpoints, self.average, train.keep_steps)
+        self.checkpoints = Checkpoints(
+            folder, train.keep_checkpoints, self.average, train.keep_steps
+        )
         watch.saving = self.checkpoints.is_writing
-        peak = peak_flops(torch.cuda.get_device_name(device), options.parallel) if device.type == "cuda" else None
+        peak = (
+            peak_flops(torch.cuda.get_device_name(device), options.parallel)
+            if device.type == "cuda"
+            else None
+        )
         self.meter = Meter(peak, dist.get_world_size())
-        self.profile = StepProfile(folder.path / "profile", train.profile_steps, dist.get_rank(), device)
+        self.profile = StepProfile(
+            folder.path / "profile", train.profile_steps, dist.get_rank(), device
+        )
         self.loss_parts = LossParts(model.objective, device)
         self.progress = Progress()
         self.trackers: list[Tracker] = []
 
     def resume(self) -> None:
-        """Load the newest undamaged checkpoint, if any, and set stream and metrics back to its step."""
+        """Load the newest undamaged checkpoint, if any, and set stream and metrics back to its
+        step.
+        """
         checkpoint, damaged = self.checkpoints.newest_whole()
         if dist.get_rank() == 0:
             for line in damaged:
-                print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+                print(
+                    f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True
+                )
             if damaged and checkpoint is not None:
                 self.folder.set_damaged_aside(checkpoint.step)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
             self.progress = Progress(**checkpoint.state()["progress"])
         epoch, in_epoch = divmod(step := self.progress.step, self.train_stream.steps_per_epoch)
-        self.train_stream.load_state_dict(self.train_stream.state_dict() | {"epoch": epoch, "step": in_epoch})
+        self.train_stream.load_state_dict(
+            self.train_stream.state_dict() | {"epoch": epoch, "step": in_epoch}
+        )
         if dist.get_rank() == 0:
             missing = self.progress.logged_steps - cut_back(self.folder.metrics, step)
             if missing > 0:
@@ -182,11 +220,14 @@ class Trainer:
                 part.close()
 
     def run(self) -> bool:
-        """Train to the last step, or until patience is over; False when a signal stopped it. Both save the state."""
+        """Train to the last step, or until patience is over; False when a signal stopped it. Both
+        save the state.
+        """
         self._clock = self._saved_at = time.perf_counter()
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
-            self.checkpoints.saved_step = None  # saved again: its checkpoint came before this validation
+            # saved again: its checkpoint came before this validation
+            self.checkpoints.saved_step = None
             self._pause(save=True, validate=True)
         batches = iter(self.train_stream)
         pending: StepReport | None = None
@@ -233,7 +274,8 @@ class Trainer:
             if scale is not None:
                 scale.unscale(self.model)
             if step < max(self.first_steps.values(), default=0):
-                # what trains later is not frozen: ddp and FSDP2 record at the start what requires a gradient
+                # what trains later is not frozen: ddp and FSDP2 record at the start what requires a
+                # gradient
                 for name, parameter in self.model.named_parameters():
                     if self.first_steps.get(name, 0) > step:
                         parameter.grad = None
@@ -241,9 +283,13 @@ class Trainer:
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
             every = self.train.checkpoint_every_min
-            due = every is not None and self.mesh.dp_rank == 0 and began - self._saved_at > 60 * every
+            due = (
+                every is not None and self.mesh.dp_rank == 0 and began - self._saved_at > 60 * every
+            )
             lengths = [length for batch in micro_batches for length in batch.lengths]
-            flops = self.flops.of(sum(lengths), sum(length * length for length in lengths), len(lengths))
+            flops = self.flops.of(
+                sum(lengths), sum(length * length for length in lengths), len(lengths)
+            )
             local = [self.stop.received is not None, due, len(lengths), sum(lengths), flops]
             readings = local_readings(self.mesh) if self._is_logged(step + 1) else np.empty(0)
             checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
@@ -276,11 +322,15 @@ class Trainer:
         return nullcontext() if self.profile.running is None else record_function(name)
 
     def _prepare(self, batches: list[Batch], step: int) -> list[Any]:
-        """Draw views, pad them, draw masks, and copy them to the device. On the CPU: counting targets never waits."""
+        """Draw views, pad them, draw masks, and copy them to the device. On the CPU: counting
+        targets never waits.
+        """
         keys = {"seed": self.train.seed, "step": step}
         views = [self.model.view(batch, **keys) for batch in batches]
         lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])
-        drawn = (self.model.prepare(padded(view, length), **keys) for view, length in zip(views, lengths))
+        drawn = (
+            self.model.prepare(padded(view, length), **keys) for view, length in zip(views, lengths)
+        )
         return [on_device(prepared, self.device) for prepared in drawn]
 
     def _is_logged(self, step: int) -> bool:
@@ -291,7 +341,9 @@ class Trainer:
 
     def _read(self, report: StepReport) -> tuple[bool, bool]:
         """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
-        norm, loss_scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = report.scalars.read()
+        norm, loss_scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = (
+            report.scalars.read()
+        )
         n_losses, n_parts = len(self.loss_parts.names), max(len(self.loss_parts.names), 1)
         losses, readings, targets = rest[:n_losses], rest[n_losses:-n_parts], rest[-n_parts:]
         scaled = {"loss_scale": loss_scale} if self._scale is not None else {}
@@ -311,18 +363,25 @@ class Trainer:
             self._log(line | readings_line(self.device.type, readings, dist.get_world_size()))
         return stop > 0, due > 0
 
-    def _skipped(self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]) -> None:
+    def _skipped(
+        self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]
+    ) -> None:
         """Count a step that was not applied. Raises UserError after train.max_bad_steps in a row."""
         progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
-        self._log({"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled)
+        self._log(
+            {"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled
+        )
         if math.isfinite(loss) and scaled.get("loss_scale", 0) >= 1:
-            return  # float16 gradients overflowed: the scale is being found, nothing is wrong with the run
+            # float16 gradients overflowed: the scale is being found, nothing is wrong with the run
+            return
         progress.skipped_in_a_row += 1
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
         cells = np.concatenate(report.cells).tolist()
-        suspects = name_cells(self.mesh, math.isfinite(report.local_loss.item()), cells, self.train_stream.names)
+        suspects = name_cells(
+            self.mesh, math.isfinite(report.local_loss.item()), cells, self.train_stream.names
+        )
         raise UserError(
             f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
@@ -343,18 +402,22 @@ class Trainer:
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
-        self.meter.read(time.perf_counter())  # validation and checkpoint copies do not count as training
+        # validation and checkpoint copies do not count as training
+        self.meter.read(time.perf_counter())
         self._left.pause(time.perf_counter() - self._clock)
 
     def _validation_is_due(self) -> bool:
-        # a validation skipped by a stop is made up for on resume, so that the curve is that of an uninterrupted run
+        # a validation skipped by a stop is made up for on resume, so that the curve is that of an
+        # uninterrupted run
         step = self.progress.step
         at_boundary = step > 0 and (step == self.steps or step % self.train.val_every_steps == 0)
         return self.val_stream is not None and at_boundary and self.progress.val_step != step
 
     @torch.no_grad()
     def _validate(self, stream: CellStream | None) -> bool:
-        """Log the mean loss over validation cells, with the same masks each time. Returns whether it is the best."""
+        """Log the mean loss over validation cells, with the same masks each time. Returns whether
+        it is the best.
+        """
         assert stream is not None
         monitor = Monitor(self.model, stream.levels, self.batch_column)
         totals: Any = 0  # this rank's losses and targets, (2,) or (2, parts)
@@ -368,7 +431,9 @@ class Trainer:
                     prepared = self._with_shares(prepared)
                 with monitor.watching(batches):
                     loss_sum = self.parallel_model.loss(prepared)
-                totals = totals + torch.stack([loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()])
+                totals = totals + torch.stack(
+                    [loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()]
+                )
         self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.targets(targets)
@@ -384,14 +449,24 @@ class Trainer:
         return self._is_best(line)
 
     def _is_best(self, line: dict[str, float]) -> bool:
-        """Return whether a validation is the best; say so where the run ends by it. Collective: every rank."""
-        metric, train, progress, first = self.train.best_metric, self.train, self.progress, dist.get_rank() == 0
+        """Return whether a validation is the best; say so where the run ends by it. Collective:
+        every rank.
+        """
+        metric, train, progress, first = (
+            self.train.best_metric,
+            self.train,
+            self.progress,
+            dist.get_rank() == 0,
+        )
         value = line.get(metric)
         if metric != VAL_LOSS:  # each rank computes eigenvalues of its own: all take rank 0's
             value = gather_json(value, self.device)[0]
         if value is None or not math.isfinite(value):
             if first:
-                print(f"warning: step {progress.step}: the validation has no {metric} (train.best_metric)", flush=True)
+                print(
+                    f"warning: step {progress.step}: the validation has no {metric} (train.best_metric)",
+                    flush=True,
+                )
             return False
         best = progress.judge(value, train)
         if first and progress.patience_is_over(train):

@@ -1,12 +1,14 @@
 """Muon for the matrices of the blocks, AdamW for everything else.
 
-The update of a matrix is its momentum (Nesterov's) made orthogonal: all singular values about 1. This needs the whole
-matrix, so each has one owner among the ranks that share it: shards of the momentum go to their owners in one
-all-to-all, the owners orthogonalise, and shards of the updates come back in a second. Owners have about equal work. A
-rank that holds whole matrices (ddp, NO_SHARD) orthogonalises all of them itself.
+The update of a matrix is its momentum (Nesterov's) made orthogonal: all singular values about 1.
+This needs the whole matrix, so each has one owner among the ranks that share it: shards of the
+momentum go to their owners in one all-to-all, the owners orthogonalise, and shards of the updates
+come back in a second. Owners have about equal work. A rank that holds whole matrices (ddp,
+NO_SHARD) orthogonalises all of them itself.
 
-An update is multiplied by 0.2 * sqrt(larger side): its root mean square is then that of AdamW's updates, and both share
-one learning rate. A bad step is skipped without a wait of the host, as in fused AdamW.
+An update is multiplied by 0.2 * sqrt(larger side): its root mean square is then that of AdamW's
+updates, and both share one learning rate. A bad step is skipped without a wait of the host, as in
+fused AdamW.
 
 Source: Jordan et al. 2024 (Muon: an optimizer for hidden layers), with the scale of Liu et al. 2025 (Muon is scalable
 for LLM training), section 2.2.
@@ -32,7 +34,9 @@ Block = Sequence[int]  # first row, last row + 1, first column, last column + 1 
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Return U V^T of the singular value decomposition, roughly: singular values are between 0.7 and 1.2."""
+    """Return U V^T of the singular value decomposition, roughly: singular values are between 0.7
+    and 1.2.
+    """
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + EPS)
     a, b, c = COEFFICIENTS
@@ -43,7 +47,9 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
-    """Return the owner of each matrix, 0 to `ranks` - 1: the largest first, to the rank with the least work so far."""
+    """Return the owner of each matrix, 0 to `ranks` - 1: the largest first, to the rank with the
+    least work so far.
+    """
     work, chosen = [0] * ranks, [0] * len(shapes)
     costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
     for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
@@ -53,19 +59,33 @@ def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 
 
 class _Shared:
-    """Matrices of a group, which the same ranks share in the same way. Collective: every rank that shares them."""
+    """Matrices of a group, which the same ranks share in the same way. Collective: every rank that
+    shares them.
+    """
 
     def __init__(self, matrices: list[torch.Tensor]) -> None:
         self.matrices, mesh = matrices, mesh_of(matrices[0])
-        self.group: dist.ProcessGroup | None = None  # ranks with different shards; None if this one has whole matrices
+        # ranks with different shards; None if this one has whole matrices
+        self.group: dist.ProcessGroup | None = None
         if mesh is None:
             return
-        cut = {dim for matrix in matrices for dim, at in enumerate(matrix.placements) if not at.is_replicate()}  # type: ignore[attr-defined]
-        axes = [name for dim, name in enumerate(mesh.mesh_dim_names or ()) if dim in cut and mesh.size(dim) > 1]
+        cut = {
+            dim
+            for matrix in matrices
+            for dim, at in enumerate(matrix.placements)
+            if not at.is_replicate()
+        }  # type: ignore[attr-defined]
+        axes = [
+            name
+            for dim, name in enumerate(mesh.mesh_dim_names or ())
+            if dim in cut and mesh.size(dim) > 1
+        ]
         if not axes:
             return
         # the same name as in `build_mesh`, where every rank made it
-        self.group = (mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")).get_group()
+        self.group = (
+            mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")
+        ).get_group()
         ranks = dist.get_world_size(self.group)
         corners = []
         for matrix in matrices:
@@ -75,7 +95,8 @@ class _Shared:
         own = torch.tensor(corners, device=local_of(matrices[0]).device)
         everyone = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(everyone, own, group=self.group)
-        self.blocks: list[list[Block]] = torch.stack(everyone, 1).tolist()  # by matrix, then by rank
+        # by matrix, then by rank
+        self.blocks: list[list[Block]] = torch.stack(everyone, 1).tolist()
         self.owner = owners([(matrix.shape[0], matrix.shape[1]) for matrix in matrices], ranks)
 
     def orthogonalised(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -106,14 +127,19 @@ class _Shared:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for groups with `matrices` true, fused AdamW for the others; float32. Collective: every rank."""
+    """Muon for groups with `matrices` true, fused AdamW for the others; float32. Collective: every
+    rank.
+    """
 
     param_groups: list[dict[str, Any]]
-    found_inf: torch.Tensor | None = None  # scalar; the step changes nothing where it is 1, as in fused AdamW
+    # scalar; the step changes nothing where it is 1, as in fused AdamW
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
         super().__init__(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
-        self._shared = [_Shared(group["params"]) for group in self.param_groups if group.get("matrices")]
+        self._shared = [
+            _Shared(group["params"]) for group in self.param_groups if group.get("matrices")
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -1,11 +1,14 @@
-"""Parameter groups of the optimizer, AdamW and its offloaded form, and the exponential moving average of the weights.
+"""Parameter groups of the optimizer, AdamW and its offloaded form, and the exponential moving
+average of the weights.
 
-Weight decay applies only to the matrices of linear layers. The type of a parameter's module decides, never its name.
+Weight decay applies only to the matrices of linear layers. The type of a parameter's module
+decides, never its name.
 
-The average replaces the weights in validation and exports. After each step, average = d * average + (1 - d) * weights,
-d = min(ema_decay, (1 + t) / (10 + t)) after t earlier steps, so the first weights are forgotten soon. A skipped step
-averages the same weights again. It is float32 and laid out like the weights: no communication, and the same in every
-layout. Source: Polyak & Juditsky 1992; the warm-up is TensorFlow's ExponentialMovingAverage's.
+The average replaces the weights in validation and exports. After each step, average = d * average +
+(1 - d) * weights, d = min(ema_decay, (1 + t) / (10 + t)) after t earlier steps, so the first
+weights are forgotten soon. A skipped step averages the same weights again. It is float32 and laid
+out like the weights: no communication, and the same in every layout. Source: Polyak & Juditsky
+1992; the warm-up is TensorFlow's ExponentialMovingAverage's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +33,11 @@ from cellmill.train.step_guard import AsyncScalars
 
 def decayed_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters that decay: weights of linear layers."""
-    return {f"{name}.weight" if name else "weight" for name, module in model.named_modules() if is_linear(module)}
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if is_linear(module)
+    }
 
 
 def adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
@@ -43,11 +50,13 @@ def build_optimizer(
     cpu_offload: str | None = None,
     extras: Callable[[str], Mapping[str, float]] = lambda name: {},
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters of `model`, after `materialize`; a pipeline stage may have none.
+    """Return the optimizer of the trained parameters of `model`, after `materialize`; a pipeline
+    stage may have none.
 
-    Keys of its groups: `params`, on one mesh; `weight_decay`; `lr_scale`, a factor of the scheduled rate, which the
-    loop sets; `matrices`, for `OptimizerConfig.matrix_state_names`; and the `state_names` of its parameters. `extras`
-    returns options of a parameter's group by plain name (`Method.group`).
+    Keys of its groups: `params`, on one mesh; `weight_decay`; `lr_scale`, a factor of the scheduled
+    rate, which the loop sets; `matrices`, for `OptimizerConfig.matrix_state_names`; and the
+    `state_names` of its parameters. `extras` returns options of a parameter's group by plain name
+    (`Method.group`).
     """
     config, decayed, matrices = train.optimizer, decayed_parameters(model), set[str]()
     if config.matrix_state_names is not None:
@@ -57,12 +66,19 @@ def build_optimizer(
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            defaults: dict[str, Any] = {"weight_decay": train.weight_decay if name in decayed else 0.0, "lr_scale": 1.0}
+            defaults: dict[str, Any] = {
+                "weight_decay": train.weight_decay if name in decayed else 0.0,
+                "lr_scale": 1.0,
+            }
             options = defaults | dict(extras(plain_name(name)))
             for key in options.keys() - defaults.keys():
-                raise ConfigError(f"finetune: group of {name}: unknown key {key!r}; {did_you_mean(key, defaults)}")
+                raise ConfigError(
+                    f"finetune: group of {name}: unknown key {key!r}; {did_you_mean(key, defaults)}"
+                )
             options["matrices"] = name in matrices
-            options["state_names"] = config.matrix_state_names if name in matrices else config.state_names
+            options["state_names"] = (
+                config.matrix_state_names if name in matrices else config.state_names
+            )
             alike = (mesh_of(parameter), *sorted(options.items()))
             groups.setdefault(alike, {"params": [], **options})["params"].append(parameter)
     build = config.load() if cpu_offload != "optimizer" else import_object(config.offloaded or "")
@@ -73,17 +89,22 @@ def build_optimizer(
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the optimizer's state of a parameter, created as zeros if there is none."""
     if not optimizer.state[parameter]:
-        group = next(g for g in optimizer.param_groups if any(parameter is other for other in g["params"]))
+        group = next(
+            g for g in optimizer.param_groups if any(parameter is other for other in g["params"])
+        )
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = {
-            name: step if name == "step" else torch.zeros_like(parameter.detach()) for name in group["state_names"]
+            name: step if name == "step" else torch.zeros_like(parameter.detach())
+            for name in group["state_names"]
         }
     state: dict[str, torch.Tensor] = optimizer.state[parameter]
     return state
 
 
 class WeightAverage:
-    """Average of the parameters of `model`, after `materialize`, that require a gradient; begins with their values."""
+    """Average of the parameters of `model`, after `materialize`, that require a gradient; begins
+    with their values.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model, self.decay = model, decay
@@ -95,15 +116,21 @@ class WeightAverage:
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         if self._parts:
             _, weights, averages = zip(*self._parts)
-            move_all([*map(local_of, averages)], [local_of(weight).detach() for weight in weights], share)
+            move_all(
+                [*map(local_of, averages)], [local_of(weight).detach() for weight in weights], share
+            )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the average by plain name, not copied; of a tied parameter that this rank has twice the last one."""
+        """Return the average by plain name, not copied; of a tied parameter that this rank has
+        twice the last one.
+        """
         return {name: average for name, _, average in self._parts}
 
     @torch.no_grad()
     def fill_tied_copies(self) -> None:
-        """Copy what was loaded into `tensors` to the other copy of a tied parameter that this rank has twice."""
+        """Copy what was loaded into `tensors` to the other copy of a tied parameter that this rank
+        has twice.
+        """
         loaded = self.tensors()
         for name, _, average in self._parts:
             if loaded[name] is not average:
@@ -111,7 +138,9 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Give the model the average for a while; its weights come back bit for bit. No communication."""
+        """Give the model the average for a while; its weights come back bit for bit. No
+        communication.
+        """
         self._swap()
         try:
             yield
@@ -139,23 +168,33 @@ class _Host:
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) on the CPU, for float32 parameters on a device, also DTensors.
+    """AdamW (Loshchilov & Hutter 2019) on the CPU, for float32 parameters on a device, also
+    DTensors.
 
-    Gradients are copied to pinned host memory, fused AdamW updates this rank's shards there, and the new weights are
-    copied back without blocking. The moments, half of the state of mixed-precision training, take no device memory.
-    Each step moves 4 bytes for each local element in each direction. It waits only for gradients, group by group, so
-    that one group is computed while the next is copied. Source: ZeRO-Offload, Ren et al. 2021, section 4.
+    Gradients are copied to pinned host memory, fused AdamW updates this rank's shards there, and
+    the new weights are copied back without blocking. The moments, half of the state of
+    mixed-precision training, take no device memory. Each step moves 4 bytes for each local element
+    in each direction. It waits only for gradients, group by group, so that one group is computed
+    while the next is copied. Source: ZeRO-Offload, Ren et al. 2021, section 4.
     """
 
     found_inf: torch.Tensor | None = None
     """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
-        defaults = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": 1e-8, "weight_decay": 0.0}
+        defaults = {
+            "lr": train.lr,
+            "betas": (train.beta1, train.beta2),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+        }
         super().__init__(groups, defaults)
         self._hosts: dict[torch.Tensor, _Host] = {}
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            host = parameter.detach().to("cpu")  # a DTensor stays one: checkpoints need its placement
+        for parameter in (
+            parameter for group in self.param_groups for parameter in group["params"]
+        ):
+            # a DTensor stays one: checkpoints need its placement
+            host = parameter.detach().to("cpu")
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(host),
@@ -163,24 +202,38 @@ class OffloadedAdamW(torch.optim.Optimizer):
             }
             if _needs_copy(local_of(parameter)):
                 pin = torch.accelerator.is_available()
-                weights, gradient = (torch.empty_like(local_of(host), pin_memory=pin) for _ in range(2))
+                weights, gradient = (
+                    torch.empty_like(local_of(host), pin_memory=pin) for _ in range(2)
+                )
                 self._hosts[parameter] = _Host(weights, gradient)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
-        trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)  # copied before the gradients
+        trained = [
+            [p for p in group["params"] if p.grad is not None] for group in self.param_groups
+        ]
+        # copied before the gradients
+        found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)
         copies = [self._fetch(parameters) for parameters in trained]
         if found_inf is not None and any(found_inf.read()):
             return
         for group, parameters, copied in zip(self.param_groups, trained, copies):
             if copied is not None:
                 copied.synchronize()
-            hosts, states = [self._hosts.get(p) for p in parameters], [self.state[p] for p in parameters]
+            hosts, states = (
+                [self._hosts.get(p) for p in parameters],
+                [self.state[p] for p in parameters],
+            )
             adamw_step(
-                [local_of(p) if host is None else host.weights for p, host in zip(parameters, hosts)],
-                [local_of(p.grad) if host is None else host.gradient for p, host in zip(parameters, hosts)],
+                [
+                    local_of(p) if host is None else host.weights
+                    for p, host in zip(parameters, hosts)
+                ],
+                [
+                    local_of(p.grad) if host is None else host.gradient
+                    for p, host in zip(parameters, hosts)
+                ],
                 [local_of(state["exp_avg"]) for state in states],
                 [local_of(state["exp_avg_sq"]) for state in states],
                 [],
@@ -196,12 +249,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
             for parameter, host in zip(parameters, hosts):
                 if host is not None:
-                    # ordered before the next forward pass, whose gradients are awaited before `weights` changes again
+                    # ordered before the next forward pass, whose gradients are awaited before
+                    # `weights` changes again
                     local_of(parameter).copy_(host.weights, non_blocking=True)
                     host.version = _version_of(parameter)
 
     def _fetch(self, parameters: list[torch.Tensor]) -> torch.cuda.Event | None:
-        """Start copying gradients, and weights written from outside; return the event of their arrival."""
+        """Start copying gradients, and weights written from outside; return the event of their
+        arrival.
+        """
         for parameter in parameters:
             host = self._hosts.get(parameter)
             if host is not None:

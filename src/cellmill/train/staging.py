@@ -1,8 +1,10 @@
-"""Start of a training on its nodes: local copies of shards (`stream.stage_to`), their check, and the choice of device.
+"""Start of a training on its nodes: local copies of shards (`stream.stage_to`), their check, and
+the choice of device.
 
-Copies are made while the run trains. For the check each rank hashes its part, once for all runs of a corpus. Rank 0
-decides the device from the GPUs that each node's torch sees. If each rank decided alone, some would wait in NCCL and
-others in gloo, or a job would train on the CPU cores of nodes whose GPUs it reserves.
+Copies are made while the run trains. For the check each rank hashes its part, once for all runs of
+a corpus. Rank 0 decides the device from the GPUs that each node's torch sees. If each rank decided
+alone, some would wait in NCCL and others in gloo, or a job would train on the CPU cores of nodes
+whose GPUs it reserves.
 """
 
 import json
@@ -31,7 +33,9 @@ _END_S = 60  # for removing the copies
 
 
 class Staging:
-    """The folder of copies of this node, and on its first rank the process that fills it; `copies` None: none."""
+    """The folder of copies of this node, and on its first rank the process that fills it; `copies`
+    None: none.
+    """
 
     def __init__(self, options: Stream, mesh: Mesh):
         """Agree on a new folder. Collective: every rank, of which those of a node share one."""
@@ -56,7 +60,9 @@ class Staging:
         self.copies = LocalCopies(Path(parent) / f"{PREFIX}{token}-{node}")
 
     def start(self, streams: Sequence[CellStream | None], step: int, stop: int) -> None:
-        """Begin to copy what the ranks of this node read of `streams` in the training's steps `step` to `stop`."""
+        """Begin to copy what the ranks of this node read of `streams` in the training's steps
+        `step` to `stop`.
+        """
         if self.copies is None or not self._first_of_node:
             return
         shards: dict[Path, str] = {}
@@ -82,7 +88,9 @@ class Staging:
         if (process := self._process) is None or self.copies is None:
             return
         if (code := process.poll()) is not None:
-            warn(f"stream.stage_to: the process that copies shards ended with exit code {code} before the training")
+            warn(
+                f"stream.stage_to: the process that copies shards ended with exit code {code} before the training"
+            )
         with suppress(OSError, subprocess.TimeoutExpired):
             process.communicate(timeout=_END_S)
         if process.poll() is None:
@@ -91,7 +99,9 @@ class Staging:
 
 
 def verify_shards(manifest: Manifest, device: torch.device) -> None:
-    """Hash shards that verified.json does not know. Collective. Raises DataError naming a damaged shard."""
+    """Hash shards that verified.json does not know. Collective. Raises DataError naming a damaged
+    shard.
+    """
     part = slice(dist.get_rank(), None, dist.get_world_size())
     hashed = torch.tensor(verify_changed(manifest, part), device=device)
     dist.all_reduce(hashed)
@@ -112,7 +122,9 @@ class NodeGpus(NamedTuple):
     driver: str | None  # NVIDIA's; None without one, or if nobody needs it
 
     def __str__(self) -> str:
-        build = f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
+        build = (
+            f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
+        )
         driver = f"driver {self.driver}" if self.driver else "no driver"
         return f"{self.host} shows {_gpus(self.gpus)} ({build}, {driver})"
 
@@ -122,13 +134,19 @@ def _gpus(number: int) -> str:
 
 
 def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
-    """Return cuda or cpu for all nodes. Raises UserError if GPUs are wanted or seen, but not one per process."""
+    """Return cuda or cpu for all nodes. Raises UserError if GPUs are wanted or seen, but not one
+    per process.
+    """
     if wanted == "cpu" or (wanted == "auto" and not any(node.gpus for node in nodes)):
         return "cpu"
     if all(node.gpus >= local_world for node in nodes):
         return "cuda"
     first, *more = [node for node in nodes if node.gpus < local_world]
-    also = f", and {len(more)} more nodes like it ({', '.join(node.host for node in more[:8])})" if more else ""
+    also = (
+        f", and {len(more)} more nodes like it ({', '.join(node.host for node in more[:8])})"
+        if more
+        else ""
+    )
     raise UserError(
         f"expected {_gpus(local_world)} per node, one per process, but {first}{also}; correct gpus_per_node, "
         "nproc_per_node or the node's torch and driver, or set device: cpu in the profile (set-resources: train) "
@@ -138,9 +156,12 @@ def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
 
 def agree(wanted: str, store: dist.Store) -> torch.device:
     """Return this rank's device. Collective: every rank, before there is a process group."""
-    rank, local_rank, local_world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    rank, local_rank, local_world = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
     if wanted == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of what looks for GPUs later, too; CUDA has not started yet
+        # of what looks for GPUs later, too; CUDA has not started yet
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if local_rank == 0:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         driver = driver_version() if gpus < local_world else None  # takes a second
@@ -163,7 +184,9 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
 def driver_version() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return next(iter(done.stdout.split()), None) if done.returncode == 0 else None

@@ -1,12 +1,15 @@
-"""Steps whose loss or gradient norm is not finite are skipped, and float16 losses are scaled so that few are.
+"""Steps whose loss or gradient norm is not finite are skipped, and float16 losses are scaled so
+that few are.
 
-A number on the device decides if a step is applied. It is equal on all ranks to the last bit, and fused AdamW reads it
-there (`found_inf`), so nothing waits for it. The loop learns of it when it reads the step's report, one step late, and
-only then collects the cells of the batch. After `train.max_bad_steps` skipped in a row the run ends.
+A number on the device decides if a step is applied. It is equal on all ranks to the last bit, and
+fused AdamW reads it there (`found_inf`), so nothing waits for it. The loop learns of it when it
+reads the step's report, one step late, and only then collects the cells of the batch. After
+`train.max_bad_steps` skipped in a row the run ends.
 
-Loss scaling keeps small gradients above the smallest float16 number. The loss is multiplied before the backward pass
-and gradients are divided after it, so norm and clipping see true gradients. The scale halves after a skipped step and
-doubles after `GROWTH_STEPS` applied ones. Source: Micikevicius et al. 2018 (mixed precision training), section 3.2.
+Loss scaling keeps small gradients above the smallest float16 number. The loss is multiplied before
+the backward pass and gradients are divided after it, so norm and clipping see true gradients. The
+scale halves after a skipped step and doubles after `GROWTH_STEPS` applied ones. Source:
+Micikevicius et al. 2018 (mixed precision training), section 3.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +28,32 @@ SHOWN = 4  # cells named in the error; the log has all of them
 
 
 def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
-    """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits unless `fused`."""
-    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits
+    unless `fused`.
+    """
+    first = next(
+        (parameter for group in optimizer.param_groups for parameter in group["params"]), None
+    )
     if first is None or not (fused or applied.item()):
         return
     if fused:
-        # torch would copy it without blocking, and a step on the CPU would read it before it is there
+        # torch would copy it without blocking, and a step on the CPU would read it before it is
+        # there
         optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]
     optimizer.step()
 
 
 class LossScale:
-    """Dynamic loss scale on `device`, from `read` of a resumed run. Every rank calls alike; none communicates."""
+    """Dynamic loss scale on `device`, from `read` of a resumed run. Every rank calls alike; none
+    communicates.
+    """
 
-    def __init__(self, device: torch.device, value: float | None = None, good_steps: int = 0) -> None:
-        self.value = torch.tensor(INITIAL_SCALE if value is None else value, dtype=torch.float32, device=device)
+    def __init__(
+        self, device: torch.device, value: float | None = None, good_steps: int = 0
+    ) -> None:
+        self.value = torch.tensor(
+            INITIAL_SCALE if value is None else value, dtype=torch.float32, device=device
+        )
         self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
 
     def unscale(self, model: nn.Module) -> None:
@@ -55,7 +69,9 @@ class LossScale:
             scale_all(group, inverse.to(device))
 
     def adapt(self, applied: torch.Tensor) -> torch.Tensor:
-        """Update the scale after a step (`applied`: bool scalar, equal on all ranks); return a copy of the next one."""
+        """Update the scale after a step (`applied`: bool scalar, equal on all ranks); return a copy
+        of the next one.
+        """
         update_loss_scale(self.value, self.good_steps, (~applied).to(self.value), GROWTH_STEPS)
         return self.value.clone()
 
@@ -64,8 +80,12 @@ class LossScale:
         return float(self.value), int(self.good_steps)
 
 
-def name_cells(mesh: Mesh, finite: bool, cells: list[int], names: Callable[[np.ndarray], Sequence[str]]) -> str:
-    """Return cells of a bad step, of ranks with a bad loss or of all; print this rank's. Collective: every rank."""
+def name_cells(
+    mesh: Mesh, finite: bool, cells: list[int], names: Callable[[np.ndarray], Sequence[str]]
+) -> str:
+    """Return cells of a bad step, of ranks with a bad loss or of all; print this rank's.
+    Collective: every rank.
+    """
 
     def described(rank: int, cells: list[int]) -> str:
         more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
@@ -85,7 +105,9 @@ def name_cells(mesh: Mesh, finite: bool, cells: list[int], names: Callable[[np.n
 
 
 class AsyncScalars:
-    """Copy of device scalars to the host, queued when created: `read` does not wait for work that is queued later."""
+    """Copy of device scalars to the host, queued when created: `read` does not wait for work that
+    is queued later.
+    """
 
     def __init__(self, scalars: torch.Tensor) -> None:
         self._host, self._copied = scalars, None

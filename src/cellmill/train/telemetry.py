@@ -1,8 +1,10 @@
-"""Throughput, memory and GPU readings of each rank for metrics.jsonl, and profiler traces of chosen steps.
+"""Throughput, memory and GPU readings of each rank for metrics.jsonl, and profiler traces of chosen
+steps.
 
-Memory of tensors on a GPU (`allocated_gb`) is not comparable with memory of the whole process on a CPU (`resident_gb`),
-hence the two keys. GPU use, memory (of all processes) and power are read through NVML by torch, which needs the package
-nvidia-ml-py (`cellmill[nvml]`). Without it, or where NVML does not answer (as on a MIG slice), the keys are left out.
+Memory of tensors on a GPU (`allocated_gb`) is not comparable with memory of the whole process on a
+CPU (`resident_gb`), hence the two keys. GPU use, memory (of all processes) and power are read
+through NVML by torch, which needs the package nvidia-ml-py (`cellmill[nvml]`). Without it, or where
+NVML does not answer (as on a MIG slice), the keys are left out.
 """
 
 import resource
@@ -20,11 +22,14 @@ import torch.distributed as dist
 from cellmill.parallel.mesh import Mesh
 from cellmill.parallel.torch_private import record_memory, write_memory_record
 
-PROFILED_RANKS = 8  # ranks below this write a trace, some MB each: a node, or the stages of a pipeline
+# ranks below this write a trace, some MB each: a node, or the stages of a pipeline
+PROFILED_RANKS = 8
 
 
 class Meter:
-    """Counts since the last `read`, and rates over the wall clock; MFU where `peak_flops`, a rank's, is known."""
+    """Counts since the last `read`, and rates over the wall clock; MFU where `peak_flops`, a
+    rank's, is known.
+    """
 
     def __init__(self, peak_flops: float | None, world: int) -> None:
         self.peak_flops, self.world = peak_flops, world
@@ -35,8 +40,14 @@ class Meter:
 
     def read(self, now: float) -> dict[str, float]:
         """Return rates over all ranks from the last reading to `now`, and start a new window."""
-        cells_per_s, tokens_per_s, flops_per_s, waited = (self.counts / max(now - self.since, 1e-9)).tolist()
-        line = {"cells_per_s": cells_per_s, "tokens_per_s": tokens_per_s, "data_wait_frac": min(1.0, waited)}
+        cells_per_s, tokens_per_s, flops_per_s, waited = (
+            self.counts / max(now - self.since, 1e-9)
+        ).tolist()
+        line = {
+            "cells_per_s": cells_per_s,
+            "tokens_per_s": tokens_per_s,
+            "data_wait_frac": min(1.0, waited),
+        }
         if self.peak_flops is not None:
             line["mfu"] = flops_per_s / (self.peak_flops * self.world)
         self.counts, self.since = np.zeros(4), now
@@ -44,8 +55,10 @@ class Meter:
 
 
 class TimeLeft:
-    """Estimate of the seconds that a run has left: the steps that remain, at the median pace of the last ten logged
-    windows, and with the mean pause per step so far, for validation and checkpoints."""
+    """Estimate of the seconds that a run has left: the steps that remain, at the median pace of the
+    last ten logged windows, and with the mean pause per step so far, for validation and
+    checkpoints.
+    """
 
     def __init__(self, steps: int, first: int, since: float) -> None:
         self.steps, self.first, self.last, self.since = steps, first, first, since
@@ -59,7 +72,9 @@ class TimeLeft:
     def line(self, step: int, now: float) -> dict[str, float]:
         """Key of metrics.jsonl for `step`, which ended at `now`."""
         if step > self.last:
-            self.paces.append(max(0.0, now - self.since - self.window_paused_s) / (step - self.last))
+            self.paces.append(
+                max(0.0, now - self.since - self.window_paused_s) / (step - self.last)
+            )
         self.last, self.since, self.window_paused_s = step, now, 0.0
         each_s = statistics.median(self.paces or [0.0]) + self.paused_s / max(1, step - self.first)
         return {"left_s": round((self.steps - step) * each_s, 1)}
@@ -91,29 +106,43 @@ def gpu_readings(device: torch.device) -> list[float]:
 
 
 def local_readings(mesh: Mesh) -> np.ndarray:
-    """Return (readings * ranks,) float64 for `mesh.sum`: this rank's, scaled, at its index, zeros elsewhere."""
-    own = [*memory_bytes(mesh.device), *(gpu_readings(mesh.device) if mesh.device.type == "cuda" else [])]
+    """Return (readings * ranks,) float64 for `mesh.sum`: this rank's, scaled, at its index, zeros
+    elsewhere.
+    """
+    own = [
+        *memory_bytes(mesh.device),
+        *(gpu_readings(mesh.device) if mesh.device.type == "cuda" else []),
+    ]
     by_rank = np.zeros((dist.get_world_size(), len(own)))
     by_rank[dist.get_rank()] = own
     return mesh.model_parallel_size * by_rank.ravel()
 
 
 def readings_line(device_type: str, by_rank: list[float], ranks: int) -> dict[str, list[float]]:
-    """Return keys of metrics.jsonl, a number for each rank, from the summed `local_readings`; of a GPU those known."""
+    """Return keys of metrics.jsonl, a number for each rank, from the summed `local_readings`; of a
+    GPU those known.
+    """
     name = "allocated" if device_type == "cuda" else "resident"
     units = {f"peak_{name}_gb": 1e-9, f"{name}_gb": 1e-9} | GPU_KEYS
     columns = zip(units.items(), np.array(by_rank).reshape(ranks, -1).T)
-    return {key: (unit * column).round(3).tolist() for (key, unit), column in columns if (column >= 0).all()}
+    return {
+        key: (unit * column).round(3).tolist()
+        for (key, unit), column in columns
+        if (column >= 0).all()
+    }
 
 
 class StepProfile:
-    """Profiler trace in `folder` of steps, [first, last] from 1, on the first `PROFILED_RANKS` ranks.
+    """Profiler trace in `folder` of steps, [first, last] from 1, on the first `PROFILED_RANKS`
+    ranks.
 
-    rank-0.trace.json.gz has operations, kernels and named parts of each step (chrome://tracing, Perfetto);
-    rank-0.memory.pickle allocations on a GPU (pytorch.org/memory_viz).
+    rank-0.trace.json.gz has operations, kernels and named parts of each step (chrome://tracing,
+    Perfetto); rank-0.memory.pickle allocations on a GPU (pytorch.org/memory_viz).
     """
 
-    def __init__(self, folder: Path, steps: Sequence[int] | None, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, steps: Sequence[int] | None, rank: int, device: torch.device
+    ) -> None:
         self.folder, self.rank, self.cuda = folder, rank, device.type == "cuda"
         self.first, self.last = steps if steps is not None and rank < PROFILED_RANKS else (0, -1)
         self.running: torch.profiler.profile | None = None

@@ -1,4 +1,6 @@
-"""Batches of tensors for a training loop of your own, in the order in which a run reads cells: `cellmill.stream`."""
+"""Batches of tensors for a training loop of your own, in the order in which a run reads cells:
+`cellmill.stream`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -24,11 +26,13 @@ FIELDS = ("genes", "values", "cu_seqlens", "cells", "counts", "levels", "numbers
 class TensorStream:
     """Cells of one split as CPU tensors: this rank's share of `global_batch` cells a step.
 
-    `for batch in stream` gives what is left of an epoch, and the next `for` the next epoch. Split `train` is shuffled
-    and goes on without end; `val` and `test` are read in a fixed order, from the start. `tokens` and `stream` are
-    the sections of the configuration of these names. `columns` are obs columns whose level codes a batch has, with the
-    names of the levels in `levels`, and `number_columns` those whose numbers it has. Shards that no training has hashed
-    are hashed first. Raises ConfigError, or DataError for shards that are damaged or have no such cells or columns.
+    `for batch in stream` gives what is left of an epoch, and the next `for` the next epoch. Split
+    `train` is shuffled and goes on without end; `val` and `test` are read in a fixed order, from
+    the start. `tokens` and `stream` are the sections of the configuration of these names. `columns`
+    are obs columns whose level codes a batch has, with the names of the levels in `levels`, and
+    `number_columns` those whose numbers it has. Shards that no training has hashed are hashed
+    first. Raises ConfigError, or DataError for shards that are damaged or have no such cells or
+    columns.
     """
 
     def __init__(
@@ -46,17 +50,37 @@ class TensorStream:
         number_columns: Sequence[str] = (),
         counts: bool = False,
     ) -> None:
-        parsed, order = check_options(Tokens, dict(tokens), "tokens"), check_options(Stream, dict(stream), "stream")
-        train = check_options(Train, {"global_batch": global_batch, "seed": seed, "epochs": 1}, "train")
+        parsed, order = (
+            check_options(Tokens, dict(tokens), "tokens"),
+            check_options(Stream, dict(stream), "stream"),
+        )
+        train = check_options(
+            Train, {"global_batch": global_batch, "seed": seed, "epochs": 1}, "train"
+        )
         opened = Manifest.read(manifest)
         check_rows(parsed, opened, str(manifest), counts)
         lanes, splits, given = order.lanes, ", ".join(opened.splits), f"stream.lanes {order.lanes}"
         wrong = (
-            (parsed.needs_quantiles, "tokens.edges: expected the edges of the bins, which only a run fits, got null"),
-            (parsed.covariates, f"tokens.covariates: expected none, got {parsed.covariates}; name them in columns"),
-            (global_batch % lanes, f"global_batch: expected a multiple of {given}, got {global_batch}"),
-            (world_size < 1 or lanes % world_size, f"world_size: expected a divisor of {given}, got {world_size}"),
-            (not 0 <= rank < world_size, f"rank: expected 0 to {world_size - 1}, below world_size, got {rank}"),
+            (
+                parsed.needs_quantiles,
+                "tokens.edges: expected the edges of the bins, which only a run fits, got null",
+            ),
+            (
+                parsed.covariates,
+                f"tokens.covariates: expected none, got {parsed.covariates}; name them in columns",
+            ),
+            (
+                global_batch % lanes,
+                f"global_batch: expected a multiple of {given}, got {global_batch}",
+            ),
+            (
+                world_size < 1 or lanes % world_size,
+                f"world_size: expected a divisor of {given}, got {world_size}",
+            ),
+            (
+                not 0 <= rank < world_size,
+                f"rank: expected 0 to {world_size - 1}, below world_size, got {rank}",
+            ),
             (split not in opened.splits, f"split: expected one of {splits}, got {split!r}"),
             (isinstance(columns, str), f"columns: expected a list of obs columns, got {columns!r}"),
         )
@@ -91,7 +115,8 @@ class TensorStream:
         return self._cells.steps_per_epoch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        done = self.state_dict()["step"] if self._is_endless else 0  # without shuffling always from the start
+        # without shuffling always from the start
+        done = self.state_dict()["step"] if self._is_endless else 0
         for [batch] in islice(self._cells, len(self) - done):
             tensors = to_tensors(batch)
             yield {name: value for name in FIELDS if (value := getattr(tensors, name)) is not None}

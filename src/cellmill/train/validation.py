@@ -1,9 +1,11 @@
-"""Metrics of a validation beside its loss, of the embedding and of the objective, and the progress of a training.
+"""Metrics of a validation beside its loss, of the embedding and of the objective, and the progress
+of a training.
 
-Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch. Each rank keeps only
-sums over its cells: with vectors z and log depths d, the number of cells and the sums of z, z z^T, z d, d and d^2; and
-for each batch (a level of an obs column) the number of cells and the sum of z. Source: Roy & Vetterli 2007 (effective
-rank, here of the covariance's eigenvalues).
+Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch.
+Each rank keeps only sums over its cells: with vectors z and log depths d, the number of cells and
+the sums of z, z z^T, z d, d and d^2; and for each batch (a level of an obs column) the number of
+cells and the sum of z. Source: Roy & Vetterli 2007 (effective rank, here of the covariance's
+eigenvalues).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,9 @@ MAX_WIDTH = 2048  # the sums have width^2 numbers
 
 
 class Monitor:
-    """Metrics of the embedding and of the objective in one validation. Every rank of the training has one."""
+    """Metrics of the embedding and of the objective in one validation. Every rank of the training
+    has one.
+    """
 
     def __init__(
         self,
@@ -40,14 +44,20 @@ class Monitor:
         self.column = None if batch_column is None else [*levels].index(batch_column)
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
         n_levels = 0 if batch_column is None else len(levels[batch_column])
-        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)  # cells and sum of vectors of each
+        # cells and sum of vectors of each
+        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
         leaves = self.model.objective.leaves().items()
         self.leaves: dict[str, Objective] = {name: leaf for name, leaf in leaves if leaf.n_sums}
-        self.of_leaves = {name: torch.zeros(leaf.n_sums, dtype=torch.float64) for name, leaf in self.leaves.items()}
+        self.of_leaves = {
+            name: torch.zeros(leaf.n_sums, dtype=torch.float64)
+            for name, leaf in self.leaves.items()
+        }
 
     @contextmanager
     def watching(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Add the cells of `batches`, whose losses are computed inside, one after another, in this order."""
+        """Add the cells of `batches`, whose losses are computed inside, one after another, in this
+        order.
+        """
         if self.last is None:
             yield
             return
@@ -66,25 +76,36 @@ class Monitor:
                 watched[name].kept_sums = None
         for kept, batch in zip(vectors, batches):
             # (cells, width); vectors after those of the batch's cells are of padding
-            z, lengths = kept[: len(batch.lengths)].double().cpu(), torch.tensor(batch.lengths, dtype=torch.int64)
+            z, lengths = (
+                kept[: len(batch.lengths)].double().cpu(),
+                torch.tensor(batch.lengths, dtype=torch.int64),
+            )
             depth = lengths.double()  # detected genes, where batches have no counts
             if batch.counts is not None:
                 cell = torch.repeat_interleave(lengths)
                 depth = torch.zeros_like(depth).index_add(0, cell, batch.counts.double())
             d = depth.clamp(min=1).log()
-            parts = (z.new_tensor([len(z)]), z.sum(0), (z.T @ z).flatten(), d @ z, d.sum()[None], (d @ d)[None])
+            parts = (
+                z.new_tensor([len(z)]),
+                z.sum(0),
+                (z.T @ z).flatten(),
+                d @ z,
+                d.sum()[None],
+                (d @ d)[None],
+            )
             self.sums += torch.cat(parts)
             if self.column is not None and batch.levels is not None:
                 counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
                 self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the metrics for metrics.jsonl that can be computed; rank 0 warns of a collapsed embedding. Collective:
-        every rank.
+        """Return the metrics for metrics.jsonl that can be computed; rank 0 warns of a collapsed
+        embedding. Collective: every rank.
         """
 
         def summed(own: torch.Tensor) -> torch.Tensor:
-            # the last pipeline stage alone has vectors and sums, and `Mesh.sum` divides by the number of stages
+            # the last pipeline stage alone has vectors and sums, and `Mesh.sum` divides by the
+            # number of stages
             return mesh.sum(own.to(mesh.device) * mesh.pp.size())
 
         line: dict[str, float] = {}
@@ -112,19 +133,26 @@ def advice(objective: ObjectiveConfig) -> str:
         return "lower adversarial_scale of the objective, or train.lr"
     if "next_gene" in parts:
         return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
-    return "lower train.lr" if "cell_decoding" in parts else "lower train.lr, or choose objective cell_decoding"
+    return (
+        "lower train.lr"
+        if "cell_decoding" in parts
+        else "lower train.lr, or choose objective cell_decoding"
+    )
 
 
 def _embedding_metrics(sums: torch.Tensor, width: int) -> dict[str, float]:
     """Return metrics from the sums over all ranks; none for fewer than two cells.
 
-    effective_rank is the exponential of the entropy of the covariance's eigenvalues: the number of directions. depth_r2
-    is R² of a linear regression of log depth on the vectors, adjusted for their width; from 2 * `width` cells on.
+    effective_rank is the exponential of the entropy of the covariance's eigenvalues: the number of
+    directions. depth_r2 is R² of a linear regression of log depth on the vectors, adjusted for
+    their width; from 2 * `width` cells on.
     """
     n = float(sums[0])
     if n < 2:
         return {}
-    mean, second, with_depth, (depth, depth_2) = sums[1:].div(n).split([width, width * width, width, 2])
+    mean, second, with_depth, (depth, depth_2) = (
+        sums[1:].div(n).split([width, width * width, width, 2])
+    )
     covariance = second.view(width, width) - mean.outer(mean)
     values, directions = torch.linalg.eigh(covariance)
     share = values.clamp(min=0) / values.clamp(min=0).sum().clamp(min=1e-300)
@@ -144,7 +172,9 @@ def _batch_metrics(cells: torch.Tensor, levels: torch.Tensor, width: int) -> dic
         return {}
     n, sums = levels.view(-1, width + 1).split([1, width], dim=1)
     center = cells[1 : width + 1] / cells[0]
-    total = float(cells[width + 1 :][: width * width].view(width, width).trace() - cells[0] * center @ center)
+    total = float(
+        cells[width + 1 :][: width * width].view(width, width).trace() - cells[0] * center @ center
+    )
     between = float((n * (sums / n.clamp(min=1) - center).square()).sum())
     return {"batch_r2": between / total} if total > 0 else {}
 
@@ -174,9 +204,14 @@ class Progress:
     stale_validations: int = 0  # since the last improvement
 
     def judge(self, value: float, train: Train) -> bool:
-        """Take `train.best_metric` of the validation after this step; return whether it is the best so far."""
+        """Take `train.best_metric` of the validation after this step; return whether it is the best
+        so far.
+        """
         sign = 1 if train.best_mode == "min" else -1
-        if self.patience_value is None or sign * (self.patience_value - value) > train.early_stop_min_delta:
+        if (
+            self.patience_value is None
+            or sign * (self.patience_value - value) > train.early_stop_min_delta
+        ):
             self.patience_value, self.stale_validations = value, 0
         else:
             self.stale_validations += 1
@@ -187,13 +222,20 @@ class Progress:
 
     def patience_is_over(self, train: Train) -> bool:
         """Return whether the run ends here by `train.early_stop_patience`."""
-        return train.early_stop_patience is not None and self.stale_validations >= train.early_stop_patience
+        return (
+            train.early_stop_patience is not None
+            and self.stale_validations >= train.early_stop_patience
+        )
 
 
 def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
     known = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.parts)]
-    known += [_name(metric, name) for name, leaf in objective.leaves().items() for metric in leaf.figure_names]
+    known += [
+        _name(metric, name)
+        for name, leaf in objective.leaves().items()
+        for metric in leaf.figure_names
+    ]
     known += ("effective_rank", "depth_r2", "batch_r2")
     if metric not in known:
         raise ConfigError(

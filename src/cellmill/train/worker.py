@@ -1,7 +1,8 @@
 """One rank of a training: data, model, layout and loop put together.
 
-Started by torchrun, or by `launch/job.py` as a single process, with the folder of the run, whose run.json has all
-else, a file for the error line, and the device that the profile asks for (`Machine.wanted_device`).
+Started by torchrun, or by `launch/job.py` as a single process, with the folder of the run, whose
+run.json has all else, a file for the error line, and the device that the profile asks for
+(`Machine.wanted_device`).
 """
 
 import os
@@ -61,7 +62,9 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     options = stored_options(record["options"], "run.json")
 
     def end_hung(line: str) -> None:
-        """A hang of a training may pass, so it is started again; a rank that never joined is an error."""
+        """A hang of a training may pass, so it is started again; a rank that never joined is an
+        error.
+        """
         give_up(error_file.with_name(HANG) if watch.passed else error_file, line)
 
     watch.start(options.train.timeout_s, end_hung)
@@ -79,7 +82,9 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     if dist.get_rank() == 0:  # other trackers follow metrics.jsonl
         trainer.trackers = [JsonlTracker(trainer.folder.metrics), ConsoleTracker()]
     for tracker in trainer.trackers:
-        tracker.start({"run": path.resolve().parent.name, **trainer.saved_with}, trainer.progress.step)
+        tracker.start(
+            {"run": path.resolve().parent.name, **trainer.saved_with}, trainer.progress.step
+        )
     trainer.write_state("running")
     ended = "failed"
     try:
@@ -105,8 +110,13 @@ def build_trainer(
     copies: LocalCopies | None = None,
     flops: Flops | None = None,
 ) -> Trainer:
-    """Return the trainer of a run.json's content; `flops` are measured if None. Collective: every rank."""
-    vocabulary, manifest = Vocabulary.read(Path(record["vocabulary"])), Manifest.read(Path(record["manifest"]))
+    """Return the trainer of a run.json's content; `flops` are measured if None. Collective: every
+    rank.
+    """
+    vocabulary, manifest = (
+        Vocabulary.read(Path(record["vocabulary"])),
+        Manifest.read(Path(record["manifest"])),
+    )
     levels = manifest.levels(options.obs_columns())
     spec = ModelSpec.of(options, vocabulary.n_genes, levels)
     return Trainer(
@@ -137,13 +147,19 @@ def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torc
     store = next(rendezvous("env://", timeout=timeout))[0] if world > 1 else dist.HashStore()
     store.set_timeout(timeout)
     device = agree(wanted_device, store)
-    group: dict[str, Any] = {"store": dist.PrefixStore("group", store), "rank": rank, "world_size": world}
+    group: dict[str, Any] = {
+        "store": dist.PrefixStore("group", store),
+        "rank": rank,
+        "world_size": world,
+    }
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL's own watchdogs end a rank without a line, so they must be slower than the hang watch
         dump_ms = str(round(1000 * min(options.train.timeout_s, DUMP_S)))
-        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(timeout.total_seconds())))
+        os.environ.setdefault(
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(timeout.total_seconds()))
+        )
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", dump_ms)
         set_tf32(options.parallel.tf32, device)
         # the norm of offloaded gradients is reduced on the CPU
@@ -156,9 +172,15 @@ def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torc
 def build_model(
     options: TrainOptions, vocabulary: Vocabulary, init_from: str | None, mesh: Mesh, levels: Levels
 ) -> Model | PipelineStages:
-    """Return the model with its initial weights, laid out over `mesh`; in a pipeline, the stages of this rank."""
+    """Return the model with its initial weights, laid out over `mesh`; in a pipeline, the stages of
+    this rank.
+    """
     weights = None if init_from is None else Path(init_from)
-    spec, parallel, mean_rows = ModelSpec.of(options, vocabulary.n_genes, levels), options.parallel, {}
+    spec, parallel, mean_rows = (
+        ModelSpec.of(options, vocabulary.n_genes, levels),
+        options.parallel,
+        {},
+    )
     if weights is not None:
         if dist.get_rank() == 0:
             known = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
@@ -180,16 +202,23 @@ def build_model(
             print(f"gene vectors from {path}, which has {has}", flush=True)
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else mesh.device
     for part in parts.values():
-        tensors = initial_tensors(part, options.train.seed, weights, vocabulary, given=given, new_genes=mean_rows)
+        tensors = initial_tensors(
+            part, options.train.seed, weights, vocabulary, given=given, new_genes=mean_rows
+        )
         materialize(part, parameter_device, tensors, buffer_device=mesh.device)
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)
 
 
 def build_streams(
-    options: TrainOptions, manifest: Manifest, mesh: Mesh, copies: LocalCopies | None = None, teacher: str | None = None
+    options: TrainOptions,
+    manifest: Manifest,
+    mesh: Mesh,
+    copies: LocalCopies | None = None,
+    teacher: str | None = None,
 ) -> tuple[CellStream, CellStream | None, str | None]:
-    """Return the endless stream of training cells, the one of validation cells, None if there are none, and the obs
-    column of their batches."""
+    """Return the endless stream of training cells, the one of validation cells, None if there are
+    none, and the obs column of their batches.
+    """
     shared: dict[str, Any] = {
         "tokens": options.tokens,
         "stream": options.stream,
@@ -211,16 +240,23 @@ def build_streams(
         return train, None, None
     batches = batch_column(options, manifest)
     if batches is not None:
-        columns = columns | {batches: columns.get(batches, "validation")}  # after those that the model reads
+        # after those that the model reads
+        columns = columns | {batches: columns.get(batches, "validation")}
     val_cells = options.train.val_cells
-    val = CellStream(manifest.path, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared)
+    val = CellStream(
+        manifest.path, "val", shuffle=False, max_cells=val_cells, columns=columns, **shared
+    )
     return train, val, batches
 
 
 def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
-    """Return the column that validation takes for the batch: the objective's, or `dataset` if there are several."""
+    """Return the column that validation takes for the batch: the objective's, or `dataset` if there
+    are several.
+    """
     objective = options.objective
-    given = next((name for name in objective.columns().levels if name not in objective.supervised_by), None)
+    given = next(
+        (name for name in objective.columns().levels if name not in objective.supervised_by), None
+    )
     several = DATASET in manifest.obs_levels and len(manifest.obs_levels[DATASET]["levels"]) > 1
     return given or (DATASET if several else None)
 
@@ -240,4 +276,5 @@ if __name__ == "__main__":
             with suppress(OSError), trace_file() as file:  # a full disk
                 traceback.print_exc(file=file)
         leave_reason(error_file, error, run_folder)
-        os._exit(2 if expected else 1)  # no shutdown: other ranks may be in a collective that this one never joins
+        # no shutdown: other ranks may be in a collective that this one never joins
+        os._exit(2 if expected else 1)

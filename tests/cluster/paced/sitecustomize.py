@@ -1,5 +1,6 @@
-"""On PYTHONPATH of a worker: it rests after each step, so that a test has time to disturb it on any machine, and the
-processors are free meanwhile. In every process of the run, a node that was lost is noticed in 20 s instead of 60.
+"""On PYTHONPATH of a worker: it rests after each step, so that a test has time to disturb it on any
+machine, and the processors are free meanwhile. In every process of the run, a node that was lost is
+noticed in 20 s instead of 60.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""A causal transformer over genes in rank order; positions are a rotary table, a buffer (Su et al. 2021, RoPE).
+"""A causal transformer over genes in rank order; positions are a rotary table, a buffer (Su et al.
+2021, RoPE).
 
 Legend: T tokens of the batch, H hidden, h heads, d width of a head.
 """
@@ -26,7 +27,9 @@ class ToyBlock(Block):
         """(T, H) -> (T, H); `angles` (T, 1, d / 2) are those of each token's place."""
         q, k, v = self.before(x)
         q, k = (_rotated(part, angles) for part in (q, k))
-        attended = attention(q, k, v.contiguous(), prepared.cu_seqlens, prepared.lengths, causal=True)
+        attended = attention(
+            q, k, v.contiguous(), prepared.cu_seqlens, prepared.lengths, causal=True
+        )
         return self.after(x, attended.flatten(1), None)
 
 
@@ -50,17 +53,24 @@ class ToyModel(Model):
     )
     gene_rows = frozenset({"gene_embedding.weight", "gene_bias"})
 
-    def __init__(self, config: ToyFamily, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: ToyFamily, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         super().__init__(objective)
         self.width = config.hidden
         self.gene_embedding = nn.Embedding(n_genes + len(SPECIAL), config.hidden)
         self.enter = Entry()
         self.blocks = nn.ModuleList(
-            ToyBlock(config.hidden, config.heads, 4 * config.hidden, dropout=0.0, index=i) for i in range(config.layers)
+            ToyBlock(config.hidden, config.heads, 4 * config.hidden, dropout=0.0, index=i)
+            for i in range(config.layers)
         )
         self.norm = nn.LayerNorm(config.hidden)
-        self.register_buffer("angles", torch.empty(tokens.max_tokens, config.hidden // config.heads // 2))
-        self.plan = replace(self.plan, finish=("norm", *objective.attach(self, n_genes + len(SPECIAL))))
+        self.register_buffer(
+            "angles", torch.empty(tokens.max_tokens, config.hidden // config.heads // 2)
+        )
+        self.plan = replace(
+            self.plan, finish=("norm", *objective.attach(self, n_genes + len(SPECIAL)))
+        )
 
     def initial_value(self, name: str) -> Fill | None:
         """The rotary table: place times frequency."""

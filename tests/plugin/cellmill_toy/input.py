@@ -1,4 +1,6 @@
-"""A toy input format: a text table of cells x genes, comma-separated, with names of genes in its first line."""
+"""A toy input format: a text table of cells x genes, comma-separated, with names of genes in its
+first line.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

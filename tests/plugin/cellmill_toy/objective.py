@@ -73,16 +73,24 @@ class NextGene(Objective):
 
     def loss(self, model: Any, states: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
         """Summed cross-entropy over the vocabulary, in chunks."""
-        return token_loss(states[prepared.targets], model.gene_embedding.weight, model.gene_bias, prepared.answers)
+        return token_loss(
+            states[prepared.targets], model.gene_embedding.weight, model.gene_bias, prepared.answers
+        )
 
     def observe(self, model: Any, prepared: CausalBatch) -> tuple[torch.Tensor, ...]:
         """Vocabulary row of each next gene, and whether it was the first choice."""
-        logits = token_logits(model.states(prepared)[prepared.targets], model.gene_embedding.weight, model.gene_bias)
+        logits = token_logits(
+            model.states(prepared)[prepared.targets], model.gene_embedding.weight, model.gene_bias
+        )
         return prepared.answers - len(SPECIAL), logits.argmax(1) == prepared.answers
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
         """Accuracy beside that of always naming the most frequent gene."""
         genes, correct = observed
         accuracy, frequent = float(correct.mean()), float((genes == int(train.n.argmax())).mean())
         figures = {"n_targets": len(genes), "accuracy": accuracy, "accuracy_frequency": frequent}
-        return figures, [compare("next gene", "the most frequent gene", "accuracy", accuracy - frequent)]
+        return figures, [
+            compare("next gene", "the most frequent gene", "accuracy", accuracy - frequent)
+        ]

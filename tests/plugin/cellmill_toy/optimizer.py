@@ -1,4 +1,6 @@
-"""Gradient descent with momentum; the host waits at each step, to skip one whose gradients are not finite."""
+"""Gradient descent with momentum; the host waits at each step, to skip one whose gradients are not
+finite.
+"""
 
 from typing import Any
 
@@ -23,4 +25,6 @@ class Momentum(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                 state["momentum"].mul_(self.decay).add_(parameter.grad, alpha=1 - self.decay)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(state["momentum"], alpha=group["lr"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    state["momentum"], alpha=group["lr"]
+                )

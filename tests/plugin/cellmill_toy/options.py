@@ -23,7 +23,9 @@ class ToyFamily(FamilyConfig):
     family: Literal["toy"] = "toy"
     hidden: int = Field(16, ge=4, description="Width of the residual stream.")
     layers: int = Field(2, ge=1, description="Transformer blocks.")
-    heads: int = Field(2, ge=1, description="Attention heads; hidden must be a multiple of twice their number.")
+    heads: int = Field(
+        2, ge=1, description="Attention heads; hidden must be a multiple of twice their number."
+    )
 
     def problems(self) -> Iterator[str]:
         if self.hidden % (2 * self.heads):
@@ -43,7 +45,9 @@ class ToyNextGene(ObjectiveConfig):
 
     implementation = "cellmill_toy.objective:NextGene"
     name: Literal["toy_next_gene"] = "toy_next_gene"
-    skip: int = Field(0, ge=0, description="Tokens at the start of a cell after which nothing is predicted.")
+    skip: int = Field(
+        0, ge=0, description="Tokens at the start of a cell after which nothing is predicted."
+    )
 
 
 class ToyGenes(Tokens):
@@ -68,7 +72,9 @@ class ToyMomentum(OptimizerConfig):
     implementation = "cellmill_toy.optimizer:Momentum"
     state_names = ("momentum",)
     name: Literal["toy_momentum"] = "toy_momentum"
-    decay: float = Field(0.9, ge=0, lt=1, description="Decay per step of the moving average of gradients.")
+    decay: float = Field(
+        0.9, ge=0, lt=1, description="Decay per step of the moving average of gradients."
+    )
 
 
 class ToyFile(TrackerConfig):

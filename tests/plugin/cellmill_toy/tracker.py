@@ -15,7 +15,9 @@ class File:
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         kept = {name: config[name] for name in ("run", "steps")}
-        self._write({"start": config["options"]["model"]["family"], **kept, "resume_step": resume_step})
+        self._write(
+            {"start": config["options"]["model"]["family"], **kept, "resume_step": resume_step}
+        )
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         self._write({"step": step, "scalars": scalars})

@@ -1,7 +1,8 @@
 """Options of the built-in model families. Torch-free.
 
-The folder of `hf` is read together with the configuration: `architecture` and `residue_ids` then hold everything in it
-but the weights, so checkpoints and exported models need neither the folder nor a network.
+The folder of `hf` is read together with the configuration: `architecture` and `residue_ids` then
+hold everything in it but the weights, so checkpoints and exported models need neither the folder
+nor a network.
 """
 
 import os
@@ -37,30 +38,42 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     covariates = True
     family: Literal["encoder"] = "encoder"
     pooling: Literal["mean", "cls", "attention"] = "mean"
-    """Cell embedding: mean of its tokens' states, the state of a learned token before them (cls), or their mean
-    weighted by a learned query (attention). Objectives that do not read the embedding require mean."""
+    """Cell embedding: mean of its tokens' states, the state of a learned token before them (cls),
+    or their mean weighted by a learned query (attention). Objectives that do not read the embedding
+    require mean.
+    """
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.pooling != "mean" and tokens.covariates:
-            raise ValueError(f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them")
+            raise ValueError(
+                f"model.pooling {self.pooling}: tokens.covariates requires pooling mean; set one of them"
+            )
         if self.pooling != "mean" and not any(part.reads_cells for part in objective.each()):
-            raise ValueError(f"model.pooling {self.pooling}: the objective does not read the cell's vector; set mean")
+            raise ValueError(
+                f"model.pooling {self.pooling}: the objective does not read the cell's vector; set mean"
+            )
 
 
 class AutoregressiveConfig(TransformerConfig):
-    """A pre-norm transformer whose tokens, in rank order, attend to earlier ones of their cell, to generate cells."""
+    """A pre-norm transformer whose tokens, in rank order, attend to earlier ones of their cell, to
+    generate cells.
+    """
 
     implementation = "cellmill.models.families.autoregressive:AutoregressiveModel"
     value_kinds = ("none", "class", "scalar", "place")
     objectives = ("next_gene",)
     family: Literal["autoregressive"] = "autoregressive"
-    layers: int = Field(4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it.")
+    layers: int = Field(
+        4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it."
+    )
     pooling: Literal["mean", "last"] = "mean"
     """Cell embedding: mean of its tokens' states, or the state of its last token."""
 
 
 class BertFamilyConfig(PostNormConfig):
-    """BERT over genes in rank order, as Geneformer, whose weights `import` converts: embeddings, post-norm blocks."""
+    """BERT over genes in rank order, as Geneformer, whose weights `import` converts: embeddings,
+    post-norm blocks.
+    """
 
     implementation = "cellmill.models.families.post_norm:BertModel"
     token_keys = ("max_tokens",)  # rows of the embedding of places
@@ -69,8 +82,9 @@ class BertFamilyConfig(PostNormConfig):
 
 
 class ScgptConfig(PostNormConfig):
-    """scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the cell embedding is
-    normalised to length 1. The command import converts scGPT's weights to one."""
+    """scGPT: a normed gene embedding plus a normed MLP of the bin index, then post-norm blocks; the
+    cell embedding is normalised to length 1. The command import converts scGPT's weights to one.
+    """
 
     implementation = "cellmill.models.families.post_norm:ScgptModel"
     value_kinds = ("class",)
@@ -79,7 +93,9 @@ class ScgptConfig(PostNormConfig):
 
 
 class ProfileConfig(GeneVectorsConfig, ResidualConfig):
-    """An MLP on the expression profile, without attention: fast, and the small model that a transformer has to beat."""
+    """An MLP on the expression profile, without attention: fast, and the small model that a
+    transformer has to beat.
+    """
 
     implementation = "cellmill.models.families.encoder:ProfileModel"
     value_kinds = ("scalar",)
@@ -101,15 +117,25 @@ SPECIAL_IDS = {
     "end": ("<eos>", "[SEP]", "</s>"),
 }
 """Names of the special tokens in a vocab.txt, by their part in a sequence."""
-IGNORED = ("architectures", "dtype", "torch_dtype", "id2label", "label2id", "_name_or_path", "transformers_version")
-"""Keys of a config.json that define nothing here: weights are float32, heads are the objective's."""
+IGNORED = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "id2label",
+    "label2id",
+    "_name_or_path",
+    "transformers_version",
+)
+"""Keys of a config.json that define nothing here: weights are float32, heads are the objective's.
+"""
 OFFSET_TYPES = ("esm", "roberta", "xlm-roberta", "camembert")
 """Types of models whose positions count from pad_token_id + 1."""
 
 
 class HfConfig(FamilyConfig):
-    """An encoder or causal model of the transformers library, such as ESM-2, from its config.json. Cells of a
-    micro-batch are padded to the longest. Dropout is off, and remote code is never run."""
+    """An encoder or causal model of the transformers library, such as ESM-2, from its config.json.
+    Cells of a micro-batch are padded to the longest. Dropout is off, and remote code is never run.
+    """
 
     implementation = "cellmill.models.families.hf:HfModel"
     value_kinds = ("none", "place")
@@ -118,15 +144,21 @@ class HfConfig(FamilyConfig):
     weight_keys = ("family", "architecture", "residue_ids")
     family: Literal["hf"] = "hf"
     path: str | None = None
-    """Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging Face hub model in
-    this machine's cache (`hf download NAME`); null if architecture is given."""
-    revision: str | None = Field(None, description="Revision of a hub name: a branch, tag or commit; null is main.")
+    """Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging
+    Face hub model in this machine's cache (`hf download NAME`); null if architecture is given.
+    """
+    revision: str | None = Field(
+        None, description="Revision of a hub name: a branch, tag or commit; null is main."
+    )
     weights: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: those of the folder, or random ones, with the config's initializer range."""
-    architecture: dict[str, Any] | None = Field(None, description="Contents of a config.json; null reads path's.")
+    architecture: dict[str, Any] | None = Field(
+        None, description="Contents of a config.json; null reads path's."
+    )
     residue_ids: dict[str, int] | None = None
-    """Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt of path. Without one,
-    tokens are numbered as in the corpus."""
+    """Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt
+    of path. Without one, tokens are numbered as in the corpus.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -134,16 +166,25 @@ class HfConfig(FamilyConfig):
         if not isinstance(given, dict) or given.get("architecture") is not None:
             return given
         if (path := given.get("path")) is None:
-            raise ValueError("path: expected a folder with config.json, or a hub name; or set architecture")
+            raise ValueError(
+                "path: expected a folder with config.json, or a hub name; or set architecture"
+            )
         folder, ids = model_folder(path, given.get("revision")), given.get("residue_ids")
         try:
             read = read_mapping(folder / "config.json")
         except DataError as error:
-            raise ValueError(f"path: {error}; expected a folder that transformers has saved") from None
+            raise ValueError(
+                f"path: {error}; expected a folder that transformers has saved"
+            ) from None
         if "auto_map" in read:
-            raise ValueError(f"path: {folder} asks for remote code (auto_map), which is never run; choose another")
+            raise ValueError(
+                f"path: {folder} asks for remote code (auto_map), which is never run; choose another"
+            )
         if ids is None and (file := folder / "vocab.txt").is_file():
-            lines = {line.strip(): number for number, line in enumerate(file.read_text(encoding="utf-8").splitlines())}
+            lines = {
+                line.strip(): number
+                for number, line in enumerate(file.read_text(encoding="utf-8").splitlines())
+            }
             if all(letter in lines for letter in "ACDEFGHIKLMNPQRSTVWY"):
                 ids = {letter: lines.get(letter, lines.get("X", lines["A"])) for letter in RESIDUES}
                 for part, names in SPECIAL_IDS.items():
@@ -159,21 +200,39 @@ class HfConfig(FamilyConfig):
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if find_spec("transformers") is None:
-            raise ValueError("model.family hf needs the package transformers: pip install 'cellmill[hf]'")
+            raise ValueError(
+                "model.family hf needs the package transformers: pip install 'cellmill[hf]'"
+            )
         if getattr(objective, "cell_loss_weight", 0):
-            raise ValueError("objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0")
+            raise ValueError(
+                "objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0"
+            )
         if tokens.sequences and self.weights == "pretrained" and self.residue_ids is None:
-            raise ValueError(f"model.path {self.path}: no vocab.txt with a letter per residue; set model.residue_ids")
+            raise ValueError(
+                f"model.path {self.path}: no vocab.txt with a letter per residue; set model.residue_ids"
+            )
         needed = {"pad", "mask", *RESIDUES}
-        if tokens.sequences and self.residue_ids is not None and (lacking := sorted(needed - self.residue_ids.keys())):
-            raise ValueError(f"model.residue_ids: no id of {', '.join(lacking)}; add it, or choose another model")
+        if (
+            tokens.sequences
+            and self.residue_ids is not None
+            and (lacking := sorted(needed - self.residue_ids.keys()))
+        ):
+            raise ValueError(
+                f"model.residue_ids: no id of {', '.join(lacking)}; add it, or choose another model"
+            )
         given = self.architecture or {}
         if (places := given.get("max_position_embeddings", given.get("n_positions"))) is None:
             return
         offset = given.get("pad_token_id", 1) + 1 if given.get("model_type") in OFFSET_TYPES else 0
-        longest = int(places) - offset - sum(name in (self.residue_ids or {}) for name in ("begin", "end"))
+        longest = (
+            int(places)
+            - offset
+            - sum(name in (self.residue_ids or {}) for name in ("begin", "end"))
+        )
         if tokens.max_tokens > longest:
-            raise ValueError(f"tokens.max_tokens: expected at most {longest} for model.path, got {tokens.max_tokens}")
+            raise ValueError(
+                f"tokens.max_tokens: expected at most {longest} for model.path, got {tokens.max_tokens}"
+            )
 
 
 def model_folder(path: str, revision: str | None) -> Path:
@@ -182,18 +241,28 @@ def model_folder(path: str, revision: str | None) -> Path:
     if folder.is_dir():
         return folder
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser() / f"models--{path.replace('/', '--')}"
+    cache = (
+        Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+        / f"models--{path.replace('/', '--')}"
+    )
     name = revision or "main"
     pointer = cache / "refs" / name
-    snapshot = cache / "snapshots" / (pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name)
+    snapshot = (
+        cache
+        / "snapshots"
+        / (pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name)
+    )
     if not snapshot.is_dir():
-        raise ValueError(f"path: {path!r} is no folder, and {snapshot} does not exist; run: hf download {path}")
+        raise ValueError(
+            f"path: {path!r} is no folder, and {snapshot} does not exist; run: hf download {path}"
+        )
     return snapshot
 
 
 class AutoencoderConfig(EncoderConfig):
-    """A transformer encoder of the visible genes, whose pooled states pass through a bottleneck: the cell embedding.
-    The objective, query_decoding or cell_decoding, provides the decoder."""
+    """A transformer encoder of the visible genes, whose pooled states pass through a bottleneck:
+    the cell embedding. The objective, query_decoding or cell_decoding, provides the decoder.
+    """
 
     implementation = "cellmill.models.families.encoder:AutoencoderModel"
     objectives = ("query_decoding", "cell_decoding", "supervised_contrastive")

@@ -1,7 +1,8 @@
-"""The torch-free half of a model family: its options, how layouts may cut the model, and options that families share.
+"""The torch-free half of a model family: its options, how layouts may cut the model, and options
+that families share.
 
-Sizes by name stand for hyper-parameters. 51M is scGPT's width and depth (Cui et al. 2024), 106M is Geneformer V2-104M's
-(Chen et al. 2024); as in both, every head is 64 wide.
+Sizes by name stand for hyper-parameters. 51M is scGPT's width and depth (Cui et al. 2024), 106M is
+Geneformer V2-104M's (Chen et al. 2024); as in both, every head is 64 wide.
 """
 
 from collections.abc import Iterator
@@ -19,15 +20,23 @@ class GeneVectorsConfig(Section):
     """Pretrained gene vectors from a file, for example of a protein or text model."""
 
     gene_vectors: str | None = None
-    """File with a vector per gene, by Ensembl id or symbol: NAME.npy with shape (genes, dim), and the names, one per
-    line, in NAME.genes.txt; .safetensors with a tensor per name; or .tsv or .csv with a gene and its numbers per line.
-    A learned projection of it is added to the gene's learned embedding; a gene without one has the latter alone."""
+    """File with a vector per gene, by Ensembl id or symbol: NAME.npy with shape (genes, dim), and
+    the names, one per line, in NAME.genes.txt; .safetensors with a tensor per name; or .tsv or .csv
+    with a gene and its numbers per line. A learned projection of it is added to the gene's learned
+    embedding; a gene without one has the latter alone.
+    """
     gene_vector_dim: int | None = Field(None, ge=1)
-    """Dimension of the vectors; null means no vectors. Without a file the vectors are those of init_from."""
-    train_gene_vectors: bool = Field(False, description="Also train the vectors; otherwise their projection alone.")
+    """Dimension of the vectors; null means no vectors. Without a file the vectors are those of
+    init_from.
+    """
+    train_gene_vectors: bool = Field(
+        False, description="Also train the vectors; otherwise their projection alone."
+    )
 
     def problems(self) -> Iterator[str]:
-        if self.gene_vector_dim is None and (self.gene_vectors is not None or self.train_gene_vectors):
+        if self.gene_vector_dim is None and (
+            self.gene_vectors is not None or self.train_gene_vectors
+        ):
             yield "gene_vectors and train_gene_vectors require gene_vector_dim, the numbers of each vector; set it"
 
 
@@ -42,7 +51,8 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Options that a size stands for, with a feed-forward width of 4 * hidden."""
 WEIGHTS_FORMAT = 2
-"""What the numbers in a parameter mean; increased when parameters keep name and shape but change meaning.
+"""What the numbers in a parameter mean; increased when parameters keep name and shape but change
+meaning.
 
 1: rows of `qkv` are all queries, then all keys, then all values. 2: rows of a head are together.
 """
@@ -58,30 +68,41 @@ class FamilyConfig(Plugin):
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
     token_keys: ClassVar[tuple[str, ...]] = ()  # likewise of section tokens, besides the tokenizer
-    value_kinds: ClassVar[tuple[str, ...]] = ()  # kinds of token values (`Tokens.value_kind`) that the family can embed
-    sequence_parallel: ClassVar[bool] = True  # whether the rows that pass from block to block are tokens
-    compiles: ClassVar[bool] = True  # whether its blocks have methods that `parallel.compile` can compile
-    covariates: ClassVar[bool] = False  # whether cells may have tokens of obs columns before their genes
+    # kinds of token values (`Tokens.value_kind`) that the family can embed
+    value_kinds: ClassVar[tuple[str, ...]] = ()
+    # whether the rows that pass from block to block are tokens
+    sequence_parallel: ClassVar[bool] = True
+    # whether its blocks have methods that `parallel.compile` can compile
+    compiles: ClassVar[bool] = True
+    # whether cells may have tokens of obs columns before their genes
+    covariates: ClassVar[bool] = False
     objectives: ClassVar[tuple[str, ...]] = ()
-    """Objectives that the family serves, in addition to those whose `families` lists this family."""
+    """Objectives that the family serves, in addition to those whose `families` lists this family.
+    """
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands for."""
+        """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands
+        for.
+        """
         if own.get("size") not in (None, "null"):
             sized = ("hidden", "layers", "heads", "ffn_hidden")
             defaults = {key: value for key, value in defaults.items() if key not in sized}
         return super().override(defaults, own)
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        """Raise ValueError when the family cannot train on the objective, or read such tokens, with its options."""
+        """Raise ValueError when the family cannot train on the objective, or read such tokens, with
+        its options.
+        """
 
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""
         return {}
 
     def pp_sizes(self) -> dict[str, int]:
-        """Number of blocks that a pipeline divides into stages, by the option's name; empty if not supported."""
+        """Number of blocks that a pipeline divides into stages, by the option's name; empty if not
+        supported.
+        """
         return {}
 
 
@@ -90,8 +111,12 @@ class ResidualConfig(FamilyConfig):
 
     hidden: int = Field(256, ge=8, description="Width of the residual stream.")
     layers: int
-    ffn_hidden: int | None = Field(None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout.")
+    ffn_hidden: int | None = Field(
+        None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden."
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout."
+    )
 
     @property
     def ffn_width(self) -> int:
@@ -105,7 +130,9 @@ class TransformerConfig(ResidualConfig):
 
     size: SizeName | None = Field(None, exclude=True)
     """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
-    layers: int = Field(4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm.")
+    layers: int = Field(
+        4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm."
+    )
     heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
 
     @model_validator(mode="before")
@@ -121,7 +148,9 @@ class TransformerConfig(ResidualConfig):
             yield f"hidden: {self.hidden} is not a multiple of heads = {self.heads}"
 
     def tp_sizes(self) -> dict[str, int]:
-        """Attention is cut by whole heads, feed-forward by its width; the vocabulary can be cut anywhere."""
+        """Attention is cut by whole heads, feed-forward by its width; the vocabulary can be cut
+        anywhere.
+        """
         return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
 
     def pp_sizes(self) -> dict[str, int]:
@@ -136,13 +165,17 @@ class PostNormConfig(TransformerConfig):
     weight_keys = (*TransformerConfig.weight_keys, "activation", "norm_eps", "ends")
 
     layers: int = Field(6, ge=1, description="Transformer blocks.")
-    activation: Literal["gelu", "relu"] = Field("relu", description="Activation inside the feed-forward layers.")
+    activation: Literal["gelu", "relu"] = Field(
+        "relu", description="Activation inside the feed-forward layers."
+    )
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
     ends: Literal["none", "cls", "cls_eos"] = "none"
     """Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."""
     pooling: Literal["mean", "cls"] = "mean"
     """Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."""
-    embed_layer: int = Field(0, le=0, description="Block whose output is pooled: 0 is the last, -1 the one before.")
+    embed_layer: int = Field(
+        0, le=0, description="Block whose output is pooled: 0 is the last, -1 the one before."
+    )
 
     def problems(self) -> Iterator[str]:
         if self.pooling == "cls" and self.ends == "none":
@@ -152,7 +185,9 @@ class PostNormConfig(TransformerConfig):
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         if self.embed_layer and any(part.name == "classification" for part in objective.each()):
-            raise ValueError("model.embed_layer: objective classification reads the last block; set it to 0")
+            raise ValueError(
+                "model.embed_layer: objective classification reads the last block; set it to 0"
+            )
 
     @property
     def n_ends(self) -> int:

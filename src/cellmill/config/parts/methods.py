@@ -1,8 +1,8 @@
 """Options of fine-tuning methods and of optimizers: their contracts, and the built-in ones.
 
-`train.lr` is the rate of an objective's heads; methods set the rate of the trunk, the rest of the model, as a fraction.
-`train.optimizer` is a name, or a mapping with `name`; learning rate, weight decay and the decay rates of AdamW are
-options of the section `train`, which every optimizer gets.
+`train.lr` is the rate of an objective's heads; methods set the rate of the trunk, the rest of the
+model, as a fraction. `train.optimizer` is a name, or a mapping with `name`; learning rate, weight
+decay and the decay rates of AdamW are options of the section `train`, which every optimizer gets.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +13,9 @@ from cellmill.config.plugin import Plugin
 
 
 class MethodConfig(Plugin):
-    """Base of every fine-tuning method's options; `implementation` is a `cellmill.finetune.method.Method`."""
+    """Base of every fine-tuning method's options; `implementation` is a
+    `cellmill.finetune.method.Method`.
+    """
 
     kind = "method"
     key = "method"
@@ -21,10 +23,14 @@ class MethodConfig(Plugin):
 
     method: str
     new_genes: Literal["random", "mean"] = "random"
-    """Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks: random, or the mean of
-    those it has. With model.gene_vectors they also get their vectors of the file, which is the model's."""
+    """Initial rows, in embeddings and heads, of corpus genes that the model of init_from lacks:
+    random, or the mean of those it has. With model.gene_vectors they also get their vectors of the
+    file, which is the model's.
+    """
     min_known_frac: float = Field(0.01, ge=0, le=1)
-    """Minimum fraction of a cell's expressed genes that the model of init_from has; below it training is refused."""
+    """Minimum fraction of a cell's expressed genes that the model of init_from has; below it
+    training is refused.
+    """
 
 
 class FullConfig(MethodConfig):
@@ -33,14 +39,22 @@ class FullConfig(MethodConfig):
     implementation = "cellmill.finetune.method:Full"
     method: Literal["full"] = "full"
     trunk_lr_frac: float = Field(1.0, gt=0)
-    """Learning rate of the trunk, all but the objective's heads, as a fraction of train.lr, the rate of the heads."""
+    """Learning rate of the trunk, all but the objective's heads, as a fraction of train.lr, the
+    rate of the heads.
+    """
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Factor of the learning rate from each block to the previous one: of N blocks, block i from 0 has layer_decay **
-    (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole trunk."""
-    head_steps: int = Field(0, ge=0, description="Number of initial optimizer steps that train only the heads.")
+    """Factor of the learning rate from each block to the previous one: of N blocks, block i from 0
+    has layer_decay ** (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole
+    trunk.
+    """
+    head_steps: int = Field(
+        0, ge=0, description="Number of initial optimizer steps that train only the heads."
+    )
     block_steps: int = Field(0, ge=0)
-    """Steps between unfreezing a block and the block before it; the last block, with the norm after it, starts after
-    head_steps, and the embeddings start after the first block. 0: all start after head_steps."""
+    """Steps between unfreezing a block and the block before it; the last block, with the norm after
+    it, starts after head_steps, and the embeddings start after the first block. 0: all start after
+    head_steps.
+    """
 
 
 class HeadOnlyConfig(MethodConfig):
@@ -56,49 +70,72 @@ class PartialConfig(MethodConfig):
     implementation = "cellmill.finetune.method:Partial"
     method: Literal["partial"] = "partial"
     last_blocks: int = Field(4, ge=1, description="Number of last blocks that train.")
-    trunk_lr_frac: float = Field(0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr.")
+    trunk_lr_frac: float = Field(
+        0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr."
+    )
 
 
 class LoraConfig(MethodConfig):
-    """Train low-rank adapters of the blocks' linear layers (Hu et al. 2022), and the objective's heads. The adapters
-    are merged into the exported model, and also stored beside it in the layout of the package peft."""
+    """Train low-rank adapters of the blocks' linear layers (Hu et al. 2022), and the objective's
+    heads. The adapters are merged into the exported model, and also stored beside it in the layout
+    of the package peft.
+    """
 
     implementation = "cellmill.finetune.method:Lora"
     method: Literal["lora"] = "lora"
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
-    alpha: float = Field(16.0, gt=0, description="The adapters' product is multiplied by alpha / rank.")
+    alpha: float = Field(
+        16.0, gt=0, description="The adapters' product is multiplied by alpha / rank."
+    )
     targets: list[str] | None = Field(None, min_length=1)
-    """Names of the linear layers in a block, such as qkv; null adapts every linear layer of the blocks."""
-    trunk_lr_frac: float = Field(0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr.")
+    """Names of the linear layers in a block, such as qkv; null adapts every linear layer of the
+    blocks.
+    """
+    trunk_lr_frac: float = Field(
+        0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr."
+    )
 
 
 class OptimizerConfig(Plugin):
     """Base of every optimizer's options.
 
-    `implementation` is called with the parameter groups and the section `train`, and returns a `torch.optim.Optimizer`
-    (`cellmill.train.optimizer.build_optimizer` has the groups' keys). Its state must start as zeros.
+    `implementation` is called with the parameter groups and the section `train`, and returns a
+    `torch.optim.Optimizer` (`cellmill.train.optimizer.build_optimizer` has the groups' keys). Its
+    state must start as zeros.
     """
 
     kind = "optimizer"
     default = "adamw"
 
     state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
-    """State of a parameter in checkpoints: `step` is a float32 scalar, the others have the parameter's shape."""
+    """State of a parameter in checkpoints: `step` is a float32 scalar, the others have the
+    parameter's shape.
+    """
     matrix_state_names: ClassVar[tuple[str, ...] | None] = None
-    """State of a matrix of the blocks, for an optimizer that treats these differently: their groups have `matrices`
-    true, and the optimizer itself has to exchange whole matrices (`cellmill.train.muon`)."""
+    """State of a matrix of the blocks, for an optimizer that treats these differently: their groups
+    have `matrices` true, and the optimizer itself has to exchange whole matrices
+    (`cellmill.train.muon`).
+    """
     fused: ClassVar[bool] = False
-    """Whether `found_inf`, an attribute set before each step, is read on the device: where it is 1 the step changes
-    nothing. For others the host waits at each step. torch's `fused=True` needs a sharding strategy of DTensor."""
+    """Whether `found_inf`, an attribute set before each step, is read on the device: where it is 1
+    the step changes nothing. For others the host waits at each step. torch's `fused=True` needs a
+    sharding strategy of DTensor.
+    """
     offloaded: ClassVar[str | None] = None
-    """`package.module:Class` for `parallel.cpu_offload: optimizer` with its state on the host; None refuses it."""
+    """`package.module:Class` for `parallel.cpu_offload: optimizer` with its state on the host; None
+    refuses it.
+    """
 
     name: str
 
     @property
     def states_per_parameter(self) -> int:
-        """Largest number of tensors of a parameter's shape in its state: float32, as the plan counts them."""
-        return max(len({*names} - {"step"}) for names in (self.state_names, self.matrix_state_names or ()))
+        """Largest number of tensors of a parameter's shape in its state: float32, as the plan
+        counts them.
+        """
+        return max(
+            len({*names} - {"step"}) for names in (self.state_names, self.matrix_state_names or ())
+        )
 
     @model_serializer(mode="wrap")
     def _as_name(self, handler: Any) -> Any:
@@ -117,7 +154,9 @@ class AdamWConfig(OptimizerConfig):
 
 
 class MuonConfig(OptimizerConfig):
-    """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest (Jordan et al. 2024)."""
+    """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest (Jordan et al.
+    2024).
+    """
 
     implementation = "cellmill.train.muon:Muon"
     matrix_state_names = ("momentum",)

@@ -1,4 +1,6 @@
-"""The torch-free half of an objective (`models/objective.py`): its options, and what they read and suit."""
+"""The torch-free half of an objective (`models/objective.py`): its options, and what they read and
+suit.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,11 @@ class Columns:
     """(option, column, levels that the option names): each level must exist."""
 
     def __or__(self, other: Self) -> "Columns":
-        return Columns({**self.levels, **other.levels}, {**self.numbers, **other.numbers}, (*self.named, *other.named))
+        return Columns(
+            {**self.levels, **other.levels},
+            {**self.numbers, **other.numbers},
+            (*self.named, *other.named),
+        )
 
 
 class TeacherVectors(Section):
@@ -30,8 +36,12 @@ class TeacherVectors(Section):
     width: int = Field(ge=1, description="Numbers of a vector.")
     sha256: str = Field(description="Digest of the vectors.")
     shards: str = Field(description="Fingerprint of the shards of their cells.")
-    model: str = Field(description="Digest of the teacher's weights; empty for vectors of another package.")
-    supervised_by: list[str] = Field(description="obs columns whose labels the teacher was trained with.")
+    model: str = Field(
+        description="Digest of the teacher's weights; empty for vectors of another package."
+    )
+    supervised_by: list[str] = Field(
+        description="obs columns whose labels the teacher was trained with."
+    )
 
 
 class Facts(Protocol):
@@ -41,13 +51,19 @@ class Facts(Protocol):
         """Number of training cells of each level, without cells of no value."""
 
     def moments(self, column: str) -> tuple[float, float]:
-        """Mean and standard deviation of a column of numbers. Raises ConfigError if its numbers do not vary."""
+        """Mean and standard deviation of a column of numbers. Raises ConfigError if its numbers do
+        not vary.
+        """
 
     def genes(self, column: str) -> Mapping[str, Sequence[int]]:
-        """Token ids of the genes that each level is named after, none for a level without a known gene."""
+        """Token ids of the genes that each level is named after, none for a level without a known
+        gene.
+        """
 
     def teacher(self) -> TeacherVectors:
-        """What is known of the teacher. Raises UserError if its vectors are missing, damaged or of other shards."""
+        """What is known of the teacher. Raises UserError if its vectors are missing, damaged or of
+        other shards.
+        """
 
 
 class ObjectiveConfig(Plugin):
@@ -59,13 +75,18 @@ class ObjectiveConfig(Plugin):
     """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
 
     needs_counts: ClassVar[bool] = False  # if True, batches have the counts of their tokens
-    draws_view: ClassVar[bool] = False  # True where the implementation defines `view`; at most one part of a sum may
+    # True where the implementation defines `view`; at most one part of a sum may
+    draws_view: ClassVar[bool] = False
     hides_tokens: ClassVar[bool] = True
-    """False where `prepare` leaves genes and values as the view has them; at most one part of a sum may hide them."""
+    """False where `prepare` leaves genes and values as the view has them; at most one part of a sum
+    may hide them.
+    """
 
-    reads_zeros: ClassVar[bool] = False  # True where tokens of genes without counts make sense (`tokens.zero_frac`)
+    # True where tokens of genes without counts make sense (`tokens.zero_frac`)
+    reads_zeros: ClassVar[bool] = False
     reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
-    label_option: ClassVar[str | None] = None  # option that names the obs column of labels that the loss reads
+    # option that names the obs column of labels that the loss reads
+    label_option: ClassVar[str | None] = None
 
     name: str
 
@@ -78,7 +99,9 @@ class ObjectiveConfig(Plugin):
         return Columns()
 
     def stream(self) -> dict[str, Any]:
-        """Return options of section stream, `weight_by` among them, that a run without `weight_by` takes."""
+        """Return options of section stream, `weight_by` among them, that a run without `weight_by`
+        takes.
+        """
         return {}
 
     def fit(self, facts: Facts) -> Self:
@@ -87,7 +110,9 @@ class ObjectiveConfig(Plugin):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        """obs columns whose labels the loss reads: a run that has any is named supervised in cards and tables."""
+        """obs columns whose labels the loss reads: a run that has any is named supervised in cards
+        and tables.
+        """
         return () if self.label_option is None else (getattr(self, self.label_option),)
 
     def warnings(self, option: str = "objective") -> list[str]:

@@ -1,4 +1,6 @@
-"""Options of the built-in objectives, in one file, because a sum of objectives names most of the others. Torch-free."""
+"""Options of the built-in objectives, in one file, because a sum of objectives names most of the
+others. Torch-free.
+"""
 
 import math
 import re
@@ -20,14 +22,20 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 
     reads_zeros = True
 
-    mask_frac: float = Field(0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one.")
+    mask_frac: float = Field(
+        0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one."
+    )
     random_frac: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the masked tokens that show random content in training instead of a mask: a random gene of the
-    vocabulary, or the value of a random visible gene of the cell. BERT has 0.1; 0 masks all."""
+    """Fraction of the masked tokens that show random content in training instead of a mask: a
+    random gene of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1;
+    0 masks all.
+    """
     keep_frac: float = Field(0.0, ge=0, lt=1)
     """Fraction of the masked tokens that show their own content in training (BERT 0.1)."""
     cell_loss_weight: float = Field(1.0, ge=0)
-    """Weight of a second loss: predict masked tokens from the cell embedding (scGPT's GEPC). 0 turns it off."""
+    """Weight of a second loss: predict masked tokens from the cell embedding (scGPT's GEPC). 0
+    turns it off.
+    """
 
     def problems(self) -> Iterator[str]:
         if (shown := self.random_frac + self.keep_frac) >= 1:
@@ -46,7 +54,8 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     renormalize: bool = False
     """Compute values of visible tokens only from visible counts; set it to yes in new runs. Otherwise they leak the
     answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of the hidden ones, and bins shift
-    with hidden counts. The values to predict are those of the whole cell. Off keeps earlier runs."""
+    with hidden counts. The values to predict are those of the whole cell. Off keeps earlier runs.
+    """
 
     @property
     def needs_counts(self) -> bool:  # type: ignore[override]
@@ -61,7 +70,9 @@ class MaskedValueConfig(MaskedObjectiveConfig):
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind not in ("class", "scalar"):
-            raise ValueError(f"objective masked_value needs values, {tokens.tokenizer} has none; choose masked_gene")
+            raise ValueError(
+                f"objective masked_value needs values, {tokens.tokenizer} has none; choose masked_gene"
+            )
 
 
 class MaskedGeneConfig(MaskedObjectiveConfig):
@@ -78,7 +89,9 @@ class HiddenShareConfig(ObjectiveConfig):
     draws_view = True
     hides_tokens = False
 
-    min_hidden_frac: float = Field(0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts.")
+    min_hidden_frac: float = Field(
+        0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts."
+    )
     max_hidden_frac: float = Field(0.8, gt=0, lt=1)
     """Maximum; the fraction is drawn uniformly between both for each cell and step."""
 
@@ -93,14 +106,20 @@ class QueryDecodingConfig(HiddenShareConfig):
     implementation = "cellmill.models.objectives.query_decoding:QueryDecoding"
     name: Literal["query_decoding"] = "query_decoding"
     max_asked: int = Field(256, ge=1)
-    """Maximum number of hidden detected genes per cell to predict in a step. It bounds the decoder's memory."""
-    undetected_ratio: float = Field(1.0, gt=0, description="Hidden undetected genes to predict per detected one.")
+    """Maximum number of hidden detected genes per cell to predict in a step. It bounds the
+    decoder's memory.
+    """
+    undetected_ratio: float = Field(
+        1.0, gt=0, description="Hidden undetected genes to predict per detected one."
+    )
     decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
     decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind != "scalar":
-            raise ValueError(f"objective query_decoding needs numbers, got {tokens.tokenizer}; choose continuous")
+            raise ValueError(
+                f"objective query_decoding needs numbers, got {tokens.tokenizer}; choose continuous"
+            )
 
 
 class NextGeneConfig(ObjectiveConfig):
@@ -109,7 +128,9 @@ class NextGeneConfig(ObjectiveConfig):
     implementation = "cellmill.models.objectives.next_gene:NextGene"
     name: Literal["next_gene"] = "next_gene"
     value_loss_weight: float = Field(1.0, ge=0)
-    """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns it off."""
+    """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns
+    it off.
+    """
 
 
 ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
@@ -123,7 +144,9 @@ class LabelConfig(ObjectiveConfig):
     label_option = "label_column"
 
     label_column: str
-    """obs column of the label, which model cards and tables name; cells without a label are ignored."""
+    """obs column of the label, which model cards and tables name; cells without a label are
+    ignored.
+    """
 
     def columns(self) -> Columns:
         return Columns(levels={self.label_column: "objective.label_column"})
@@ -136,16 +159,22 @@ class ClassificationConfig(LabelConfig):
     families = ENCODING
     name: Literal["classification"] = "classification"
     class_weights: Literal["balanced"] | dict[str, float] | None = None
-    """Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n) for a label with n of
-    the N labelled training cells, with K labels; train writes the numbers into the run."""
+    """Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n)
+    for a label with n of the N labelled training cells, with K labels; train writes the numbers
+    into the run.
+    """
     head_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and labels; null is a linear classifier."""
-    head_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the last layer of the head.")
+    head_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout before the last layer of the head."
+    )
 
     adversarial_scale: float | None = Field(None, gt=0)
-    """As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so that the head
-    learns the label and the model hides it, for example a batch or donor (0.02 is mild; at 0.2 embeddings collapsed).
-    Such a label is not predicted. null trains head and model together."""
+    """As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so
+    that the head learns the label and the model hides it, for example a batch or donor (0.02 is
+    mild; at 0.2 embeddings collapsed). Such a label is not predicted. null trains head and model
+    together.
+    """
 
     @property
     def given_weights(self) -> dict[str, float]:
@@ -165,7 +194,8 @@ class ClassificationConfig(LabelConfig):
         return Columns({self.label_column: "objective.label_column"}, named=[named])
 
     def stream(self) -> dict[str, Any]:
-        balanced = {} if self.class_weights is None else {"weight_exponent": 0.0}  # by their weights in the loss
+        # by their weights in the loss
+        balanced = {} if self.class_weights is None else {"weight_exponent": 0.0}
         return {"weight_by": self.label_column, "labelled_frac": 1.0} | balanced
 
     def fit(self, facts: Facts) -> Self:
@@ -177,16 +207,22 @@ class ClassificationConfig(LabelConfig):
 
 
 class SupervisedContrastiveConfig(LabelConfig):
-    """Separate the embeddings of cells of one label from all others of the global batch (Khosla et al. 2020)."""
+    """Separate the embeddings of cells of one label from all others of the global batch (Khosla et
+    al. 2020).
+    """
 
     implementation = "cellmill.models.objectives.labels:SupervisedContrastive"
     name: Literal["supervised_contrastive"] = "supervised_contrastive"
     temperature: float = Field(0.1, gt=0)
-    """Temperature, which divides cosine similarities; lower values give the nearest cells more weight."""
+    """Temperature, which divides cosine similarities; lower values give the nearest cells more
+    weight.
+    """
 
 
 class RegressionConfig(ObjectiveConfig):
-    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other cells."""
+    """Predict a number per cell from its embedding; `cellmill predict` then predicts it for other
+    cells.
+    """
 
     implementation = "cellmill.models.objectives.labels:Regression"
     hides_tokens = False
@@ -194,39 +230,53 @@ class RegressionConfig(ObjectiveConfig):
     families = ENCODING
     name: Literal["regression"] = "regression"
     target_column: str
-    """obs column of the target; cells without a value are ignored. It is standardised: the model learns (target -
-    target_mean) / target_std, and predictions are in the column's own unit."""
+    """obs column of the target; cells without a value are ignored. It is standardised: the model
+    learns (target - target_mean) / target_std, and predictions are in the column's own unit.
+    """
     loss: Literal["mse", "huber", "pearson"] = "mse"
-    """mse: squared error; huber: linear above huber_delta (Huber 1964); pearson: 1 minus Pearson's correlation over the
-    cells of a global batch, which leaves scale and offset of the predictions arbitrary."""
+    """mse: squared error; huber: linear above huber_delta (Huber 1964); pearson: 1 minus Pearson's
+    correlation over the cells of a global batch, which leaves scale and offset of the predictions
+    arbitrary.
+    """
     huber_delta: float = Field(1.0, gt=0)
     """Threshold of the Huber loss, in standard deviations of the target; read with loss huber."""
     target_mean: float | None = None
-    """Mean of the target; null computes it from the training cells, and train writes it into the run."""
-    target_std: float | None = Field(None, gt=0, description="Standard deviation of the target; null likewise.")
+    """Mean of the target; null computes it from the training cells, and train writes it into the
+    run.
+    """
+    target_std: float | None = Field(
+        None, gt=0, description="Standard deviation of the target; null likewise."
+    )
     number_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and target; null is a linear model."""
-    number_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the last layer of the head.")
+    number_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout before the last layer of the head."
+    )
 
     def columns(self) -> Columns:
         return Columns(numbers={self.target_column: "objective.target_column"})
 
     def fit(self, facts: Facts) -> Self:
         found = dict(zip(("target_mean", "target_std"), facts.moments(self.target_column)))
-        return self.model_copy(update={key: value for key, value in found.items() if getattr(self, key) is None})
+        return self.model_copy(
+            update={key: value for key, value in found.items() if getattr(self, key) is None}
+        )
 
 
 class DistillConfig(ObjectiveConfig):
-    """Predict a teacher's embedding from the cell embedding, by a linear layer: usually in a sum with cell_decoding."""
+    """Predict a teacher's embedding from the cell embedding, by a linear layer: usually in a sum
+    with cell_decoding.
+    """
 
     implementation = "cellmill.models.objectives.labels:Distill"
     hides_tokens = False
     families = ENCODING
     name: Literal["distill"] = "distill"
     teacher: str
-    """Run whose embeddings of the corpus's datasets are predicted; or a folder with DATASET.h5ad of each dataset, with
-    a `/`, such as ./scgpt, whose obsm["X_cellmill"], obsm["X_emb"] or X has the vectors and whose obs has the cells'
-    names. Cells without a vector are ignored."""
+    """Run whose embeddings of the corpus's datasets are predicted; or a folder with DATASET.h5ad of
+    each dataset, with a `/`, such as ./scgpt, whose obsm["X_cellmill"], obsm["X_emb"] or X has the
+    vectors and whose obs has the cells' names. Cells without a vector are ignored.
+    """
     vectors: TeacherVectors | None = None
     """Width and digests of the teacher's vectors, which train writes into the run; leave it out."""
 
@@ -245,8 +295,13 @@ def _part(name: str) -> type[Plugin]:
         raise ValueError("sum: a sum cannot be part of a sum; list its parts in its place")
     objective = plugin.load("objective", name, ObjectiveConfig)
     if "weight" in objective.model_fields:
-        raise ValueError(f"objective {name} has an option `weight` of its own and cannot be part of a sum")
-    weight: Any = (float, Field(1.0, gt=0, description="Weight of the objective's mean loss in the sum."))
+        raise ValueError(
+            f"objective {name} has an option `weight` of its own and cannot be part of a sum"
+        )
+    weight: Any = (
+        float,
+        Field(1.0, gt=0, description="Weight of the objective's mean loss in the sum."),
+    )
     return create_model(f"Weighted{objective.__name__}", __base__=objective, weight=weight)
 
 
@@ -260,9 +315,11 @@ class SumConfig(ObjectiveConfig):
         BeforeValidator(partial(by_name, ObjectiveConfig, choice=_part)),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ]
-    """Objectives, each with its options and `weight`, the factor of its mean loss, 1.0. A part may have any name, with
-    the objective in `name`, so that several predict different columns. One may define a view (cell_decoding, denoise,
-    query_decoding), which all then see, and one may hide tokens (masked_value, masked_gene, next_gene)."""
+    """Objectives, each with its options and `weight`, the factor of its mean loss, 1.0. A part may
+    have any name, with the objective in `name`, so that several predict different columns. One may
+    define a view (cell_decoding, denoise, query_decoding), which all then see, and one may hide
+    tokens (masked_value, masked_gene, next_gene).
+    """
 
     def problems(self) -> Iterator[str]:
         if not self.parts:
@@ -273,7 +330,10 @@ class SumConfig(ObjectiveConfig):
         for having, does in (
             ([name for name, part in self.parts.items() if part.draws_view], "draw a view"),
             ([name for name, part in self.parts.items() if part.hides_tokens], "hide tokens"),
-            ([name for name, part in self.parts.items() if isinstance(part, DistillConfig)], "have a teacher"),
+            (
+                [name for name, part in self.parts.items() if isinstance(part, DistillConfig)],
+                "have a teacher",
+            ),
         ):
             if len(having) > 1:
                 yield f"parts: {' and '.join(having)} both {does}, and the model is given one batch; keep one"
@@ -292,14 +352,20 @@ class SumConfig(ObjectiveConfig):
         return self.each()[0].stream() if len(self.parts) == 1 else {}
 
     def fit(self, facts: Facts) -> Self:
-        return self.model_copy(update={"parts": {name: part.fit(facts) for name, part in self.parts.items()}})
+        return self.model_copy(
+            update={"parts": {name: part.fit(facts) for name, part in self.parts.items()}}
+        )
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
 
     def warnings(self, option: str = "objective") -> list[str]:
-        return [line for name, part in self.parts.items() for line in part.warnings(f"{option}.parts.{name}")]
+        return [
+            line
+            for name, part in self.parts.items()
+            for line in part.warnings(f"{option}.parts.{name}")
+        ]
 
     def check_tokens(self, tokens: Tokens) -> None:
         for part in self.each():
@@ -307,38 +373,62 @@ class SumConfig(ObjectiveConfig):
 
 
 class DecodingConfig(HiddenShareConfig):
-    """Options of objectives that predict expression, over the whole vocabulary, from the cell embedding."""
+    """Options of objectives that predict expression, over the whole vocabulary, from the cell
+    embedding.
+    """
 
     implementation = "cellmill.models.objectives.cell_decoding:CellDecoding"
 
     likelihood: Literal["softmax", "nb"] = "softmax"
-    """softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count of every gene,
-    zeros included; the mean is the softmax times the sum of the cell's counts to predict, the dispersion is learned per
-    gene. Genes cut off by tokens.max_tokens count as zeros."""
+    """softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count
+    of every gene, zeros included; the mean is the softmax times the sum of the cell's counts to
+    predict, the dispersion is learned per gene. Genes cut off by tokens.max_tokens count as zeros.
+    """
     weights: Literal["log1p", "counts"] = "log1p"
-    """Weight of a gene in its cell's cross-entropy, normalised per cell: log(1 + count), or the count."""
-    decoder_hidden: int | None = Field(256, ge=1, description="Width of the decoder's hidden layer; null is linear.")
+    """Weight of a gene in its cell's cross-entropy, normalised per cell: log(1 + count), or the
+    count.
+    """
+    decoder_hidden: int | None = Field(
+        256, ge=1, description="Width of the decoder's hidden layer; null is linear."
+    )
     view_loss: Literal["vicreg"] | None = None
-    """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the global batch, in
-    two forward passes. vicreg: variance-invariance-covariance regularisation (Bardes et al. 2022)."""
-    # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of accuracy
+    """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the
+    global batch, in two forward passes. vicreg: variance-invariance-covariance regularisation
+    (Bardes et al. 2022).
+    """
+    # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of
+    # accuracy
     invariance_weight: float = Field(0.1, ge=0)
-    """Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell has weight 1."""
+    """Weight of vicreg's invariance term, the mean squared difference; the cross-entropy of a cell
+    has weight 1.
+    """
     variance_weight: float = Field(0.1, ge=0)
     """Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."""
     covariance_weight: float = Field(0.004, ge=0, description="Weight of vicreg's covariance term.")
     batch_column: str | None = None
-    """obs column, or `dataset`, of the batch: the decoder gets a term per batch, so that embeddings can lack it."""
+    """obs column, or `dataset`, of the batch: the decoder gets a term per batch, so that embeddings
+    can lack it.
+    """
     batch_adversary: float | None = Field(None, gt=0)
-    """Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch from embeddings."""
+    """Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch
+    from embeddings.
+    """
     batch_adversary_scale: float = Field(0.02, gt=0)
-    """Factor of the reversed gradient, besides the loss's weight. If their product is large, embeddings collapse."""
+    """Factor of the reversed gradient, besides the loss's weight. If their product is large,
+    embeddings collapse.
+    """
 
     def problems(self) -> Iterator[str]:
         vicreg = ("invariance_weight", "variance_weight", "covariance_weight")
         unread = {"weights": "likelihood softmax, got nb"} if self.likelihood == "nb" else {}
-        unread |= dict.fromkeys(vicreg, "view_loss vicreg, got null") if self.view_loss is None else {}
-        unread |= {"batch_adversary_scale": "batch_adversary, got null"} if self.batch_adversary is None else {}
+        unread |= (
+            dict.fromkeys(vicreg, "view_loss vicreg, got null") if self.view_loss is None else {}
+        )
+        unread |= (
+            {"batch_adversary_scale": "batch_adversary, got null"}
+            if self.batch_adversary is None
+            else {}
+        )
         for name, required in unread.items():
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield f"{name} requires {required}; leave {name} out"
@@ -346,33 +436,49 @@ class DecodingConfig(HiddenShareConfig):
             yield "batch_adversary requires batch_column; set it, or batch_adversary to null"
 
     def columns(self) -> Columns:
-        return Columns({} if self.batch_column is None else {self.batch_column: "objective.batch_column"})
+        return Columns(
+            {} if self.batch_column is None else {self.batch_column: "objective.batch_column"}
+        )
 
     def check_tokens(self, tokens: Tokens) -> None:
-        """Refuse sequences, which have no counts, and to thin places: their order is that of the whole counts."""
+        """Refuse sequences, which have no counts, and to thin places: their order is that of the
+        whole counts.
+        """
         if tokens.sequences:
-            raise ValueError(f"objective {self.name} needs counts, which sequences do not have; set masked_gene")
+            raise ValueError(
+                f"objective {self.name} needs counts, which sequences do not have; set masked_gene"
+            )
         if getattr(self, "view", "") != "drop" and tokens.value_kind == "place":
             drop = " or view drop" if "view" in type(self).model_fields else ""
-            raise ValueError(f"objective {self.name} needs values made from counts; choose tokenizer binned{drop}")
+            raise ValueError(
+                f"objective {self.name} needs values made from counts; choose tokenizer binned{drop}"
+            )
 
 
 class CellDecodingConfig(DecodingConfig):
-    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell embedding."""
+    """Predict the hidden part of a cell's expression, over the whole vocabulary, from the cell
+    embedding.
+    """
 
     name: Literal["cell_decoding"] = "cell_decoding"
     max_hidden_frac: float = Field(0.99, gt=0, lt=1)
-    """Maximum; the fraction is drawn uniformly between both for each cell and step. With 0.8, a model of all genes does
-    not learn from cells of few genes (docs/objectives.md)."""
+    """Maximum; the fraction is drawn uniformly between both for each cell and step. With 0.8, a
+    model of all genes does not learn from cells of few genes (docs/objectives.md).
+    """
     view: Literal["drop_thin", "thin", "drop"] = "drop_thin"
-    """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a binomial draw of each
-    count. drop_thin: binomial draws of the remaining genes, with a separate fraction for each. The rest is hidden."""
-    target: Literal["hidden", "all"] = Field("hidden", description="Predict the hidden part, or the whole cell.")
+    """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a
+    binomial draw of each count. drop_thin: binomial draws of the remaining genes, with a separate
+    fraction for each. The rest is hidden.
+    """
+    target: Literal["hidden", "all"] = Field(
+        "hidden", description="Predict the hidden part, or the whole cell."
+    )
 
 
 class DenoiseConfig(DecodingConfig):
-    """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and target all, of which at
-    most 80 % are hidden."""
+    """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and
+    target all, of which at most 80 % are hidden.
+    """
 
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["all"]] = "all"
@@ -381,8 +487,10 @@ class DenoiseConfig(DecodingConfig):
 
 
 class PerturbationResponseConfig(DecodingConfig):
-    """Predict the hidden part of a cell's expression from its embedding and its perturbation, so that the model can
-    predict a control's expression under a perturbation. Task perturbation evaluates it."""
+    """Predict the hidden part of a cell's expression from its embedding and its perturbation, so
+    that the model can predict a control's expression under a perturbation. Task perturbation
+    evaluates it.
+    """
 
     implementation = "cellmill.models.objectives.cell_decoding:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
@@ -390,14 +498,20 @@ class PerturbationResponseConfig(DecodingConfig):
     label_option = "perturbation_column"
     families = ("profile", "encoder", "autoencoder", "scgpt")
     name: Literal["perturbation_response"] = "perturbation_response"
-    likelihood: Literal["softmax"] = Field("softmax", description="Cross-entropy between predicted and true profile.")
+    likelihood: Literal["softmax"] = Field(
+        "softmax", description="Cross-entropy between predicted and true profile."
+    )
     weights: Literal["counts"] = "counts"
-    """Weight of a gene in its cell's cross-entropy: its count, because expression changes are measured in counts."""
+    """Weight of a gene in its cell's cross-entropy: its count, because expression changes are
+    measured in counts.
+    """
     perturbation_column: str = "perturbation"
     """obs column of the perturbation; cells without a value are not targets."""
     control: str = Field(description="Value that marks unperturbed cells.")
     perturbed_genes: dict[str, list[int]] | None = None
-    """Token ids of each perturbation's genes; null takes those it is named after, joined by +: train writes them."""
+    """Token ids of each perturbation's genes; null takes those it is named after, joined by +:
+    train writes them.
+    """
 
     def problems(self) -> Iterator[str]:
         if self.batch_column == self.perturbation_column:
@@ -405,7 +519,10 @@ class PerturbationResponseConfig(DecodingConfig):
 
     def columns(self) -> Columns:
         named = ("objective.control", self.perturbation_column, [self.control])
-        return Columns({self.perturbation_column: "objective.perturbation_column"}, named=[named]) | super().columns()
+        return (
+            Columns({self.perturbation_column: "objective.perturbation_column"}, named=[named])
+            | super().columns()
+        )
 
     def fit(self, facts: Facts) -> Self:
         if self.perturbed_genes is not None:

@@ -21,14 +21,22 @@ class TaskConfig(Plugin):
 
     def paths(self) -> dict[str, str]:
         """Files that the options name, by option."""
-        return {option: path for option in self.files if (path := getattr(self, option)) is not None}
+        return {
+            option: path for option in self.files if (path := getattr(self, option)) is not None
+        }
 
     def packages(self) -> dict[str, str]:
-        """Modules beside the core that the task imports, and the extra of cellmill that each comes with."""
+        """Modules beside the core that the task imports, and the extra of cellmill that each comes
+        with.
+        """
         return {}
 
 
-MOST_FOLDS = Field(10, ge=2, description="Values are left out one at a time, or in this many groups if there are more.")
+MOST_FOLDS = Field(
+    10,
+    ge=2,
+    description="Values are left out one at a time, or in this many groups if there are more.",
+)
 
 
 class LabelTaskConfig(TaskConfig):
@@ -44,7 +52,9 @@ class ProbeConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.classify:Probe"
     name: Literal["probe"] = "probe"
-    seeds: int = Field(5, ge=1, description="Repetitions of the cross-validation, each with different folds.")
+    seeds: int = Field(
+        5, ge=1, description="Repetitions of the cross-validation, each with different folds."
+    )
 
 
 class ReconstructConfig(TaskConfig):
@@ -52,7 +62,9 @@ class ReconstructConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
     name: Literal["reconstruct"] = "reconstruct"
-    objective: dict[str, Any] = Field({}, description="Options of the training objective to override, as `mask_frac`.")
+    objective: dict[str, Any] = Field(
+        {}, description="Options of the training objective to override, as `mask_frac`."
+    )
 
     def problems(self) -> Iterator[str]:
         if "name" in self.objective:
@@ -64,9 +76,13 @@ class FewShotConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.classify:FewShot"
     name: Literal["few_shot"] = "few_shot"
-    shots: Counts = Field([5, 10, 20], min_length=1, description="Numbers of training cells per class.")
+    shots: Counts = Field(
+        [5, 10, 20], min_length=1, description="Numbers of training cells per class."
+    )
     draws: int = Field(10, ge=2, description="Number of random draws of the training cells.")
-    neighbors: int = Field(5, ge=1, description="k of the kNN classifier, at most the number of training cells.")
+    neighbors: int = Field(
+        5, ge=1, description="k of the kNN classifier, at most the number of training cells."
+    )
 
 
 class LeaveOutConfig(LabelTaskConfig):
@@ -74,8 +90,12 @@ class LeaveOutConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.classify:LeaveOut"
     name: Literal["leave_out"] = "leave_out"
-    roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(["donor", "batch"], min_length=1)
-    """Roles to leave out by value, such as donor or batch; roles that the dataset lacks are ignored."""
+    roles: Annotated[list[Literal["donor", "batch"]], EachOnce] = Field(
+        ["donor", "batch"], min_length=1
+    )
+    """Roles to leave out by value, such as donor or batch; roles that the dataset lacks are
+    ignored.
+    """
     most_folds: int = MOST_FOLDS
 
 
@@ -84,14 +104,18 @@ class DegradedConfig(LabelTaskConfig):
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:Degraded"
 
-    repeats: int = Field(3, ge=1, description="Random draws of the removed counts or genes, each with other folds.")
+    repeats: int = Field(
+        3, ge=1, description="Random draws of the removed counts or genes, each with other folds."
+    )
 
 
 class LowDepthConfig(DegradedConfig):
     """Classifiers of the label on cells with a fraction of their counts; skipped without a label."""
 
     name: Literal["low_depth"] = "low_depth"
-    count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field([0.3, 0.1], min_length=1)
+    count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
+        [0.3, 0.1], min_length=1
+    )
     """Fractions of the counts to keep."""
 
     def problems(self) -> Iterator[str]:
@@ -109,7 +133,9 @@ class MissingGenesConfig(DegradedConfig):
 
     name: Literal["missing_genes"] = "missing_genes"
     genes: Counts = Field(
-        [200, 75], min_length=1, description="Numbers of genes to keep, drawn from the expressed ones."
+        [200, 75],
+        min_length=1,
+        description="Numbers of genes to keep, drawn from the expressed ones.",
     )
 
 
@@ -118,19 +144,28 @@ class PerturbationConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.perturbation:Perturbation"
     name: Literal["perturbation"] = "perturbation"
-    held_out: Annotated[list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce] = Field(
-        ["perturbation", "donor", "batch"], min_length=1
-    )
+    held_out: Annotated[
+        list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce
+    ] = Field(["perturbation", "donor", "batch"], min_length=1)
     """Roles to leave out by value, of those that the dataset has; label stands for cell types."""
-    min_cells: int = Field(20, ge=4, description="Perturbations with fewer cells (per left-out donor) are not used.")
+    min_cells: int = Field(
+        20, ge=4, description="Perturbations with fewer cells (per left-out donor) are not used."
+    )
     top_genes: int = Field(20, ge=1)
-    """Number of genes with the largest measured change over which the predicted direction is scored."""
-    seeds: int = Field(3, ge=1, description="Repetitions of the cross-validation over perturbations.")
+    """Number of genes with the largest measured change over which the predicted direction is
+    scored.
+    """
+    seeds: int = Field(
+        3, ge=1, description="Repetitions of the cross-validation over perturbations."
+    )
     most_folds: int = MOST_FOLDS
-    neighbors: int = Field(5, ge=1, description="k of the kNN average over perturbations of similar genes.")
+    neighbors: int = Field(
+        5, ge=1, description="k of the kNN average over perturbations of similar genes."
+    )
     priors: dict[Annotated[str, AfterValidator(check_name)], str] = Field({})
     """Files of gene vectors by name, in the formats of model.gene_vectors, such as of STRING or of a protein language
-    model: new perturbations are predicted from the vectors of their genes."""
+    model: new perturbations are predicted from the vectors of their genes.
+    """
 
     def paths(self) -> dict[str, str]:
         return {f"priors.{name}": path for name, path in self.priors.items()}
@@ -141,28 +176,43 @@ class ImputationConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.imputation:Imputation"
     name: Literal["imputation"] = "imputation"
-    hidden_frac: float = Field(0.2, gt=0, le=0.9, description="Fraction of the genes to hide, the same for all cells.")
+    hidden_frac: float = Field(
+        0.2, gt=0, le=0.9, description="Fraction of the genes to hide, the same for all cells."
+    )
     genes: Names | None = Field(None, min_length=1)
     """Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them."""
     max_genes: int = Field(500, ge=1, description="Maximum number of hidden genes.")
-    min_cells: int = Field(10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden.")
+    min_cells: int = Field(
+        10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden."
+    )
     neighbors: int = Field(15, ge=1, description="k of the kNN average.")
-    seeds: int = Field(3, ge=1, description="Repetitions of the cross-validation; 1 if folds are donors or batches.")
+    seeds: int = Field(
+        3,
+        ge=1,
+        description="Repetitions of the cross-validation; 1 if folds are donors or batches.",
+    )
     most_folds: int = MOST_FOLDS
 
 
 class GeneEmbeddingConfig(TaskConfig):
-    """Prediction of gene sets and transcription factors from gene embeddings; skipped for a model without any."""
+    """Prediction of gene sets and transcription factors from gene embeddings; skipped for a model
+    without any.
+    """
 
     implementation = "cellmill.evaluate.tasks.genes:GeneEmbedding"
     files = ("gene_sets", "transcription_factors")
     name: Literal["gene_embedding"] = "gene_embedding"
-    gene_sets: str | None = Field(None, description="GMT file: per line a set's name, a description and its genes.")
+    gene_sets: str | None = Field(
+        None, description="GMT file: per line a set's name, a description and its genes."
+    )
     transcription_factors: str | None = None
     """File of transcription factors, one per line, by Ensembl id or symbol."""
-    min_genes: int = Field(10, ge=2, description="Gene sets with fewer known genes are skipped, by name.")
+    min_genes: int = Field(
+        10, ge=2, description="Gene sets with fewer known genes are skipped, by name."
+    )
     max_others: int = Field(2000, ge=50)
-    """Maximum number of genes outside all sets: a seeded draw of those that training cells express."""
+    """Maximum number of genes outside all sets: a seeded draw of those that training cells express.
+    """
     seeds: int = Field(3, ge=1, description="Repetitions of the cross-validation and of the draw.")
 
     def problems(self) -> Iterator[str]:
@@ -171,23 +221,35 @@ class GeneEmbeddingConfig(TaskConfig):
 
 
 class GrnConfig(TaskConfig):
-    """Gene similarity against known regulatory edges; an error if too few of them are among the model's genes."""
+    """Gene similarity against known regulatory edges; an error if too few of them are among the
+    model's genes.
+    """
 
     implementation = "cellmill.evaluate.tasks.genes:Grn"
     files = ("edges",)
     name: Literal["grn"] = "grn"
     edges: str
-    """Tab-separated file of edges: per line a transcription factor and a target, by Ensembl id or symbol."""
-    min_edges: int = Field(20, ge=1, description="Minimum number of edges between known genes, else the task fails.")
-    min_targets: int = Field(3, ge=1, description="Transcription factors with fewer known targets are skipped.")
-    absolute: bool = Field(False, description="Rank pairs by absolute similarity: negative ones count equally.")
+    """Tab-separated file of edges: per line a transcription factor and a target, by Ensembl id or
+    symbol.
+    """
+    min_edges: int = Field(
+        20, ge=1, description="Minimum number of edges between known genes, else the task fails."
+    )
+    min_targets: int = Field(
+        3, ge=1, description="Transcription factors with fewer known targets are skipped."
+    )
+    absolute: bool = Field(
+        False, description="Rank pairs by absolute similarity: negative ones count equally."
+    )
 
 
 MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
 
 
 class ClusteringConfig(LabelTaskConfig):
-    """Leiden clustering of the embeddings against the label (extra `cluster`); skipped without a label."""
+    """Leiden clustering of the embeddings against the label (extra `cluster`); skipped without a
+    label.
+    """
 
     implementation = "cellmill.evaluate.tasks.clustering:Clustering"
     name: Literal["clustering"] = "clustering"
@@ -197,7 +259,9 @@ class ClusteringConfig(LabelTaskConfig):
         [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0], min_length=1
     )
     """Leiden resolutions; the best one for each feature set is chosen with the label."""
-    seeds: int = Field(5, ge=1, description="Number of clusterings per resolution, with different seeds.")
+    seeds: int = Field(
+        5, ge=1, description="Number of clusterings per resolution, with different seeds."
+    )
     min_cells: int = MIN_CELLS
 
     def packages(self) -> dict[str, str]:
@@ -205,12 +269,18 @@ class ClusteringConfig(LabelTaskConfig):
 
 
 class IntegrationConfig(LabelTaskConfig):
-    """Batch mixing and label separation of the embeddings, reported separately; skipped without a batch or a label."""
+    """Batch mixing and label separation of the embeddings, reported separately; skipped without a
+    batch or a label.
+    """
 
     implementation = "cellmill.evaluate.tasks.integration:Integration"
     name: Literal["integration"] = "integration"
-    neighbors: int = Field(90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it.")
-    harmony: bool = Field(False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`).")
+    neighbors: int = Field(
+        90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it."
+    )
+    harmony: bool = Field(
+        False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`)."
+    )
     min_cells: int = MIN_CELLS
 
     def packages(self) -> dict[str, str]:
@@ -225,13 +295,19 @@ class ThroughputConfig(TaskConfig):
 
 
 class TransferConfig(LabelTaskConfig):
-    """Classifiers of the label, fitted on some datasets and tested on others; skipped without a label."""
+    """Classifiers of the label, fitted on some datasets and tested on others; skipped without a
+    label.
+    """
 
     implementation = "cellmill.evaluate.tasks.transfer:Transfer"
     name: Literal["transfer"] = "transfer"
     fit_on: Names = Field(min_length=1, description="Datasets to fit the classifiers on.")
-    test_on: Names | None = Field(None, min_length=1, description="Datasets to test on; null: all others evaluated.")
-    ontology: bool = Field(True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084.")
+    test_on: Names | None = Field(
+        None, min_length=1, description="Datasets to test on; null: all others evaluated."
+    )
+    ontology: bool = Field(
+        True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084."
+    )
 
     def problems(self) -> Iterator[str]:
         if both := [name for name in self.test_on or () if name in self.fit_on]:

@@ -1,4 +1,6 @@
-"""Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary. Torch-free."""
+"""Section `tokens`, one class per tokenizer, and the special tokens that begin every vocabulary.
+Torch-free.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,37 +11,54 @@ from pydantic import Field
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import Names
 
-SPECIAL = ("<pad>", "<mask>")  # token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
+# token ids 0 and 1; the gene in row g of the vocabulary has token g + len(SPECIAL)
+SPECIAL = ("<pad>", "<mask>")
 RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
-"""Amino acids by their letters (IUPAC), in the order of the vocabulary; B, X and Z are ambiguous ones."""
+"""Amino acids by their letters (IUPAC), in the order of the vocabulary; B, X and Z are ambiguous
+ones.
+"""
 
 
 class Tokens(Plugin):
-    """Contract of a tokenizer's options; see `cellmill.data.stream.batch.Tokenizer` for its implementation."""
+    """Contract of a tokenizer's options; see `cellmill.data.stream.batch.Tokenizer` for its
+    implementation.
+    """
 
     kind = "tokenizer"
     key = "tokenizer"
     default = "continuous"
 
     value_kind: ClassVar[Literal["none", "class", "scalar", "place"]]
-    """Meaning of a token's value: none, an integer class from 1, a number, or the token's place in its cell from 0."""
+    """Meaning of a token's value: none, an integer class from 1, a number, or the token's place in
+    its cell from 0.
+    """
     sequences: ClassVar[bool] = False
-    """True if it is for sequences (of a FASTA file), whose tokens are in their own order; else for cells."""
+    """True if it is for sequences (of a FASTA file), whose tokens are in their own order; else for
+    cells.
+    """
 
     tokenizer: str
     max_tokens: int = Field(2048, ge=1)
-    """Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end)."""
+    """Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end).
+    """
     truncation: Literal["top", "random", "variable"] = "top"
-    """Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a random sample, new
-    each epoch in training, and fixed by the cell's counts in validation and embedding. variable: the genes that vary
-    most over the corpus, which requires vocabulary.variability."""
+    """Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a
+    random sample, new each epoch in training, and fixed by the cell's counts in validation and
+    embedding. variable: the genes that vary most over the corpus, which requires
+    vocabulary.variability.
+    """
     zero_frac: float = Field(0.0, ge=0, lt=1)
-    """Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by truncation random; fewer
-    if the vocabulary has no more. They count towards max_tokens."""
+    """Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by
+    truncation random; fewer if the vocabulary has no more. They count towards max_tokens.
+    """
     covariates: Names = Field([])
-    """obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves these tokens out."""
+    """obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves
+    these tokens out.
+    """
     covariate_unknown_frac: float = Field(0.1, ge=0, le=1)
-    """Probability of the unknown level for a covariate of a training cell, as cells of unknown values have it."""
+    """Probability of the unknown level for a covariate of a training cell, as cells of unknown
+    values have it.
+    """
 
     def problems(self) -> Iterator[str]:
         if self.sequences and (self.truncation != "top" or self.zero_frac):
@@ -49,7 +68,9 @@ class Tokens(Plugin):
 
     @property
     def n_values(self) -> int:
-        """Rows of an embedding table of the values (classes or places); 0 for value kinds none and scalar."""
+        """Rows of an embedding table of the values (classes or places); 0 for value kinds none and
+        scalar.
+        """
         return 0
 
     @property
@@ -58,8 +79,9 @@ class Tokens(Plugin):
         return False
 
     def fitted(self, quantiles: Sequence[float]) -> Self:
-        """These options with values fitted to the corpus, where `needs_quantiles`: to quantiles of its nonzero values
-        log(1 + counts per 10,000), at equal steps of probability from 0 to 1."""
+        """These options with values fitted to the corpus, where `needs_quantiles`: to quantiles of
+        its nonzero values log(1 + counts per 10,000), at equal steps of probability from 0 to 1.
+        """
         return self
 
 
@@ -79,11 +101,17 @@ class BinnedTokens(Tokens):
     tokenizer: Literal["binned"] = "binned"
     bins: int = Field(51, ge=2, description="Number of bins.")
     binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = "quantile_cell"
-    """Bin edges. quantile_cell: quantiles of the cell's counts (scGPT). uniform: equal steps of log(1 + counts per
-    10,000) from 0 to max_value. quantile_corpus: quantiles over the corpus; requires vocabulary.quantiles."""
-    max_value: float = Field(10.0, gt=0, description="Last edge of binning uniform; larger values are in the last bin.")
+    """Bin edges. quantile_cell: quantiles of the cell's counts (scGPT). uniform: equal steps of
+    log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles over the corpus;
+    requires vocabulary.quantiles.
+    """
+    max_value: float = Field(
+        10.0, gt=0, description="Last edge of binning uniform; larger values are in the last bin."
+    )
     edges: list[float] | None = None
-    """Inner edges of binning quantile_corpus, log(1 + counts per 10,000), ascending; null: of the vocabulary."""
+    """Inner edges of binning quantile_corpus, log(1 + counts per 10,000), ascending; null: of the
+    vocabulary.
+    """
 
     @property
     def n_values(self) -> int:

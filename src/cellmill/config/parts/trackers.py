@@ -1,6 +1,7 @@
 """Section `track`: trackers and observers beside metrics.jsonl and the console. Torch-free.
 
-Keys and passwords of services come from the environment alone: options are written to run.json and to reports.
+Keys and passwords of services come from the environment alone: options are written to run.json and
+to reports.
 """
 
 from collections.abc import Iterator
@@ -48,7 +49,9 @@ class MlflowConfig(TrackerConfig):
     implementation = "cellmill.track.to_mlflow:MlflowTracker"
     name: Literal["mlflow"] = "mlflow"
     uri: str | None = None
-    """Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's default."""
+    """Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's
+    default.
+    """
     experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
 
 
@@ -58,7 +61,9 @@ class WandbConfig(TrackerConfig):
     implementation = "cellmill.track.to_wandb:WandbTracker"
     name: Literal["wandb"] = "wandb"
     project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
-    entity: str | None = Field(None, description="User or team; null is WANDB_ENTITY, or your default.")
+    entity: str | None = Field(
+        None, description="User or team; null is WANDB_ENTITY, or your default."
+    )
     mode: Literal["online", "offline"] | None = None
     """offline: files in `train/track/wandb` of the run, for `wandb sync`. null is WANDB_MODE."""
 
@@ -76,8 +81,12 @@ class CometConfig(TrackerConfig):
 
     implementation = "cellmill.track.to_comet:CometTracker"
     name: Literal["comet"] = "comet"
-    project: str | None = Field(None, description="Project; null is COMET_PROJECT_NAME, or Comet's default.")
-    workspace: str | None = Field(None, description="Workspace; null is COMET_WORKSPACE, or your default.")
+    project: str | None = Field(
+        None, description="Project; null is COMET_PROJECT_NAME, or Comet's default."
+    )
+    workspace: str | None = Field(
+        None, description="Workspace; null is COMET_WORKSPACE, or your default."
+    )
     mode: Literal["online", "offline"] = "online"
     """offline: zip files in `train/track/comet` of the run, for `comet upload`."""
 
@@ -92,11 +101,16 @@ class LangfuseConfig(TrackerConfig):
 
 
 class Track(Section):
-    """Trackers and observers of a training, beside metrics.jsonl and the console, each in a process of its own."""
+    """Trackers and observers of a training, beside metrics.jsonl and the console, each in a process
+    of its own.
+    """
 
-    to: Annotated[dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))] = Field(
-        default={}, description="Trackers to use, by name, each with its options or null."
-    )
+    to: Annotated[
+        dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))
+    ] = Field(default={}, description="Trackers to use, by name, each with its options or null.")
     observers: Annotated[
         dict[str, SerializeAsAny[ObserverConfig]], BeforeValidator(partial(by_name, ObserverConfig))
-    ] = Field(default={}, description="Installed observers to use, by name, each with its options or null.")
+    ] = Field(
+        default={},
+        description="Installed observers to use, by name, each with its options or null.",
+    )

@@ -1,12 +1,14 @@
 """Vocabulary of a corpus, from its cells in one pass over the files (two for `select: seurat_v3`).
 
-Genes are chosen by a list, by being protein coding, by the cells in which they are detected, or by their variability.
-Medians come from histograms of logarithms, which are exact to 0.5 % and can be added in any order.
+Genes are chosen by a list, by being protein coding, by the cells in which they are detected, or by
+their variability. Medians come from histograms of logarithms, which are exact to 0.5 % and can be
+added in any order.
 
-Highly variable genes follow two flavors of scanpy's `highly_variable_genes`, computed from sums over blocks of cells.
-`seurat` (Satija et al. 2015) ranks genes by their dispersion (variance over mean of counts per 10,000), standardised
-among genes of a similar mean. `seurat_v3` (Stuart et al. 2019) ranks by the variance of counts, standardised by a curve
-of variance over mean, with large counts clipped: that takes a second pass over the cells.
+Highly variable genes follow two flavors of scanpy's `highly_variable_genes`, computed from sums
+over blocks of cells. `seurat` (Satija et al. 2015) ranks genes by their dispersion (variance over
+mean of counts per 10,000), standardised among genes of a similar mean. `seurat_v3` (Stuart et al.
+2019) ranks by the variance of counts, standardised by a curve of variance over mean, with large
+counts clipped: that takes a second pass over the cells.
 """
 
 from collections import Counter
@@ -29,7 +31,13 @@ from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import optional_package
-from cellmill.data.split import hash_cells, hash_genes, split_by_value, split_of_hashes, values_that_split
+from cellmill.data.split import (
+    hash_cells,
+    hash_genes,
+    split_by_value,
+    split_of_hashes,
+    values_that_split,
+)
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import progress
 
@@ -38,7 +46,8 @@ _PIECE = 1 << 16  # values at a time, and genes: those whose numbers fit into a 
 _GENES = 256
 _PARTS = 1000  # of the quantiles of a corpus
 
-# bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell with one gene)
+# bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell
+# with one gene)
 _LOW = -10 * np.log(2.0)
 _WIDTH = 2 * np.log1p(0.005) * 0.999  # the middle of a bin is within 0.5 % of its values
 _BINS = int(np.ceil((np.log(TARGET_SUM) - _LOW) / _WIDTH)) + 1
@@ -72,21 +81,29 @@ class Medians:
         return self._bins.sum(axis=1, dtype=np.int64)
 
     def medians(self, rows: np.ndarray) -> np.ndarray:
-        """Median of each of the genes `rows`, which have values, float32; of an even number the mean of the two in the
-        middle."""
+        """Median of each of the genes `rows`, which have values, float32; of an even number the
+        mean of the two in the middle.
+        """
         result = np.empty(len(rows), np.float32)
         for first in range(0, len(rows), _GENES):
             bins = self._bins[rows[first : first + _GENES]]
-            total = np.cumsum(bins, dtype=np.int64)  # over all of these genes: one search finds the middle of each
+            # over all of these genes: one search finds the middle of each
+            total = np.cumsum(bins, dtype=np.int64)
             ends = total[_BINS - 1 :: _BINS]
             starts = np.concatenate([[0], ends[:-1]])
             n = ends - starts
-            middle = np.searchsorted(total, np.stack([starts + (n + 1) // 2, starts + n // 2 + 1], axis=1)) % _BINS
+            middle = (
+                np.searchsorted(
+                    total, np.stack([starts + (n + 1) // 2, starts + n // 2 + 1], axis=1)
+                )
+                % _BINS
+            )
             result[first : first + _GENES] = np.exp(_LOW + (middle + 0.5) * _WIDTH).mean(axis=1)
         return result
 
     def quantiles(self, rows: np.ndarray) -> np.ndarray:
-        """Quantiles of log(1 + value) over all values of the genes `rows` together, at per mille from 0 to 1; float32.
+        """Quantiles of log(1 + value) over all values of the genes `rows` together, at per mille
+        from 0 to 1; float32.
 
         Counts per 10,000 are within 0.5 % of the exact quantile.
         """
@@ -104,10 +121,14 @@ class Moments:
         self.sums, self.squares = np.zeros(n_genes), np.zeros(n_genes)
 
     def add(self, genes: np.ndarray, values: np.ndarray, n_cells: int) -> None:
-        """Add nonzero values, `(n,)`, each of the gene at the same position of `genes`, of `n_cells` more cells."""
+        """Add nonzero values, `(n,)`, each of the gene at the same position of `genes`, of
+        `n_cells` more cells.
+        """
         self.n_cells += n_cells
         self.sums += np.bincount(genes, values, minlength=len(self.sums))
-        self.squares += np.bincount(genes, np.square(values, dtype=np.float64), minlength=len(self.sums))
+        self.squares += np.bincount(
+            genes, np.square(values, dtype=np.float64), minlength=len(self.sums)
+        )
 
     def of_genes(self, genes: np.ndarray) -> Self:
         """Sums of the genes at the positions `genes` alone."""
@@ -122,16 +143,19 @@ class Moments:
     @property
     def variance(self) -> np.ndarray:
         """Unbiased variance over all cells, those without the gene included."""
-        return (self.squares / self.n_cells - self.mean**2) * (self.n_cells / max(1, self.n_cells - 1))
+        return (self.squares / self.n_cells - self.mean**2) * (
+            self.n_cells / max(1, self.n_cells - 1)
+        )
 
 
 def build_vocabulary(
     paths: Iterable[Path], options: VocabularyConfig | None = None, split: Shard | None = None
 ) -> Vocabulary:
-    """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all residues.
+    """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all
+    residues.
 
-    With `split`, cells of val and test have no part in it. Raises DataError when a file shares no gene with the others,
-    or no gene is left.
+    With `split`, cells of val and test have no part in it. Raises DataError when a file shares no
+    gene with the others, or no gene is left.
     """
     paths, options = [Path(path) for path in paths], options or VocabularyConfig.model_validate({})
     symbols, ordered = _read_symbols(paths)
@@ -146,7 +170,9 @@ def build_vocabulary(
         per_10k = counts_per_10k(block.data, block.indptr)
         medians.add(genes, per_10k)
         if measured:
-            moments.add(genes, block.data if options.select == "seurat_v3" else per_10k, block.shape[0])
+            moments.add(
+                genes, block.data if options.select == "seurat_v3" else per_10k, block.shape[0]
+            )
     n_cells = medians.counts()
     keep = np.flatnonzero(allowed & (n_cells >= max(options.min_cells, 1)))
     if not len(keep):
@@ -161,7 +187,11 @@ def build_vocabulary(
     elif measured:
         scores = _standardised_dispersion(moments.of_genes(keep))
     if options.max_genes is not None:
-        chosen = np.sort(_by_score(n_cells[keep] if options.select == "detected" else scores)[: options.max_genes])
+        chosen = np.sort(
+            _by_score(n_cells[keep] if options.select == "detected" else scores)[
+                : options.max_genes
+            ]
+        )
         keep, scores = keep[chosen], scores[chosen]
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
@@ -171,9 +201,13 @@ def build_vocabulary(
         theirs = Vocabulary.read(path := Path(vocabulary_file(options.medians)))
         rows = theirs.rows_of(ids)
         if not (rows >= 0).any():
-            raise DataError(f"vocabulary.medians: {path}: it has no gene of the corpus; name another model")
+            raise DataError(
+                f"vocabulary.medians: {path}: it has no gene of the corpus; name another model"
+            )
         own = np.where(rows >= 0, theirs.medians[rows], own)
-    return Vocabulary(ids, [symbols[gene] for gene in ids], n_cells[keep], own, fitted, ranks, cells.training())
+    return Vocabulary(
+        ids, [symbols[gene] for gene in ids], n_cells[keep], own, fitted, ranks, cells.training()
+    )
 
 
 class _Cells:
@@ -182,8 +216,12 @@ class _Cells:
     def __init__(self, paths: list[Path], gene_ids: list[str], split: Shard | None):
         self._paths, self.gene_ids, self._split = paths, gene_ids, split
         self._rows = {gene: row for row, gene in enumerate(gene_ids)}
-        self._gene_hashes = hash_genes(gene_ids if split is not None and split.split_by is None else [])
-        self._masks = {} if split is None or split.split_by is None else _training_masks(paths, split)
+        self._gene_hashes = hash_genes(
+            gene_ids if split is not None and split.split_by is None else []
+        )
+        self._masks = (
+            {} if split is None or split.split_by is None else _training_masks(paths, split)
+        )
         self._n_training = self._n_all = 0
 
     def blocks(self) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
@@ -196,7 +234,9 @@ class _Cells:
                 for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
                     last = first + block.shape[0]
                     if self._split is not None:
-                        is_training = self._is_training(path, block, row_of_column, slice(first, last))
+                        is_training = self._is_training(
+                            path, block, row_of_column, slice(first, last)
+                        )
                         block = select_rows(block, is_training)
                     self._n_all += last - first
                     self._n_training += block.shape[0]
@@ -204,19 +244,29 @@ class _Cells:
                     yield row_of_column.take(block.indices), block
 
     def training(self) -> VocabularyCells | None:
-        """The cells that `blocks` gave last; None for all cells. Raises DataError if there was none."""
+        """The cells that `blocks` gave last; None for all cells. Raises DataError if there was
+        none.
+        """
         if self._split is None:
             return None
         if not self._n_training:
-            raise DataError(f"none of {self._n_all:,} cells is for training; lower shard.val_frac or test_frac")
+            raise DataError(
+                f"none of {self._n_all:,} cells is for training; lower shard.val_frac or test_frac"
+            )
         return VocabularyCells(self._n_training, self._n_all, self._split.split_by or "")
 
-    def _is_training(self, path: Path, block: sp.csr_matrix, row_of_column: np.ndarray, rows: slice) -> np.ndarray:
+    def _is_training(
+        self, path: Path, block: sp.csr_matrix, row_of_column: np.ndarray, rows: slice
+    ) -> np.ndarray:
         assert self._split is not None
         if self._split.split_by is not None:
             return self._masks[path][rows]
-        hashes = hash_cells(block.indptr, row_of_column.take(block.indices), block.data, self._gene_hashes)
-        split = split_of_hashes(hashes[:, 0], self._split.seed, self._split.val_frac, self._split.test_frac)
+        hashes = hash_cells(
+            block.indptr, row_of_column.take(block.indices), block.data, self._gene_hashes
+        )
+        split = split_of_hashes(
+            hashes[:, 0], self._split.seed, self._split.val_frac, self._split.test_frac
+        )
         return split == SPLITS.index("train")
 
 
@@ -228,7 +278,9 @@ def _training_masks(paths: list[Path], split: Shard) -> dict[Path, np.ndarray]:
         with open_counts(path) as reader:
             values.append(values_that_split(reader, split.split_by))
     joined = np.concatenate(values)
-    found = split_by_value(joined, split.split_by, split.seed, split.val_frac, split.test_frac, split.train_values)
+    found = split_by_value(
+        joined, split.split_by, split.seed, split.val_frac, split.test_frac, split.train_values
+    )
     ends = np.cumsum([len(own) for own in values])[:-1]
     return dict(zip(paths, np.split(found == SPLITS.index("train"), ends)))
 
@@ -238,7 +290,9 @@ def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
     mean = np.where(per_10k.mean == 0, _NO_MEAN, per_10k.mean)
     dispersion = per_10k.variance / mean
     dispersion[dispersion <= 0] = np.nan
-    table = pd.DataFrame({"dispersion": np.log(dispersion), "bin": pd.cut(np.log1p(mean), _MEAN_BINS)})
+    table = pd.DataFrame(
+        {"dispersion": np.log(dispersion), "bin": pd.cut(np.log1p(mean), _MEAN_BINS)}
+    )
     groups = table.groupby("bin", observed=True)["dispersion"]
     centre, spread = groups.transform("mean"), groups.transform("std")
     alone = spread.isna()  # the only gene of its bin: its score is 1
@@ -247,10 +301,11 @@ def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
 
 
 def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> np.ndarray:
-    """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second pass over the files.
+    """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second
+    pass over the files.
 
-    The deviation that the mean of a gene predicts is a local regression of degree 2. Raises ConfigError without
-    scikit-misc.
+    The deviation that the mean of a gene predicts is a local regression of degree 2. Raises
+    ConfigError without scikit-misc.
     """
     loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
     n, mean, varies = counts.n_cells, counts.mean, counts.variance > 0
@@ -285,12 +340,19 @@ def _allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray
                 f"vocabulary.protein_coding requires Ensembl ids, got gene {gene_ids[organisms.index(None)]!r}; set "
                 "preprocess.organism, or protein_coding to no"
             )
-        coding = [gene in gene_table(str(organism)).protein_coding for gene, organism in zip(gene_ids, organisms)]
+        coding = [
+            gene in gene_table(str(organism)).protein_coding
+            for gene, organism in zip(gene_ids, organisms)
+        ]
         if not any(coding):
-            raise DataError(f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding")
+            raise DataError(
+                f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding"
+            )
         allowed &= coding
     if not allowed.any():
-        raise DataError("no gene is left for the vocabulary: none in vocabulary.genes is protein coding")
+        raise DataError(
+            "no gene is left for the vocabulary: none in vocabulary.genes is protein coding"
+        )
     return allowed
 
 
@@ -310,49 +372,77 @@ def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
     known = {gene for gene, keep in zip(gene_ids, allowed) if keep}
     absent = [name for name, *ids in zip(names, *tables) if known.isdisjoint({name, *ids})]
     if absent:
-        print(f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}")
+        print(
+            f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}"
+        )
     return allowed
 
 
 def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
-    """All residues, also those in no sequence, with the number of sequences that have each. Medians are 1.
+    """All residues, also those in no sequence, with the number of sequences that have each. Medians
+    are 1.
 
     Of ranked cells all genes of the file, with its symbols and medians, which all files share.
     """
-    n_cells, residues, symbols, medians = np.zeros(0, np.int64), list[str](), list[str](), np.ones(0, np.float32)
+    n_cells, residues, symbols, medians = (
+        np.zeros(0, np.int64),
+        list[str](),
+        list[str](),
+        np.ones(0, np.float32),
+    )
     for path in paths:
         with open_counts(path) as reader:
             own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
             if path == paths[0]:
-                n_cells, residues, medians = np.zeros(reader.n_vars, np.int64), reader.var_names, own
+                n_cells, residues, medians = (
+                    np.zeros(reader.n_vars, np.int64),
+                    reader.var_names,
+                    own,
+                )
                 symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
             if reader.var_names != residues or not np.array_equal(own, medians):
-                raise DataError(f"{path}: its genes or medians are not those of {paths[0]}; convert both alike")
+                raise DataError(
+                    f"{path}: its genes or medians are not those of {paths[0]}; convert both alike"
+                )
             for block in reader.rows():
-                pairs = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars + block.indices
+                pairs = (
+                    np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars
+                    + block.indices
+                )
                 n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
     return Vocabulary(residues, symbols, n_cells, medians)
 
 
 def _read_symbols(paths: list[Path]) -> tuple[dict[str, str], bool]:
-    """Symbol of every gene in the files; if they differ, the first in alphabetical order. True if all are sequences."""
+    """Symbol of every gene in the files; if they differ, the first in alphabetical order. True if
+    all are sequences.
+    """
     symbols: dict[str, str] = {}
     kinds: dict[bool, Path] = {}  # a file of sequences (True), and one of cells
     genes: dict[Path, list[str]] = {}
     organisms: dict[Path, set[str]] = {}
     for path in paths:
         with open_counts(path) as reader:
-            known = set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
-            organisms[path] = known if known and known <= {*ORGANISMS} else {*ORGANISMS}  # unknown: may be any
-            refuse_duplicates(path, "var", reader.var.index, "preprocess the file, which sums counts of one gene")
+            known = (
+                set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
+            )
+            # unknown: may be any
+            organisms[path] = known if known and known <= {*ORGANISMS} else {*ORGANISMS}
+            refuse_duplicates(
+                path, "var", reader.var.index, "preprocess the file, which sums counts of one gene"
+            )
             genes[path], own = reader.var_names, reader.var.get("symbol", reader.var.index)
             kinds.setdefault(reader.ordered, path)
         if len(kinds) == 2:
-            raise DataError(f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own")
+            raise DataError(
+                f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own"
+            )
         for gene, symbol in zip(genes[path], map(str, own)):
             for text in (gene, symbol):
                 if text != " ".join(text.split()) or gene in SPECIAL:
-                    raise DataError(f"{path}: {text!r} cannot name a gene: a special token, or odd whitespace")
+                    raise DataError(
+                        f"{path}: {text!r} cannot name a gene: a special token, or odd whitespace"
+                    )
             symbols[gene] = min(symbols.get(gene, symbol), symbol)
     n_files = Counter(gene for own in genes.values() for gene in own)
     for path in paths:

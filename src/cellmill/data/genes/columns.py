@@ -1,7 +1,8 @@
-"""The column of `var` that names a file's genes: the index or any column of text, whichever names most genes.
+"""The column of `var` that names a file's genes: the index or any column of text, whichever names
+most genes.
 
-Other columns that agree with it fill its gaps: a file may have ids of some genes and symbols of all. Ensembl ids come
-before symbols, since a symbol may be that of two genes.
+Other columns that agree with it fill its gaps: a file may have ids of some genes and symbols of
+all. Ensembl ids come before symbols, since a symbol may be that of two genes.
 """
 
 from collections import Counter
@@ -15,7 +16,8 @@ from cellmill.data.arrays import text_values
 from cellmill.data.genes.lookup import MISSING, Matches, match_names
 
 INDEX = "the index"
-_LEAST_AGREEMENT = 0.8  # of the genes that two columns have in common, for the second to fill gaps of the first
+# of the genes that two columns have in common, for the second to fill gaps of the first
+_LEAST_AGREEMENT = 0.8
 _FEW = 10  # genes in common that say nothing
 _MOSTLY = 0.5  # of the texts of a column
 
@@ -47,7 +49,9 @@ class NameColumn:
         return self.matches.n_matched > _MOSTLY * self.n_filled
 
     def agreement(self, other: "NameColumn") -> float:
-        """Share of rows with the same gene, of the rows where both columns have one; 1 for few such rows."""
+        """Share of rows with the same gene, of the rows where both columns have one; 1 for few such
+        rows.
+        """
         pairs = zip(self.matches.gene_ids, other.matches.gene_ids)
         is_same = [own == others for own, others in pairs if own and others]
         if len(is_same) < _FEW:
@@ -60,14 +64,20 @@ class GeneNames:
     """Genes of the rows of `var`, and where their names come from."""
 
     column: str  # the column that names most genes
-    gene_ids: list[str] = field(default_factory=list)  # Ensembl id of each row; empty if unknown or ambiguous
-    kinds: list[str] = field(default_factory=list)  # id, symbol, previous, alias, ambiguous or unmapped
-    texts: list[str] = field(default_factory=list)  # the name of each row in the column that names it
+    # Ensembl id of each row; empty if unknown or ambiguous
+    gene_ids: list[str] = field(default_factory=list)
+    # id, symbol, previous, alias, ambiguous or unmapped
+    kinds: list[str] = field(default_factory=list)
+    # the name of each row in the column that names it
+    texts: list[str] = field(default_factory=list)
     used: Counter[str] = field(default_factory=Counter)  # number of genes from each column
-    prefixes: Counter[str] = field(default_factory=Counter)  # prefix that was removed -> number of names
-    made_unique: dict[str, str] = field(default_factory=dict)  # as in Matches, of the names that were used
+    # prefix that was removed -> number of names
+    prefixes: Counter[str] = field(default_factory=Counter)
+    # as in Matches, of the names that were used
+    made_unique: dict[str, str] = field(default_factory=dict)
     respelled: dict[str, str] = field(default_factory=dict)
-    coverage: dict[str, float] = field(default_factory=dict)  # share of rows with a gene, by column that was looked at
+    # share of rows with a gene, by column that was looked at
+    coverage: dict[str, float] = field(default_factory=dict)
     conflict: str | None = None  # a column that names as many genes, but others
 
     def add(self, column: NameColumn, row: int) -> None:
@@ -91,7 +101,8 @@ class GeneNames:
 def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> GeneNames:
     """Genes of a file by the column of `var` that names most of them; `names` are the index.
 
-    Of columns with equally many genes the one with more Ensembl ids is taken, then the index, then the first.
+    Of columns with equally many genes the one with more Ensembl ids is taken, then the index, then
+    the first.
     """
     columns = _read_columns(names, var, organism)
     best = max(columns, key=lambda column: (column.matches.n_genes, column.n_ids))
@@ -108,7 +119,9 @@ def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> Gene
 
 
 def text_columns(var: pd.DataFrame) -> dict[str, list[str]]:
-    """Texts of the columns that hold text, or categories of text, by name; empty where a value is missing."""
+    """Texts of the columns that hold text, or categories of text, by name; empty where a value is
+    missing.
+    """
     found = {}
     for position, name in enumerate(var.columns):
         column = var.iloc[:, position]

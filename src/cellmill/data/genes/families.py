@@ -1,4 +1,6 @@
-"""Families of names that are not the genes of an organism with a table: what they are, and what to do about them."""
+"""Families of names that are not the genes of an organism with a table: what they are, and what to
+do about them.
+"""
 
 import re
 from collections import Counter
@@ -24,34 +26,60 @@ def _family(pattern: str, kind: str, remedy: str) -> Family:
 
 
 _TO_IDS = "replace them by Ensembl gene ids, with the annotation that the file was made with"
-_OTHER_ORGANISM = (
-    "set preprocess.organism to null to use the names as they are, or map them to human or mouse orthologs"
-)
+_OTHER_ORGANISM = "set preprocess.organism to null to use the names as they are, or map them to human or mouse orthologs"
 FAMILIES = (
-    _family(r"ENS[A-Z]*T\d{11}(\.\d+)?", "Ensembl ids of transcripts", "add up the transcripts of each gene first"),
+    _family(
+        r"ENS[A-Z]*T\d{11}(\.\d+)?",
+        "Ensembl ids of transcripts",
+        "add up the transcripts of each gene first",
+    ),
     _family(r"ENS[A-Z]*P\d{11}(\.\d+)?", "Ensembl ids of proteins", _TO_IDS),
-    _family(r"ENS[A-Z]*E\d{11}(\.\d+)?", "Ensembl ids of exons", "add up the exons of each gene first"),
-    _family(r"ENS(?!MUSG)[A-Z]{2,}G\d{11}(\.\d+)?", "Ensembl ids of another organism", _OTHER_ORGANISM),
-    _family(r"(FBgn|WBGene)\d+|AT[1-5MC]G\d{5}|Y[A-P][LR]\d{3}[WC].*", "genes of another organism", _OTHER_ORGANISM),
-    _family(r"[NX][MR]_\d+(\.\d+)?", "RefSeq transcripts", "add up the transcripts of each gene first"),
-    _family(r"[NX]P_\d+(\.\d+)?|[OPQ]\d[A-Z0-9]{3}\d|[A-NR-Z]\d[A-Z][A-Z0-9]{2}\d", "ids of proteins", _TO_IDS),
+    _family(
+        r"ENS[A-Z]*E\d{11}(\.\d+)?", "Ensembl ids of exons", "add up the exons of each gene first"
+    ),
+    _family(
+        r"ENS(?!MUSG)[A-Z]{2,}G\d{11}(\.\d+)?", "Ensembl ids of another organism", _OTHER_ORGANISM
+    ),
+    _family(
+        r"(FBgn|WBGene)\d+|AT[1-5MC]G\d{5}|Y[A-P][LR]\d{3}[WC].*",
+        "genes of another organism",
+        _OTHER_ORGANISM,
+    ),
+    _family(
+        r"[NX][MR]_\d+(\.\d+)?", "RefSeq transcripts", "add up the transcripts of each gene first"
+    ),
+    _family(
+        r"[NX]P_\d+(\.\d+)?|[OPQ]\d[A-Z0-9]{3}\d|[A-NR-Z]\d[A-Z][A-Z0-9]{2}\d",
+        "ids of proteins",
+        _TO_IDS,
+    ),
     _family(r"\d+(_[a-z])?_at|AFFX.*", "Affymetrix probes", "map probes to genes first"),
     _family(r"ILMN_\d+|A_\d\d_P\d+|cg\d{8}", "probes of an array", "map probes to genes first"),
-    _family(r"(chr)?[0-9XYM]{1,2}[:_-]\d+[_-]\d+", "regions of the genome", "use the gene expression matrix"),
+    _family(
+        r"(chr)?[0-9XYM]{1,2}[:_-]\d+[_-]\d+",
+        "regions of the genome",
+        "use the gene expression matrix",
+    ),
     _family(
         r"(?i)(adt|ab|cite|prot|protein|hto|totalseq|abseq|antibody)[-_.:].*"
         r"|.*(totalseq|hashtag|isotype|\|pabo).*|anti[-_ ].*",
         "antibodies",
         "use the matrix of gene expression",
     ),
-    _family(r"(?i)(sg|sgrna|grna|guide|crispr)[-_.:].*|.*[-_]sg\d+", "guides", "use the matrix of gene expression"),
+    _family(
+        r"(?i)(sg|sgrna|grna|guide|crispr)[-_.:].*|.*[-_]sg\d+",
+        "guides",
+        "use the matrix of gene expression",
+    ),
     _family(r"(hsa|mmu)-(mir|let|miR)-.*", "microRNAs of miRBase", _TO_IDS),
 )
 _NUMBER = re.compile(r"[0-9]+")
 
 
 def describe_names(names: Sequence[str], organism: str) -> str | None:
-    """Line on names that are not genes of `organism`, with the way on; None if they look like nothing known."""
+    """Line on names that are not genes of `organism`, with the way on; None if they look like
+    nothing known.
+    """
     names = [name for name in names if name not in MISSING]
     least = max(1.0, _LEAST_SHARE * len(names))
     numbers = [int(name) for name in names if _NUMBER.fullmatch(name)]
@@ -64,9 +92,7 @@ def describe_names(names: Sequence[str], organism: str) -> str | None:
     same_letters = _in_other_case(names, organism)
     if same_letters and len(same_letters) >= least:
         name, symbol = next(iter(same_letters.items()))
-        return (
-            f"{len(same_letters):,} differ from {organism} symbols in upper and lower case, as {name!r} from {symbol!r}"
-        )
+        return f"{len(same_letters):,} differ from {organism} symbols in upper and lower case, as {name!r} from {symbol!r}"
     return None
 
 

@@ -1,7 +1,7 @@
 """Ensembl ids of names as they are written in files.
 
-A name is an Ensembl id (with or without a version, next to a symbol or not), a current symbol, a previous symbol or an
-alias. Names that are none of these may still be one that a tool has changed:
+A name is an Ensembl id (with or without a version, next to a symbol or not), a current symbol, a
+previous symbol or an alias. Names that are none of these may still be one that a tool has changed:
 
     GRCh38_TP53, hg19-TP53    a prefix that many names of the file share, and that leaves known genes when removed
     TP53|7157, TP53 (7157)    several names of one gene
@@ -32,7 +32,9 @@ _MOST_REPEATED = 0.1  # of the genes with a prefix, that the file also has witho
 _NO_GENE = re.compile(
     r"(?i)(adt|ab|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|sg|sgrna|grna|guide|crispr)[^a-z]|.*\|pabo$"
 )
-"""Names of antibodies and guides: the symbol in them is that of their target, whose counts they do not hold."""
+"""Names of antibodies and guides: the symbol in them is that of their target, whose counts they do
+not hold.
+"""
 
 
 class Match(NamedTuple):
@@ -48,9 +50,12 @@ class Matches:
 
     gene_ids: list[str]
     kinds: list[str]
-    made_unique: dict[str, str] = field(default_factory=dict)  # a name with a suffix -> the name that it repeats
-    prefixes: dict[str, str] = field(default_factory=dict)  # a name -> the prefix that was removed from it
-    respelled: dict[str, str] = field(default_factory=dict)  # a name of several parts, or with `.` for `-` -> its part
+    # a name with a suffix -> the name that it repeats
+    made_unique: dict[str, str] = field(default_factory=dict)
+    # a name -> the prefix that was removed from it
+    prefixes: dict[str, str] = field(default_factory=dict)
+    # a name of several parts, or with `.` for `-` -> its part
+    respelled: dict[str, str] = field(default_factory=dict)
 
     @property
     def n_genes(self) -> int:
@@ -75,7 +80,8 @@ def look_up(name: str, organism: str) -> Match:
 def match_names(names: Sequence[str], organism: str) -> Matches:
     """Genes of the names of one file, which are looked at together."""
     known = {
-        name: Match("", "unmapped") if _is_missing(name) else look_up(name, organism) for name in dict.fromkeys(names)
+        name: Match("", "unmapped") if _is_missing(name) else look_up(name, organism)
+        for name in dict.fromkeys(names)
     }
     respelled = dict[str, str]()
     unknown = list[str]()
@@ -118,14 +124,17 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
 
 
 def _is_missing(name: str) -> bool:
-    """True for a missing name, also with the suffix that made several of them unique: NA, NA.1, NA.2 of R."""
+    """True for a missing name, also with the suffix that made several of them unique: NA, NA.1,
+    NA.2 of R.
+    """
     copy = _COPY.fullmatch(name)
     return name in MISSING or (copy is not None and copy[1] in MISSING)
 
 
 def _symbol(name: str, table: GeneTable) -> Match:
     if name.isdecimal():
-        return Match("", "unmapped")  # a row or an Entrez number; a few are listed as aliases, such as 225 of EGR1
+        # a row or an Entrez number; a few are listed as aliases, such as 225 of EGR1
+        return Match("", "unmapped")
     for kind, ids in table.ids.items():
         gene = ids.get(name)
         if gene is not None:
@@ -144,7 +153,8 @@ def _repeated_name(name: str, known: Mapping[str, Match]) -> str | None:
         if stem not in known:
             return None
         match = known[stem]
-        # an alias such as AGT-1 is more likely a second AGT if the file has that, but not if AGT is an alias too
+        # an alias such as AGT-1 is more likely a second AGT if the file has that, but not if AGT is
+        # an alias too
         if match.gene and (match.kind not in _WEAK or known[name].kind != "alias"):
             return stem
 
@@ -165,7 +175,9 @@ def _respell(name: str, known: Mapping[str, Match], organism: str) -> tuple[Matc
     return Match("", "unmapped"), name
 
 
-def _shared_prefixes(unknown: Iterable[str], known: Mapping[str, Match], organism: str) -> list[str]:
+def _shared_prefixes(
+    unknown: Iterable[str], known: Mapping[str, Match], organism: str
+) -> list[str]:
     """Prefixes whose removal makes genes of most names that have them; the longest first."""
     carriers: dict[str, list[str]] = {}
     for name in unknown:

@@ -1,8 +1,9 @@
-"""Gene names mapped to Ensembl ids, the key of every table in cellmill, and to rows of a vocabulary.
+"""Gene names mapped to Ensembl ids, the key of every table in cellmill, and to rows of a
+vocabulary.
 
-Previous symbols and aliases are looked up too (GENCODE, HGNC and MGI; data/genes/README.md). Case matters: `Actb` is a
-mouse gene and `ACTB` a human one, and a dataset of the other organism must not pass. A name shared by several genes
-maps to none.
+Previous symbols and aliases are looked up too (GENCODE, HGNC and MGI; data/genes/README.md). Case
+matters: `Actb` is a mouse gene and `ACTB` a human one, and a dataset of the other organism must not
+pass. A name shared by several genes maps to none.
 """
 
 import re
@@ -27,13 +28,16 @@ from cellmill.errors import DataError
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
 
-MOST_LOST = 0.02  # share of a file's counts on genes without an Ensembl id above which a file is warned about
+# share of a file's counts on genes without an Ensembl id above which a file is warned about
+MOST_LOST = 0.02
 LOST_NAMES = 5  # that such a warning names
 SEPARATOR = "+"
 """Between the genes of one perturbation."""
 
 FITS_WELL = 0.5
-"""Share of a file's names that are genes of an organism, above which the file is taken for one of that organism."""
+"""Share of a file's names that are genes of an organism, above which the file is taken for one of
+that organism.
+"""
 _EXAMPLES = 10
 _OTHER_FEATURES = re.compile(
     r"antibody|antigen|crispr|guide|multiplex|hashtag|peak|chromatin|custom|sample.?tag|vdj|cmo"
@@ -60,9 +64,12 @@ class Coverage:
     by_column: dict[str, float] = field(
         default_factory=dict
     )  # share of genes with an id, by column, if several name any
-    prefixes: dict[str, int] = field(default_factory=dict)  # prefix that was left out -> number of names
-    made_unique: dict[str, str] = field(default_factory=dict)  # name with a suffix -> the name that it repeats
-    respelled: dict[str, str] = field(default_factory=dict)  # name of several parts -> the part that names the gene
+    # prefix that was left out -> number of names
+    prefixes: dict[str, int] = field(default_factory=dict)
+    # name with a suffix -> the name that it repeats
+    made_unique: dict[str, str] = field(default_factory=dict)
+    # name of several parts -> the part that names the gene
+    respelled: dict[str, str] = field(default_factory=dict)
     reference: str | None = None  # organism onto whose genes those with an id were mapped
     orthologs: int = 0  # number of them with a one-to-one ortholog
 
@@ -100,7 +107,8 @@ class MappedGenes(NamedTuple):
     is_mito: np.ndarray  # mitochondrial genes; bool
     coverage: Coverage
     names: list[str]  # as the file has them, in the column of `var` that names each gene
-    conflict: str | None = None  # a column of `var` that names as many genes as the one that was taken, but others
+    # a column of `var` that names as many genes as the one that was taken, but others
+    conflict: str | None = None
 
 
 class GeneColumns(NamedTuple):
@@ -109,7 +117,8 @@ class GeneColumns(NamedTuple):
     target: np.ndarray  # row of the vocabulary for each column, -1 for none; int32
     measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
     ordered: bool = False  # rows are sequences, and all columns are residues
-    unnamed: np.ndarray | None = None  # measured columns whose name is not one of a gene; bool, None if all are
+    # measured columns whose name is not one of a gene; bool, None if all are
+    unnamed: np.ndarray | None = None
     notes: tuple[str, ...] = ()  # lines on how the names were read
     mismatch: str | None = None  # line on genes of another organism than the model's
 
@@ -117,14 +126,20 @@ class GeneColumns(NamedTuple):
 def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None) -> MappedGenes:
     """Ensembl ids and symbols of the genes of a dataset; several genes may get the same id.
 
-    The column of `var` that names most genes is taken (`columns.choose_names`), `var_names` being its index, and each
-    name is looked up as `lookup` says. Without `organism`, names are ids.
+    The column of `var` that names most genes is taken (`columns.choose_names`), `var_names` being
+    its index, and each name is looked up as `lookup` says. Without `organism`, names are ids.
     """
     names = [str(name) for name in var_names]
     own = next((text_values(var[name]).tolist() for name in SYMBOL_COLUMNS if name in var), None)
     if organism is None:
         symbols = [symbol or name for name, symbol in zip(names, own or names)]
-        return MappedGenes(names, symbols, _mitochondrial(symbols), Coverage(None, len(names), id=len(names)), names)
+        return MappedGenes(
+            names,
+            symbols,
+            _mitochondrial(symbols),
+            Coverage(None, len(names), id=len(names)),
+            names,
+        )
     chosen = choose_names(names, var, organism)
     known = gene_table(organism).symbols
     texts = zip(chosen.texts, chosen.gene_ids, own or chosen.gene_ids)
@@ -163,9 +178,11 @@ def _coverage(chosen: GeneNames, organism: str) -> Coverage:
 
 
 def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
-    """Genes of one organism under the ids and symbols of `reference`; those without an ortholog lose their id.
+    """Genes of one organism under the ids and symbols of `reference`; those without an ortholog
+    lose their id.
 
-    `table` is a user's file of orthologs instead of the packaged one. Genes of `reference` itself stay as they are.
+    `table` is a user's file of orthologs instead of the packaged one. Genes of `reference` itself
+    stay as they are.
     """
     organism = mapped.coverage.organism
     if organism is None or organism == reference:
@@ -178,9 +195,11 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
 
 
 def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
-    """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or through orthologs.
+    """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or
+    through orthologs.
 
-    Takes the reading that matches most genes, then most columns. Raises DataError when none matches any.
+    Takes the reading that matches most genes, then most columns. Raises DataError when none matches
+    any.
     """
     if reader.ordered:
         rows = vocabulary.rows_of(reader.var_names)
@@ -216,14 +235,20 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
             unnamed[rows] = [not gene for gene in reading.gene_ids]
             notes = (*reading.notes, *describe_sums(_carriers(reading.gene_ids, names)))
             best = GeneColumns(
-                target, measured, unnamed=unnamed if unnamed.any() else None, notes=notes, mismatch=reading.mismatch
+                target,
+                measured,
+                unnamed=unnamed if unnamed.any() else None,
+                notes=notes,
+                mismatch=reading.mismatch,
             )
             most = matched
         mismatch = reading.mismatch or mismatch
         if len(known) == len(rows):
             break  # no table can match more
     if most == (0, 0) and mismatch is not None:
-        raise DataError(f"{reader.path}: no genes in common with the model: {mismatch}, and none is left")
+        raise DataError(
+            f"{reader.path}: no genes in common with the model: {mismatch}, and none is left"
+        )
     if most == (0, 0):
         first = next(iter(reader.var_names), None)
         raise DataError(
@@ -242,7 +267,9 @@ class _Reading(NamedTuple):
 
 
 def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[_Reading]:
-    """Ids of genes: as names of an organism of the vocabulary, as they are, as of another one's orthologs."""
+    """Ids of genes: as names of an organism of the vocabulary, as they are, as of another one's
+    orthologs.
+    """
     if (vocabulary.rows_of(names) >= 0).all():  # as of preprocessed cells: no table is read
         yield _Reading(names)
         return
@@ -275,24 +302,36 @@ def _carriers(gene_ids: Sequence[str], names: Sequence[str]) -> dict[str, list[s
 
 def organisms_of(vocabulary: Vocabulary) -> list[str]:
     """Organisms whose Ensembl ids a vocabulary has."""
-    return [o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)]
+    return [
+        o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)
+    ]
 
 
 def describe_changes(coverage: Coverage) -> list[str]:
-    """Lines on the column that names the genes, if it is not the index, and on what was done to its names."""
+    """Lines on the column that names the genes, if it is not the index, and on what was done to its
+    names.
+    """
     lines = []
     if coverage.column is not None:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
-        lines.append(f"genes are named by var[{coverage.column!r}] (share of names that are genes: {shares})")
+        lines.append(
+            f"genes are named by var[{coverage.column!r}] (share of names that are genes: {shares})"
+        )
     for prefix, count in coverage.prefixes.items():
         lines.append(f"prefix {prefix!r} is left out of {count:,} names")
     if coverage.respelled:
         name, part = next(iter(coverage.respelled.items()))
-        lines.append(f"{len(coverage.respelled):,} names are read in part or with '-' for '.', as {name!r} as {part!r}")
+        lines.append(
+            f"{len(coverage.respelled):,} names are read in part or with '-' for '.', as {name!r} as {part!r}"
+        )
     if coverage.made_unique:
         name, stem = next(iter(coverage.made_unique.items()))
-        repeats = f"repeat another name with a suffix that made them unique, as {name!r} repeats {stem!r}"
-        lines.append(f"{len(coverage.made_unique):,} names {repeats}: their counts are added to its gene")
+        repeats = (
+            f"repeat another name with a suffix that made them unique, as {name!r} repeats {stem!r}"
+        )
+        lines.append(
+            f"{len(coverage.made_unique):,} names {repeats}: their counts are added to its gene"
+        )
     return lines
 
 
@@ -307,7 +346,9 @@ def describe_sums(summed: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def lost_counts(frac: float, names: Sequence[str]) -> str | None:
-    """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is little."""
+    """Warning that names without an Ensembl id have the share `frac` of the counts; None if that is
+    little.
+    """
     if frac <= MOST_LOST:
         return None
     shown = ", ".join(repr(name) for name in names[:LOST_NAMES])
@@ -318,10 +359,12 @@ def lost_counts(frac: float, names: Sequence[str]) -> str | None:
 
 
 def is_expression(var: pd.DataFrame) -> np.ndarray:
-    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would pass for genes.
+    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would
+    pass for genes.
 
-    Upper and lower case are the same, and a gene without a type is one. If no type is `Gene Expression`, as in files of
-    tools that write biotypes or `Gene` there, every row is a gene but those of types that 10x has for other features.
+    Upper and lower case are the same, and a gene without a type is one. If no type is `Gene
+    Expression`, as in files of tools that write biotypes or `Gene` there, every row is a gene but
+    those of types that 10x has for other features.
     """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
@@ -338,18 +381,22 @@ def _mitochondrial(symbols: list[str]) -> np.ndarray:
 def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
     """Row of each name's gene; -1 for one that is not in the vocabulary.
 
-    A name is looked up as an id, as a symbol of the vocabulary, then in the packaged tables of its organisms.
+    A name is looked up as an id, as a symbol of the vocabulary, then in the packaged tables of its
+    organisms.
     """
     by_symbol = {symbol: row for row, symbol in enumerate(vocabulary.symbols)}
     rows = {}
     for name, known in names_of_genes(names, vocabulary).items():
         first, *others = vocabulary.rows_of(known).tolist()
-        rows[name] = next((row for row in (first, by_symbol.get(name, -1), *others) if row >= 0), -1)
+        rows[name] = next(
+            (row for row in (first, by_symbol.get(name, -1), *others) if row >= 0), -1
+        )
     return rows
 
 
 def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tuple[str, ...]]:
-    """Names under which a file may have the gene of each name: the name, its Ensembl id, its current symbol.
+    """Names under which a file may have the gene of each name: the name, its Ensembl id, its
+    current symbol.
 
     Ids and symbols come from the packaged tables of the vocabulary's organisms.
     """
@@ -364,7 +411,11 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
 
 
 def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, list[int]]:
-    """Rows of the vocabulary by perturbation, found as `rows_of_names` finds them; empty if none is known."""
+    """Rows of the vocabulary by perturbation, found as `rows_of_names` finds them; empty if none is
+    known.
+    """
     genes = {name: [part.strip() for part in name.split(SEPARATOR)] for name in names}
     rows = rows_of_names(chain.from_iterable(genes.values()), vocabulary)
-    return {name: [rows[gene] for gene in parts if rows[gene] >= 0] for name, parts in genes.items()}
+    return {
+        name: [rows[gene] for gene in parts if rows[gene] >= 0] for name, parts in genes.items()
+    }

@@ -1,8 +1,9 @@
 """Packaged tables: human and mouse genes, their one-to-one orthologs, and the Cell Ontology.
 
-Genes have the names, the biotype and the length of each Ensembl id (data/genes/README.md). Orthologs are Ensembl's; a
-pair counts only if both of its genes occur in no other pair, because pairs of duplicated genes would assign the counts
-of one gene to several. The Cell Ontology (data/ontology/README.md) has the is_a edges of its terms.
+Genes have the names, the biotype and the length of each Ensembl id (data/genes/README.md).
+Orthologs are Ensembl's; a pair counts only if both of its genes occur in no other pair, because
+pairs of duplicated genes would assign the counts of one gene to several. The Cell Ontology
+(data/ontology/README.md) has the is_a edges of its terms.
 """
 
 import gzip
@@ -20,7 +21,10 @@ PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
 """Beginning of the Ensembl ids of each organism."""
 ORGANISMS = tuple(PREFIXES)
 
-_IDS = {organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?") for organism, prefix in PREFIXES.items()}
+_IDS = {
+    organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?")
+    for organism, prefix in PREFIXES.items()
+}
 _NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA
     organism: re.compile(rf"\S.*[_|:]{pattern.pattern}|{pattern.pattern}[_|:]+[A-Za-z].*")
     for organism, pattern in _IDS.items()
@@ -32,19 +36,26 @@ class GeneTable(NamedTuple):
     """Genes of one organism, by ascending Ensembl id."""
 
     symbols: dict[str, str]  # symbol of an id; the id itself for a gene without one
-    ids: dict[str, dict[str, str]]  # kind of name (symbol, previous, alias) -> name -> id; empty for an ambiguous name
+    # kind of name (symbol, previous, alias) -> name -> id; empty for an ambiguous name
+    ids: dict[str, dict[str, str]]
     protein_coding: frozenset[str]  # ids
 
 
 def gene_id(name: str, organism: str) -> str:
-    """The Ensembl id that `name` is, without a version such as `.12`; empty if it is none of the organism."""
+    """The Ensembl id that `name` is, without a version such as `.12`; empty if it is none of the
+    organism.
+    """
     match = _IDS[organism].fullmatch(name)
     return match[1] if match else ""
 
 
 def gene_id_within(name: str, organism: str) -> str:
-    """The Ensembl id before or after a symbol in `name`, such as `HLA-DRA_ENSG00000204287`; empty if it has none."""
-    match = _NAMES_WITH_ID[organism].fullmatch(name) if name.count(PREFIXES[organism]) == 1 else None
+    """The Ensembl id before or after a symbol in `name`, such as `HLA-DRA_ENSG00000204287`; empty
+    if it has none.
+    """
+    match = (
+        _NAMES_WITH_ID[organism].fullmatch(name) if name.count(PREFIXES[organism]) == 1 else None
+    )
     return match[1] or match[2] if match else ""
 
 
@@ -64,9 +75,16 @@ def gene_table(organism: str) -> GeneTable:
         if biotype == "protein_coding":
             coding.append(gene)
         # C1orf159 is often spelled C1ORF159
-        frames = filter(_OPEN_FRAME.fullmatch, (symbol, *previous.split("|"))) if "orf" in line else ()
+        frames = (
+            filter(_OPEN_FRAME.fullmatch, (symbol, *previous.split("|"))) if "orf" in line else ()
+        )
         capitals = "|".join(frames).upper()
-        for kind, names in (("symbol", symbol), ("previous", previous), ("alias", aliases), ("alias", capitals)):
+        for kind, names in (
+            ("symbol", symbol),
+            ("previous", previous),
+            ("alias", aliases),
+            ("alias", capitals),
+        ):
             known = ids[kind]
             for name in names.split("|") if names else ():
                 known[name] = gene if known.get(name, gene) == gene else ""
@@ -94,7 +112,9 @@ _TERM_ID = re.compile(r"CL:\d{7}")
 
 
 class CellOntology:
-    """Terms and their is_a edges. `parents` are the ids of the direct superclasses of each term, by id."""
+    """Terms and their is_a edges. `parents` are the ids of the direct superclasses of each term, by
+    id.
+    """
 
     def __init__(self, parents: Mapping[str, tuple[str, ...]]) -> None:
         self.parents = parents
@@ -116,15 +136,19 @@ class CellOntology:
         return self._known[term]
 
     def nearness(self, one: str, other: str) -> float:
-        """Shared part of the superclasses of two terms, each with itself: intersection by union, 1 for the same term.
+        """Shared part of the superclasses of two terms, each with itself: intersection by union, 1
+        for the same term.
 
-        The similarity simUI of Gentleman's package GOstats (2005). Every cell is a `cell`, so it is above 0.
+        The similarity simUI of Gentleman's package GOstats (2005). Every cell is a `cell`, so it is
+        above 0.
         """
         a, b = self.ancestors(one).keys(), self.ancestors(other).keys()
         return len(a & b) / len(a | b)
 
     def steps(self, one: str, other: str) -> int:
-        """is_a edges on the shortest way from both terms up to a common superclass (Rada et al. 1989)."""
+        """is_a edges on the shortest way from both terms up to a common superclass (Rada et al.
+        1989).
+        """
         a, b = self.ancestors(one), self.ancestors(other)
         return min(a[term] + b[term] for term in a.keys() & b.keys())
 
@@ -136,10 +160,14 @@ def is_term_id(text: str) -> bool:
 
 @cache
 def cell_ontology() -> CellOntology:
-    with gzip.open(Path(__file__).parents[1] / "ontology" / "cell_ontology.tsv.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(
+        Path(__file__).parents[1] / "ontology" / "cell_ontology.tsv.gz", "rt", encoding="utf-8"
+    ) as file:
         next(file)
         rows = [line.rstrip("\n").split("\t") for line in file]
-    return CellOntology({term: tuple(parents.split("|")) if parents else () for term, _, parents in rows})
+    return CellOntology(
+        {term: tuple(parents.split("|")) if parents else () for term, _, parents in rows}
+    )
 
 
 @cache
@@ -153,11 +181,14 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
     header = [name.strip().lower() for name in next(lines, "").split("\t")]
     if missing := [name for name in (organism, reference) if name not in header]:
         wanted = f"the columns {organism} and {reference}, of Ensembl ids"
-        raise DataError(f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)")
+        raise DataError(
+            f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)"
+        )
     columns = {kind: header.index(kind) for kind in (organism, reference)}
     pairs: set[tuple[str, ...]] = set()
     for number, line in enumerate(lines, start=2):
-        cells = [*map(str.strip, line.split("\t")), *[""] * len(header)]  # a line may be shorter than the header
+        # a line may be shorter than the header
+        cells = [*map(str.strip, line.split("\t")), *[""] * len(header)]
         names = {kind: cells[column] for kind, column in columns.items()}
         if not all(names.values()):
             continue  # a gene without an ortholog, as BioMart lists it
@@ -169,7 +200,9 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
     ours, theirs = Counter(own for own, _ in pairs), Counter(other for _, other in pairs)
     kept = {own: other for own, other in pairs if ours[own] == theirs[other] == 1}
     if not kept:
-        raise DataError(f"{path}: has no pair of genes that occur in no other pair (preprocess.orthologs)")
+        raise DataError(
+            f"{path}: has no pair of genes that occur in no other pair (preprocess.orthologs)"
+        )
     return kept
 
 

@@ -1,13 +1,14 @@
-"""Genes of a corpus as tokens: a file whose digest is recorded in shards, checkpoints and exported models.
+"""Genes of a corpus as tokens: a file whose digest is recorded in shards, checkpoints and exported
+models.
 
-Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are sorted by id. Each
-has the median of its counts per 10,000 over the cells in which it is detected: the scale of rank values (Geneformer,
-Theodoris et al. 2023).
+Token 0 is `<pad>`, 1 is `<mask>`, and the gene in row g of the vocabulary is token g + 2. Genes are
+sorted by id. Each has the median of its counts per 10,000 over the cells in which it is detected:
+the scale of rank values (Geneformer, Theodoris et al. 2023).
 
-If only training cells were read, `#training_cells` begins a line with their number, that of all cells, and the obs
-column of the split (empty: by content). If the corpus asks for them, `#variability` begins a line with the rank of each
-gene by its variability, and `#quantiles` the last line, with quantiles of all nonzero values at equal steps of
-probability.
+If only training cells were read, `#training_cells` begins a line with their number, that of all
+cells, and the obs column of the split (empty: by content). If the corpus asks for them,
+`#variability` begins a line with the rank of each gene by its variability, and `#quantiles` the
+last line, with quantiles of all nonzero values at equal steps of probability.
 """
 
 import hashlib
@@ -32,14 +33,21 @@ TRAINING = "#training_cells"
 
 @dataclass(frozen=True)
 class VocabularyCells:
-    """The cells that chose the genes of a vocabulary and gave their medians: the training cells of a split."""
+    """The cells that chose the genes of a vocabulary and gave their medians: the training cells of
+    a split.
+    """
 
     n_training: int
     n_all: int
-    split_by: str  # obs column, or empty for a split by the content of cells over all genes of their files
+    # obs column, or empty for a split by the content of cells over all genes of their files
+    split_by: str
 
     def __str__(self) -> str:
-        how = f"shard.split_by {self.split_by}" if self.split_by else "split by their content over all genes"
+        how = (
+            f"shard.split_by {self.split_by}"
+            if self.split_by
+            else "split by their content over all genes"
+        )
         return f"{self.n_training:,} training cells of {self.n_all:,} cells ({how})"
 
 
@@ -50,7 +58,9 @@ class KnownGenes:
     n_known: int
     n_genes: int
     expressed_frac: float
-    """Share of a cell's genes that the model has, on average: genes weighted by the cells that express them."""
+    """Share of a cell's genes that the model has, on average: genes weighted by the cells that
+    express them.
+    """
 
     def __str__(self) -> str:
         return (
@@ -66,10 +76,13 @@ class Vocabulary:
     gene_ids: list[str]
     symbols: list[str]
     n_cells: np.ndarray  # number of cells of the corpus in which each gene is detected; int64
-    medians: np.ndarray  # median counts per 10,000 over the cells in which a gene is detected; float32
-    quantiles: np.ndarray | None = None  # of all nonzero log(1 + counts per 10,000), ascending; float32
+    # median counts per 10,000 over the cells in which a gene is detected; float32
+    medians: np.ndarray
+    # of all nonzero log(1 + counts per 10,000), ascending; float32
+    quantiles: np.ndarray | None = None
     variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
-    training: VocabularyCells | None = None  # cells that were read; None for all cells of the corpus
+    # cells that were read; None for all cells of the corpus
+    training: VocabularyCells | None = None
 
     @property
     def n_genes(self) -> int:
@@ -107,15 +120,23 @@ class Vocabulary:
         except UnicodeDecodeError:
             raise DataError(f"{path}: not a vocabulary: not UTF-8 text") from None
         if lines.pop() != "" or not lines or tuple(lines[0].split("\t")) != COLUMNS:
-            raise DataError(f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}")
+            raise DataError(
+                f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}"
+            )
         quantiles: Any = None
         variability = None
         if lines[-1].startswith(QUANTILES):
             with suppress(ValueError):
                 quantiles = np.array(lines.pop().split("\t")[1:], np.float32)
-            ascending = quantiles is not None and np.isfinite(quantiles).all() and (np.diff(quantiles) >= 0).all()
+            ascending = (
+                quantiles is not None
+                and np.isfinite(quantiles).all()
+                and (np.diff(quantiles) >= 0).all()
+            )
             if not ascending or len(quantiles) < 2:
-                raise DataError(f"{path}, last line: expected {QUANTILES} and at least two ascending numbers")
+                raise DataError(
+                    f"{path}, last line: expected {QUANTILES} and at least two ascending numbers"
+                )
         if lines[-1].startswith(VARIABILITY):
             try:
                 variability = as_places(lines.pop().split("\t")[1:], _n_genes(lines))
@@ -130,12 +151,18 @@ class Vocabulary:
             special = token < len(SPECIAL)
             try:
                 number, gene, symbol, count, median = line.split("\t")
-                if int(number) != token or (special and gene != SPECIAL[token]) or not 0 <= int(count or 0) < 2**63:
+                if (
+                    int(number) != token
+                    or (special and gene != SPECIAL[token])
+                    or not 0 <= int(count or 0) < 2**63
+                ):
                     raise ValueError
                 rows += [] if special else [(gene, symbol, int(count), np.float32(median))]
             except ValueError:
                 fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
-                raise DataError(f"{path}, line {token + 2}: expected token {token}: {fields}") from None
+                raise DataError(
+                    f"{path}, line {token + 2}: expected token {token}: {fields}"
+                ) from None
         gene_ids, symbols, n_cells, medians = map(list, zip(*rows)) if rows else ([], [], [], [])
         numbers = np.array(n_cells, np.int64), np.array(medians, np.float32)
         vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability, training)
@@ -151,12 +178,22 @@ class Vocabulary:
 
     @cached_property
     def _text(self) -> str:
-        rows: list[tuple[str, ...]] = [COLUMNS, *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL))]
-        columns = self.gene_ids, self.symbols, map(str, self.n_cells.tolist()), _texts_of(self.medians)
+        rows: list[tuple[str, ...]] = [
+            COLUMNS,
+            *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL)),
+        ]
+        columns = (
+            self.gene_ids,
+            self.symbols,
+            map(str, self.n_cells.tolist()),
+            _texts_of(self.medians),
+        )
         rows += [(str(row), *fields) for row, fields in enumerate(zip(*columns), len(SPECIAL))]
         if self.training is not None:
             training = self.training
-            rows.append((TRAINING, str(training.n_training), str(training.n_all), training.split_by))
+            rows.append(
+                (TRAINING, str(training.n_training), str(training.n_all), training.split_by)
+            )
         if self.variability is not None:
             rows.append((VARIABILITY, *map(str, self.variability.tolist())))
         if self.quantiles is not None:
@@ -167,7 +204,10 @@ class Vocabulary:
 def _texts_of(numbers: np.ndarray) -> list[str]:
     """The shortest decimals that are `numbers`, float32, without an exponent."""
     texts = [text.removesuffix(".0") for text in numbers.astype(str).tolist()]
-    return [np.format_float_positional(n, unique=True, trim="-") if "e" in t else t for t, n in zip(texts, numbers)]
+    return [
+        np.format_float_positional(n, unique=True, trim="-") if "e" in t else t
+        for t, n in zip(texts, numbers)
+    ]
 
 
 def _n_genes(lines: list[str]) -> int:
@@ -182,7 +222,9 @@ def _read_training(line: str, where: str) -> VocabularyCells:
         if not 0 < training.n_training <= training.n_all < 2**63:
             raise ValueError
     except ValueError:
-        raise DataError(f"{where}: expected {TRAINING}, two numbers of cells, and the column of the split") from None
+        raise DataError(
+            f"{where}: expected {TRAINING}, two numbers of cells, and the column of the split"
+        ) from None
     return training
 
 

@@ -1,8 +1,9 @@
-"""AnnData inputs: groups of an HDF5 file, Zarr folders (version 2 or 3, also .zarr.zip), and AnnData objects in memory.
+"""AnnData inputs: groups of an HDF5 file, Zarr folders (version 2 or 3, also .zarr.zip), and
+AnnData objects in memory.
 
-Counts are X, raw/X or a layer. obs and var may be stored as anndata before 0.7 did: one compound dataset, with
-categories in uns. Zarr folders with links, FIFOs or devices are refused; zarr itself refuses the codec pickle, which
-runs code.
+Counts are X, raw/X or a layer. obs and var may be stored as anndata before 0.7 did: one compound
+dataset, with categories in uns. Zarr folders with links, FIFOs or devices are refused; zarr itself
+refuses the codec pickle, which runs code.
 """
 
 import os
@@ -25,7 +26,14 @@ from cellmill.data.arrays import text_index
 from cellmill.data.inputs.containers import add_columns, choose_part, is_anndata, parts_of
 from cellmill.data.inputs.derived.recovered import RecoveredCounts, matrix_to_recover
 from cellmill.data.inputs.h5 import one_line
-from cellmill.data.inputs.matrices import DenseMatrix, MemoryMatrix, SparseMatrix, checked_shape, is_array, size_problem
+from cellmill.data.inputs.matrices import (
+    DenseMatrix,
+    MemoryMatrix,
+    SparseMatrix,
+    checked_shape,
+    is_array,
+    size_problem,
+)
 from cellmill.data.inputs.source import (
     COUNTS_RULE,
     GENE_LENGTH,
@@ -52,9 +60,11 @@ _BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
 
 def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or Zarr group.
+    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or
+    Zarr group.
 
-    Of a file of several AnnData one is read (`containers.py`). `expm1(raw)` recovers counts from logarithms.
+    Of a file of several AnnData one is read (`containers.py`). `expm1(raw)` recovers counts from
+    logarithms.
     """
     if not is_anndata(file):
         return _open_part(path, file, counts)
@@ -73,10 +83,16 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         )
     ordered = counts == "X" and ORDERED in file
     if ordered and (isinstance(matrix, DenseMatrix) or matrix.by_gene):
-        raise DataError(f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again")
+        raise DataError(
+            f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again"
+        )
     others = [name for name in known if name != counts]
     ranked = ordered and RANKED in file
-    notes = [_OF_PEGASUS] if not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey" else []
+    notes = (
+        [_OF_PEGASUS]
+        if not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey"
+        else []
+    )
     look, recorded = partial(_look, path, file), _read_record(file)
     more: dict[str, Any] = {"ranked": ranked, "recorded": recorded, "look": look, "notes": notes}
     return CountSource(path, counts, matrix, obs, var, others, ordered, **more)
@@ -129,8 +145,15 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
     columns = obs.attrs.get("column-order") if isinstance(obs, h5py.Group) else None
     if not isinstance(columns, np.ndarray) or columns.ndim != 1:
         return None
-    names = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in columns]
-    categories = {name: obs.get(f"{name}/categories") for name in names if isinstance(obs.get(name), h5py.Group)}
+    names = [
+        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        for value in columns
+    ]
+    categories = {
+        name: obs.get(f"{name}/categories")
+        for name in names
+        if isinstance(obs.get(name), h5py.Group)
+    }
     return DeclaredNames(names, [*_matrices(file)], categories)
 
 
@@ -141,12 +164,19 @@ def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
         return None
     try:
         v3 = (obs / "zarr.json").exists()
-        attributes = read_json(obs / "zarr.json")["attributes"] if v3 else read_json(obs / ".zattrs")
+        attributes = (
+            read_json(obs / "zarr.json")["attributes"] if v3 else read_json(obs / ".zattrs")
+        )
         columns = [str(name) for name in attributes["column-order"]]
     except (DataError, KeyError, TypeError):
         return None
-    counts = [name for name, place in (("X", "X"), ("raw", "raw/X")) if (path / place).is_dir()]  # raw may be null
-    names = sorted(layer.name for layer in layers.iterdir() if layer.is_dir()) if layers.is_dir() else []
+    # raw may be null
+    counts = [name for name, place in (("X", "X"), ("raw", "raw/X")) if (path / place).is_dir()]
+    names = (
+        sorted(layer.name for layer in layers.iterdir() if layer.is_dir())
+        if layers.is_dir()
+        else []
+    )
     return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
 
 
@@ -160,7 +190,9 @@ def _matrices(file: Any) -> dict[str, tuple[str, str]]:
         ("raw", "raw/X", "raw/var"),
         *((_layer_name(name), f"layers/{name}", "var") for name in names),
     ]
-    return {counts: (matrix, var) for counts, matrix, var in found if matrix in file and var in file}
+    return {
+        counts: (matrix, var) for counts, matrix, var in found if matrix in file and var in file
+    }
 
 
 def _layer_name(layer: str) -> str:
@@ -175,7 +207,9 @@ def _matrix(path: Path, counts: str, stored: Any) -> DenseMatrix | SparseMatrix:
     old = old.decode() if isinstance(old, bytes) else old
     kind = stored.attrs.get("encoding-type", "unknown" if old is None else f"{old}_matrix")
     if kind not in _BY_GENE:
-        raise DataError(f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array")
+        raise DataError(
+            f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array"
+        )
     shape = stored.attrs.get("shape", stored.attrs.get("h5sparse_shape"))
     return SparseMatrix(path, counts, stored, checked_shape(path, counts, shape), _BY_GENE[kind])
 
@@ -190,7 +224,9 @@ def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
                 frame = _plain_frame(file[name])
             else:
                 frame = read_elem(file[name])
-    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise on a damaged or foreign group
+    except (
+        Exception
+    ) as error:  # anndata wraps whatever h5py, numpy or pandas raise on a damaged or foreign group
         raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
     if not isinstance(frame, pd.DataFrame):
         raise DataError(f"{path}: /{name} is not a data frame")
@@ -198,12 +234,16 @@ def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
 
 
 def _compound_frame(file: Any, name: str) -> pd.DataFrame:
-    """The data frame stored as the compound dataset `name`; field `index` (else the first) is its index."""
+    """The data frame stored as the compound dataset `name`; field `index` (else the first) is its
+    index.
+    """
     records = file[name][()]
     if records.dtype.names is None:
         raise ValueError("expected a data frame, got an array without fields")
     columns = {field: _decoded(records[field]) for field in records.dtype.names}
-    index = next((field for field in ("index", "_index") if field in columns), records.dtype.names[0])
+    index = next(
+        (field for field in ("index", "_index") if field in columns), records.dtype.names[0]
+    )
     names = columns.pop(index)
     for field, codes in columns.items():
         categories = file.get(f"uns/{field}_categories")
@@ -213,19 +253,29 @@ def _compound_frame(file: Any, name: str) -> pd.DataFrame:
 
 
 def _plain_frame(group: Any) -> pd.DataFrame:
-    """The data frame of a group without attributes of anndata, as SeuratDisk writes it: an array for each column."""
+    """The data frame of a group without attributes of anndata, as SeuratDisk writes it: an array
+    for each column.
+    """
     columns: dict[str, Any] = {}
     for name in group:
         item = group.get(name)
         if is_array(item) and len(item.shape) == 1:
             columns[str(name)] = _decoded(item[()])
         elif item is not None and not is_array(item) and {"categories", "codes"} <= {*item}:
-            columns[str(name)] = pd.Categorical.from_codes(item["codes"][()], _decoded(item["categories"][()]))
+            columns[str(name)] = pd.Categorical.from_codes(
+                item["codes"][()], _decoded(item["categories"][()])
+            )
     named = group.attrs.get("_index", "_index")
     named = named.decode() if isinstance(named, bytes) else str(named)
-    texts = [name for name, values in columns.items() if isinstance(values, np.ndarray) and values.dtype.kind == "O"]
+    texts = [
+        name
+        for name, values in columns.items()
+        if isinstance(values, np.ndarray) and values.dtype.kind == "O"
+    ]
     unique = [name for name in texts if len({*columns[name]}) == len(columns[name])]
-    index = next((name for name in (named, "_index", "index", *unique, *texts) if name in columns), None)
+    index = next(
+        (name for name in (named, "_index", "index", *unique, *texts) if name in columns), None
+    )
     if index is None:
         raise ValueError("expected a data frame, got a group without a column of names")
     names = columns.pop(index)
@@ -236,13 +286,17 @@ def _decoded(values: Any) -> np.ndarray:
     values = np.atleast_1d(values)
     if values.dtype.kind not in "SO":
         return values.astype(values.dtype.newbyteorder("="))
-    return np.array([v.decode() if isinstance(v, bytes) else v for v in values.tolist()], dtype=object)
+    return np.array(
+        [v.decode() if isinstance(v, bytes) else v for v in values.tolist()], dtype=object
+    )
 
 
 def _is_zarr(path: Path, file: Any) -> bool:
     """True for a folder of Zarr and a .zarr.zip."""
     if path.is_dir():
-        return path.suffix == ".zarr" or any((path / mark).exists() for mark in (".zgroup", "zarr.json", ".zmetadata"))
+        return path.suffix == ".zarr" or any(
+            (path / mark).exists() for mark in (".zgroup", "zarr.json", ".zmetadata")
+        )
     return path.name.lower().endswith(".zip")
 
 
@@ -258,7 +312,9 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
         try:
             group = zarr.open_group(store, mode="r")
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
-            remedy = "" if path.is_dir() else "; a zip of other files: unpack it, and give what is in it"
+            remedy = (
+                "" if path.is_dir() else "; a zip of other files: unpack it, and give what is in it"
+            )
             raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json{remedy}") from None
         if not (is_anndata(group) or parts_of(group)):
             raise DataError(f"{path}: not an AnnData: no obs and var groups{_of_pegasus(group)}")
@@ -281,14 +337,18 @@ def _of_pegasus(group: Any) -> str:
 
 
 def _checked_files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Files in a folder. Raises DataError for anything that is neither a file nor a folder of its own."""
+    """Files in a folder. Raises DataError for anything that is neither a file nor a folder of its
+    own.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from _checked_files(Path(entry.path))
             elif not entry.is_file(follow_symlinks=False):
                 kind = "a link" if entry.is_symlink() else "no regular file"
-                raise DataError(f"{entry.path}: {kind}; expected regular files alone: copy the folder with cp -rL")
+                raise DataError(
+                    f"{entry.path}: {kind}; expected regular files alone: copy the folder with cp -rL"
+                )
             else:
                 yield entry
 
@@ -325,26 +385,35 @@ def _check_sizes(path: Path, group: Any, counts: str) -> None:
         arrays = {part: item} | {f"{part}/{name}": member for name, member in members}
         for name, array in arrays.items():
             if isinstance(array, zarr.Array):
-                problem = size_problem(name, array, array.nbytes_stored, n_obs if part == "obs" else 0)
+                problem = size_problem(
+                    name, array, array.nbytes_stored, n_obs if part == "obs" else 0
+                )
                 if problem is not None:
                     raise DataError(f"{path}: {problem}")
 
 
 def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw` or the name of a layer) of an AnnData, called `dataset` in messages.
+    """The matrix `counts` (`X`, `raw` or the name of a layer) of an AnnData, called `dataset` in
+    messages.
 
     Raises DataError for a matrix that is missing, or is neither of numpy nor of scipy.
     """
     if adata.isbacked:
-        raise DataError(f"{dataset}: it is backed by {adata.filename}; pass adata.to_memory(), or embed the file")
+        raise DataError(
+            f"{dataset}: it is backed by {adata.filename}; pass adata.to_memory(), or embed the file"
+        )
     found = {"X": adata.X, "raw": None if adata.raw is None else adata.raw.X}
-    found |= {_layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None}
+    found |= {
+        _layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None
+    }
     names = [name for name, matrix in found.items() if matrix is not None]
     require_matrix(dataset, counts, names, option := "argument `counts`")
     matrix = found[counts]
     if not (sp.issparse(matrix) or isinstance(matrix, np.ndarray)):
         kind = f"{type(matrix).__module__}.{type(matrix).__name__}"
-        raise DataError(f"{dataset}: {counts} is a {kind}; expected a numpy array or a scipy matrix")
+        raise DataError(
+            f"{dataset}: {counts} is a {kind}; expected a numpy array or a scipy matrix"
+        )
     tables = adata.obs, (adata.raw if counts == "raw" else adata).var
     obs, var = (table.set_axis(text_index(table.index), axis=0) for table in tables)
     others = [name for name in names if name != counts]

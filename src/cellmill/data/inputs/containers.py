@@ -1,7 +1,9 @@
-"""Files that hold several AnnData: MuData (.h5mu, .zarr) with one a modality, SpatialData (.zarr) with tables.
+"""Files that hold several AnnData: MuData (.h5mu, .zarr) with one a modality, SpatialData (.zarr)
+with tables.
 
-`path#rna` names one; `counts` may say it too, as `rna#X`. Without it the only one is read, or the only one with RNA.
-obs has the columns of the modality, and of the whole file if these have other names.
+`path#rna` names one; `counts` may say it too, as `rna#X`. Without it the only one is read, or the
+only one with RNA. obs has the columns of the modality, and of the whole file if these have other
+names.
 """
 
 import re
@@ -20,7 +22,9 @@ _ENSEMBL = re.compile(r"ENS[A-Z]*G\d{11}")
 
 
 def split_part(path: Path, counts: str = "X") -> tuple[Path, str]:
-    """The file of `path#part`, and `counts` as `part#counts`; both as they are if the path has no part."""
+    """The file of `path#part`, and `counts` as `part#counts`; both as they are if the path has no
+    part.
+    """
     text = str(path)
     file, mark, part = text.rpartition("#")
     if not mark or not part or path.exists() or not Path(file).exists():
@@ -49,17 +53,23 @@ def parts_of(group: Any) -> dict[str, str]:
 
 
 def choose_part(path: Path, group: Any, wanted: str | None) -> str:
-    """Path of the AnnData `wanted`, by default the only one or the only one with RNA. Raises DataError listing all."""
+    """Path of the AnnData `wanted`, by default the only one or the only one with RNA. Raises
+    DataError listing all.
+    """
     found = parts_of(group)
     if not found:
-        raise DataError(f"{path}: holds no AnnData: no group with obs and var in {', '.join(_FOLDERS)}")
+        raise DataError(
+            f"{path}: holds no AnnData: no group with obs and var in {', '.join(_FOLDERS)}"
+        )
     if wanted is not None:
         name = next((name for name, place in found.items() if place == wanted.strip("/")), wanted)
         require_known(name, [*found], f"{path}: no modality or table {wanted!r}")
         return found[name]
     names = list(found)
     if len(names) > 1:
-        names = [name for name in found if _RNA.fullmatch(name)] or [n for n in found if _has_genes(group[found[n]])]
+        names = [name for name in found if _RNA.fullmatch(name)] or [
+            n for n in found if _has_genes(group[found[n]])
+        ]
     if len(names) != 1:
         listed = ", ".join(f"{name} ({_size(group[place])})" for name, place in found.items())
         raise DataError(f"{path}: holds {listed}; name one, as in {path}#{next(iter(found))}")
@@ -84,7 +94,10 @@ def _has_genes(group: Any) -> bool:
     array = _names(group["var"])
     if not is_array(array) or len(array.shape) != 1 or array.dtype.names is not None:
         return False
-    names = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array[:100]]
+    names = [
+        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        for value in array[:100]
+    ]
     return 2 * sum(bool(_ENSEMBL.match(name)) for name in names) > len(names)
 
 

@@ -1,8 +1,8 @@
 """Records of a FASTA file, plain or gzip, read in blocks as rows of residues in sequence order.
 
-A record is a row of a CSR matrix whose columns are residues: indices are in the order of the sequence and may repeat,
-values are 1. Read as a matrix, repeats add up to the composition of the sequence. Fields `key=value` of a header, as
-UniProt writes them, are columns of obs.
+A record is a row of a CSR matrix whose columns are residues: indices are in the order of the
+sequence and may repeat, values are 1. Read as a matrix, repeats add up to the composition of the
+sequence. Fields `key=value` of a header, as UniProt writes them, are columns of obs.
 """
 
 import re
@@ -30,14 +30,16 @@ _NUCLEOTIDES = frozenset(b"ACGTUN")
 _CHANCE = 100  # residues that may all be letters of nucleotides
 for _column, _letter in enumerate(RESIDUES):
     _COLUMN[[ord(_letter), ord(_letter.lower())]] = _column
-_COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")  # leucine or isoleucine, which models have no token for
+# leucine or isoleucine, which models have no token for
+_COLUMN[[ord("J"), ord("j")]] = RESIDUES.index("X")
 
 
 def _open_fasta(path: Path, file: Any, counts: str) -> CountSource:
-    """Open the sequences of a FASTA file. Headers are read once and kept; sequences are read again by each `parts`.
+    """Open the sequences of a FASTA file. Headers are read once and kept; sequences are read again
+    by each `parts`.
 
-    Raises DataError when the file is missing, damaged, empty, of nucleotides or no FASTA file, or when two records have
-    the same name.
+    Raises DataError when the file is missing, damaged, empty, of nucleotides or no FASTA file, or
+    when two records have the same name.
     """
     require_matrix(path, counts, ["X"])
     names, headers, letters, n_letters = [], [], set[int](), 0
@@ -49,7 +51,9 @@ def _open_fasta(path: Path, file: Any, counts: str) -> CountSource:
     if not names:
         raise DataError(f"{path}: empty: no record")
     if letters <= _NUCLEOTIDES and n_letters > _CHANCE:
-        raise DataError(f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it")
+        raise DataError(
+            f"{path}: has no other letter than A, C, G, T, U and N; expected proteins: translate it"
+        )
     obs = _obs(names, headers)
     refuse_duplicates(path, "record", obs.index, "rename one of them")
     var = pd.DataFrame({"symbol": [*RESIDUES]}, index=pd.Index([*RESIDUES], name="gene_id"))
@@ -63,13 +67,18 @@ class _FastaMatrix(StoredMatrix):
         self._path, self.shape = path, (n_sequences, len(RESIDUES))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """As `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming the record."""
+        """As `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming
+        the record.
+        """
         records = _records(self._path)
         while chosen := list(islice(records, block)):
             parts = [self._columns(name, sequence) for name, _, sequence in chosen]
             starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
             indices = np.concatenate(parts)
-            yield sp.csr_matrix((np.ones(len(indices), np.uint32), indices, starts), shape=(len(parts), len(RESIDUES)))
+            yield sp.csr_matrix(
+                (np.ones(len(indices), np.uint32), indices, starts),
+                shape=(len(parts), len(RESIDUES)),
+            )
 
     def _columns(self, name: str, sequence: bytes) -> np.ndarray:
         columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]
@@ -88,7 +97,9 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
     with open_bytes(path) as file, reading(path):
         for line in map(bytes.strip, file):
             if b"\r" in line:
-                raise DataError(f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it")
+                raise DataError(
+                    f"{path}: expected lines that end with \\n or \\r\\n, got \\r alone; convert it"
+                )
             if line.startswith(b">"):
                 if name is not None:
                     yield name, header, b"".join(lines)
@@ -97,7 +108,9 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
                     raise DataError(f"{path}: a record has no name; expected a word after '>'")
                 name, header, lines = words[0], "".join(words[1:]), []
             elif name is None and line:
-                raise DataError(f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}")
+                raise DataError(
+                    f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}"
+                )
             else:
                 lines.append(b"".join(line.split()))
     if name is not None:
@@ -105,7 +118,9 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
-    """One column for each field of any header, and `description`, the text before the fields; categories."""
+    """One column for each field of any header, and `description`, the text before the fields;
+    categories.
+    """
     columns: dict[str, list[str | None]] = {}
     for row, header in enumerate(headers):
         fields = dict(_FIELD.findall(header))
@@ -118,5 +133,7 @@ def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
 
 
 FORMAT = Format(
-    "FASTA of proteins (.fasta, .fa, .faa, also .gz)", lambda path, file: file is None and is_fasta(path), _open_fasta
+    "FASTA of proteins (.fasta, .fa, .faa, also .gz)",
+    lambda path, file: file is None and is_fasta(path),
+    _open_fasta,
 )

@@ -4,8 +4,8 @@
     CACHE/0f3a…/fetched.json     written last: URL, SHA-256 and size
     CACHE/0f3a…/lock             held by the job that fetches: others wait
 
-A URL is taken for one file forever; `#sha256=HEX` behind it says which file is expected. Credentials come from the
-environment, as the protocol's package reads them; no message has them.
+A URL is taken for one file forever; `#sha256=HEX` behind it says which file is expected.
+Credentials come from the environment, as the protocol's package reads them; no message has them.
 """
 
 import fcntl
@@ -35,7 +35,16 @@ CACHE = "CELLMILL_CACHE"
 RECORD = ".fetched.json"
 _TIMEOUT_S = 30.0  # without a byte
 _DEAD_S = 3600.0  # without a byte on disk, for a job that died
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az"}
+_EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "adl": "az",
+}
 _USUAL = ("s3", "gs", "az", "https", "http", "file", "ftp", "sftp", "hf")
 
 
@@ -49,20 +58,28 @@ class Fetched:
     n_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"url": self.url, "path": str(self.path), "sha256": self.sha256, "bytes": self.n_bytes}
+        return {
+            "url": self.url,
+            "path": str(self.path),
+            "sha256": self.sha256,
+            "bytes": self.n_bytes,
+        }
 
 
 def fetch_url(url: str, cache: Path | None = None) -> Fetched:
-    """The copy of `url` in `cache` (default: CELLMILL_CACHE, else ~/.cache/cellmill), fetched if it is not there.
+    """The copy of `url` in `cache` (default: CELLMILL_CACHE, else ~/.cache/cellmill), fetched if it
+    is not there.
 
-    Raises ConfigError for an unknown protocol, a missing package or credentials in the URL, DataError when the URL
-    cannot be read or is another file than its `#sha256=`.
+    Raises ConfigError for an unknown protocol, a missing package or credentials in the URL,
+    DataError when the URL cannot be read or is another file than its `#sha256=`.
     """
     check_url(url)
     address, fragment = urldefrag(url)
     match = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", fragment)
     if fragment and not match:
-        raise ConfigError(f"{redacted(url)}: expected #sha256= and 64 hexadecimal digits behind the URL, or nothing")
+        raise ConfigError(
+            f"{redacted(url)}: expected #sha256= and 64 hexadecimal digits behind the URL, or nothing"
+        )
     wanted = match[1].lower() if match else None
     folder = (cache or Path(os.environ.get(CACHE) or user_cache())) / digest(address)[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,13 +100,19 @@ def read_record(path: Path) -> Fetched:
     """Parse the output of `Fetched.to_json`. Raises DataError."""
     stored = read_json(path)
     try:
-        return Fetched(str(stored["url"]), Path(stored["path"]), str(stored["sha256"]), int(stored["bytes"]))
+        return Fetched(
+            str(stored["url"]), Path(stored["path"]), str(stored["sha256"]), int(stored["bytes"])
+        )
     except (KeyError, TypeError, ValueError):
-        raise DataError(f"{path}: expected url, path, sha256 and bytes; delete it and run fetch again") from None
+        raise DataError(
+            f"{path}: expected url, path, sha256 and bytes; delete it and run fetch again"
+        ) from None
 
 
 def state_of(path: Path) -> list[tuple[str, int, int, int]]:
-    """Name, inode, bytes and time (ns) of each file of a local input: unequal once one was replaced or written."""
+    """Name, inode, bytes and time (ns) of each file of a local input: unequal once one was replaced
+    or written.
+    """
     path, _ = split_part(path)
     states = [(str(file), file.stat()) for file in ([path] if path.is_file() else _files_in(path))]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
@@ -112,9 +135,11 @@ def origin_of(path: Path) -> dict[str, Any]:
 
 
 def local_input(given: Path | str, cache: Path | None = None) -> Path:
-    """Local path of an input: itself, the fetched copy of a URL, or the copy that a record of `fetch` names.
+    """Local path of an input: itself, the fetched copy of a URL, or the copy that a record of
+    `fetch` names.
 
-    A copy that is gone is fetched again. Raises DataError if it is then another file than the record's.
+    A copy that is gone is fetched again. Raises DataError if it is then another file than the
+    record's.
     """
     if isinstance(given, str) and is_url(given):
         return fetch_url(given, cache).path
@@ -126,7 +151,9 @@ def local_input(given: Path | str, cache: Path | None = None) -> Path:
         return record.path
     again = fetch_url(record.url, cache)
     if again.sha256 != record.sha256:
-        raise DataError(f"{redacted(record.url)}: is another file than when {path} was written; delete that and rerun")
+        raise DataError(
+            f"{redacted(record.url)}: is another file than when {path} was written; delete that and rerun"
+        )
     return again.path
 
 
@@ -141,10 +168,15 @@ def _complete(folder: Path, address: str) -> Fetched | None:
 
 
 def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
-    name = PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
+    name = (
+        PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
+    )
     name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")  # by which the format is recognised
-    target = folder / (name if name not in ("", "lock", RECORD.removeprefix(".")) else f"data-{name}")
-    for left in folder.glob(".incomplete-*"):  # flock may be local to a node: others may be fetching
+    target = folder / (
+        name if name not in ("", "lock", RECORD.removeprefix(".")) else f"data-{name}"
+    )
+    # flock may be local to a node: others may be fetching
+    for left in folder.glob(".incomplete-*"):
         if time.time() - max(file.stat().st_mtime for file in (left, *left.rglob("*"))) > _DEAD_S:
             shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=folder) as temporary:
@@ -157,11 +189,19 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
         except ImportError as error:
             extra = _EXTRAS.get(protocol)
             remedy = f"pip install 'cellmill[{extra}]'" if extra else one_line(error)
-            raise ConfigError(f"{shown}: a package for {protocol}:// is missing: {remedy}") from None
+            raise ConfigError(
+                f"{shown}: a package for {protocol}:// is missing: {remedy}"
+            ) from None
         except FileNotFoundError:
             raise DataError(f"{shown}: no such file") from None
-        except Exception as error:  # packages of protocols raise errors of their own, some with the URL
-            text = re.sub(r"\w[\w+.-]*://\S+", lambda match: redacted(match[0]) if is_url(match[0]) else "", str(error))
+        except (
+            Exception
+        ) as error:  # packages of protocols raise errors of their own, some with the URL
+            text = re.sub(
+                r"\w[\w+.-]*://\S+",
+                lambda match: redacted(match[0]) if is_url(match[0]) else "",
+                str(error),
+            )
             text = " ".join(text.split())[:200]
             raise DataError(f"{shown}: cannot be fetched: {type(error).__name__}: {text}") from None
         origin = origin_of(copy)
@@ -178,16 +218,27 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
 def _download(address: str, copy: Path) -> None:
     protocol = urlsplit(address).scheme.lower()
     if protocol in ("http", "https"):  # fsspec's needs aiohttp
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as remote, open(copy, "wb") as local:
+        with (
+            urllib.request.urlopen(address, timeout=_TIMEOUT_S) as remote,
+            open(copy, "wb") as local,
+        ):
             n_bytes, pieces = remote.length, iter(partial(remote.read, 1 << 20), b"")
             if n_bytes:
-                pieces = progress(pieces, f"fetch {copy.name}", n_bytes / 1e6, "MB", lambda piece: len(piece) / 1e6)
+                pieces = progress(
+                    pieces,
+                    f"fetch {copy.name}",
+                    n_bytes / 1e6,
+                    "MB",
+                    lambda piece: len(piece) / 1e6,
+                )
             local.writelines(pieces)
             if remote.length:  # fewer bytes than announced
                 raise OSError(f"the connection ended {remote.length:,} bytes early")
         return
     if protocol not in fsspec.available_protocols():
-        raise ConfigError(f"{redacted(address)}: unknown protocol {protocol!r}; {did_you_mean(protocol, _USUAL)}")
+        raise ConfigError(
+            f"{redacted(address)}: unknown protocol {protocol!r}; {did_you_mean(protocol, _USUAL)}"
+        )
     system, root = fsspec.core.url_to_fs(address)
     if not system.isdir(root):
         system.get_file(root, str(copy))
@@ -197,7 +248,9 @@ def _download(address: str, copy: Path) -> None:
     if not files:
         raise DataError(f"{redacted(address)}: no such file, or an empty folder")
     if outside := [name for name in names if name.is_absolute() or ".." in name.parts]:
-        raise DataError(f"{redacted(address)}: has a file {str(outside[0])!r}, which is outside its folder")
+        raise DataError(
+            f"{redacted(address)}: has a file {str(outside[0])!r}, which is outside its folder"
+        )
     for name in names:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
     system.get(files, [str(copy / name) for name in names])

@@ -1,8 +1,8 @@
 """The table of input formats, and the one way to open an input.
 
-HDF5 files are read by what they contain, whatever their name. A file from elsewhere may point into other files
-(external links, external storage, virtual datasets), declare arrays that would fill the memory, or need a filter that
-is not installed: each of these is refused in one line.
+HDF5 files are read by what they contain, whatever their name. A file from elsewhere may point into
+other files (external links, external storage, virtual datasets), declare arrays that would fill the
+memory, or need a filter that is not installed: each of these is refused in one line.
 """
 
 import importlib
@@ -71,7 +71,15 @@ _HINTS = {
 """What to do with files of no format, by the end of their names."""
 
 FORMATS = (
-    *(fasta.FORMAT, anndata_files.ZARR, mtx.FORMAT, soma.FORMAT, anndata_files.H5AD, tenx_loom.TENX, tenx_loom.LOOM),
+    *(
+        fasta.FORMAT,
+        anndata_files.ZARR,
+        mtx.FORMAT,
+        soma.FORMAT,
+        anndata_files.H5AD,
+        tenx_loom.TENX,
+        tenx_loom.LOOM,
+    ),
     _to_convert("token dataset of Geneformer", "state.json", "geneformer {} --dictionaries FOLDER"),
     _to_convert("scModelForge", "shard_000/gene_indices.npy", "scmodelforge {} --genes FILE"),
 )
@@ -79,18 +87,24 @@ FORMATS = (
 
 
 def formats() -> Iterator[Format]:
-    """The table, then formats of installed packages: entry points of the group `cellmill.input`, each a `Format`."""
+    """The table, then formats of installed packages: entry points of the group `cellmill.input`,
+    each a `Format`.
+    """
     yield from FORMATS
     for name in plugin.names("input"):
         form = plugin.load("input", name)
         if not isinstance(form, Format):
-            raise ConfigError(f"input {name!r} is not a {Format.__module__}.Format; repair or remove the package")
+            raise ConfigError(
+                f"input {name!r} is not a {Format.__module__}.Format; repair or remove the package"
+            )
         yield form
     yield text_counts.FORMAT  # last: a package may read text tables of its own
 
 
 def _format_of(path: Path, file: h5py.File | None) -> Format:
-    if (found := next((form for form in formats() if form.is_format(path, file)), None)) is not None:
+    if (
+        found := next((form for form in formats() if form.is_format(path, file)), None)
+    ) is not None:
         return found
     if file is None and not path.is_dir() and (path.suffix in _HDF5_ENDS or not path.is_file()):
         open_h5(path).close()  # raises: missing, not a file, or not HDF5
@@ -99,13 +113,17 @@ def _format_of(path: Path, file: h5py.File | None) -> Format:
 
 
 def _hint(path: Path, file: h5py.File | None) -> str:
-    """The way on for an input of no format: inputs in a folder, or the command that converts a file."""
+    """The way on for an input of no format: inputs in a folder, or the command that converts a
+    file.
+    """
     if path.is_dir():
         below = list(islice(_inputs_below(path, depth=3), _MOST_LISTED))
         return f"; it has {', '.join(below)}: give one of these" if below else ""
     if file is not None and "assays" in file and "meta.data" in file:
         return '; it is an h5Seurat: in R run SeuratDisk::Convert("cells.h5Seurat", dest = "h5ad")'
-    return next((f"; {hint}" for end, hint in _HINTS.items() if path.name.lower().endswith(end)), "")
+    return next(
+        (f"; {hint}" for end, hint in _HINTS.items() if path.name.lower().endswith(end)), ""
+    )
 
 
 def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
@@ -113,7 +131,9 @@ def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
     for item in sorted(folder.iterdir()):
         if item.name.startswith(".") or item.is_symlink():
             continue
-        if item.is_dir() and (mtx.FORMAT.is_format(item, None) or anndata_files.ZARR.is_format(item, None)):
+        if item.is_dir() and (
+            mtx.FORMAT.is_format(item, None) or anndata_files.ZARR.is_format(item, None)
+        ):
             yield f"{item.name}/"
         elif item.is_dir() and depth > 1:
             yield from (f"{item.name}/{name}" for name in _inputs_below(item, depth - 1))
@@ -122,10 +142,12 @@ def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
 
 
 def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
-    """Open the matrix `counts` (`X`, `raw` or the name of a layer; of 10x files a genome) of an input of any format.
+    """Open the matrix `counts` (`X`, `raw` or the name of a layer; of 10x files a genome) of an
+    input of any format.
 
-    Prints on stderr how rows that are parts of genes were summed, and how cells with one name are told apart. Raises
-    DataError when the input is missing, truncated or of no known format, lacks the matrix, or has no cells or genes.
+    Prints on stderr how rows that are parts of genes were summed, and how cells with one name are
+    told apart. Raises DataError when the input is missing, truncated or of no known format, lacks
+    the matrix, or has no cells or genes.
     """
     path, counts = split_part(Path(path), counts)
     with ExitStack() as stack:
@@ -164,14 +186,18 @@ def _open_source(path: Path, file: h5py.File | None, counts: str) -> CountSource
 
 
 def open_dataset(path: Path, counts: str = "X") -> CountsReader:
-    """Open the matrix `counts` of a user's input: HDF5 is walked by a child process first. Raises DataError."""
+    """Open the matrix `counts` of a user's input: HDF5 is walked by a child process first. Raises
+    DataError.
+    """
     check_walk([split_part(path)[0]])
     return open_counts(path, counts)
 
 
 @contextmanager
 def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
-    """Names of the input at `path`, while it is open; None if they are unknown without its data, or damaged."""
+    """Names of the input at `path`, while it is open; None if they are unknown without its data, or
+    damaged.
+    """
     with ExitStack() as stack:
         try:
             file = stack.enter_context(h5py.File(path)) if is_hdf5(path) else None
@@ -181,11 +207,14 @@ def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
         yield names
 
 
-_FILTERS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}  # in hdf5plugin
+# in hdf5plugin
+_FILTERS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
 
 
 def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
-    """Raise DataError for links and storage outside the file, arrays too large for it, and missing filters."""
+    """Raise DataError for links and storage outside the file, arrays too large for it, and missing
+    filters.
+    """
 
     def link_problem(name: str, link: Any) -> str | None:
         if not isinstance(link, h5py.ExternalLink):
@@ -203,7 +232,8 @@ def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
         for number in range(properties.get_nfilters() if item.chunks else 0):
             code, _, _, title = properties.get_filter(number)
             if not h5py.h5z.filter_avail(code) and find_spec("hdf5plugin") is not None:
-                importlib.import_module("hdf5plugin")  # registers its filters; takes a second and is seldom needed
+                # registers its filters; takes a second and is seldom needed
+                importlib.import_module("hdf5plugin")
             if not h5py.h5z.filter_avail(code):
                 known = _FILTERS.get(code, f"{code} {title.decode(errors='replace')!r}")
                 return (

@@ -1,7 +1,7 @@
 """HDF5 files: opening with one-line errors, and writing that survives a full disk.
 
-Cells are written as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or compressed.
-anndata's own writer chunks sparse arrays.
+Cells are written as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or
+compressed. anndata's own writer chunks sparse arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
 
 
 def open_h5(path: Path, remedy: str = "") -> h5py.File:
-    """Open `path` for reading. Raises DataError, ending in `remedy`, when it is missing, truncated or not HDF5."""
+    """Open `path` for reading. Raises DataError, ending in `remedy`, when it is missing, truncated
+    or not HDF5.
+    """
     then = f"; {remedy}" if remedy else ""
     try:
         require_file(path)
@@ -46,16 +48,22 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         if "truncated" in text:
             stored = re.search(r"stored_eof = (\d+)", text)
             of = f" of {int(stored[1]):,}" if stored else ""
-            fault, then = f"{path}: truncated: {path.stat().st_size:,}{of} bytes", then or "; copy it again"
+            fault, then = (
+                f"{path}: truncated: {path.stat().st_size:,}{of} bytes",
+                then or "; copy it again",
+            )
         elif "signature not found" in text:
             fault = f"{path}: not an HDF5 file"
     raise DataError(f"{fault}{then}")
 
 
 def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
-    """Text of an array, `(n,)` object, as anndata stores it: plain, or a group of values and a mask of missing ones."""
+    """Text of an array, `(n,)` object, as anndata stores it: plain, or a group of values and a mask
+    of missing ones.
+    """
     if isinstance(item, h5py.Dataset):
-        return np.asarray(item.asstr()[:] if len(item) else [], object)  # an empty array may be of numbers
+        # an empty array may be of numbers
+        return np.asarray(item.asstr()[:] if len(item) else [], object)
     texts = np.asarray(item["values"].asstr()[:], object)
     if "mask" in item:
         texts[item["mask"][:]] = "nan"
@@ -75,11 +83,14 @@ class NewH5File(h5py.File):
 
 
 @contextmanager
-def create_h5(path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = None) -> Iterator[NewH5File]:
-    """New .h5ad, empty or a copy to change, which replaces `path` when the block ends without an error.
+def create_h5(
+    path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = None
+) -> Iterator[NewH5File]:
+    """New .h5ad, empty or a copy to change, which replaces `path` when the block ends without an
+    error.
 
-    Arrays and chunks of at least `alignment` bytes begin at a multiple of it. Raises OSError naming `path` when the
-    disk is full.
+    Arrays and chunks of at least `alignment` bytes begin at a multiple of it. Raises OSError naming
+    `path` when the disk is full.
     """
     aligned = {"alignment_threshold": alignment, "alignment_interval": alignment}
     with named_errors(path), atomic_path(path) as temporary:
@@ -97,13 +108,16 @@ def create_h5(path: Path, alignment: int = ALIGNMENT, copy_of: Path | None = Non
 
 
 class _Disk(io.FileIO):
-    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all later ones, so
-    that HDF5 can still close the file in order."""
+    """The file object under an HDF5 file. Keeps the first failed write as `error` and drops all
+    later ones, so that HDF5 can still close the file in order.
+    """
 
     error: OSError | None = None
 
     def raise_if_failed(self) -> None:
-        """Raise the first failed write, if any; to stop early, since closing the file raises it too."""
+        """Raise the first failed write, if any; to stop early, since closing the file raises it
+        too.
+        """
         if self.error is not None:
             raise self.error
 
@@ -138,7 +152,9 @@ def one_line(error: BaseException) -> str:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """A file to read, plain or, by its first bytes, gzip. Raises DataError if it is not a regular file."""
+    """A file to read, plain or, by its first bytes, gzip. Raises DataError if it is not a regular
+    file.
+    """
     require_file(path)
     with open(path, "rb") as file:
         is_gzip = file.read(2) == _GZIP
@@ -177,24 +193,35 @@ def write_cells(
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
 
-    `obs` may be a function, called after the last block. `blocks` are rows of X in order, columns in any order within a
-    row; one is held in memory at a time. With `nnz`, the number of all values, arrays are contiguous and aligned to
-    4,096 bytes, or with `compression` in chunks of 4,096 values; without it they grow in chunks. `ordered` rows are
-    sequences, `ranked` ones genes in rank order; uns/cellmill gets `recorded`. Raises OSError naming `path`, which
-    stays as it was, on a full disk.
+    `obs` may be a function, called after the last block. `blocks` are rows of X in order, columns
+    in any order within a row; one is held in memory at a time. With `nnz`, the number of all
+    values, arrays are contiguous and aligned to 4,096 bytes, or with `compression` in chunks of
+    4,096 values; without it they grow in chunks. `ordered` rows are sequences, `ranked` ones genes
+    in rank order; uns/cellmill gets `recorded`. Raises OSError naming `path`, which stays as it
+    was, on a full disk.
     """
     layout: dict[str, Any] = {"shape": (nnz,)}
     if nnz is None:
         layout = {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
-    elif compression is not None:  # larger chunks are a tenth smaller, but a row is then read with many others
-        layout |= {"chunks": (min(nnz, 4096),), "compression": "gzip", "compression_opts": 1, "shuffle": True}
-    with create_h5(path, 1 if compression else ALIGNMENT) as file:  # padding would be half of a compressed chunk
+    elif (
+        compression is not None
+    ):  # larger chunks are a tenth smaller, but a row is then read with many others
+        layout |= {
+            "chunks": (min(nnz, 4096),),
+            "compression": "gzip",
+            "compression_opts": 1,
+            "shuffle": True,
+        }
+    # padding would be half of a compressed chunk
+    with create_h5(path, 1 if compression else ALIGNMENT) as file:
         group = file.create_group("X")
         data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
         indices = group.create_dataset("indices", dtype="<i4", **layout)
         start, indptr = 0, [np.zeros(1, np.int64)]
         for block in blocks:
-            assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, f"a count is too large for {dtype}"
+            assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, (
+                f"a count is too large for {dtype}"
+            )
             stop = start + block.nnz
             if nnz is None:
                 data.resize((stop,))
@@ -211,13 +238,19 @@ def write_cells(
         n_rows = sum(map(len, indptr)) - 1
         assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
         shape = np.array([n_rows, len(var)], np.int64)
-        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
-        kinds = dict(recorded) | {name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds}
+        group.attrs.update(
+            {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
+        )
+        kinds = dict(recorded) | {
+            name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds
+        }
         _write_parts(file, {"obs": frame, "var": var, "uns": {"cellmill": kinds} if kinds else {}})
 
 
 def write_anndata(file: h5py.File, adata: Any) -> None:
-    """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which anndata 0.12 refuses."""
+    """Write an AnnData to a new file. `AnnData` turns text into the `str` of pandas 3, which
+    anndata 0.12 refuses.
+    """
     if adata.X is not None:
         import_module("anndata.io").write_elem(file, "X", adata.X)
     parts = {name: getattr(adata, name) for name in ("obs", "var")}
@@ -231,7 +264,8 @@ _MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
 
 def _write_parts(file: h5py.File, parts: Mapping[str, Any]) -> None:
-    write_elem = import_module("anndata.io").write_elem  # two fifths of a second, which a reader does not need
+    # two fifths of a second, which a reader does not need
+    write_elem = import_module("anndata.io").write_elem
     for name in ("obs", "var"):
         write_elem(file, name, plain_text(parts[name]))
     for name in _MAPPINGS:

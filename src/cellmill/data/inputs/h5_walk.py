@@ -1,7 +1,9 @@
-"""HDF5 files of users, walked by a child process first: of damaged ones some make HDF5 loop for ever, or crash.
+"""HDF5 files of users, walked by a child process first: of damaged ones some make HDF5 loop for
+ever, or crash.
 
-Such a loop holds the interpreter, so nothing in the process itself can end it. The child reads what opening reads,
-attributes, sizes and text, no counts. The limit is on its CPU time: a slow disk is not taken for a damaged file.
+Such a loop holds the interpreter, so nothing in the process itself can end it. The child reads what
+opening reads, attributes, sizes and text, no counts. The limit is on its CPU time: a slow disk is
+not taken for a damaged file.
 """
 
 import os
@@ -25,7 +27,8 @@ _known: set[tuple[str, int, int]] = set()  # files that this process has had wal
 
 
 def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
-    """Raise DataError for the first of the HDF5 files among `paths` that HDF5 cannot walk. Once per process and file.
+    """Raise DataError for the first of the HDF5 files among `paths` that HDF5 cannot walk. Once per
+    process and file.
 
     Whatever else is wrong with a file is left to its reader.
     """
@@ -36,14 +39,18 @@ def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
         return
     command = [sys.executable, "-P", "-m", "cellmill.data.inputs.h5_walk", str(limit_s)]
     names = b"\0".join(os.fsencode(path.absolute()) for path in new.values())
-    done = subprocess.run(command, input=names, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, input=names, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+    )
     if done.returncode < 0 and len(done.stdout) < len(new):
         path = [*new.values()][len(done.stdout)]
         if done.returncode == -signal.SIGXCPU:
             fault = f"HDF5 was not through its structure after {limit_s} s of CPU time"
         else:
             fault = f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
-        raise DataError(f"{path}: damaged: {fault}; copy it again, or write it again from its source")
+        raise DataError(
+            f"{path}: damaged: {fault}; copy it again, or write it again from its source"
+        )
     _known.update(new)
 
 
@@ -56,7 +63,9 @@ def is_hdf5(path: Path) -> bool:
 
 
 def _walk(path: bytes) -> None:
-    """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to the reader."""
+    """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to
+    the reader.
+    """
     left, seen = _MOST_TEXTS, set[int]()
 
     def visit(item: Any) -> None:
@@ -67,13 +76,21 @@ def _walk(path: bytes) -> None:
                     item.attrs[key]
         if isinstance(item, h5py.Dataset) and item.shape is not None:
             item.id.get_storage_size()
-            if item.dtype.kind == "O" and len(item.shape) == 1 and not item.external and not item.is_virtual:
+            if (
+                item.dtype.kind == "O"
+                and len(item.shape) == 1
+                and not item.external
+                and not item.is_virtual
+            ):
                 left -= len(item[:left])
         if isinstance(item, h5py.Group):
             for name in item:
                 with suppress(Exception):
                     address = h5py.h5o.get_info(item.id, name.encode()).addr
-                    if isinstance(item.get(name, getlink=True), h5py.HardLink) and address not in seen:
+                    if (
+                        isinstance(item.get(name, getlink=True), h5py.HardLink)
+                        and address not in seen
+                    ):
                         seen.add(address)
                         visit(item[name])
 
@@ -82,7 +99,9 @@ def _walk(path: bytes) -> None:
 
 
 def main() -> None:
-    """Walk the files named on stdin. A dot on stdout says that a file is done; the limit is the first argument."""
+    """Walk the files named on stdin. A dot on stdout says that a file is done; the limit is the
+    first argument.
+    """
     limit_s = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]

@@ -1,7 +1,9 @@
-"""Matrices of cells x genes, read in blocks of cells: sparse by cell or by gene, dense, and in memory.
+"""Matrices of cells x genes, read in blocks of cells: sparse by cell or by gene, dense, and in
+memory.
 
-Sparse ones are three arrays `data`, `indices` and `indptr`; dense ones are cells x genes (AnnData) or genes x cells
-(Loom). HDF5 and Zarr arrays share the names `shape`, `dtype`, `chunks` and slicing.
+Sparse ones are three arrays `data`, `indices` and `indptr`; dense ones are cells x genes (AnnData)
+or genes x cells (Loom). HDF5 and Zarr arrays share the names `shape`, `dtype`, `chunks` and
+slicing.
 """
 
 import math
@@ -24,7 +26,8 @@ WHOLE = "ui"
 MAX_LENGTH = 2**31 - 1  # cells, and genes: indices of scipy are int32 here
 LARGE = 1 << 26  # bytes; smaller arrays may be declared by any file
 _MOST_CHUNK = 1 << 32  # bytes, as in HDF5
-_MOST_RATIO = 100_000  # of declared to stored bytes; the filters that h5py and hdf5plugin have stay below
+# of declared to stored bytes; the filters that h5py and hdf5plugin have stay below
+_MOST_RATIO = 100_000
 _PER_CELL = 16  # bytes of an obs column: Zarr stores one value of all cells as nothing
 
 Pieces = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -32,21 +35,26 @@ Pieces = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 class StoredMatrix:
-    """Matrix of cells x genes. A subclass sets `shape` and defines `parts`, or `pieces` if cells are not in order."""
+    """Matrix of cells x genes. A subclass sets `shape` and defines `parts`, or `pieces` if cells
+    are not in order.
+    """
 
     shape: tuple[int, int]
     _buckets: "RowBuckets | None" = None
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """All cells in order, in parts of about `block`: CSR `(cells, genes)` of any real dtype in native byte order,
-        int32 indices within the width, entries of a row in any order and possibly repeated.
+        """All cells in order, in parts of about `block`: CSR `(cells, genes)` of any real dtype in
+        native byte order, int32 indices within the width, entries of a row in any order and
+        possibly repeated.
 
         May be called again. Holds a few parts in memory. Raises DataError when the file is damaged.
         """
         raise NotImplementedError
 
     def pieces(self) -> Pieces | None:
-        """All values in any order, in pieces that fit in memory, to be sorted by cell on disk; None for `parts`."""
+        """All values in any order, in pieces that fit in memory, to be sorted by cell on disk; None
+        for `parts`.
+        """
         return None
 
     def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
@@ -80,18 +88,24 @@ def is_array(item: Any) -> bool:
 
 
 def native(values: Any) -> np.ndarray:
-    """The values as an array in native byte order; float16, which scipy has no sparse form of, as float32."""
+    """The values as an array in native byte order; float16, which scipy has no sparse form of, as
+    float32.
+    """
     values = np.asarray(values)
     dtype = np.dtype(np.float32) if values.dtype == np.float16 else values.dtype.newbyteorder("=")
     return values.astype(dtype, copy=False)
 
 
 def require_kind(path: Path, name: str, array: Any, kinds: str, n_dims: int = 1) -> Any:
-    """Return `array`. Raises DataError unless it is an array of `n_dims` dimensions whose dtype is of `kinds`."""
+    """Return `array`. Raises DataError unless it is an array of `n_dims` dimensions whose dtype is
+    of `kinds`.
+    """
     if not is_array(array) or array.shape is None:
         raise DataError(f"{path}: {name} is {'missing' if array is None else 'not an array'}")
     if len(array.shape) != n_dims:
-        raise DataError(f"{path}: {name} is damaged: expected {n_dims} dimensions, got shape {tuple(array.shape)}")
+        raise DataError(
+            f"{path}: {name} is damaged: expected {n_dims} dimensions, got shape {tuple(array.shape)}"
+        )
     if getattr(array.dtype, "kind", "O") not in kinds:
         wanted = "counts" if kinds == REAL else "whole numbers"
         raise DataError(f"{path}: {name} expected {wanted}, got {array.dtype}")
@@ -99,7 +113,8 @@ def require_kind(path: Path, name: str, array: Any, kinds: str, n_dims: int = 1)
 
 
 def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int = 0) -> str | None:
-    """Fault of an HDF5 or Zarr array that declares far more bytes than it has `stored`; `n_cells` of a column of obs.
+    """Fault of an HDF5 or Zarr array that declares far more bytes than it has `stored`; `n_cells`
+    of a column of obs.
 
     Such an array, or a single chunk of it, would fill the memory.
     """
@@ -115,8 +130,9 @@ def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int 
 
 
 class SequentialArray:
-    """One-dimensional stored array, read in ascending slices; what was read last is kept, so no chunk is decoded
-    twice."""
+    """One-dimensional stored array, read in ascending slices; what was read last is kept, so no
+    chunk is decoded twice.
+    """
 
     def __init__(self, path: Path, array: Any):
         self._path, self._array = path, array
@@ -135,7 +151,9 @@ class SequentialArray:
             with reading(self._path):
                 fresh = native(self._array[last:end])
             if len(fresh) != end - last:
-                raise DataError(f"{self._path}: damaged: expected {end - last:,} values, got {len(fresh):,}")
+                raise DataError(
+                    f"{self._path}: damaged: expected {end - last:,} values, got {len(fresh):,}"
+                )
             begin = min(start, last)
             held = self._kept[begin - self._first :]
             self._first, self._kept = begin, np.concatenate([held, fresh]) if len(held) else fresh
@@ -149,8 +167,8 @@ _MOST_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is 
 class RowBuckets:
     """Values of a matrix of `shape` in a temporary file, sorted into buckets of rows.
 
-    A piece is written at once, bucket by bucket, so memory holds one piece or one bucket. The file is in the folder of
-    `TMPDIR`; OSError names that folder when it is full.
+    A piece is written at once, bucket by bucket, so memory holds one piece or one bucket. The file
+    is in the folder of `TMPDIR`; OSError names that folder when it is full.
     """
 
     def __init__(self, shape: tuple[int, int], pieces: Pieces) -> None:
@@ -189,13 +207,20 @@ class RowBuckets:
         bucket = (rows // self._rows).astype(np.uint16)
         if (bucket[1:] < bucket[:-1]).any():  # most tools write cell by cell
             order = np.argsort(bucket, kind="stable")
-            rows, columns, values, bucket = rows[order], columns[order], values[order], bucket[order]
+            rows, columns, values, bucket = (
+                rows[order],
+                columns[order],
+                values[order],
+                bucket[order],
+            )
         records = np.empty(len(rows), self._record)
         records["row"] = rows % self._rows
         records["column"] = columns
         records["value"] = values
         start = 0
-        for segments, size in zip(self._segments, np.bincount(bucket, minlength=len(self._segments)).tolist()):
+        for segments, size in zip(
+            self._segments, np.bincount(bucket, minlength=len(self._segments)).tolist()
+        ):
             if size:
                 segments.append((self._n_values + start, size))
             start += size
@@ -205,7 +230,9 @@ class RowBuckets:
         self._n_values += len(rows)
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
-        """The rows bucket by bucket, or `block` at a time; entries of a row in the order of the pieces."""
+        """The rows bucket by bucket, or `block` at a time; entries of a row in the order of the
+        pieces.
+        """
         if self._ordered is not None:
             yield from self._ordered.parts(block)
             return
@@ -213,7 +240,9 @@ class RowBuckets:
             found = [np.empty(0, self._record)]
             for start, size in segments:
                 self._file.seek(start * self._record.itemsize)
-                found.append(np.frombuffer(self._file.read(size * self._record.itemsize), self._record))
+                found.append(
+                    np.frombuffer(self._file.read(size * self._record.itemsize), self._record)
+                )
             records = np.concatenate(found)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
             rows: Any = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
@@ -227,14 +256,20 @@ class RowBuckets:
 
 
 def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:
-    """A stored shape of a matrix. Raises DataError unless it is two whole numbers that scipy can index."""
+    """A stored shape of a matrix. Raises DataError unless it is two whole numbers that scipy can
+    index.
+    """
     try:
         first, second = (operator.index(n) for n in np.asarray(shape).tolist())
     except (TypeError, ValueError):
         got = " ".join(str(shape).split())[:80]
-        raise DataError(f"{path}: {name} is damaged: expected a shape of two whole numbers, got {got}") from None
+        raise DataError(
+            f"{path}: {name} is damaged: expected a shape of two whole numbers, got {got}"
+        ) from None
     if not (0 <= first <= MAX_LENGTH and 0 <= second <= MAX_LENGTH):
-        raise DataError(f"{path}: {name} is damaged: shape {(first, second)} is outside 0 to {MAX_LENGTH:,}")
+        raise DataError(
+            f"{path}: {name} is damaged: shape {(first, second)} is outside 0 to {MAX_LENGTH:,}"
+        )
     return first, second
 
 
@@ -244,17 +279,28 @@ _PIECE = 1 << 22  # values in memory at once while a matrix compressed by gene i
 class SparseMatrix(StoredMatrix):
     """Three arrays compressed by cell (CSR), or `by_gene` (CSC), which are transposed on disk."""
 
-    def __init__(self, path: Path, name: str, group: Any, shape: tuple[int, int], by_gene: bool = False):
+    def __init__(
+        self, path: Path, name: str, group: Any, shape: tuple[int, int], by_gene: bool = False
+    ):
         self.path, self.name, self.shape, self.by_gene = path, name, shape, by_gene
         stored = {key: group.get(key) for key in ("data", "indices", "indptr")}
         for key, array in stored.items():
             require_kind(path, f"{name}/{key}", array, REAL if key == "data" else WHOLE)
-        self._data, self._indices = SequentialArray(path, stored["data"]), SequentialArray(path, stored["indices"])
-        fits = stored["indptr"].shape[0] == shape[by_gene] + 1 and len(self._indices) == len(self._data)
+        self._data, self._indices = (
+            SequentialArray(path, stored["data"]),
+            SequentialArray(path, stored["indices"]),
+        )
+        fits = stored["indptr"].shape[0] == shape[by_gene] + 1 and len(self._indices) == len(
+            self._data
+        )
         if fits:
             with reading(path):
                 self._indptr = np.asarray(stored["indptr"][:]).astype(np.int64)
-            fits = self._indptr[0] == 0 and self._indptr[-1] == len(self._data) and (np.diff(self._indptr) >= 0).all()
+            fits = (
+                self._indptr[0] == 0
+                and self._indptr[-1] == len(self._data)
+                and (np.diff(self._indptr) >= 0).all()
+            )
         if not fits:
             raise DataError(f"{path}: {name} is damaged: indptr does not match data and indices")
 
@@ -282,7 +328,9 @@ class SparseMatrix(StoredMatrix):
         start, stop = int(indptr[0]), int(indptr[-1])
         indices = self._indices.read(start, stop)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= n_minor):
-            raise DataError(f"{self.path}: {self.name} is damaged: an index is outside its {n_minor:,} columns")
+            raise DataError(
+                f"{self.path}: {self.name} is damaged: an index is outside its {n_minor:,} columns"
+            )
         return indptr - start, indices.astype(np.int32, copy=False), self._data.read(start, stop)
 
 
@@ -310,19 +358,29 @@ class DenseMatrix(StoredMatrix):
         chunk, fit = self._lengths(axis=0)
         if min(chunk, self.shape[0]) <= _TALL * fit:
             return None
-        parts = ((genes.start, sp.coo_matrix(self._read(slice(None), genes))) for genes in self._slabs(axis=1))
+        parts = (
+            (genes.start, sp.coo_matrix(self._read(slice(None), genes)))
+            for genes in self._slabs(axis=1)
+        )
         return ((part.row, part.col + first, part.data) for first, part in parts)
 
     def _slabs(self, axis: int) -> Iterator[slice]:
-        """Ranges of cells (axis 0) or genes (1): as many whole chunks as fit in memory, at least one."""
+        """Ranges of cells (axis 0) or genes (1): as many whole chunks as fit in memory, at least
+        one.
+        """
         chunk, fit = self._lengths(axis)
         step = max(chunk, fit // chunk * chunk)
-        return (slice(start, min(start + step, self.shape[axis])) for start in range(0, self.shape[axis], step))
+        return (
+            slice(start, min(start + step, self.shape[axis]))
+            for start in range(0, self.shape[axis], step)
+        )
 
     def _lengths(self, axis: int) -> tuple[int, int]:
         """Length of a chunk along cells (axis 0) or genes (1), and the length of a slab."""
         chunk = max(1, self._array.chunks[axis ^ self._cells_axis]) if self._array.chunks else 1
-        return chunk, max(1, _SLAB_BYTES // max(1, self.shape[1 - axis] * self._array.dtype.itemsize))
+        return chunk, max(
+            1, _SLAB_BYTES // max(1, self.shape[1 - axis] * self._array.dtype.itemsize)
+        )
 
     def _read(self, cells: slice, genes: slice) -> np.ndarray:
         with reading(self._path):

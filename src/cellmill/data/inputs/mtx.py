@@ -1,10 +1,12 @@
 """Matrix Market: a file, or a folder of files, with text tables of genes and cells beside it.
 
-Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`text/companions.py`). The text is read once, in pieces,
-into a temporary file in order of cells; it is never whole in memory. `var` has every text column of the genes' table.
+Any `.mtx` or `.mtx.gz` is read, cells in columns or in rows (`text/companions.py`). The text is
+read once, in pieces, into a temporary file in order of cells; it is never whole in memory. `var`
+has every text column of the genes' table.
 
-In a folder of several matrices X is the one called `matrix.mtx`; with kb-python's `mature`, `nascent` and `ambiguous`
-it is their sum, as in the file that kb-python itself writes with --h5ad. `counts` chooses another one by name.
+In a folder of several matrices X is the one called `matrix.mtx`; with kb-python's `mature`,
+`nascent` and `ambiguous` it is their sum, as in the file that kb-python itself writes with --h5ad.
+`counts` chooses another one by name.
 """
 
 from collections.abc import Iterator
@@ -42,7 +44,9 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
         notes: list[str] = []
     else:
         found, notes = {"X": [path]}, []
-        beside = [other.name for other in _files_in(path.parent) if _is_main(other) and other != path]
+        beside = [
+            other.name for other in _files_in(path.parent) if _is_main(other) and other != path
+        ]
     if path.is_dir() and counts not in found and "X" not in found:
         listed = ", ".join(file.name for file in _files_in(path))
         raise DataError(
@@ -58,7 +62,9 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     matrices = [MtxMatrix(file) for file in files]
     sizes = {matrix.stored_shape for matrix in matrices}
     if len(sizes) > 1:
-        raise DataError(f"{path}: expected matrices of one shape, got {' and '.join(map(str, sorted(sizes)))}")
+        raise DataError(
+            f"{path}: expected matrices of one shape, got {' and '.join(map(str, sorted(sizes)))}"
+        )
     names = find_companions(files[0], *matrices[0].stored_shape)
     for matrix in matrices:
         matrix.orient(names.cells_in_rows)
@@ -109,7 +115,9 @@ def _matrices_in(folder: Path) -> dict[str, list[Path]]:
 
 
 class MtxMatrix(StoredMatrix):
-    """Coordinates in a text file; sorted by cell on disk. `stored_shape` is that of the file's second line."""
+    """Coordinates in a text file; sorted by cell on disk. `stored_shape` is that of the file's
+    second line.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -126,7 +134,9 @@ class MtxMatrix(StoredMatrix):
         """dtype, shape and number of the values; leaves `text` at the first of them."""
         with reading(self._path):
             first = text.readline(_LINE).decode("utf-8", "replace").lower().split()
-            known = [["%%matrixmarket", "matrix", "coordinate", field, "general"] for field in _FIELDS]
+            known = [
+                ["%%matrixmarket", "matrix", "coordinate", field, "general"] for field in _FIELDS
+            ]
             if first not in known:
                 raise DataError(f"{self._path}: {_explain_header(first)}")
             line = b"%"
@@ -135,7 +145,9 @@ class MtxMatrix(StoredMatrix):
             words = line.split()
             sizes = [int(word) for word in words]
         if len(sizes) != 3 or min(sizes) < 0 or max(sizes[:2]) > MAX_LENGTH:
-            raise DataError(f"{self._path}: damaged: expected a line of rows, columns and values, got {line[:80]!r}")
+            raise DataError(
+                f"{self._path}: damaged: expected a line of rows, columns and values, got {line[:80]!r}"
+            )
         return _FIELDS[first[3]], (sizes[0], sizes[1]), sizes[2]
 
     def pieces(self) -> Pieces:
@@ -192,6 +204,8 @@ def _explain_header(first: list[str]) -> str:
 
 FORMAT = Format(
     "Matrix Market (.mtx, .mtx.gz or their folder)",
-    lambda path, file: (is_matrix(path) and not path.is_dir()) or (path.is_dir() and bool(_files_in(path))),
+    lambda path, file: (
+        (is_matrix(path) and not path.is_dir()) or (path.is_dir() and bool(_files_in(path)))
+    ),
     _open_mtx,
 )

@@ -1,10 +1,11 @@
 """Counts of an input, read in blocks of rows, never the whole matrix.
 
-The reader checks that the values of a format are counts and returns canonical CSR blocks. Whole numbers may also be
-normalised values that were rounded: `RoundedCounts` looks for three signs in up to 4,096 cells with at least 50
-detected genes. True counts show none: nearly every such cell has a gene with one count, cells differ in depth by far
-more, and a cell of 300 genes has a gene with more than 10 counts (at least 15 in six datasets of blood, cell lines and
-brain). Counts downsampled to one depth share the second sign, so it is a warning and not an error.
+The reader checks that the values of a format are counts and returns canonical CSR blocks. Whole
+numbers may also be normalised values that were rounded: `RoundedCounts` looks for three signs in up
+to 4,096 cells with at least 50 detected genes. True counts show none: nearly every such cell has a
+gene with one count, cells differ in depth by far more, and a cell of 300 genes has a gene with more
+than 10 counts (at least 15 in six datasets of blood, cell lines and brain). Counts downsampled to
+one depth share the second sign, so it is a warning and not an error.
 """
 
 import sys
@@ -35,15 +36,21 @@ class RoundedCounts:
     """Collector of the first cells that are read, and what they show."""
 
     def __init__(self) -> None:
-        self._cells = np.zeros((4, 0), np.int64)  # sum, smallest and largest count, and number of genes
+        # sum, smallest and largest count, and number of genes
+        self._cells = np.zeros((4, 0), np.int64)
 
     def add(self, counts: sp.csr_matrix) -> None:
         """Add cells of a canonical CSR block without stored zeros."""
         rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self._cells.shape[1]]
         if len(rows):
             block = counts[rows]
-            ends = (extreme.reduceat(block.data, block.indptr[:-1]) for extreme in (np.minimum, np.maximum))
-            self._cells = np.hstack([self._cells, [row_sums(block.data, block.indptr), *ends, np.diff(block.indptr)]])
+            ends = (
+                extreme.reduceat(block.data, block.indptr[:-1])
+                for extreme in (np.minimum, np.maximum)
+            )
+            self._cells = np.hstack(
+                [self._cells, [row_sums(block.data, block.indptr), *ends, np.diff(block.indptr)]]
+            )
 
     def sign(self) -> str | None:
         """The sign that the cells show, in words; None if none."""
@@ -55,9 +62,7 @@ class RoundedCounts:
         if (above_one := float((smallest > 1).mean())) > 0.5:
             return f"{above_one:.0%} of cells have no gene with a count of 1"
         if len(largest) >= _FEWEST and (low_counts := float((largest <= _LOW_COUNT).mean())) > 0.95:
-            return (
-                f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above {_LOW_COUNT}, as in logarithms"
-            )
+            return f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above {_LOW_COUNT}, as in logarithms"
         if high < _SPREAD * low:
             return f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
         return None
@@ -76,17 +81,24 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     """
 
     dataset: str | None = None  # its name, where the stem of `path` is another
-    counts_rule: CountsRule = "refuse"  # set before `rows`: what becomes of estimated counts, which have fractions
+    # set before `rows`: what becomes of estimated counts, which have fractions
+    counts_rule: CountsRule = "refuse"
     n_rounded = 0  # number of values with fractions in the rows that were read last
 
     def __init__(self, source: CountSource, close: Callable[[], None] | None = None):
-        self.path, self.counts, self.obs, self.var = source.path, source.counts, source.obs, source.var
+        self.path, self.counts, self.obs, self.var = (
+            source.path,
+            source.counts,
+            source.obs,
+            source.var,
+        )
         self.var_names: list[str] = list(self.var.index)
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
         self.ordered, self.ranked = source.ordered, source.ranked
         self.recorded = source.recorded
         self._source, self.close = source, close or source.close
-        self.matches: dict[str, Any] = {}  # of `names.match_columns`, by the digest of the vocabulary
+        # of `names.match_columns`, by the digest of the vocabulary
+        self.matches: dict[str, Any] = {}
         self._rounded = RoundedCounts()
 
     def __exit__(self, *_: object) -> None:
@@ -98,21 +110,26 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         Raises DataError when it is missing.
         """
         if name != "index":
-            require_known(name, [*map(str, self.var)], f"{self.path}: no var column {name!r} (gene_column)")
+            require_known(
+                name, [*map(str, self.var)], f"{self.path}: no var column {name!r} (gene_column)"
+            )
             self.var_names = text_values(self.var[name]).tolist()
         kept = [column for column in ("feature_types",) if column in self.var]
         self.var = self.var[kept].set_axis(pd.Index(self.var_names, dtype=object), axis=0)
 
     def obs_column(self, name: str, owner: str) -> pd.Series:
-        """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when it is missing."""
+        """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when
+        it is missing.
+        """
         require_known(name, [*map(str, self.obs)], f"{self.path}: no obs column {name!r} ({owner})")
         return self.obs[name]
 
     def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
-        """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending, no stored zeros;
-        `ordered` rows as stored.
+        """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending,
+        no stored zeros; `ordered` rows as stored.
 
-        May be called again. Raises DataError naming cell and gene of the first value that is not a count, or damage.
+        May be called again. Raises DataError naming cell and gene of the first value that is not a
+        count, or damage.
         """
         first = self.n_rounded = 0
         for matrix in self._source.matrix.blocks(block):
@@ -120,7 +137,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
             if not self.ordered:
                 if not counts.has_canonical_format:
-                    counts = sum_repeated(counts, f"{self.path}: {self.counts}: entries of one cell and gene")
+                    counts = sum_repeated(
+                        counts, f"{self.path}: {self.counts}: entries of one cell and gene"
+                    )
                 if not counts.data.all():
                     counts.eliminate_zeros()
                 self._rounded.add(counts)
@@ -128,7 +147,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             first += matrix.shape[0]
 
     def warn_if_rounded(self) -> None:
-        """Print one line on stderr if the cells that were read look like normalised values that were rounded."""
+        """Print one line on stderr if the cells that were read look like normalised values that
+        were rounded.
+        """
         if not self.ordered and (sign := self._rounded.sign()):
             print(
                 f"warning: {self.path}: {self.counts} may hold normalised values that were rounded: {sign}; "
@@ -138,29 +159,50 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             )
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
-        """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that are not counts."""
+        """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that
+        are not counts.
+        """
         values, hint = matrix.data, f"; {_ELSEWHERE}"
         if values.dtype in (np.float32, np.float64):
-            with np.errstate(invalid="ignore"):  # NaN and others out of range become any number, which is another
+            # NaN and others out of range become any number, which is another
+            with np.errstate(invalid="ignore"):
                 counts = values.astype(np.uint32)
             if (counts.astype(values.dtype) == values).all():
                 return counts
         if values.dtype.kind not in "buif":
             raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
         if values.dtype.kind == "f":
-            self._refuse(~np.isfinite(values), "is not finite", "; counts are whole numbers from 0", matrix, first)
+            self._refuse(
+                ~np.isfinite(values),
+                "is not finite",
+                "; counts are whole numbers from 0",
+                matrix,
+                first,
+            )
         if values.dtype.kind in "if" and (values < 0).any():
-            self._refuse(values < 0, "is negative", f": it looks {describe_negatives(matrix)}{hint}", matrix, first)
+            self._refuse(
+                values < 0,
+                "is negative",
+                f": it looks {describe_negatives(matrix)}{hint}",
+                matrix,
+                first,
+            )
         if values.dtype.kind == "f":
             fractional = values != np.floor(values)
             if fractional.any():
                 values = self._rounded_values(matrix, fractional, first)
         if len(values) and values.max() > MAX_COUNT:
-            self._refuse(values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first)
+            self._refuse(
+                values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first
+            )
         return values.astype(np.uint32)
 
-    def _rounded_values(self, matrix: sp.csr_matrix, fractional: np.ndarray, first: int) -> np.ndarray:
-        """Whole numbers for estimated counts. Raises DataError for other values, and if `counts_rule` is refuse."""
+    def _rounded_values(
+        self, matrix: sp.csr_matrix, fractional: np.ndarray, first: int
+    ) -> np.ndarray:
+        """Whole numbers for estimated counts. Raises DataError for other values, and if
+        `counts_rule` is refuse.
+        """
         looks = describe_fractions(matrix)
         if self.counts_rule == "refuse":
             remedy = f": it looks {looks.text}"
@@ -181,7 +223,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def _draw(self) -> StochasticRounding:
         return StochasticRounding(self.dataset or self.path.name, self.var_names)
 
-    def _refuse(self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int) -> None:
+    def _refuse(
+        self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int
+    ) -> None:
         if not bad.any():
             return
         remedy = remedy.replace(_ELSEWHERE, self._elsewhere())
@@ -199,7 +243,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
 
 def keep_apart(names: pd.Index) -> tuple[pd.Index, str | None]:
-    """Names of cells of which no two are equal, and a sentence if some were: every copy gets the number of its row."""
+    """Names of cells of which no two are equal, and a sentence if some were: every copy gets the
+    number of its row.
+    """
     is_repeated = names.duplicated(keep=False)
     if not is_repeated.any():
         return names, None
@@ -218,7 +264,9 @@ def keep_apart(names: pd.Index) -> tuple[pd.Index, str | None]:
     return (unique, note) if unique.is_unique else (keep_apart(unique)[0], note)
 
 
-def refuse_duplicates(where: Path | str, kind: str, names: pd.Index, remedy: str = OBS_REMEDY) -> None:
+def refuse_duplicates(
+    where: Path | str, kind: str, names: pd.Index, remedy: str = OBS_REMEDY
+) -> None:
     """Raise DataError when two of the `names` of a file are equal."""
     repeated = names[names.duplicated()]
     if len(repeated):

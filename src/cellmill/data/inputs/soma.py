@@ -1,8 +1,9 @@
-"""SOMA experiments, such as CELLxGENE Census has one of each organism: local folders, and queries of any URI.
+"""SOMA experiments, such as CELLxGENE Census has one of each organism: local folders, and queries
+of any URI.
 
-A cell is a row of obs, a gene a row of a measurement's var, both numbered by `soma_joinid`; `counts` is X (the only
-layer, or `raw`), the name of a layer, or raw for measurement `raw`. Counts are read a block of cells at a time. An
-experiment whose parts are elsewhere is refused.
+A cell is a row of obs, a gene a row of a measurement's var, both numbered by `soma_joinid`;
+`counts` is X (the only layer, or `raw`), the name of a layer, or raw for measurement `raw`. Counts
+are read a block of cells at a time. An experiment whose parts are elsewhere is refused.
 """
 
 import json
@@ -30,27 +31,38 @@ _PUBLIC_CONFIG = {"vfs.s3.region": "us-west-2", "vfs.s3.no_sign_request": "true"
 
 
 def open_query(uri: str, name: Path, counts: str, value_filter: str | None = None) -> CountSource:
-    """Open the cells of the experiment at `uri`, of those that fulfil a filter of SOMA, such as `tissue == 'lung'`.
+    """Open the cells of the experiment at `uri`, of those that fulfil a filter of SOMA, such as
+    `tissue == 'lung'`.
 
-    `name` stands for the input in messages. Raises DataError when it is no experiment, the filter is none or keeps no
-    cell, and ConfigError without tiledbsoma.
+    `name` stands for the input in messages. Raises DataError when it is no experiment, the filter
+    is none or keeps no cell, and ConfigError without tiledbsoma.
     """
     soma = optional_package("tiledbsoma", "soma")
     with reading(name), ExitStack() as stack:
-        context = soma.SOMATileDBContext(tiledb_config=_PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {})
+        context = soma.SOMATileDBContext(
+            tiledb_config=_PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {}
+        )
         experiment = stack.enter_context(soma.open(uri, context=context))
         if not isinstance(experiment, soma.Experiment):
-            raise DataError(f"{name}: not an experiment; of a Census give soma/census_data/homo_sapiens")
+            raise DataError(
+                f"{name}: not an experiment; of a Census give soma/census_data/homo_sapiens"
+            )
         measurement, layer = _choose_layer(name, experiment.ms, counts)
         array = measurement.X[layer]
         for part in (experiment.obs, measurement.var, array):
             if not part.uri.startswith(experiment.uri.rstrip("/") + "/"):
-                raise DataError(f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data")
+                raise DataError(
+                    f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data"
+                )
         obs, var = _table(name, experiment.obs, value_filter), _table(name, measurement.var)
         if not len(obs):
             raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
         matrix = _SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
-        others = [other for other in _layers(experiment.ms) if other != counts and (other, counts) != (layer, "X")]
+        others = [
+            other
+            for other in _layers(experiment.ms)
+            if other != counts and (other, counts) != (layer, "X")
+        ]
         tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
         return CountSource(name, counts, matrix, *tables, others, close_file=stack.pop_all().close)
 
@@ -58,7 +70,8 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
 def _choose_layer(name: Path, measurements: Any, counts: str) -> tuple[Any, str]:
     """Measurement and layer that `counts` names: X is the only layer of RNA, or its layer `raw`.
 
-    tiledbsoma.io keeps the `raw` of an AnnData as a measurement `raw`, with one layer and genes of its own.
+    tiledbsoma.io keeps the `raw` of an AnnData as a measurement `raw`, with one layer and genes of
+    its own.
     """
     measurement = _chosen(name, measurements, "RNA", "measurement")
     layers = sorted(measurement.X)
@@ -81,7 +94,9 @@ def _layers(measurements: Any) -> list[str]:
 
 
 class _SomaMatrix(StoredMatrix):
-    """Sparse array of an experiment; `cells` and `genes` are the numbers of the rows and columns to read, ascending."""
+    """Sparse array of an experiment; `cells` and `genes` are the numbers of the rows and columns to
+    read, ascending.
+    """
 
     def __init__(self, name: Path, array: Any, cells: np.ndarray, genes: np.ndarray) -> None:
         self._name, self._array, self._cells, self._genes = name, array, cells, genes
@@ -101,7 +116,9 @@ class _SomaMatrix(StoredMatrix):
                 )
                 cell, gene = np.searchsorted(cells, rows), np.searchsorted(self._genes, columns)
                 if (self._genes[np.minimum(gene, len(self._genes) - 1)] != columns).any():
-                    raise DataError(f"{self._name}: damaged: a count of a gene that var does not have")
+                    raise DataError(
+                        f"{self._name}: damaged: a count of a gene that var does not have"
+                    )
                 yield sp.csr_matrix((values, (cell, gene)), shape=(len(cells), self.shape[1]))
 
 
@@ -117,7 +134,9 @@ def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = Tr
 def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFrame:
     try:
         table = frame.read(value_filter=value_filter).concat().to_pandas()
-    except Exception as error:  # tiledbsoma raises errors of many kinds, some with a traceback in their text
+    except (
+        Exception
+    ) as error:  # tiledbsoma raises errors of many kinds, some with a traceback in their text
         if value_filter is None:
             raise
         words = one_line(error).split(" At: ")[0].removeprefix("SOMAError: ").strip("' ")
@@ -126,8 +145,9 @@ def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFr
 
 
 def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFrame:
-    """Columns of `table`, indexed by the first of `names` that it has, else by number. Last comes the index of the
-    AnnData that the experiment was written from, if it says which column that is."""
+    """Columns of `table`, indexed by the first of `names` that it has, else by number. Last comes
+    the index of the AnnData that the experiment was written from, if it says which column that is.
+    """
     written = frame.metadata.get("soma_dataframe_original_index_name")
     original = json.loads(written) if isinstance(written, str) else None
     index = next((name for name in (*names, original) if name in table), _ROWS)

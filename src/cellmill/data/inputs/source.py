@@ -1,7 +1,9 @@
-"""Contract of an input format: names of cells and genes, and a matrix that is read in blocks of cells.
+"""Contract of an input format: names of cells and genes, and a matrix that is read in blocks of
+cells.
 
-A format is one module and one row in the table of `cellmill.data.inputs.formats`; an installed package adds a row by an
-entry point of the group `cellmill.input`. Values are read as stored; `CountsReader` checks that they are counts.
+A format is one module and one row in the table of `cellmill.data.inputs.formats`; an installed
+package adds a row by an entry point of the group `cellmill.input`. Values are read as stored;
+`CountsReader` checks that they are counts.
 """
 
 import importlib
@@ -23,7 +25,8 @@ COUNTS = "the dataset's `counts`"  # where a user says which matrix
 COUNTS_RULE = "counts_rule"
 """Record of preprocessed cells: how their estimated counts were rounded."""
 GENE_LENGTH = "gene_length"
-"""Record of preprocessed cells: how many of them had their counts divided by the lengths of genes."""
+"""Record of preprocessed cells: how many of them had their counts divided by the lengths of genes.
+"""
 
 
 COUNTED = "looks like counts"
@@ -48,7 +51,9 @@ def look_at(matrix: sp.csr_matrix) -> str:
 
 
 def looks_recoverable(looks: Mapping[str, str], obs: pd.DataFrame) -> str | None:
-    """The value of `counts` that recovers counts from logarithms and the cells' depths, if obs has these."""
+    """The value of `counts` that recovers counts from logarithms and the cells' depths, if obs has
+    these.
+    """
     logs = next((name for name, kind in looks.items() if kind == LOGS), None)
     has_totals = any(name in obs for name in TOTALS)
     return f"expm1({logs})" if logs is not None and has_totals else None
@@ -58,7 +63,8 @@ def looks_recoverable(looks: Mapping[str, str], obs: pd.DataFrame) -> str | None
 class CountSource:
     """One matrix of an input. `obs` and `var` have text indices and the lengths of `matrix.shape`.
 
-    Genes are named by the index of `var`, or in any of its columns of text (`data/genes/columns.py`).
+    Genes are named by the index of `var`, or in any of its columns of text
+    (`data/genes/columns.py`).
     """
 
     path: Path
@@ -70,11 +76,14 @@ class CountSource:
     ordered: bool = False  # rows are sequences: order and repeats of their columns count
     option: str = COUNTS
     ranked: bool = False  # rows are genes in rank order, without counts; `ordered` as well
-    recorded: dict[str, str] = field(default_factory=dict)  # of preprocessed cells, by COUNTS_RULE and others
+    # of preprocessed cells, by COUNTS_RULE and others
+    recorded: dict[str, str] = field(default_factory=dict)
     close_file: Callable[[], None] = lambda: None
-    notes: list[str] = field(default_factory=list)  # sentences for the user on how the file was read
+    # sentences for the user on how the file was read
+    notes: list[str] = field(default_factory=list)
 
-    look: Callable[[], dict[str, str]] = dict  # what the values of every matrix look like, by the name of the matrix
+    # what the values of every matrix look like, by the name of the matrix
+    look: Callable[[], dict[str, str]] = dict
 
     def elsewhere(self) -> str:
         """Where counts may be, in words, for a message that `matrix` has none."""
@@ -97,41 +106,58 @@ class CountSource:
 
 @dataclass(frozen=True)
 class DeclaredNames:
-    """Names of an open input. Arrays are read when needed, and count as unknown if they are damaged."""
+    """Names of an open input. Arrays are read when needed, and count as unknown if they are
+    damaged.
+    """
 
     columns: list[str]
     counts: list[str]
     nodes: dict[str, Any] = field(default_factory=dict)  # categories of columns
 
     def categories_of(self, column: str) -> list[Any] | None:
-        """Categories of a column; None for text in full, whose values take as long as the stage, and in Zarr."""
+        """Categories of a column; None for text in full, whose values take as long as the stage,
+        and in Zarr.
+        """
         return _values(self.nodes.get(column))
 
 
 def _values(array: Any) -> list[Any] | None:
     if isinstance(array, h5py.Group):  # text of pandas 3: values and a mask
         array = array.get("values")
-    if not isinstance(array, h5py.Dataset) or array.shape is None or len(array.shape) != 1 or len(array) > MAX_LENGTH:
+    if (
+        not isinstance(array, h5py.Dataset)
+        or array.shape is None
+        or len(array.shape) != 1
+        or len(array) > MAX_LENGTH
+    ):
         return None
     if array.dtype.kind not in "OSbiuf" or array.external or array.is_virtual:
         return None
     try:
-        return [value.decode(errors="replace") if isinstance(value, bytes) else value for value in array[:]]
+        return [
+            value.decode(errors="replace") if isinstance(value, bytes) else value
+            for value in array[:]
+        ]
     except (OSError, ValueError):
         return None
 
 
 class Format(NamedTuple):
-    """One input format. `file` is the input opened by h5py if it is HDF5, else None; links in it may lead elsewhere."""
+    """One input format. `file` is the input opened by h5py if it is HDF5, else None; links in it
+    may lead elsewhere.
+    """
 
     name: str  # as messages and help texts list it
     is_format: Callable[[Path, Any], bool]  # (path, file); by name or a few bytes
-    open: Callable[[Path, Any, str], CountSource]  # (path, file, counts), where counts is X, or another matrix
+    # (path, file, counts), where counts is X, or another matrix
+    open: Callable[[Path, Any, str], CountSource]
     names: Callable[[Path, Any], DeclaredNames | None] = lambda path, file: None
     """What the input says that it has, in milliseconds; None if unknown before the data is read."""
 
 
-def require_matrix(where: Path | str, counts: str, known: Collection[str], option: str = COUNTS) -> None:
+def require_matrix(
+    where: Path | str, counts: str, known: Collection[str], option: str = COUNTS
+) -> None:
     """Raise DataError unless the input has the matrix `counts`."""
     require_known(counts, known, f"{where}: no matrix {counts!r} ({option})")
 
@@ -141,7 +167,9 @@ def optional_package(name: str, extra: str, needed_by: str = "this input") -> An
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigError(f"{needed_by} requires {name}, which is missing: pip install 'cellmill[{extra}]'") from None
+        raise ConfigError(
+            f"{needed_by} requires {name}, which is missing: pip install 'cellmill[{extra}]'"
+        ) from None
 
 
 def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -150,5 +178,7 @@ def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     for name, column in frame.items():
         plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
         text = column.astype(object).where(column.isna(), column.astype(str))
-        columns[str(name)] = column.to_numpy() if plain else pd.Categorical(text.where(text.notna(), None))
+        columns[str(name)] = (
+            column.to_numpy() if plain else pd.Categorical(text.where(text.notna(), None))
+        )
     return pd.DataFrame(columns, index=pd.Index(names, dtype=object))

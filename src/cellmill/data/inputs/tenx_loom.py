@@ -1,11 +1,12 @@
-"""HDF5 files that store genes x cells: 10x Genomics .h5, as Cell Ranger writes them, and Loom of loompy and velocyto.
+"""HDF5 files that store genes x cells: 10x Genomics .h5, as Cell Ranger writes them, and Loom of
+loompy and velocyto.
 
-10x files, of version 3 (group `matrix`) and 2 (a group per genome), are compressed by cell. Genes are named by id,
-which is unique; `var` has `symbol`, and in version 3 `feature_types` and `genome`. `counts` is X, or the name of a
-genome to read its genes alone.
+10x files, of version 3 (group `matrix`) and 2 (a group per genome), are compressed by cell. Genes
+are named by id, which is unique; `var` has `symbol`, and in version 3 `feature_types` and `genome`.
+`counts` is X, or the name of a genome to read its genes alone.
 
-Loom files are dense, with attributes of rows and columns. Genes are named by `Accession`, which is unique, else by
-`Gene`; `counts` is X (`matrix`) or the name of a layer.
+Loom files are dense, with attributes of rows and columns. Genes are named by `Accession`, which is
+unique, else by `Gene`; `counts` is X (`matrix`) or the name of a layer.
 """
 
 from pathlib import Path
@@ -49,13 +50,18 @@ def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
     if not (v3 := _is_v3(file)):
         known, stored_as = _genomes(file), _V2
         if counts == "X" and len(known) > 1:
-            raise DataError(f"{path}: has {len(known)} genomes; set {COUNTS} to {' or '.join(known)}")
+            raise DataError(
+                f"{path}: has {len(known)} genomes; set {COUNTS} to {' or '.join(known)}"
+            )
         name = known[0] if counts == "X" else counts
         require_matrix(path, name, known)
     group = file[name]
-    n_vars, n_obs = checked_shape(path, "matrix", require_kind(path, "shape", group.get("shape"), WHOLE)[:3])
+    n_vars, n_obs = checked_shape(
+        path, "matrix", require_kind(path, "shape", group.get("shape"), WHOLE)[:3]
+    )
     barcodes = _read_texts(path, group.get("barcodes"), "barcodes", n_obs)
-    matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))  # stored as genes x cells, by column
+    # stored as genes x cells, by column
+    matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))
     columns = {
         column: _read_texts(path, group.get(array), array, n_vars)
         for column, array in stored_as.items()
@@ -67,14 +73,19 @@ def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
             texts = zip(columns[column], columns["genome"])
             columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
     ids = columns.pop("id")
-    obs, var = pd.DataFrame(index=pd.Index(barcodes, dtype=object)), pd.DataFrame(columns, pd.Index(ids, dtype=object))
+    obs, var = (
+        pd.DataFrame(index=pd.Index(barcodes, dtype=object)),
+        pd.DataFrame(columns, pd.Index(ids, dtype=object)),
+    )
     if counts == "X" or not v3:
         return CountSource(path, counts, matrix, obs, var, genomes if len(genomes) > 1 else [])
     require_matrix(path, counts, ["X", *genomes])
     chosen = np.flatnonzero(var["genome"] == counts)
     target = np.full(n_vars, -1)
     target[chosen] = np.arange(len(chosen))
-    return CountSource(path, counts, GroupedColumns(matrix, target, len(chosen)), obs, var.iloc[chosen])
+    return CountSource(
+        path, counts, GroupedColumns(matrix, target, len(chosen)), obs, var.iloc[chosen]
+    )
 
 
 def _is_v3(file: Any) -> bool:
@@ -84,9 +95,14 @@ def _is_v3(file: Any) -> bool:
 
 def _genomes(file: Any) -> list[str]:
     """Groups of a file of version 2."""
-    arrays = {"barcodes", "data", "indices", "indptr", "shape", "genes"}  # R's writeTENxMatrix has no gene_names
+    # R's writeTENxMatrix has no gene_names
+    arrays = {"barcodes", "data", "indices", "indptr", "shape", "genes"}
     groups = {name: file.get(name) for name in file}
-    return [n for n, group in groups.items() if group is not None and not is_array(group) and arrays <= {*group}]
+    return [
+        n
+        for n, group in groups.items()
+        if group is not None and not is_array(group) and arrays <= {*group}
+    ]
 
 
 def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
@@ -94,7 +110,9 @@ def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
     if not is_array(array) or array.shape != (length,):
         got = array.shape if is_array(array) else None
         raise DataError(f"{path}: damaged: expected {length:,} {name}, got {got or 'none'}")
-    return [value.decode() if isinstance(value, bytes) else str(value) for value in array[()].tolist()]
+    return [
+        value.decode() if isinstance(value, bytes) else str(value) for value in array[()].tolist()
+    ]
 
 
 def _names_in_loom(path: Path, file: Any) -> DeclaredNames:
@@ -107,7 +125,9 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, or its layer `counts`."""
     known = _names_in_loom(path, file).counts
     require_matrix(path, counts, known)
-    matrix = DenseMatrix(path, counts, file["matrix"] if counts == "X" else file["layers"][counts], cells_axis=1)
+    matrix = DenseMatrix(
+        path, counts, file["matrix"] if counts == "X" else file["layers"][counts], cells_axis=1
+    )
     obs = _loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS)
     var = _loom_frame(path, file, "row_attrs", matrix.shape[1], _LOOM_GENES)
     if (symbols := next((name for name in _LOOM_SYMBOLS if name in var), None)) is not None:
@@ -115,17 +135,24 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
     return CountSource(path, counts, matrix, obs, var, [name for name in known if name != counts])
 
 
-def _loom_frame(path: Path, file: Any, where: str, length: int, names: tuple[str, ...]) -> pd.DataFrame:
-    """Attributes of one number or text each, indexed by the first of `names` with unique values, else that exists.
+def _loom_frame(
+    path: Path, file: Any, where: str, length: int, names: tuple[str, ...]
+) -> pd.DataFrame:
+    """Attributes of one number or text each, indexed by the first of `names` with unique values,
+    else that exists.
 
-    Without any of `names`, by the first text whose values differ: the other texts stay columns, of which the best one
-    names the genes.
+    Without any of `names`, by the first text whose values differ: the other texts stay columns, of
+    which the best one names the genes.
     """
     columns = {}
     for name, array in file[where].items():
         if is_array(array) and array.shape is not None and len(array.shape) == 1:
             is_number = array.dtype.kind in REAL and array.shape == (length,)
-            columns[name] = native(array[()]) if is_number else _read_texts(path, array, f"{where}/{name}", length)
+            columns[name] = (
+                native(array[()])
+                if is_number
+                else _read_texts(path, array, f"{where}/{name}", length)
+            )
     there = [name for name in names if name in columns]
     if not there:
         texts = [name for name, values in columns.items() if isinstance(values, list)]
@@ -136,13 +163,21 @@ def _loom_frame(path: Path, file: Any, where: str, length: int, names: tuple[str
             f"differ, got {', '.join(columns) or 'none'}"
         )
     index = next((name for name in there if len(np.unique(columns[name])) == length), there[0])
-    return pd.DataFrame(columns, index=pd.Index([str(text) for text in columns[index]], dtype=object))
+    return pd.DataFrame(
+        columns, index=pd.Index([str(text) for text in columns[index]], dtype=object)
+    )
 
 
-TENX = Format("10x .h5", lambda path, file: file is not None and (_is_v3(file) or bool(_genomes(file))), _open_tenx)
+TENX = Format(
+    "10x .h5",
+    lambda path, file: file is not None and (_is_v3(file) or bool(_genomes(file))),
+    _open_tenx,
+)
 LOOM = Format(
     ".loom",
-    lambda path, file: file is not None and is_array(file.get("matrix")) and {"row_attrs", "col_attrs"} <= {*file},
+    lambda path, file: (
+        file is not None and is_array(file.get("matrix")) and {"row_attrs", "col_attrs"} <= {*file}
+    ),
     _open_loom,
     _names_in_loom,
 )

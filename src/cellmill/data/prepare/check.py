@@ -1,8 +1,9 @@
 """Checks before anything runs: the files, packages and obs columns that the configuration names.
 
-Only names are read, and the categories of a control's column; the rest is left to stage preprocess, which repeats all
-checks before it reads counts. Files are checked here because Snakemake accepts an output whose input is missing,
-without a message: a mistyped path would keep the results of the file named before.
+Only names are read, and the categories of a control's column; the rest is left to stage preprocess,
+which repeats all checks before it reads counts. Files are checked here because Snakemake accepts an
+output whose input is missing, without a message: a mistyped path would keep the results of the file
+named before.
 """
 
 import re
@@ -23,15 +24,22 @@ from cellmill.files import read_json, special_kind
 
 
 def check_datasets(pipeline: Workflow) -> None:
-    """Raise ConfigError or DataError for the first column that no file has, of all datasets that the workflow reads."""
+    """Raise ConfigError or DataError for the first column that no file has, of all datasets that
+    the workflow reads.
+    """
     tables = {name: pipeline.datasets(name) for name in pipeline.corpora}
-    check_walk(Path(table[dataset].path) for name, table in tables.items() for dataset in read_by_runs(pipeline, name))
+    check_walk(
+        Path(table[dataset].path)
+        for name, table in tables.items()
+        for dataset in read_by_runs(pipeline, name)
+    )
     for name, corpus in pipeline.corpora.items():
         columns: dict[str, set[str]] = {}
         for dataset in read_by_runs(pipeline, name):
             row = tables[name][dataset]
             for label_map in map(Path, row.label_maps.values()):
-                if label_map.is_file():  # a missing one is named once rules are known that may make it
+                # a missing one is named once rules are known that may make it
+                if label_map.is_file():
                     read_label_map(label_map)
             with declared_names(Path(row.path)) as names:
                 if names is not None:  # otherwise stage preprocess checks it
@@ -48,12 +56,16 @@ def read_by_runs(pipeline: Workflow, corpus: str) -> list[str]:
     return list(dict.fromkeys([*pipeline.trained_on(corpus), *evaluated]))
 
 
-def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: CorpusConfig) -> set[str]:
+def _check_names(
+    names: DeclaredNames, table: str, dataset: Dataset, corpus: CorpusConfig
+) -> set[str]:
     """Check one input, and return the obs columns that its preprocessed cells will have."""
     path, known, kept = Path(dataset.path), names.columns, corpus.preprocess.keep_obs
     where = f"{table}: dataset {dataset.dataset}: {path}"
     if dataset.counts not in MODES:  # columns of a matrix, which stage preprocess looks for
-        require_known(dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)")
+        require_known(
+            dataset.counts, names.counts, f"{where} has no matrix {dataset.counts!r} (counts)"
+        )
     for column, owner in dataset.read_columns.items():
         require_known(column, known, f"{where} has no obs column {column!r} ({owner})")
     for column in kept or ():
@@ -62,10 +74,17 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
         column = dataset.roles[dataset.controlled]
         if values := [str(value) for value in names.categories_of(column) or ()]:
             for control in dataset.controls_in(values):
-                require_known(control, values, f"{where} has no {control!r} (control) in obs column {column!r}")
+                require_known(
+                    control,
+                    values,
+                    f"{where} has no {control!r} (control) in obs column {column!r}",
+                )
     labels = dict(zip(dataset.label_names, dataset.labels))
     for name, label_map in dataset.label_maps.items():
-        if Path(label_map).is_file() and (categories := names.categories_of(labels[name])) is not None:
+        if (
+            Path(label_map).is_file()
+            and (categories := names.categories_of(labels[name])) is not None
+        ):
             check_labels(Path(label_map), map(text_of, categories), path, labels[name])
     columns = name_columns(known, kept, dataset, corpus.preprocess.organism_column)
     return {*columns.kept, *columns.roles, *columns.labels, *columns.originals.values()}
@@ -74,7 +93,10 @@ def _check_names(names: DeclaredNames, table: str, dataset: Dataset, corpus: Cor
 def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:
     """Refuse a split or a run of corpus `name` by an obs column that its shards will not have."""
     split_by = pipeline.corpora[name].shard.split_by
-    every, some = {DATASET} | set.intersection(*columns), {DATASET, f"{DATASET}_original"} | set.union(*columns)
+    every, some = (
+        {DATASET} | set.intersection(*columns),
+        {DATASET, f"{DATASET}_original"} | set.union(*columns),
+    )
     if split_by is not None:
         fault = f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}"
         require_known(split_by, sorted(every), fault)
@@ -89,12 +111,15 @@ CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
 _SHOWN = 3  # datasets that a line names
 
 
-def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda path: False) -> list[str]:
-    """Look for each file that options and tables name, and that no rule makes (`is_made` of a path).
+def check_inputs(
+    pipeline: Workflow, is_made: Callable[[str], bool] = lambda path: False
+) -> list[str]:
+    """Look for each file that options and tables name, and that no rule makes (`is_made` of a
+    path).
 
-    Returns lines on what is allowed: datasets that are gone since their cells were made, and tasks that will be
-    skipped. Raises ConfigError or DataError for a file that is missing, a FIFO, a socket or a device, or a package that
-    is not installed.
+    Returns lines on what is allowed: datasets that are gone since their cells were made, and tasks
+    that will be skipped. Raises ConfigError or DataError for a file that is missing, a FIFO, a
+    socket or a device, or a package that is not installed.
     """
     packages = [
         (f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg")
@@ -107,7 +132,9 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
             packages += [(option, module, extra) for module, extra in task.packages().items()]
     for option, module, extra in packages:
         if find_spec(module) is None:
-            raise ConfigError(f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'")
+            raise ConfigError(
+                f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'"
+            )
     for option, text in _files_of_options(pipeline):
         if not is_made(text) and not Path(text).is_file():
             kind = special_kind(Path(text)) or ("folder" if Path(text).is_dir() else None)
@@ -118,14 +145,20 @@ def check_inputs(pipeline: Workflow, is_made: Callable[[str], bool] = lambda pat
     for name, run in pipeline.runs.items():
         table, evaluated = pipeline.datasets(run.corpus), pipeline.evaluated_on(name)
         unlabelled = [dataset for dataset in evaluated if not table[dataset].labels]
-        if unlabelled and (tasks := [task for task, options in run.evaluate.tasks.items() if options.reads_label]):
+        if unlabelled and (
+            tasks := [task for task, options in run.evaluate.tasks.items() if options.reads_label]
+        ):
             fill = f"fill column label of {pipeline.corpora[run.corpus].table}"
-            lines.append(f"{_first(unlabelled)}: no label, so {', '.join(tasks)} will be skipped; {fill}")
+            lines.append(
+                f"{_first(unlabelled)}: no label, so {', '.join(tasks)} will be skipped; {fill}"
+            )
     return list(dict.fromkeys(lines))
 
 
 def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
 
 
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
@@ -135,46 +168,80 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         for dataset in read_by_runs(pipeline, name):
             for label_map in table[dataset].label_maps.values():
                 yield f"{corpus.table}: dataset {dataset}: label_map", label_map
-        options = {"preprocess.orthologs": corpus.preprocess.orthologs, "vocabulary.genes": corpus.vocabulary.genes}
-        yield from ((f"corpora.{name}.{key}", path) for key, path in options.items() if path is not None)
+        options = {
+            "preprocess.orthologs": corpus.preprocess.orthologs,
+            "vocabulary.genes": corpus.vocabulary.genes,
+        }
+        yield from (
+            (f"corpora.{name}.{key}", path) for key, path in options.items() if path is not None
+        )
         if (source := corpus.vocabulary.medians) is not None:
             yield from _files_of_model(f"corpora.{name}.vocabulary.medians", source, source)
     for name, run in pipeline.runs.items():
         if (path := getattr(run.model, "gene_vectors", None)) is not None:
             yield f"runs.{name}.model.gene_vectors", path
-        yield from ((f"runs.{name}.objective.teacher", path) for path in pipeline.teacher_files(name))
+        yield from (
+            (f"runs.{name}.objective.teacher", path) for path in pipeline.teacher_files(name)
+        )
         for task in run.evaluate.tasks.values():
-            yield from ((f"runs.{name}.evaluate.tasks.{task.name}.{key}", path) for key, path in task.paths().items())
+            yield from (
+                (f"runs.{name}.evaluate.tasks.{task.name}.{key}", path)
+                for key, path in task.paths().items()
+            )
         for external, model in run.evaluate.external.items():
-            yield from ((f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files)
-            yield from _files_of_model(f"runs.{name}.evaluate.external.{external}.model", model.model)
+            yield from (
+                (f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files
+            )
+            yield from _files_of_model(
+                f"runs.{name}.evaluate.external.{external}.model", model.model
+            )
         if run.init_from not in pipeline.runs:
             yield from _files_of_model(f"runs.{name}.init_from", run.init_from)
-    yield from ((f"bridges.{package}", python) for package, python in pipeline.bridges.items() if "/" in python)
+    yield from (
+        (f"bridges.{package}", python)
+        for package, python in pipeline.bridges.items()
+        if "/" in python
+    )
 
 
-def _files_of_model(option: str, model: str | None, file: str | None = None) -> Iterator[tuple[str, str]]:
-    """Option and path of each file of a published folder, or of `file`, by default the weights, of a model folder."""
+def _files_of_model(
+    option: str, model: str | None, file: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """Option and path of each file of a published folder, or of `file`, by default the weights, of
+    a model folder.
+    """
     if model is None:
         return
     if is_url(model):  # a wrong one would match no rule, whose outputs may be there
         if file is not None:
             raise DataError(f"{option}: expected a path, got {model!r}")
         if not re.fullmatch(f"hf://{HUB_MODEL}", model):
-            raise DataError(f"{option}: expected hf://owner/name or hf://owner/name@revision, got {model!r}")
+            raise DataError(
+                f"{option}: expected hf://owner/name or hf://owner/name@revision, got {model!r}"
+            )
         return
-    published, file = PublishedFolder.named_by(model), file or str(Path(model) / "model.safetensors")
+    published, file = (
+        PublishedFolder.named_by(model),
+        file or str(Path(model) / "model.safetensors"),
+    )
     try:
-        yield from ((option, str(path)) for path in ([file] if published is None else published.files()))
+        yield from (
+            (option, str(path)) for path in ([file] if published is None else published.files())
+        )
     except DataError as error:
         raise DataError(f"{option}: {error}") from None
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Preprocessed cells of datasets whose input is missing. Raises DataError without such cells, or for others'."""
+    """Preprocessed cells of datasets whose input is missing. Raises DataError without such cells,
+    or for others'.
+    """
     table, read = pipeline.datasets(corpus), read_by_runs(pipeline, corpus)
     for name in table:
-        path, cells = Path(text := table[name].path), Path(CELLS.format(corpus=corpus, dataset=name))
+        path, cells = (
+            Path(text := table[name].path),
+            Path(CELLS.format(corpus=corpus, dataset=name)),
+        )
         where = f"{pipeline.corpora[corpus].table}: dataset {name}: {text}"
         if is_url(text) or is_made(text):
             continue
@@ -182,12 +249,17 @@ def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> It
             raise DataError(f"{where}: expected a file or folder, got a {kind}")
         if path.exists() or (name not in read and not cells.exists()):
             continue
-        if not cells.exists():  # Snakemake names it only if no later output stands, such as the report of other runs
-            command = source if (source := table[name].source or "").startswith("cellmill ") else None
+        # Snakemake names it only if no later output stands, such as the report of other runs
+        if not cells.exists():
+            command = (
+                source if (source := table[name].source or "").startswith("cellmill ") else None
+            )
             advice = f"make it: {command}" if command else "correct the path, or put the file there"
             raise DataError(f"{where}: no such file; {advice}")
         report = cells.with_suffix(".json")
         origin = read_json(report)["source"]["file"] if report.exists() else None
         if origin != path.name:
-            raise DataError(f"{where}: no such file, and {cells} is of {origin}; correct the path, or delete the cells")
+            raise DataError(
+                f"{where}: no such file, and {cells} is of {origin}; correct the path, or delete the cells"
+            )
         yield str(cells)

@@ -5,17 +5,20 @@ Token datasets of Geneformer are folders that Hugging Face `datasets` saved, mem
     state.json                  names of the data files
     data-00000-of-00001.arrow   Arrow streams of columns: `input_ids`, the tokens of a cell in rank order, and metadata
 
-The order of a cell's genes is all that such a dataset has of their counts, up to the longest cell that it was made
-for. So a converted cell has genes in rank order and no counts: tokenizer `rank` reads it, others are refused.
+The order of a cell's genes is all that such a dataset has of their counts, up to the longest cell
+that it was made for. So a converted cell has genes in rank order and no counts: tokenizer `rank`
+reads it, others are refused.
 
-Shards of scModelForge have counts of a cell's detected genes, padded to the longest cell of a shard:
+Shards of scModelForge have counts of a cell's detected genes, padded to the longest cell of a
+shard:
 
     manifest.json                       `n_shards`, `shard_sizes`, `vocab_hash`
     shard_000/X.npy, gene_indices.npy   (cells, genes of the longest): values float32, indices of the gene vocabulary
     shard_000/n_genes.npy               (cells,): detected genes
     shard_000/obs.parquet               metadata, without names of cells
 
-The shards have no names of genes; those are in a JSON file of their own, whose hash the manifest has.
+The shards have no names of genes; those are in a JSON file of their own, whose hash the manifest
+has.
 """
 
 import hashlib
@@ -43,23 +46,36 @@ _ROWS = 8192  # cells in memory at once
 
 
 def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, out: Path) -> str:
-    """Write the cells of a token dataset to `out`, an .h5ad of genes in rank order; return the line to print.
+    """Write the cells of a token dataset to `out`, an .h5ad of genes in rank order; return the line
+    to print.
 
-    `tokens` are the numbers of genes and special tokens by name, `genes` those with a median. Raises DataError when the
-    dataset is damaged, has a token that is not a gene with a median, or a cell has a gene twice.
+    `tokens` are the numbers of genes and special tokens by name, `genes` those with a median.
+    Raises DataError when the dataset is damaged, has a token that is not a gene with a median, or a
+    cell has a gene twice.
     """
     cells = _read_dataset(folder)
     types = optional_package("pyarrow.types", "arrow")
-    plain = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
+    plain = (
+        types.is_string,
+        types.is_large_string,
+        types.is_boolean,
+        types.is_integer,
+        types.is_floating,
+    )
     names = [name for name in cells.column_names if name not in (TOKENS, _LENGTH)]
     of_plain = [name for name in names if any(is_kind(cells.field(name).type) for is_kind in plain)]
-    kept = [name for name in of_plain if name != "_index" and "/" not in name]  # which .h5ad cannot have
+    # which .h5ad cannot have
+    kept = [name for name in of_plain if name != "_index" and "/" not in name]
     with reading(folder):
-        obs = as_obs(cells.select(kept).to_pandas(), [f"cell_{row}" for row in range(cells.num_rows)])
+        obs = as_obs(
+            cells.select(kept).to_pandas(), [f"cell_{row}" for row in range(cells.num_rows)]
+        )
     column = np.full(max(tokens.values()) + 1, _UNKNOWN, np.int32)
     column[[int(tokens[name]) for name in _ENDS if name in tokens]] = _NO_GENE
     column[[int(tokens[gene]) for gene in genes.gene_ids]] = np.arange(genes.n_genes)
-    var = pd.DataFrame({"symbol": genes.symbols, "median": genes.medians}, pd.Index(genes.gene_ids, name="gene_id"))
+    var = pd.DataFrame(
+        {"symbol": genes.symbols, "median": genes.medians}, pd.Index(genes.gene_ids, name="gene_id")
+    )
     n_values = sum(block.nnz for block in _rank_blocks(folder, cells, column, genes.n_genes))
     blocks = _rank_blocks(folder, cells, column, genes.n_genes)
     write_cells(out, obs, var, blocks, n_values, count_dtype(1), ordered=True, ranked=True)
@@ -75,14 +91,20 @@ def _read_dataset(folder: Path) -> Any:
     """The Arrow table of the data files, memory-mapped."""
     arrow = optional_package("pyarrow", "arrow")
     if not (folder / "state.json").is_file():
-        raise DataError(f"{folder}: not a saved dataset: no state.json; give the folder that save_to_disk wrote")
+        raise DataError(
+            f"{folder}: not a saved dataset: no state.json; give the folder that save_to_disk wrote"
+        )
     state = read_json(folder / "state.json")
     try:
         if state.get("_indices_files") or state.get("_indices_data_files"):
-            raise DataError(f"{folder}: a selection of another dataset; call flatten_indices() and save it again")
+            raise DataError(
+                f"{folder}: a selection of another dataset; call flatten_indices() and save it again"
+            )
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError, AttributeError):
-        raise DataError(f"{folder}/state.json: names no data files; save the dataset again") from None
+        raise DataError(
+            f"{folder}/state.json: names no data files; save the dataset again"
+        ) from None
     tables = []
     for name in names:
         if Path(name).name != name:
@@ -92,7 +114,9 @@ def _read_dataset(folder: Path) -> Any:
             table = arrow.ipc.open_stream(arrow.memory_map(str(folder / name))).read_all()
             table.validate(full=True)
             tokens: Any = table.schema.field(TOKENS).type if TOKENS in table.column_names else None
-            is_list = tokens is not None and (arrow.types.is_list(tokens) or arrow.types.is_large_list(tokens))
+            is_list = tokens is not None and (
+                arrow.types.is_list(tokens) or arrow.types.is_large_list(tokens)
+            )
             if not (is_list and arrow.types.is_integer(tokens.value_type)):
                 raise DataError(
                     f"{folder}: no column {TOKENS} of lists of numbers; expected a token dataset of Geneformer"
@@ -104,8 +128,12 @@ def _read_dataset(folder: Path) -> Any:
         return arrow.concat_tables(tables)
 
 
-def _rank_blocks(folder: Path, cells: Any, column: np.ndarray, n_genes: int) -> Iterator[sp.csr_matrix]:
-    """All cells in order: CSR of ones, whose indices are in rank order. `column` gives the gene of each token."""
+def _rank_blocks(
+    folder: Path, cells: Any, column: np.ndarray, n_genes: int
+) -> Iterator[sp.csr_matrix]:
+    """All cells in order: CSR of ones, whose indices are in rank order. `column` gives the gene of
+    each token.
+    """
     first = 0
     for batch in cells.select([TOKENS]).to_batches(max_chunksize=_ROWS):
         with reading(folder):
@@ -113,8 +141,13 @@ def _rank_blocks(folder: Path, cells: Any, column: np.ndarray, n_genes: int) -> 
             lengths = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
             found = lists.flatten().to_numpy(zero_copy_only=False)
             if lists.null_count or found.dtype.kind not in "iu":
-                raise DataError(f"{folder}: damaged: a cell has no tokens, or one that is not a number")
-        columns, cell = _rows_of(column, found, _UNKNOWN), np.repeat(np.arange(len(lengths)), lengths)
+                raise DataError(
+                    f"{folder}: damaged: a cell has no tokens, or one that is not a number"
+                )
+        columns, cell = (
+            _rows_of(column, found, _UNKNOWN),
+            np.repeat(np.arange(len(lengths)), lengths),
+        )
         if (unknown := columns == _UNKNOWN).any():
             wrong = int(unknown.argmax())
             raise DataError(
@@ -127,7 +160,9 @@ def _rank_blocks(folder: Path, cells: Any, column: np.ndarray, n_genes: int) -> 
             number = first + int(repeated[0]) // n_genes
             raise DataError(f"{folder}: cell {number:,} has a gene twice; expected ranks")
         starts = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(lengths)))])
-        yield sp.csr_matrix((np.ones(len(columns), np.uint16), columns, starts), shape=(len(lengths), n_genes))
+        yield sp.csr_matrix(
+            (np.ones(len(columns), np.uint16), columns, starts), shape=(len(lengths), n_genes)
+        )
         first += len(lengths)
 
 
@@ -141,12 +176,16 @@ _SPECIAL = 4  # tokens before the genes, in a vocabulary that is a list
 
 
 def open_shard_folder(folder: Path, genes: Path) -> CountSource:
-    """Open shards with the gene vocabulary `genes`. Raises DataError when they are damaged or of another vocabulary."""
+    """Open shards with the gene vocabulary `genes`. Raises DataError when they are damaged or of
+    another vocabulary.
+    """
     manifest = read_json(folder / "manifest.json")
     try:
         sizes, made_with = [int(n) for n in manifest["shard_sizes"]], str(manifest["vocab_hash"])
     except (KeyError, TypeError, ValueError):
-        raise DataError(f"{folder}/manifest.json: no shard_sizes and vocab_hash: not shards of scModelForge") from None
+        raise DataError(
+            f"{folder}/manifest.json: no shard_sizes and vocab_hash: not shards of scModelForge"
+        ) from None
     names, row_of_index = _genes(genes, made_with)
     matrix = _PaddedShards(folder, sizes, row_of_index, len(names))
     obs = _shard_obs(folder, sizes)
@@ -156,22 +195,32 @@ def open_shard_folder(folder: Path, genes: Path) -> CountSource:
 class _PaddedShards(StoredMatrix):
     """Matrix of several shards, one after another, read through memory maps."""
 
-    def __init__(self, folder: Path, sizes: list[int], row_of_index: np.ndarray, n_genes: int) -> None:
+    def __init__(
+        self, folder: Path, sizes: list[int], row_of_index: np.ndarray, n_genes: int
+    ) -> None:
         self._row, self.shape = row_of_index, (sum(sizes), n_genes)
         folders = (folder / f"shard_{number:03d}" for number in range(len(sizes)))
         self._shards = [(shard, self._open(shard, n)) for shard, n in zip(folders, sizes)]
 
     def _open(self, shard: Path, n: int) -> list[np.ndarray]:
         arrays = []
-        for name, kinds, n_dims in (("X", REAL, 2), ("gene_indices", WHOLE, 2), ("n_genes", WHOLE, 1)):
+        for name, kinds, n_dims in (
+            ("X", REAL, 2),
+            ("gene_indices", WHOLE, 2),
+            ("n_genes", WHOLE, 1),
+        ):
             require_file(path := shard / f"{name}.npy")
             with reading(path):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays.append(require_kind(path, name, array, kinds, n_dims))
             if len(array) != n:
-                raise DataError(f"{path}: expected {n:,} cells, as manifest.json, got {len(array):,}")
+                raise DataError(
+                    f"{path}: expected {n:,} cells, as manifest.json, got {len(array):,}"
+                )
         if arrays[0].shape != arrays[1].shape:
-            raise DataError(f"{shard}: X and gene_indices differ in shape: {arrays[0].shape}, {arrays[1].shape}")
+            raise DataError(
+                f"{shard}: X and gene_indices differ in shape: {arrays[0].shape}, {arrays[1].shape}"
+            )
         return arrays
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
@@ -188,9 +237,13 @@ class _PaddedShards(StoredMatrix):
                 rows = _rows_of(self._row, found, -1)
                 if (rows < 0).any():
                     wrong = found[int((rows < 0).argmax())]
-                    raise DataError(f"{shard}: gene index {wrong} is not in the gene vocabulary: damaged")
+                    raise DataError(
+                        f"{shard}: gene index {wrong} is not in the gene vocabulary: damaged"
+                    )
                 starts = np.concatenate([[0], np.cumsum(n)])
-                yield sp.csr_matrix((data, rows.astype(np.int32), starts), shape=(len(n), self.shape[1]))
+                yield sp.csr_matrix(
+                    (data, rows.astype(np.int32), starts), shape=(len(n), self.shape[1])
+                )
 
 
 def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
@@ -198,12 +251,22 @@ def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
     tree: Any = read_json(path)
     if isinstance(tree, list) and all(isinstance(name, str) for name in tree):
         tree = {name: row + _SPECIAL for row, name in enumerate(dict.fromkeys(tree))}
-    whole = isinstance(tree, dict) and all(type(n) is int and 0 <= n < 2**24 for n in tree.values()) and bool(tree)
+    whole = (
+        isinstance(tree, dict)
+        and all(type(n) is int and 0 <= n < 2**24 for n in tree.values())
+        and bool(tree)
+    )
     if not whole or len(set(tree.values())) < len(tree):
-        raise DataError(f"{path}: expected a gene vocabulary of scModelForge: a list of genes, or each with its index")
-    digest = hashlib.md5(json.dumps(tree, sort_keys=True).encode(), usedforsecurity=False).hexdigest()
+        raise DataError(
+            f"{path}: expected a gene vocabulary of scModelForge: a list of genes, or each with its index"
+        )
+    digest = hashlib.md5(
+        json.dumps(tree, sort_keys=True).encode(), usedforsecurity=False
+    ).hexdigest()
     if digest != made_with:
-        raise DataError(f"{path}: its hash is {digest[:12]}, the shards were made with {made_with[:12]}; give theirs")
+        raise DataError(
+            f"{path}: its hash is {digest[:12]}, the shards were made with {made_with[:12]}; give theirs"
+        )
     row_of_index = np.full(max(tree.values()) + 1, -1, np.int32)
     row_of_index[list(tree.values())] = np.arange(len(tree))
     return list(tree), row_of_index
@@ -217,7 +280,8 @@ def _shard_obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
             parquet = optional_package("pyarrow.parquet", "arrow")
             with reading(path):
                 stored = parquet.read_table(path, memory_map=True).to_pandas()
-            frame = stored if len(stored.columns) else frame  # one without columns has no rows either
+            # one without columns has no rows either
+            frame = stored if len(stored.columns) else frame
         if len(frame) != n:
             raise DataError(f"{path}: expected {n:,} cells, as manifest.json, got {len(frame):,}")
         frames.append(frame)

@@ -1,4 +1,6 @@
-"""Genes of a dataset: the Ensembl id of each row of var, its organism, and the refusal of names that are not known."""
+"""Genes of a dataset: the Ensembl id of each row of var, its organism, and the refusal of names
+that are not known.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +13,14 @@ from cellmill.config.corpus import Preprocess
 from cellmill.data.arrays import text_values
 from cellmill.data.genes.columns import INDEX
 from cellmill.data.genes.families import describe_names
-from cellmill.data.genes.names import FITS_WELL, Coverage, MappedGenes, is_expression, map_genes, map_orthologs
+from cellmill.data.genes.names import (
+    FITS_WELL,
+    Coverage,
+    MappedGenes,
+    is_expression,
+    map_genes,
+    map_orthologs,
+)
 from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError
@@ -36,9 +45,11 @@ class Genes:
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
-    """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes of a cell.
+    """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes
+    of a cell.
 
-    Raises DataError below `min_coverage_frac` or without orthologs, ConfigError for options that require an organism.
+    Raises DataError below `min_coverage_frac` or without orthologs, ConfigError for options that
+    require an organism.
     """
     for option in ("organism_column", "reference_organism"):
         if getattr(options, option) and options.organism is None:
@@ -56,7 +67,9 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     own_ids = mapped.gene_ids
     if (reference := options.reference_organism) is not None:
-        mapped = map_orthologs(mapped, reference, None if options.orthologs is None else Path(options.orthologs))
+        mapped = map_orthologs(
+            mapped, reference, None if options.orthologs is None else Path(options.orthologs)
+        )
         if not any(mapped.gene_ids):
             raise DataError(
                 f"{reader.path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one "
@@ -80,7 +93,11 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         coverage=mapped.coverage,
         rows=rows,
         unnamed=np.array(unnamed, np.int64),
-        summed={gene: [mapped.names[i] for i in found] for gene, found in carriers.items() if len(found) > 1},
+        summed={
+            gene: [mapped.names[i] for i in found]
+            for gene, found in carriers.items()
+            if len(found) > 1
+        },
         names=shown,
         own_ids=[own_ids[i] for i in first],
     )
@@ -106,7 +123,9 @@ def _check_columns(path: Path, mapped: MappedGenes) -> None:
     )
 
 
-def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names: list[str], var: pd.DataFrame) -> None:
+def _check_coverage(
+    path: Path, options: Preprocess, mapped: MappedGenes, names: list[str], var: pd.DataFrame
+) -> None:
     coverage, organism = mapped.coverage, options.organism
     if organism is None or (coverage.frac >= options.min_coverage_frac and coverage.frac > 0):
         return
@@ -114,17 +133,25 @@ def _check_coverage(path: Path, options: Preprocess, mapped: MappedGenes, names:
         f"{path}: {coverage.n_with_id:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a "
         f"{organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
     )
-    others = {other: map_genes(names, var, other).coverage.frac for other in ORGANISMS if other != organism}
+    others = {
+        other: map_genes(names, var, other).coverage.frac
+        for other in ORGANISMS
+        if other != organism
+    }
     other = max(others, key=lambda name: others[name])
     if others[other] > coverage.frac and others[other] >= max(options.min_coverage_frac, FITS_WELL):
-        raise DataError(f"{text}; {others[other]:.1%} map as {other}: set preprocess.organism to {other}")
+        raise DataError(
+            f"{text}; {others[other]:.1%} map as {other}: set preprocess.organism to {other}"
+        )
     unknown = [name for name, gene in zip(mapped.names, mapped.gene_ids) if not gene]
     text += f"; unknown: {', '.join(map(repr, unknown[:3]))}"
     if coverage.by_column:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
         text += f"; share of names that are genes, by column of var: {shares}"
     family = describe_names(unknown, organism)
-    remedy = "name genes by Ensembl id or symbol, or lower the threshold" if family is None else family
+    remedy = (
+        "name genes by Ensembl id or symbol, or lower the threshold" if family is None else family
+    )
     if coverage.by_column:
         remedy += "; set the dataset's gene_column to take a certain column"
     raise DataError(f"{text}; {remedy}")

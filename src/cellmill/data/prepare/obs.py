@@ -1,8 +1,10 @@
-"""Cells that a dataset's filter keeps, and its obs columns and labels under the names that later stages use.
+"""Cells that a dataset's filter keeps, and its obs columns and labels under the names that later
+stages use.
 
-The table of datasets assigns obs columns to roles (`batch`, `donor`, ...). Preprocessed cells have them under the name
-of the role, so that later stages can name one column for all datasets. A different column that already has the name of
-a role is kept as `ROLE_original`. Label maps then rename the labels.
+The table of datasets assigns obs columns to roles (`batch`, `donor`, ...). Preprocessed cells have
+them under the name of the role, so that later stages can name one column for all datasets. A
+different column that already has the name of a role is kept as `ROLE_original`. Label maps then
+rename the labels.
 """
 
 from collections.abc import Iterable
@@ -17,7 +19,13 @@ from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, re
 from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.prepare.perturbations import Controls, Merged, TargetNames, find_guides, merge_names
+from cellmill.data.prepare.perturbations import (
+    Controls,
+    Merged,
+    TargetNames,
+    find_guides,
+    merge_names,
+)
 from cellmill.data.shards.index import text_of
 from cellmill.errors import DataError, require_known
 
@@ -31,11 +39,15 @@ class MappedLabels(NamedTuple):
 
     def column(self) -> pd.Categorical:
         """(cells,): labels after the map."""
-        texts = [self.by_label[label].to if label in self.by_label else label for label in self.before]
+        texts = [
+            self.by_label[label].to if label in self.by_label else label for label in self.before
+        ]
         return pd.Categorical(np.array([*texts, None], object)[self.codes])
 
     def report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Number of the cells `cells`, bool, by label: of renamed ones, of others, and of those made missing."""
+        """Number of the cells `cells`, bool, by label: of renamed ones, of others, and of those
+        made missing.
+        """
         codes = self.codes[cells]
         n_cells = np.bincount(codes[codes >= 0], minlength=len(self.before)).tolist()
         found: dict[str, Any] = {"renamed": {}, "kept": {}, "made_missing": {}}
@@ -47,8 +59,12 @@ class MappedLabels(NamedTuple):
         return found
 
 
-def check_labels(label_map: Path, labels: Iterable[str], file: Path, column: str) -> dict[str, MappedLabel]:
-    """Read a label map. Raises DataError for a line of it whose label is not in `labels`, the labels of the file."""
+def check_labels(
+    label_map: Path, labels: Iterable[str], file: Path, column: str
+) -> dict[str, MappedLabel]:
+    """Read a label map. Raises DataError for a line of it whose label is not in `labels`, the
+    labels of the file.
+    """
     known, by_label = sorted({*labels}), read_label_map(label_map)
     for label, mapped in by_label.items():
         fault = f"{label_map}, line {mapped.line}: no cell of {file} has label {label!r} in obs column {column!r}"
@@ -70,14 +86,21 @@ class EmptyLabels(NamedTuple):
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
-def remove_empty_labels(labels: pd.Series, columns: ObsColumns) -> tuple[pd.Series, EmptyLabels | None]:
-    """A label with missing values for texts that mean none, and these texts; None if it has none of them."""
+def remove_empty_labels(
+    labels: pd.Series, columns: ObsColumns
+) -> tuple[pd.Series, EmptyLabels | None]:
+    """A label with missing values for texts that mean none, and these texts; None if it has none of
+    them.
+    """
     codes, values = pd.factorize(labels)
     is_text = [isinstance(value, str) for value in values]
     texts = [text_of(value) for value in values]
-    controls = columns.controls_in(texts)  # `none` may be a control of a perturbation that is also a label
+    # `none` may be a control of a perturbation that is also a label
+    controls = columns.controls_in(texts)
     empty = [
-        at for at, text in enumerate(texts) if is_text[at] and text not in controls and columns.means_no_label(text)
+        at
+        for at, text in enumerate(texts)
+        if is_text[at] and text not in controls and columns.means_no_label(text)
     ]
     if not empty:
         return labels, None
@@ -104,11 +127,15 @@ def sentence(name: str, report: dict[str, Any], most: int = 20) -> str:
     def cells(counts: dict[str, int]) -> str:
         shown = ", ".join(f"{label!r} {n:,}" for label, n in [*counts.items()][:most])
         more = f" and {len(counts) - most:,} more" if len(counts) > most else ""
-        return f"{sum(counts.values()):,} cells of {len(counts):,} labels" + (f" ({shown}{more})" if counts else "")
+        return f"{sum(counts.values()):,} cells of {len(counts):,} labels" + (
+            f" ({shown}{more})" if counts else ""
+        )
 
     renamed = f"{sum(report['renamed'].values()):,} cells of {len(report['renamed']):,} labels"
     words = f"label {name}: renamed {renamed}; left as they are {cells(report['kept'])}"
-    return words + (f"; without a label now {cells(report['made_missing'])}" if report["made_missing"] else "")
+    return words + (
+        f"; without a label now {cells(report['made_missing'])}" if report["made_missing"] else ""
+    )
 
 
 class ColumnNames(NamedTuple):
@@ -120,13 +147,23 @@ class ColumnNames(NamedTuple):
     originals: dict[str, str]  # new names of kept columns that have the name of a role or label
 
 
-def name_columns(known: Iterable[str], keep_obs: list[str] | None, columns: ObsColumns, organism: bool) -> ColumnNames:
-    """Names of the columns that a file with the columns `known` will have; with `organism`, one for that."""
+def name_columns(
+    known: Iterable[str], keep_obs: list[str] | None, columns: ObsColumns, organism: bool
+) -> ColumnNames:
+    """Names of the columns that a file with the columns `known` will have; with `organism`, one for
+    that.
+    """
     labels = dict(zip(columns.label_names, columns.labels))
-    changed = list(dict.fromkeys([*(name for name in labels if labels[name] != name), *columns.label_maps]))
+    changed = list(
+        dict.fromkeys([*(name for name in labels if labels[name] != name), *columns.label_maps])
+    )
     unchanged = [name for name in labels if name not in changed]
     kept = list(known) if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
-    roles = [*columns.roles, *([ORGANISM] if organism else []), *([IS_CONTROL] if columns.control else [])]
+    roles = [
+        *columns.roles,
+        *([ORGANISM] if organism else []),
+        *([IS_CONTROL] if columns.control else []),
+    ]
     taken = [role for role in roles if role in kept and columns.roles.get(role) != role]
     taken += [name for name in changed if name in kept]
     return ColumnNames(kept, roles, changed, {name: f"{name}_original" for name in taken})
@@ -135,7 +172,8 @@ def name_columns(known: Iterable[str], keep_obs: list[str] | None, columns: ObsC
 class Treated(NamedTuple):
     """What was done to the cells of a file."""
 
-    column: pd.Series  # perturbation or condition of each cell, one name for each combination of genes
+    # perturbation or condition of each cell, one name for each combination of genes
+    column: pd.Series
     texts: np.ndarray  # (cells,) text in the file, `nan` for a missing value
     merged: Merged
     controls: Controls | None  # None if the table names no control
@@ -164,13 +202,19 @@ class ObsChoice(NamedTuple):
         return frame
 
     def treatment_report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
-        """Entries of the QC report about perturbations and controls; `depth` are counts of all cells."""
+        """Entries of the QC report about perturbations and controls; `depth` are counts of all
+        cells.
+        """
         return {} if self.treated is None else self.treated.report(cells, depth)
 
     def label_report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Entries `labels`, of label maps, and `no_label` of the QC report, on some cells (bool); absent if empty."""
+        """Entries `labels`, of label maps, and `no_label` of the QC report, on some cells (bool);
+        absent if empty.
+        """
         reports = {name: mapped.report(cells) for name, mapped in self.mapped.items()}
-        without = {name: counts for name, empty in self.empty.items() if (counts := empty.report(cells))}
+        without = {
+            name: counts for name, empty in self.empty.items() if (counts := empty.report(cells))
+        }
         return ({"labels": reports} if reports else {}) | ({"no_label": without} if without else {})
 
 
@@ -183,9 +227,9 @@ def choose_obs(
 ) -> ObsChoice:
     """Evaluate the filter and name the roles. Reads no counts.
 
-    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more role, `gene_organism`
-    the one whose genes perturbations name. Raises DataError when a column is missing, a dose is no number, no cell has
-    the control's value, or the filter keeps no cell.
+    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more
+    role, `gene_organism` the one whose genes perturbations name. Raises DataError when a column is
+    missing, a dose is no number, no cell has the control's value, or the filter keeps no cell.
     """
     for name in keep_obs or ():
         reader.obs_column(name, "preprocess.keep_obs")
@@ -253,18 +297,23 @@ def _remove_empty_labels(
     return removed
 
 
-def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray, organism: str | None) -> Treated:
+def choose_controls(
+    reader: CountsReader, columns: ObsColumns, keep: np.ndarray, organism: str | None
+) -> Treated:
     """Perturbations, or else conditions, under one name each, and the control cells.
 
     Raises DataError for a control that no cell of `keep` has.
     """
     source = reader.obs[columns.roles[str(columns.controlled)]]
     missing = source.isna().to_numpy()
-    texts = text_values(source, missing="nan")  # so that a table can name missing values as controls
+    # so that a table can name missing values as controls
+    texts = text_values(source, missing="nan")
     present = {*texts[keep]}
     values = columns.controls_in(present)
     for control in values:
-        fault = f"{reader.path}: no {control!r} (the dataset's control) in obs column {source.name!r}"
+        fault = (
+            f"{reader.path}: no {control!r} (the dataset's control) in obs column {source.name!r}"
+        )
         require_known(control, sorted(present), fault)
     merged = merge_names(texts, values, TargetNames.read(reader, organism))
     names = np.array([merged.names[text] for text in texts], object)
@@ -274,11 +323,16 @@ def choose_controls(reader: CountsReader, columns: ObsColumns, keep: np.ndarray,
         column = pd.Series(pd.Categorical(names), index=source.index)
     controls = None
     if values:
-        is_control = np.array([text in values or merged.names[text] == values[0] for text in texts], bool)
+        is_control = np.array(
+            [text in values or merged.names[text] == values[0] for text in texts], bool
+        )
         perturbation = names.copy()
         perturbation[is_control | missing] = None
         controls = Controls(
-            is_control, ~is_control & ~missing, texts, find_guides(reader.obs, perturbation, columns.guide)
+            is_control,
+            ~is_control & ~missing,
+            texts,
+            find_guides(reader.obs, perturbation, columns.guide),
         )
     return Treated(column, texts, merged, controls)
 
@@ -292,17 +346,25 @@ def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
         frame = pd.DataFrame({name: _comparable(reader.obs[name]) for name in names})
         keep = frame.eval(condition.strip(), engine="python", local_dict={}, global_dict={})
     except Exception as error:  # pandas raises errors of many kinds for what it does not compare
-        raise DataError(f"{reader.path}: filter {condition!r}: {one_line(error)}; {kinds}") from None
+        raise DataError(
+            f"{reader.path}: filter {condition!r}: {one_line(error)}; {kinds}"
+        ) from None
     if not isinstance(keep, pd.Series) or keep.dtype.kind != "b":
-        raise DataError(f"{reader.path}: filter {condition!r} is not a condition: {kinds}; compare it with a value")
+        raise DataError(
+            f"{reader.path}: filter {condition!r} is not a condition: {kinds}; compare it with a value"
+        )
     if not keep.any():
         values = "; ".join(f"{name} is {_examples(reader.obs[name])}" for name in names)
-        raise DataError(f"{reader.path}: filter {condition!r} keeps none of {reader.n_obs:,} cells: {values}")
+        raise DataError(
+            f"{reader.path}: filter {condition!r} keeps none of {reader.n_obs:,} cells: {values}"
+        )
     return keep.to_numpy(bool, na_value=False)
 
 
 def _comparable(column: pd.Series) -> pd.Series:
-    """Categories of numbers or booleans as plain values, which have an order and join with conditions."""
+    """Categories of numbers or booleans as plain values, which have an order and join with
+    conditions.
+    """
     if isinstance(column.dtype, pd.CategoricalDtype) and not column.isna().any():
         values = column.cat.categories.dtype
         return column.astype(values) if pd.api.types.is_numeric_dtype(values) else column
@@ -325,4 +387,7 @@ _VALUES = 8  # of a column, in a message
 def _examples(column: pd.Series) -> str:
     values = column.dropna().unique()
     shown = ", ".join(repr(str(value)) for value in sorted(values, key=str)[:_VALUES])
-    return f"{shown}{f' and {len(values) - _VALUES:,} more' if len(values) > _VALUES else ''}" or "empty"
+    return (
+        f"{shown}{f' and {len(values) - _VALUES:,} more' if len(values) > _VALUES else ''}"
+        or "empty"
+    )

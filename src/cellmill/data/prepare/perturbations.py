@@ -1,9 +1,11 @@
-"""Names of perturbations: one for each combination of genes, whatever order and delimiter a file writes it in.
+"""Names of perturbations: one for each combination of genes, whatever order and delimiter a file
+writes it in.
 
-`A+B`, `B+A` and `B_A` are the same cells' biology. If they had two names, a split could put one into training and the
-other into test. A name is split at a delimiter if every part is a gene of the file or of the gene tables, or a word for
-a control, which is left out. The genes are sorted and joined by `+`. Names that are genes themselves (`HLA-A`, `Y_RNA`)
-and names with a part that is none (`TP53_1`, a guide) stay as they are.
+`A+B`, `B+A` and `B_A` are the same cells' biology. If they had two names, a split could put one
+into training and the other into test. A name is split at a delimiter if every part is a gene of the
+file or of the gene tables, or a word for a control, which is left out. The genes are sorted and
+joined by `+`. Names that are genes themselves (`HLA-A`, `Y_RNA`) and names with a part that is none
+(`TP53_1`, a guide) stay as they are.
 """
 
 import re
@@ -21,8 +23,28 @@ from cellmill.data.inputs.reader import CountsReader
 
 DELIMITERS = (" || ", SEPARATOR, "|", ";", ",", "_")
 """Between the genes of a combination; the first at which a name can be split counts."""
-OTHER_DELIMITERS = (" and ", " & ", " ", "::", ":", "//", "/", "&", "--", "-", "*", "^", "~", "=", "#", "@", ".")
-"""Delimiters of names that look like combinations and are named in the log, but are left as they are."""
+OTHER_DELIMITERS = (
+    " and ",
+    " & ",
+    " ",
+    "::",
+    ":",
+    "//",
+    "/",
+    "&",
+    "--",
+    "-",
+    "*",
+    "^",
+    "~",
+    "=",
+    "#",
+    "@",
+    ".",
+)
+"""Delimiters of names that look like combinations and are named in the log, but are left as they
+are.
+"""
 CONTROL_WORD = re.compile(
     r"(ctrl|control|non[-_ ]?target(ing|ed)?|ntc?|neg(ative)?[-_ ]?(ctrl|control)|safe[-_ ]?target(ing)?"
     r"|scrambled?|intergenic|mock|untreated|unperturbed)[-_ ]?\d*",
@@ -63,18 +85,26 @@ class Merged(NamedTuple):
     """Names of perturbations by the texts of a file."""
 
     names: dict[str, str]  # canonical name by text, of all texts
-    undivided: dict[str, str]  # delimiter by text that looks like a combination of genes, but is left as it is
-    reordered: list[list[str]]  # texts of the same parts in other orders, not all of them genes, left as they are
+    # delimiter by text that looks like a combination of genes, but is left as it is
+    undivided: dict[str, str]
+    # texts of the same parts in other orders, not all of them genes, left as they are
+    reordered: list[list[str]]
 
     def report(self, texts: np.ndarray) -> dict[str, Any]:
-        """Entry `perturbations` of the QC report on cells with these texts; empty if no name was changed."""
+        """Entry `perturbations` of the QC report on cells with these texts; empty if no name was
+        changed.
+        """
         counted = pd.Series(texts, dtype=object).value_counts(sort=False).to_dict()
         sources: dict[str, dict[str, int]] = {}
         for text in sorted(counted):
             sources.setdefault(self.names[text], {})[text] = int(counted[text])
         changed = {name: of for name, of in sources.items() if list(of) != [name]}
-        undivided = {text: delimiter for text, delimiter in self.undivided.items() if text in counted}
-        reordered = [texts for texts in self.reordered if sum(text in counted for text in texts) > 1]
+        undivided = {
+            text: delimiter for text, delimiter in self.undivided.items() if text in counted
+        }
+        reordered = [
+            texts for texts in self.reordered if sum(text in counted for text in texts) > 1
+        ]
         entries = {"merged": changed, "undivided": undivided, "reordered": reordered}
         return {key: value for key, value in entries.items() if value}
 
@@ -110,14 +140,21 @@ def _find_reordered(texts: Iterable[str], controls: Sequence[str]) -> list[list[
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes: TargetNames) -> list[str] | None:
-    """Genes of a combination, sorted, without controls; None if `text` is none at any of the delimiters."""
+def _divide(
+    text: str, delimiters: Sequence[str], controls: Sequence[str], genes: TargetNames
+) -> list[str] | None:
+    """Genes of a combination, sorted, without controls; None if `text` is none at any of the
+    delimiters.
+    """
     for delimiter in delimiters:
         parts = _split(text, delimiter, controls)
         if len(parts) < 2:
             continue
-        found = [part for part in parts if part not in controls and not CONTROL_WORD.fullmatch(part)]
-        # `_` and the delimiters that are not split at are in many other names, and aliases are short
+        found = [
+            part for part in parts if part not in controls and not CONTROL_WORD.fullmatch(part)
+        ]
+        # `_` and the delimiters that are not split at are in many other names, and aliases are
+        # short
         is_gene = genes.has if delimiter in DELIMITERS[:-1] else genes.has_current
         if found and all(map(is_gene, found)):
             return sorted({*found})
@@ -127,10 +164,14 @@ def _divide(text: str, delimiters: Sequence[str], controls: Sequence[str], genes
 
 
 def _split(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
-    """Parts between delimiters. A word for a control is one part even if the delimiter is in it (`non_targeting`)."""
+    """Parts between delimiters. A word for a control is one part even if the delimiter is in it
+    (`non_targeting`).
+    """
     if delimiter not in text:
         return [text]
-    words = [re.escape(control) for control in sorted(controls, key=len, reverse=True)] + [CONTROL_WORD.pattern]
+    words = [re.escape(control) for control in sorted(controls, key=len, reverse=True)] + [
+        CONTROL_WORD.pattern
+    ]
     between = re.escape(delimiter)
     token = rf"(?P<part>(?i:{'|'.join(words)})|(?:(?!{between}).)*)(?:{between}|$)"
     parts = [match["part"].strip() for match in re.finditer(token, text, re.DOTALL)]
@@ -147,9 +188,13 @@ def describe_merged(report: dict[str, Any]) -> list[str]:
             for name, sources in [*merged.items()][:SHOWN]
         ]
         more = f"; and {len(merged) - SHOWN:,} more" if len(merged) > SHOWN else ""
-        lines.append(f"perturbation: {n_cells:,} cells have one name for each combination: {'; '.join(shown)}{more}")
+        lines.append(
+            f"perturbation: {n_cells:,} cells have one name for each combination: {'; '.join(shown)}{more}"
+        )
     if undivided := report.get("undivided"):
-        named = ", ".join(f"{text!r} ({delimiter!r})" for text, delimiter in [*undivided.items()][:SHOWN])
+        named = ", ".join(
+            f"{text!r} ({delimiter!r})" for text, delimiter in [*undivided.items()][:SHOWN]
+        )
         more = f" and {len(undivided) - SHOWN:,} more" if len(undivided) > SHOWN else ""
         lines.append(
             f"warning: perturbation: {named}{more} may be genes joined by a delimiter that is not known; the order of "
@@ -166,24 +211,44 @@ def describe_merged(report: dict[str, Any]) -> list[str]:
 
 
 GUIDE_NAME = re.compile(r"guide|grna|protospacer", re.IGNORECASE)  # in names of obs columns
-NO_GUIDE = ("", "none", "nan", "na", "no guide", "negative", "unassigned", "unknown", "no_guide", "0")
-ONE_TARGET = 0.9  # share of perturbed cells whose guide stands for one perturbation, in a column of guides
+NO_GUIDE = (
+    "",
+    "none",
+    "nan",
+    "na",
+    "no guide",
+    "negative",
+    "unassigned",
+    "unknown",
+    "no_guide",
+    "0",
+)
+# share of perturbed cells whose guide stands for one perturbation, in a column of guides
+ONE_TARGET = 0.9
 
 
-def find_guides(obs: pd.DataFrame, perturbation: np.ndarray, named: str | None) -> tuple[str, np.ndarray] | None:
-    """Name of the column of guides, and the guide of each cell, None without one; None if there is no such column.
+def find_guides(
+    obs: pd.DataFrame, perturbation: np.ndarray, named: str | None
+) -> tuple[str, np.ndarray] | None:
+    """Name of the column of guides, and the guide of each cell, None without one; None if there is
+    no such column.
 
-    `named` is the column of the table. Else a column of text counts whose name says that it has guides, if nearly each
-    of its values belongs to one value of `perturbation`, (cells,) with None for controls, and it has more values.
+    `named` is the column of the table. Else a column of text counts whose name says that it has
+    guides, if nearly each of its values belongs to one value of `perturbation`, (cells,) with None
+    for controls, and it has more values.
     """
-    candidates = [named] if named is not None else [name for name in obs if GUIDE_NAME.search(str(name))]
+    candidates = (
+        [named] if named is not None else [name for name in obs if GUIDE_NAME.search(str(name))]
+    )
     perturbed = ~pd.isna(perturbation)
     for name in candidates:
         guides = text_values(obs[name])
         guides[[text.strip().lower() in NO_GUIDE for text in guides]] = None
         if named is not None:
             return name, guides
-        pairs = pd.DataFrame({"guide": guides[perturbed], "target": perturbation[perturbed]}).dropna()
+        pairs = pd.DataFrame(
+            {"guide": guides[perturbed], "target": perturbation[perturbed]}
+        ).dropna()
         targets = pairs.groupby("guide")["target"].value_counts()
         share = targets.groupby("guide").max().sum() / max(len(pairs), 1)
         if share >= ONE_TARGET and pairs["guide"].nunique() > pairs["target"].nunique():
@@ -200,28 +265,41 @@ class Controls(NamedTuple):
     guides: tuple[str, np.ndarray] | None  # column and guide of each cell
 
     def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
-        """Entry `controls` of the QC report on the cells of mask `cells`; `depth` are counts, (cells,) int."""
+        """Entry `controls` of the QC report on the cells of mask `cells`; `depth` are counts,
+        (cells,) int.
+        """
         control = cells & self.is_control
         perturbed = cells & self.is_perturbed
         report: dict[str, Any] = {
-            "values": {str(value): int(n) for value, n in pd.Series(self.value[control]).value_counts().items()},
+            "values": {
+                str(value): int(n)
+                for value, n in pd.Series(self.value[control]).value_counts().items()
+            },
             "n_controls": int(control.sum()),
             "n_perturbed": int(perturbed.sum()),
         }
-        for name, mask in (("median_counts_controls", control), ("median_counts_perturbed", perturbed)):
+        for name, mask in (
+            ("median_counts_controls", control),
+            ("median_counts_perturbed", perturbed),
+        ):
             report[name] = float(np.median(depth[mask])) if mask.any() else None
         if self.guides is not None:
             column, guides = self.guides
             has_guide = ~pd.isna(guides)
-            targeting = np.isin(guides.astype(str), guides[perturbed & has_guide].astype(str)) & has_guide
+            targeting = (
+                np.isin(guides.astype(str), guides[perturbed & has_guide].astype(str)) & has_guide
+            )
             report["guide_column"] = column
             report["controls_without_guide"] = int((control & ~has_guide).sum())
             counted = pd.Series(guides[control & targeting]).value_counts()
-            report["controls_with_targeting_guide"] = {str(guide): int(n) for guide, n in counted.items()}
+            report["controls_with_targeting_guide"] = {
+                str(guide): int(n) for guide, n in counted.items()
+            }
         return report
 
 
-DEEPER = 1.5  # ratio of median counts above which controls and perturbed cells differ by more than noise
+# ratio of median counts above which controls and perturbed cells differ by more than noise
+DEEPER = 1.5
 
 
 def describe_controls(report: dict[str, Any]) -> list[str]:

@@ -1,13 +1,14 @@
 """Quality control and gene names of one dataset, in one streaming pass over its counts.
 
-The pass measures every cell, spills the rows that pass to a temporary file of CSR rows, and counts the cells in which
-each gene is detected. That determines which genes stay and the number of values, so the rows can be written as
-contiguous arrays, and the input, often compressed, is decoded once. Cells are measured on the genes that a model sees:
-those with an Ensembl id.
+The pass measures every cell, spills the rows that pass to a temporary file of CSR rows, and counts
+the cells in which each gene is detected. That determines which genes stay and the number of values,
+so the rows can be written as contiguous arrays, and the input, often compressed, is decoded once.
+Cells are measured on the genes that a model sees: those with an Ensembl id.
 
 A sequence is treated as a cell whose genes are its residues in order. Quality control is its length
-(`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays. Cells of which only the rank
-order of their genes is known (`ranked`) are rows of the same kind; their genes have ids and medians.
+(`preprocess.min_counts`) and uniqueness: of equal sequences in a file the first stays. Cells of
+which only the rank order of their genes is known (`ranked`) are rows of the same kind; their genes
+have ids and medians.
 """
 
 import hashlib
@@ -38,15 +39,18 @@ from cellmill.files import named_errors, progress
 
 
 class RowSpill:
-    """Blocks of counts of `n_columns` columns; `add` all of them, then read `blocks`. Memory holds one.
+    """Blocks of counts of `n_columns` columns; `add` all of them, then read `blocks`. Memory holds
+    one.
 
-    The file is beside `out` and has no name, so a killed process leaves none. OSError names `out` on a full disk.
+    The file is beside `out` and has no name, so a killed process leaves none. OSError names `out`
+    on a full disk.
     """
 
     def __init__(self, out: Path, n_columns: int) -> None:
         self._out, self._n_columns = out, n_columns
         self._blocks: list[tuple[np.ndarray, np.dtype]] = []  # indptr and dtype of the counts
-        self._column = count_dtype(n_columns - 1)  # two bytes, which take half of the time to write, for most inputs
+        # two bytes, which take half of the time to write, for most inputs
+        self._column = count_dtype(n_columns - 1)
         out.parent.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=out.parent)  # noqa: SIM115 - closed by close()
         self.close = self._file.close
@@ -65,9 +69,12 @@ class RowSpill:
             self._file.seek(0)  # writes what is buffered
         for indptr, dtype in self._blocks:
             columns, counts = (
-                np.frombuffer(self._file.read(int(indptr[-1]) * kind.itemsize), kind) for kind in (self._column, dtype)
+                np.frombuffer(self._file.read(int(indptr[-1]) * kind.itemsize), kind)
+                for kind in (self._column, dtype)
             )
-            yield sp.csr_matrix((counts, columns.astype(np.int32), indptr), shape=(len(indptr) - 1, self._n_columns))
+            yield sp.csr_matrix(
+                (counts, columns.astype(np.int32), indptr), shape=(len(indptr) - 1, self._n_columns)
+            )
 
 
 _BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
@@ -77,7 +84,8 @@ _COUNTS_OF_NO_CELL = 20  # median over rows
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
 DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
-"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes."""
+"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
+"""
 
 
 def preprocess_cells(
@@ -85,7 +93,8 @@ def preprocess_cells(
 ) -> dict[str, Any]:
     """Write the cells and genes of `reader` that pass QC to `out`; return the QC report, JSON-able.
 
-    Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or nothing passes.
+    Raises DataError when too few genes map, a column of `keep_obs` or `columns` is missing, or
+    nothing passes.
     """
     organism_value = options.organism if options.organism_column else None
     chosen = choose_obs(reader, options.keep_obs, columns, organism_value, options.organism)
@@ -93,7 +102,9 @@ def preprocess_cells(
     genes = name_genes(reader, options)
     normalisation = None
     if full_length is not None and options.gene_length == "normalise":
-        normalisation = LengthNormalisation(reader, full_length.is_full_length, genes.own_ids, options.organism)
+        normalisation = LengthNormalisation(
+            reader, full_length.is_full_length, genes.own_ids, options.organism
+        )
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
         cells = _measure(reader, genes, options, chosen.keep, passing, normalisation)
         keep_gene = cells.detected >= max(options.min_cells, 1)
@@ -102,16 +113,29 @@ def preprocess_cells(
             raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
         ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
         var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
-        passed = progress(passing.blocks(), f"preprocess {reader.path.stem}, writing", int((cells.reason < 0).sum()))
+        passed = progress(
+            passing.blocks(),
+            f"preprocess {reader.path.stem}, writing",
+            int((cells.reason < 0).sum()),
+        )
         blocks = _kept_rows(passed, keep_gene, cells)
         dtype, gzip = count_dtype(cells.largest), options.compression
         recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
         if normalisation is not None:
             recorded[GENE_LENGTH] = f"normalised: {full_length}"
         write_cells(
-            out, lambda: chosen.kept(cells.reason < 0), var, blocks, nnz, dtype, compression=gzip, recorded=recorded
+            out,
+            lambda: chosen.kept(cells.reason < 0),
+            var,
+            blocks,
+            nnz,
+            dtype,
+            compression=gzip,
+            recorded=recorded,
         )
-    report = _report(reader, options, genes, cells, keep_gene) | chosen.label_report(cells.reason < 0)
+    report = _report(reader, options, genes, cells, keep_gene) | chosen.label_report(
+        cells.reason < 0
+    )
     report |= chosen.treatment_report(cells.reason < 0, cells.measures["n_counts"])
     if full_length is not None:
         report["full_length"] = {
@@ -139,7 +163,8 @@ class _Cells:
     reason: np.ndarray  # index into DROPPED, -1 for a kept cell
     detected: np.ndarray  # number of kept cells in which each gene is detected
     largest: int  # largest count of a kept cell
-    unnamed_sums: np.ndarray  # counts of all cells on each of `Genes.unnamed`; float64, exact below 2^53
+    # counts of all cells on each of `Genes.unnamed`; float64, exact below 2^53
+    unnamed_sums: np.ndarray
     total: float  # counts of all cells on genes, named or not
 
     def tally(self) -> dict[str, int]:
@@ -157,21 +182,31 @@ def _measure(
 ) -> _Cells:
     """Measure every cell; add the rows of those that pass to `passing`."""
     size, n = len(genes.gene_ids), reader.n_obs
-    n_genes, n_counts, detected = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(size, np.int64)
+    n_genes, n_counts, detected = (
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(size, np.int64),
+    )
     mito_frac, reason, left_out = np.zeros(n), np.full(n, -1, np.int8), np.zeros(reader.n_vars)
     largest, first, is_left_out = 0, 0, genes.target < 0
-    for raw in progress(reader.rows(min(options.row_block, _BLOCK)), f"preprocess {reader.path.stem}", n):
+    for raw in progress(
+        reader.rows(min(options.row_block, _BLOCK)), f"preprocess {reader.path.stem}", n
+    ):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         if normalisation is not None:
             block = normalisation.apply(block, first)
         rows = slice(first, first + block.shape[0])
         if is_left_out.any():
             entries = np.flatnonzero(is_left_out.take(raw.indices))
-            left_out += np.bincount(raw.indices[entries], weights=raw.data[entries], minlength=reader.n_vars)
+            left_out += np.bincount(
+                raw.indices[entries], weights=raw.data[entries], minlength=reader.n_vars
+            )
         n_genes[rows], n_counts[rows] = np.diff(block.indptr), row_sums(block.data, block.indptr)
         entries = np.flatnonzero(genes.is_mito.take(block.indices))
         cell_of_entry = np.searchsorted(block.indptr, entries, side="right") - 1
-        mito_counts = np.bincount(cell_of_entry, weights=block.data[entries], minlength=block.shape[0])
+        mito_counts = np.bincount(
+            cell_of_entry, weights=block.data[entries], minlength=block.shape[0]
+        )
         mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
         checks = (
             ~keep[rows],
@@ -191,7 +226,9 @@ def _measure(
     return _Cells(measures, reason, detected, largest, left_out[genes.unnamed], total)
 
 
-def _kept_rows(spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells) -> Iterator[sp.csr_matrix]:
+def _kept_rows(
+    spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells
+) -> Iterator[sp.csr_matrix]:
     """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
     n_genes = int(keep_gene.sum())
     target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
@@ -215,7 +252,9 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
     if tally["no counts"] == n:
         return f"none of {n:,} cells is left after QC: none has a count"
     limits = {name: f" {getattr(options, name):g}" for name in QUALITY}
-    parts = [f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count]
+    parts = [
+        f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count
+    ]
     option, change = strictest(tally)
     advice = describe_sparse(cells.measures["n_counts"]) or f"{change} preprocess.{option}"
     return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {advice}"
@@ -233,7 +272,9 @@ def describe_sparse(n_counts: np.ndarray) -> str | None:
 
 
 def strictest(dropped: Mapping[str, int]) -> tuple[str, str]:
-    """The option of quality control that drops most cells, and what to do with it to keep them: lower, or raise."""
+    """The option of quality control that drops most cells, and what to do with it to keep them:
+    lower, or raise.
+    """
     option = max(QUALITY, key=lambda name: dropped.get(name, 0))
     return option, "raise" if option == "max_mito_frac" else "lower"
 
@@ -254,7 +295,11 @@ def _report(
             "dropped": {
                 "not gene expression": reader.n_vars - len(genes.rows),
                 "no Ensembl id": coverage.ambiguous + coverage.unmapped,
-                **({"no ortholog": coverage.n_with_id - coverage.orthologs} if coverage.reference is not None else {}),
+                **(
+                    {"no ortholog": coverage.n_with_id - coverage.orthologs}
+                    if coverage.reference is not None
+                    else {}
+                ),
                 "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
                 "min_cells": int((~keep_gene).sum()),
             },
@@ -273,10 +318,14 @@ def _report(
     }
 
 
-def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray) -> dict[str, Any]:
-    """Entries of a QC report: quantiles and histograms of measures of cells, before and after QC, and the options.
+def distributions(
+    options: Preprocess, measures: dict[str, np.ndarray], kept: np.ndarray
+) -> dict[str, Any]:
+    """Entries of a QC report: quantiles and histograms of measures of cells, before and after QC,
+    and the options.
 
-    Bins are equal on a log scale, whose first bin includes zeros; bins of `mito_frac` on a linear one.
+    Bins are equal on a log scale, whose first bin includes zeros; bins of `mito_frac` on a linear
+    one.
     """
     quantiles, histograms = {}, {}
     for name, values in measures.items():
@@ -287,8 +336,11 @@ def distributions(options: Preprocess, measures: dict[str, np.ndarray], kept: np
         else:
             edges = np.geomspace(1, max(float(values.max()), 2.0), BINS + 1)
             values = np.maximum(values, 1)
-        edges[-1] = max(edges[-1], float(values.max()))  # rounding may have moved the last edge below the maximum
-        n_before, n_after = (np.histogram(some, edges)[0].tolist() for some in (values, values[kept]))
+        # rounding may have moved the last edge below the maximum
+        edges[-1] = max(edges[-1], float(values.max()))
+        n_before, n_after = (
+            np.histogram(some, edges)[0].tolist() for some in (values, values[kept])
+        )
         histograms[name] = {"edges": edges.tolist(), "before": n_before, "after": n_after}
     return {
         "quantiles": quantiles | {"at": list(QUANTILES)},
@@ -306,7 +358,8 @@ RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
 def preprocess_sequences(
     reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
 ) -> dict[str, Any]:
-    """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the form of cells'.
+    """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the
+    form of cells'.
 
     Raises DataError when a column of `keep_obs` or `columns` is missing, or nothing is left.
     """
@@ -317,7 +370,9 @@ def preprocess_sequences(
     dropped = {name: int((reason == number).sum()) for number, name in enumerate(names)}
     if not kept.any():
         what = "cells" if reader.ranked else "sequences"
-        raise DataError(f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}")
+        raise DataError(
+            f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}"
+        )
 
     def kept_rows() -> Iterator[sp.csr_matrix]:
         first = 0
@@ -326,7 +381,17 @@ def preprocess_sequences(
             first += block.shape[0]
 
     nnz, dtype, ranked = int(lengths[kept].sum()), count_dtype(1), reader.ranked
-    write_cells(out, chosen.kept(kept), reader.var, kept_rows(), nnz, dtype, True, options.compression, ranked)
+    write_cells(
+        out,
+        chosen.kept(kept),
+        reader.var,
+        kept_rows(),
+        nnz,
+        dtype,
+        True,
+        options.compression,
+        ranked,
+    )
     n, measure = reader.n_vars, "n_genes" if ranked else "n_residues"
     report = {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
@@ -343,15 +408,21 @@ def preprocess_sequences(
     )
 
 
-def _measure_sequences(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _measure_sequences(
+    reader: CountsReader, options: Preprocess, keep: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Length of each sequence, and why it is dropped: index into SEQUENCES_DROPPED, or -1."""
     lengths, reasons, seen = list[int](), list[int](), set[bytes]()
     least = options.min_genes if reader.ranked else options.min_counts
     unit = "cells" if reader.ranked else "sequences"
-    for block in progress(reader.rows(options.row_block), f"preprocess {reader.path.stem}", reader.n_obs, unit):
+    for block in progress(
+        reader.rows(options.row_block), f"preprocess {reader.path.stem}", reader.n_obs, unit
+    ):
         for start, stop in pairwise(block.indptr.tolist()):
             # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
-            key = hashlib.blake2b(block.indices[start:stop].astype("<i4").tobytes(), digest_size=16).digest()
+            key = hashlib.blake2b(
+                block.indices[start:stop].astype("<i4").tobytes(), digest_size=16
+            ).digest()
             checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
             lengths.append(stop - start)
             reasons.append(checks.index(True) if any(checks) else -1)

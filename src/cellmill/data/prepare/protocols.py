@@ -1,7 +1,9 @@
-"""Cells of full-length protocols, found by their labels, and counts without the effect of gene length.
+"""Cells of full-length protocols, found by their labels, and counts without the effect of gene
+length.
 
-Smart-seq and its kin read whole transcripts, so a gene of twice the length has twice the reads. Droplet protocols count
-molecules, whose number does not depend on it. In one corpus the two differ in ranks, medians and depth by gene length.
+Smart-seq and its kin read whole transcripts, so a gene of twice the length has twice the reads.
+Droplet protocols count molecules, whose number does not depend on it. In one corpus the two differ
+in ranks, medians and depth by gene length.
 """
 
 import re
@@ -40,13 +42,16 @@ class FullLengthCells:
         n_cells = int(self.is_full_length.sum())
         names = ", ".join(f"{name!r} {count:,}" for name, count in [*self.by_name.items()][:_SHOWN])
         share = n_cells / len(self.is_full_length)
-        return f"{n_cells:,} of {len(self.is_full_length):,} cells ({share:.1%}) are of full-length protocols " + (
-            f"(obs[{self.column!r}]: {names})"
+        return (
+            f"{n_cells:,} of {len(self.is_full_length):,} cells ({share:.1%}) are of full-length protocols "
+            + (f"(obs[{self.column!r}]: {names})")
         )
 
 
 def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | None:
-    """Cells where `keep` is True that a column of text says are of a full-length protocol; None if there are none."""
+    """Cells where `keep` is True that a column of text says are of a full-length protocol; None if
+    there are none.
+    """
     best = None
     for name in map(str, obs.columns):
         column = obs[name]
@@ -56,18 +61,26 @@ def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | N
         if len(levels) > _MOST_LEVELS:
             continue
         texts = text_values(pd.Series(levels))
-        matches = np.array([_FULL_LENGTH.search(text) is not None for text in texts] + [False], bool)
+        matches = np.array(
+            [_FULL_LENGTH.search(text) is not None for text in texts] + [False], bool
+        )
         mask = matches[codes] & keep
         if mask.any() and (best is None or mask.sum() > best.is_full_length.sum()):
             counts = pd.Series(texts[codes[mask]]).value_counts()
-            best = FullLengthCells(name, mask, {str(text): int(count) for text, count in counts.items()})
+            best = FullLengthCells(
+                name, mask, {str(text): int(count) for text, count in counts.items()}
+            )
     return best
 
 
 class LengthNormalisation:
-    """Counts of full-length cells divided by gene lengths; the sum of a cell stays, and whole numbers are drawn."""
+    """Counts of full-length cells divided by gene lengths; the sum of a cell stays, and whole
+    numbers are drawn.
+    """
 
-    def __init__(self, reader: CountsReader, cells: np.ndarray, gene_ids: list[str], organism: str | None):
+    def __init__(
+        self, reader: CountsReader, cells: np.ndarray, gene_ids: list[str], organism: str | None
+    ):
         """Genes of unknown length count as of median length."""
         table = {} if organism is None else gene_lengths(organism)
         lengths = np.array([table.get(gene, np.nan) for gene in gene_ids], np.float64)
@@ -82,7 +95,9 @@ class LengthNormalisation:
         self._draw = StochasticRounding(f"{reader.path.name}|gene_length", gene_ids)
 
     def apply(self, block: sp.csr_matrix, first: int) -> sp.csr_matrix:
-        """The block, whose first row is row `first` of the file, with normalised counts of full-length cells."""
+        """The block, whose first row is row `first` of the file, with normalised counts of
+        full-length cells.
+        """
         chosen = self._cells[first : first + block.shape[0]]
         if not chosen.any():
             return block
@@ -100,8 +115,12 @@ class LengthNormalisation:
         return normalised
 
 
-def check_protocols(reader: CountsReader, options: Preprocess, keep: np.ndarray) -> FullLengthCells | None:
-    """Find cells of full-length protocols. Raises DataError if `preprocess.gene_length` refuses them."""
+def check_protocols(
+    reader: CountsReader, options: Preprocess, keep: np.ndarray
+) -> FullLengthCells | None:
+    """Find cells of full-length protocols. Raises DataError if `preprocess.gene_length` refuses
+    them.
+    """
     found = find_full_length(reader.obs, keep)
     if found is not None and options.gene_length == "refuse":
         raise DataError(

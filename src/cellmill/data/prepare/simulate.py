@@ -1,17 +1,20 @@
-"""Simulated cells, simulated protein families, and demo data of real cells, for examples, tests and benchmarks.
+"""Simulated cells, simulated protein families, and demo data of real cells, for examples, tests and
+benchmarks.
 
-Simulated cells have the difficulties of real ones. Cell types are the leaves of a binary tree along which expression
-drifts; programmes of co-expressed genes vary within a type; batches and donors shift genes; library sizes differ; every
-droplet has ambient RNA; in perturbed cells one gene is knocked down and some others change. Counts are Poisson. Cell i
-depends only on the seed and its block of 256 cells.
+Simulated cells have the difficulties of real ones. Cell types are the leaves of a binary tree along
+which expression drifts; programmes of co-expressed genes vary within a type; batches and donors
+shift genes; library sizes differ; every droplet has ambient RNA; in perturbed cells one gene is
+knocked down and some others change. Counts are Poisson. Cell i depends only on the seed and its
+block of 256 cells.
 
-A protein family has a random ancestor; a member is the ancestor with substitutions, mostly inside a class of similar
-residues, and a deletion. Frequencies are from Swiss-Prot (release statistics, amino acid composition). A header has the
-mean hydropathy of the residues (Kyte & Doolittle 1982), a number that a model can learn.
+A protein family has a random ancestor; a member is the ancestor with substitutions, mostly inside a
+class of similar residues, and a deletion. Frequencies are from Swiss-Prot (release statistics,
+amino acid composition). A header has the mean hydropathy of the residues (Kyte & Doolittle 1982), a
+number that a model can learn.
 
-The demo data are the 700 peripheral blood cells shipped with scanpy: `10x_pbmc68k_reduced.h5ad` (Zheng et al. 2017,
-doi:10.1038/ncomms14049; BSD-3-Clause) has log(1 + counts per 10,000) of 765 genes in `raw` and totals in `n_counts`,
-precise enough to recover the counts exactly.
+The demo data are the 700 peripheral blood cells shipped with scanpy: `10x_pbmc68k_reduced.h5ad`
+(Zheng et al. 2017, doi:10.1038/ncomms14049; BSD-3-Clause) has log(1 + counts per 10,000) of 765
+genes in `raw` and totals in `n_counts`, precise enough to recover the counts exactly.
 """
 
 import gzip
@@ -43,12 +46,18 @@ class Simulation:
     """Simulated cells with human genes, including the 13 mitochondrial ones.
 
     Half of the cells have one of `perturbations` genes knocked down; the others are `control`.
-    `obs` has cell_type, batch, donor and perturbation, `var` the symbol of each Ensembl id. Raises ConfigError when a
-    number is out of range.
+    `obs` has cell_type, batch, donor and perturbation, `var` the symbol of each Ensembl id. Raises
+    ConfigError when a number is out of range.
     """
 
     def __init__(
-        self, cells: int, genes: int, types: int = 8, batches: int = 2, perturbations: int = 0, seed: int = 0
+        self,
+        cells: int,
+        genes: int,
+        types: int = 8,
+        batches: int = 2,
+        perturbations: int = 0,
+        seed: int = 0,
     ) -> None:
         symbols, mito = _named_genes()
         for name, value, low, high in (
@@ -62,11 +71,17 @@ class Simulation:
             _require_between(name, value, low, high)
         others = [gene for gene in symbols if gene not in mito][: genes - MITO_GENES]
         ids = sorted([*others, *mito])
-        self.var = pd.DataFrame({"symbol": [symbols[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id"))
+        self.var = pd.DataFrame(
+            {"symbol": [symbols[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id")
+        )
         self._seed, random = seed, _random(seed, 0, 0)
         base = random.normal(0, 1.5, genes).astype(np.float32)
-        targets = np.sort(random.choice(self.var.index.get_indexer(others), perturbations, replace=False))
-        self.obs = _draw_cells(random, cells, types, batches, list(self.var["symbol"].iloc[targets]))
+        targets = np.sort(
+            random.choice(self.var.index.get_indexer(others), perturbations, replace=False)
+        )
+        self.obs = _draw_cells(
+            random, cells, types, batches, list(self.var["symbol"].iloc[targets])
+        )
         # log expression, or log fold change, of the levels of each column
         self._effects = {
             "cell_type": base + _draw_tree(random, types, genes),
@@ -80,7 +95,9 @@ class Simulation:
         self._programmes = np.abs(_sparse_normal(random, (PROGRAMMES, genes), 0.05, 0.8))
 
     def blocks(self) -> Iterator[sp.csr_matrix]:
-        """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; may be called again."""
+        """Counts of all cells in order, CSR `(cells, genes)` uint16, `BLOCK` cells at a time; may
+        be called again.
+        """
         pool = np.exp(self._effects["cell_type"]).mean(axis=0)
         ambient = (pool / pool.sum()).astype(np.float32)
         for number, first in enumerate(range(0, len(self.obs), BLOCK)):
@@ -93,17 +110,24 @@ class Simulation:
             rate = np.exp(log)
             rate /= rate.sum(axis=1, keepdims=True)
             frac = random.beta(2, 2 / AMBIENT_FRAC - 2, (len(rows), 1)).astype(np.float32)
-            library = random.lognormal(np.log(LIBRARY), LIBRARY_SD, (len(rows), 1)).astype(np.float32)
+            library = random.lognormal(np.log(LIBRARY), LIBRARY_SD, (len(rows), 1)).astype(
+                np.float32
+            )
             counts = random.poisson(library * ((1 - frac) * rate + frac * ambient))
             yield sp.csr_matrix(np.minimum(counts, np.iinfo(np.uint16).max).astype(np.uint16))
 
 
 def _named_genes() -> tuple[dict[str, str], set[str]]:
-    """Symbol of each human gene that has one, by ascending id, and the mitochondrial genes that code for proteins."""
+    """Symbol of each human gene that has one, by ascending id, and the mitochondrial genes that
+    code for proteins.
+    """
     table = gene_table("human")
     first = {symbol: gene for gene, symbol in reversed(table.symbols.items()) if symbol != gene}
-    symbols = {gene: symbol for symbol, gene in sorted(first.items(), key=itemgetter(1))}  # one gene for each symbol
-    return symbols, {gene for gene, symbol in symbols.items() if symbol.startswith("MT-")} & table.protein_coding
+    # one gene for each symbol
+    symbols = {gene: symbol for symbol, gene in sorted(first.items(), key=itemgetter(1))}
+    return symbols, {
+        gene for gene, symbol in symbols.items() if symbol.startswith("MT-")
+    } & table.protein_coding
 
 
 def _draw_cells(
@@ -119,12 +143,17 @@ def _draw_cells(
         "donor": (donor, [f"donor_{k}" for k in range(donors)]),
         "perturbation": (np.maximum(perturbed + 1, 0), ["control", *knocked_down]),
     }
-    columns = {name: pd.Categorical.from_codes(codes, pd.Index(names)) for name, (codes, names) in levels.items()}
+    columns = {
+        name: pd.Categorical.from_codes(codes, pd.Index(names))
+        for name, (codes, names) in levels.items()
+    }
     return pd.DataFrame(columns, index=pd.Index([f"cell_{i}" for i in range(cells)], name="cell"))
 
 
 def _draw_tree(random: np.random.Generator, types: int, genes: int) -> np.ndarray:
-    """Drift of the leaves of a binary tree, `(types, genes)`: along each edge a tenth of the genes drifts."""
+    """Drift of the leaves of a binary tree, `(types, genes)`: along each edge a tenth of the genes
+    drifts.
+    """
     tree = np.zeros((1, genes), np.float32)
     while len(tree) < types:
         tree = np.repeat(tree, 2, axis=0)
@@ -141,7 +170,9 @@ def _random(seed: int, stream: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, 0, number]))
 
 
-def _sparse_normal(random: np.random.Generator, shape: tuple[int, ...], frac: float, sd: float) -> np.ndarray:
+def _sparse_normal(
+    random: np.random.Generator, shape: tuple[int, ...], frac: float, sd: float
+) -> np.ndarray:
     return (random.normal(0, sd, shape) * (random.random(shape) < frac)).astype(np.float32)
 
 
@@ -160,7 +191,9 @@ LONGEST_DELETION = 10
 
 
 def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
-    """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy. Raises ConfigError."""
+    """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy.
+    Raises ConfigError.
+    """
     _require_between("cells", sequences, 1, 10**7)
     _require_between("types", families, 1, 1000)
     _require_between("seed", seed, 0, 2**63)
@@ -174,13 +207,19 @@ def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
     letters, weights = np.array(list(FREQUENCY)), np.array(list(FREQUENCY.values()))
     frequency = weights / weights.sum()
     similar = {letter: list(group) for group in SIMILAR for letter in group}
-    ancestors = [random.choice(letters, random.integers(*LENGTH), p=frequency) for _ in range(families)]
+    ancestors = [
+        random.choice(letters, random.integers(*LENGTH), p=frequency) for _ in range(families)
+    ]
     for number in range(sequences):
         family = int(random.integers(families))
         member = ancestors[family].copy()
         for at in np.flatnonzero(random.random(len(member)) < SUBSTITUTED_FRAC):
             near = random.random() < SIMILAR_FRAC
-            member[at] = random.choice(similar[str(member[at])]) if near else random.choice(letters, p=frequency)
+            member[at] = (
+                random.choice(similar[str(member[at])])
+                if near
+                else random.choice(letters, p=frequency)
+            )
         first, n = random.integers(len(member)), random.integers(LONGEST_DELETION + 1)
         member = np.delete(member, slice(first, first + n))
         hydropathy = sum(HYDROPATHY[residue] for residue in member) / len(member)
@@ -193,14 +232,19 @@ OBS = ["bulk_labels", "n_counts", "percent_mito"]
 
 
 def read_demo() -> tuple[pd.DataFrame, pd.DataFrame, sp.csr_matrix]:
-    """obs, var (index gene symbol) and counts, CSR `(700, 765)` uint16, of the file in the scanpy package, which is not
-    imported. Raises DataError when it is missing."""
+    """obs, var (index gene symbol) and counts, CSR `(700, 765)` uint16, of the file in the scanpy
+    package, which is not imported. Raises DataError when it is missing.
+    """
     spec = find_spec("scanpy")
     if spec is None or spec.origin is None:
-        raise DataError("the demo cells are part of the scanpy package: pip install 'cellmill[demo]'")
+        raise DataError(
+            "the demo cells are part of the scanpy package: pip install 'cellmill[demo]'"
+        )
     path = Path(spec.origin).parent / FILE
     if not path.is_file():
-        raise DataError(f"{path}: no such file; this scanpy does not ship the demo cells: pip install 'scanpy>=1.10'")
+        raise DataError(
+            f"{path}: no such file; this scanpy does not ship the demo cells: pip install 'scanpy>=1.10'"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # anndata warns about the old format of each part
         shipped = read_h5ad(path)

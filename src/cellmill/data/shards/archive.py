@@ -1,7 +1,7 @@
 """Shards as an archive of about a seventh of float32, from which they are restored byte for byte.
 
-Genes in rank order hardly compress, so the genes of a cell are sorted and stored as differences; the rank order follows
-from counts and medians. A file becomes a zip with the same name and `.zip`:
+Genes in rank order hardly compress, so the genes of a cell are sorted and stored as differences;
+the rank order follows from counts and medians. A file becomes a zip with the same name and `.zip`:
 
     layout.json         `sha256` and `size` of the file, `by_gene` of each block of 1,024 cells
     rest                bytes of the file without X/indices and X/data; alone in files without cells
@@ -33,14 +33,22 @@ from cellmill.files import atomic_path, sha256_file
 _ROWS, _THREADS = 1024, 4
 _CHUNK = 8 << 20
 _HEADER_BYTES = 16 << 20  # most bytes of layout.json or medians
-_DAMAGES = (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_DAMAGES = (
+    ValueError,
+    LookupError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def archive_shards(manifest: Manifest, out: Path) -> int:
     """Write an archive of all files of a manifest to the folder `out`; return its bytes.
 
-    Undamaged files that are there already are kept; manifest.json is written last. Raises ConfigError if `out` holds
-    other shards, DataError naming a damaged shard.
+    Undamaged files that are there already are kept; manifest.json is written last. Raises
+    ConfigError if `out` holds other shards, DataError naming a damaged shard.
     """
     _refuse_others(manifest, out)
     rows: dict[str, RowFile] = {}
@@ -50,17 +58,25 @@ def archive_shards(manifest: Manifest, out: Path) -> int:
     files = manifest.files()
     verify(manifest)
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda file: _archive(manifest, file, rows.get(file.name), out / f"{file.name}.zip"), files))
+        list(
+            pool.map(
+                lambda file: _archive(
+                    manifest, file, rows.get(file.name), out / f"{file.name}.zip"
+                ),
+                files,
+            )
+        )
     with atomic_path(out / manifest.path.name) as temporary:
         shutil.copyfile(manifest.path, temporary)
     return sum((out / f"{file.name}.zip").stat().st_size for file in files)
 
 
 def restore_shards(manifest: Manifest, out: Path) -> int:
-    """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their number.
+    """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their
+    number.
 
-    Files that are there already are kept; manifest.json is written last. Raises ConfigError if `out` holds other
-    shards, DataError for a file whose SHA-256 is not the manifest's.
+    Files that are there already are kept; manifest.json is written last. Raises ConfigError if
+    `out` holds other shards, DataError for a file whose SHA-256 is not the manifest's.
     """
     _refuse_others(manifest, out)
     files = manifest.files()
@@ -72,7 +88,9 @@ def restore_shards(manifest: Manifest, out: Path) -> int:
 
 
 def _refuse_others(manifest: Manifest, out: Path) -> None:
-    """Raise ConfigError if the manifest in `out` lists other files: they would be overwritten or orphaned."""
+    """Raise ConfigError if the manifest in `out` lists other files: they would be overwritten or
+    orphaned.
+    """
     if (there := out / manifest.path.name).exists():
         with suppress(DataError):
             if Manifest.read(there).files() == manifest.files():
@@ -83,7 +101,9 @@ def _refuse_others(manifest: Manifest, out: Path) -> None:
         )
 
 
-def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | None, target: Path) -> None:
+def _archive(
+    manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | None, target: Path
+) -> None:
     path = manifest.shard_path(file)
     try:
         with zipfile.ZipFile(target) as archive:
@@ -92,7 +112,10 @@ def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | 
                 return
     except (OSError, *_DAMAGES):
         pass
-    with atomic_path(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+    with (
+        atomic_path(target) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
         with open(path, "rb") as source, archive.open("rest", "w", force_zip64=True) as rest:
             _copy_rest(file, path.stat().st_size, source, rest, whole=source)
         by_gene = [] if rows is None else _write_rows(archive, rows)
@@ -100,12 +123,20 @@ def _archive(manifest: Manifest, file: ShardEntry | IndexEntry, rows: RowFile | 
         archive.writestr("layout.json", json.dumps(layout))
 
 
-def _copy_rest(file: ShardEntry | IndexEntry, size: int, source: IO[bytes], out: IO[bytes], whole: IO[bytes]) -> None:
-    """Copy the bytes of a file without X/indices and X/data, between the `whole` file and the member `rest`."""
+def _copy_rest(
+    file: ShardEntry | IndexEntry, size: int, source: IO[bytes], out: IO[bytes], whole: IO[bytes]
+) -> None:
+    """Copy the bytes of a file without X/indices and X/data, between the `whole` file and the
+    member `rest`.
+    """
     arrays = []
     if isinstance(file, ShardEntry):
         width = np.dtype(file.dtype).itemsize
-        arrays = sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)]) if file.nnz else []
+        arrays = (
+            sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)])
+            if file.nnz
+            else []
+        )
     position = 0
     for start, n_bytes in [*arrays, (size, 0)]:
         whole.seek(position)
@@ -155,9 +186,13 @@ def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) ->
             if sha256_file(temporary) != file.sha256:
                 raise ValueError("the restored file has another sha256 than in the manifest")
     except FileNotFoundError:
-        raise DataError(f"{source}: no such file, but the manifest of the archive lists it") from None
+        raise DataError(
+            f"{source}: no such file, but the manifest of the archive lists it"
+        ) from None
     except _DAMAGES as error:
-        raise DataError(f"{source}: damaged: {one_line(error)}; take it from another copy of the archive") from None
+        raise DataError(
+            f"{source}: damaged: {one_line(error)}; take it from another copy of the archive"
+        ) from None
 
 
 def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[bytes]) -> None:
@@ -178,7 +213,8 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
         for name, dtype in (("genes", np.dtype("<i4")), ("counts", np.dtype(file.dtype))):
             n_bytes = dtype.itemsize * int(in_block[-1])
             stored = _member(archive, f"{name}-{number}", 2 * n_bytes + 1024)
-            shuffled = Zstd().decode(stored, np.empty(n_bytes, np.uint8))  # the header may claim any size
+            # the header may claim any size
+            shuffled = Zstd().decode(stored, np.empty(n_bytes, np.uint8))
             blocks.append(np.frombuffer(Shuffle(dtype.itemsize).decode(shuffled), dtype))
         genes, counts = Delta("<i4").decode(blocks[0]), blocks[1]
         if layout["by_gene"][number]:
@@ -186,11 +222,15 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
                 raise ValueError("it has genes outside the vocabulary")
             genes, counts = rank_order_rows(in_block, genes, counts, inverse)
         os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * int(starts[first]))
-        os.pwrite(descriptor, counts.tobytes(), file.counts_at + counts.itemsize * int(starts[first]))
+        os.pwrite(
+            descriptor, counts.tobytes(), file.counts_at + counts.itemsize * int(starts[first])
+        )
 
 
 def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:
-    """Content of a member. Raises ValueError, before memory is taken for it, if it is larger than `most_bytes`."""
+    """Content of a member. Raises ValueError, before memory is taken for it, if it is larger than
+    `most_bytes`.
+    """
     if (size := archive.getinfo(name).file_size) > most_bytes:
         raise ValueError(f"{name} has {size:,} bytes, not up to {most_bytes:,}")
     return archive.read(name)

@@ -50,8 +50,12 @@ def new_array(path: Path, shape: tuple[int, ...], dtype: str) -> Iterator[np.nda
         array.flush()
 
 
-def open_array(path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any], remedy: str) -> np.ndarray:
-    """Map an array of `new_array`, read-only. Raises DataError, ending in `remedy`, if it is not of `shape`."""
+def open_array(
+    path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any], remedy: str
+) -> np.ndarray:
+    """Map an array of `new_array`, read-only. Raises DataError, ending in `remedy`, if it is not of
+    `shape`.
+    """
     if not path.is_file():
         raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}; {remedy}")
     try:
@@ -59,7 +63,9 @@ def open_array(path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any], r
     except Exception as error:  # a damaged header raises almost anything
         raise DataError(f"{path}: damaged: {in_one_line(error)}; {remedy}") from None
     if array.shape != shape or array.dtype != np.dtype(dtype):
-        raise DataError(f"{path}: expected {dtype} of shape {shape}, got {array.dtype.str} of {array.shape}; {remedy}")
+        raise DataError(
+            f"{path}: expected {dtype} of shape {shape}, got {array.dtype.str} of {array.shape}; {remedy}"
+        )
     return array.view(np.ndarray)  # slices of a memmap are slow to make
 
 
@@ -76,19 +82,32 @@ def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
 
 
 class CellColumns:
-    """Levels (int32) or numbers (float64) of some obs columns by cell: `[cells]` is `(cells, columns)`.
+    """Levels (int32) or numbers (float64) of some obs columns by cell: `[cells]` is `(cells,
+    columns)`.
 
-    `names` have been found by `Manifest.levels` or `fingerprint_with`. Reading a number of no level raises DataError
-    naming the file.
+    `names` have been found by `Manifest.levels` or `fingerprint_with`. Reading a number of no level
+    raises DataError naming the file.
     """
 
-    def __init__(self, manifest: Manifest, split: str, kind: Literal["levels", "numbers"], names: Iterable[str]):
+    def __init__(
+        self,
+        manifest: Manifest,
+        split: str,
+        kind: Literal["levels", "numbers"],
+        names: Iterable[str],
+    ):
         names, is_levels = list(names), kind == "levels"
         stored, levels = open_index(manifest, split, kind), manifest.obs_levels
         self._path = manifest.shard_path(manifest.splits[split].index[kind])
-        self._n_levels = np.array([len(levels[name]["levels"]) for name in names], np.int32) if is_levels else None
+        self._n_levels = (
+            np.array([len(levels[name]["levels"]) for name in names], np.int32)
+            if is_levels
+            else None
+        )
         # in the order of a list: another program may have sorted the keys of an object
-        order = sorted(levels if is_levels else manifest.obs_numbers, key=manifest.obs_columns.index)
+        order = sorted(
+            levels if is_levels else manifest.obs_numbers, key=manifest.obs_columns.index
+        )
         self._columns = [stored[order.index(name)] for name in names]
 
     def __getitem__(self, cells: np.ndarray | slice) -> np.ndarray:
@@ -96,23 +115,33 @@ class CellColumns:
         if self._n_levels is None:
             return values
         if ((values < 1) | (values > self._n_levels)).any():
-            raise DataError(f"{self._path}: damaged: it has numbers of no level of the manifest; {REMEDY}")
+            raise DataError(
+                f"{self._path}: damaged: it has numbers of no level of the manifest; {REMEDY}"
+            )
         return values.astype(np.int32)
 
 
-def open_vectors(folder: Path, shards: Manifest, verify: bool = False) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
+def open_vectors(
+    folder: Path, shards: Manifest, verify: bool = False
+) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
     """Return what is known of the teacher, and the vectors of each split; with `verify`, hash them.
 
     Raises UserError if they are missing, damaged or of other shards.
     """
-    about: TeacherVectors = check_options(TeacherVectors, read_json(folder / ABOUT), str(folder / ABOUT))
+    about: TeacherVectors = check_options(
+        TeacherVectors, read_json(folder / ABOUT), str(folder / ABOUT)
+    )
     again = "run teach again"
     if (there := about.shards) != (here := shards.fingerprint):
-        raise DataError(f"{folder / ABOUT}: expected vectors of shards {here[:12]}, got of {there[:12]}; {again}")
+        raise DataError(
+            f"{folder / ABOUT}: expected vectors of shards {here[:12]}, got of {there[:12]}; {again}"
+        )
     n_train, n_val = (shards.splits[split].n_obs for split in READ)
     table = open_array(folder / TABLE, (n_train + n_val, about.width), "<f4", again)
     if verify and (found := sha256_file(folder / TABLE)) != about.sha256:
-        raise DataError(f"{folder / TABLE}: expected sha256 {about.sha256[:12]}, got {found[:12]}: changed; {again}")
+        raise DataError(
+            f"{folder / TABLE}: expected sha256 {about.sha256[:12]}, got {found[:12]}: changed; {again}"
+        )
     return about, {"train": table[:n_train], "val": table[n_train:]}
 
 
@@ -126,6 +155,8 @@ def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
 
 
 def text_of(value: Any) -> str:
-    """Text of a value; whole numbers have no decimals, as a column with missing values is stored as floats."""
+    """Text of a value; whole numbers have no decimals, as a column with missing values is stored as
+    floats.
+    """
     is_whole = isinstance(value, float | np.floating) and float(value).is_integer()
     return str(int(value)) if is_whole else str(value)

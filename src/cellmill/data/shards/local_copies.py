@@ -1,9 +1,11 @@
-"""Copies of shards on a node's own disk, made by a separate process of each node while a training runs.
+"""Copies of shards on a node's own disk, made by a separate process of each node while a training
+runs.
 
-The process reads a `CopyTask` as one line of JSON from stdin, copies, and removes the copies at the end of stdin, which
-comes however the process that started it ends. A copy is written under another name, read back from the disk, compared
-with the manifest's SHA-256, and renamed. The first failure prints one warning and ends the copying: complete copies
-stay in use, the rest is read from the shared folder.
+The process reads a `CopyTask` as one line of JSON from stdin, copies, and removes the copies at the
+end of stdin, which comes however the process that started it ends. A copy is written under another
+name, read back from the disk, compared with the manifest's SHA-256, and renamed. The first failure
+prints one warning and ends the copying: complete copies stay in use, the rest is read from the
+shared folder.
 """
 
 import fcntl
@@ -36,8 +38,8 @@ def warn(line: str) -> None:
 class LocalCopies:
     """Complete copies in `folder`, by the name of the shard. Thread-safe.
 
-    A copy appears under its name when it is complete and verified. After the first that cannot be read no copy is
-    used any more.
+    A copy appears under its name when it is complete and verified. After the first that cannot be
+    read no copy is used any more.
     """
 
     def __init__(self, folder: Path):
@@ -59,7 +61,9 @@ class LocalCopies:
         """Use no copy any more, and warn once."""
         with self._lock:
             if not self._given_up:
-                warn(f"{self.folder}: a copy cannot be read ({error}); shards are read from {shard.parent}")
+                warn(
+                    f"{self.folder}: a copy cannot be read ({error}); shards are read from {shard.parent}"
+                )
             self._given_up = True
 
     def remove(self) -> None:
@@ -82,7 +86,8 @@ class _Ended(Exception):
 
 def main() -> None:
     """Copy, wait for the end of stdin, and remove the copies."""
-    for number in STOP_SIGNALS:  # SLURM sends them to all processes of a job; the training still reads while it saves
+    # SLURM sends them to all processes of a job; the training still reads while it saves
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
     task, ended = CopyTask(**json.loads(sys.stdin.buffer.readline())), Event()
@@ -106,14 +111,18 @@ def main() -> None:
         pass
     except (OSError, UserError) as error:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        warn(f"stream.stage_to stopped copying: {reason}; shards without a copy are read from the shared folder")
+        warn(
+            f"stream.stage_to stopped copying: {reason}; shards without a copy are read from the shared folder"
+        )
     ended.wait()
     if lock is not None:
         LocalCopies(folder).remove()
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders of copies in `parent` whose process ended without removing them, as when its node was lost."""
+    """Remove folders of copies in `parent` whose process ended without removing them, as when its
+    node was lost.
+    """
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError), open(lock, "rb") as file:  # of another user, or in use
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,7 +165,9 @@ def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
             # so that the digest is of the bytes on disk, not of those in memory
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if (actual := sha256_file(temporary)) != sha256:
-            raise UserError(f"{copy}: expected sha256 {sha256[:12]} as in the manifest, got {actual[:12]}")
+            raise UserError(
+                f"{copy}: expected sha256 {sha256[:12]} as in the manifest, got {actual[:12]}"
+            )
         temporary.rename(copy)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """The manifest of a corpus's shards: their contents, and digests to check them by.
 
-It is written last in a folder of shards: its existence means they are complete. It needs no HDF5, so a launcher can
-check a corpus in little memory. All checks are made when manifest.json is read, not later. verified.json lists the
-files whose bytes have been hashed, with the size and time that each had then.
+It is written last in a folder of shards: its existence means they are complete. It needs no HDF5,
+so a launcher can check a corpus in little memory. All checks are made when manifest.json is read,
+not later. verified.json lists the files whose bytes have been hashed, with the size and time that
+each had then.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,7 +47,8 @@ class ShardEntry(_Part):
     nnz: Count
     dtype: Literal["uint16", "uint32"]  # of the counts: uint32 if one needs it
     sha256: Digest  # of the file's bytes
-    content: Digest  # of cell names, genes and counts: independent of the library that wrote the file
+    # of cell names, genes and counts: independent of the library that wrote the file
+    content: Digest
     genes_at: Count  # offset of X/indices in bytes
     counts_at: Count  # offset of X/data
 
@@ -84,7 +86,8 @@ class CorpusSummary(_Part):
     obs_levels: dict[str, ObsLevels]  # of obs columns with levels
     obs_numbers: dict[str, Digest]  # of obs columns of numbers: digest of the number of every cell
     ordered: bool  # rows are sequences
-    duplicates: dict[str, Count]  # by dataset, cells equal to an earlier one, kept or dropped (`shard.duplicates`)
+    # by dataset, cells equal to an earlier one, kept or dropped (`shard.duplicates`)
+    duplicates: dict[str, Count]
     ranked: bool  # rows are genes in rank order, without counts; `ordered` as well
     across_splits: Count  # number of cells of which another split has an equal one
     counts_rules: dict[str, CountsRule] = {}  # by dataset, how its estimated counts were rounded
@@ -115,15 +118,22 @@ class Manifest(CorpusSummary):
                 raise ValueError(f"{field}.{min(unknown)[:80]}: is none of obs_columns")
         for name, split in self.splits.items():
             for field in ("n_obs", "nnz"):
-                total, parts = getattr(split, field), sum(getattr(shard, field) for shard in split.shards)
+                total, parts = (
+                    getattr(split, field),
+                    sum(getattr(shard, field) for shard in split.shards),
+                )
                 if total != parts:
-                    raise ValueError(f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}")
+                    raise ValueError(
+                        f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}"
+                    )
             index = {kind: f"{name}-{kind}.npy" for kind in get_args(Kind)} if split.n_obs else {}
             if {kind: file.name for kind, file in split.index.items()} != index:
                 raise ValueError(
                     f"splits.{name}.index: expected the files {', '.join(index.values()) or 'of no cells'}"
                 )
-        if self.fingerprint != (expected := fingerprint_of(self.vocabulary, self.seed, self.split, self.splits)):
+        if self.fingerprint != (
+            expected := fingerprint_of(self.vocabulary, self.seed, self.split, self.splits)
+        ):
             raise ValueError(
                 f"expected fingerprint {expected[:12]} from its entries, got {self.fingerprint[:12]}: edited or damaged"
             )
@@ -141,14 +151,19 @@ class Manifest(CorpusSummary):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a manifest. Raises DataError when it is missing, malformed, edited or of another format."""
+        """Read a manifest. Raises DataError when it is missing, malformed, edited or of another
+        format.
+        """
         path = Path(path)
         tree = read_json(path)
         try:
             if tree["format"] != FORMAT:
-                raise DataError(f"{path}: expected manifest format {FORMAT}, got {repr(tree['format'])[:80]}; {REMEDY}")
+                raise DataError(
+                    f"{path}: expected manifest format {FORMAT}, got {repr(tree['format'])[:80]}; {REMEDY}"
+                )
             manifest = cls.model_validate({**tree, "path": path})
-            if tree.pop("checksum") != digest(tree):  # the fingerprint does not cover names, offsets and levels
+            # the fingerprint does not cover names, offsets and levels
+            if tree.pop("checksum") != digest(tree):
                 raise ValueError("its checksum is not of its entries: edited or damaged")
             return manifest
         except ValidationError as error:
@@ -165,7 +180,8 @@ class Manifest(CorpusSummary):
         write_json(self.path, tree | {"checksum": digest(tree)})
 
     def levels(self, columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        """Levels of obs columns by name, in the order of `columns`: names, and the option that names each.
+        """Levels of obs columns by name, in the order of `columns`: names, and the option that
+        names each.
 
         Raises DataError for a column that is not there or has no levels.
         """
@@ -180,12 +196,18 @@ class Manifest(CorpusSummary):
                 raise DataError(f"{self.path}: no obs column {name!r} ({option}); {hint}")
             if name not in known:
                 choices = ", ".join(known)
-                raise DataError(f"{self.path}: obs column {name!r} ({option}) {lacks}; choose one of: {choices}")
+                raise DataError(
+                    f"{self.path}: obs column {name!r} ({option}) {lacks}; choose one of: {choices}"
+                )
 
-    def fingerprint_with(self, levels: Iterable[str], numbers: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Fingerprint of the cells with levels of obs columns, and with numbers of others; without that of the shards.
+    def fingerprint_with(
+        self, levels: Iterable[str], numbers: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """Fingerprint of the cells with levels of obs columns, and with numbers of others; without
+        that of the shards.
 
-        `numbers` are names, and the option that names each. Raises DataError for a column without numbers.
+        `numbers` are names, and the option that names each. Raises DataError for a column without
+        numbers.
         """
         self._require(numbers, self.obs_numbers, "is text")
         read: dict[str, Any] = {
@@ -199,7 +221,9 @@ class Manifest(CorpusSummary):
         """The entry of `split`. Raises DataError when it has no cells."""
         if not self.splits[split].n_obs:
             others = ", ".join(name for name in SPLITS if self.splits[name].n_obs)
-            raise DataError(f"{self.path}: no cells in the {split} split, only in: {others}; raise shard.{split}_frac")
+            raise DataError(
+                f"{self.path}: no cells in the {split} split, only in: {others}; raise shard.{split}_frac"
+            )
         return self.splits[split]
 
     def shard_path(self, shard: ShardEntry | IndexEntry) -> Path:
@@ -216,15 +240,24 @@ class Manifest(CorpusSummary):
 def fingerprint_of(
     vocabulary: ShardVocabulary, seed: int, split: dict[str, Any], splits: Mapping[str, SplitEntry]
 ) -> str:
-    """Fingerprint of shards. Its own number of format changes if the same entries come to mean other cells."""
-    contents = {name: [[shard.n_obs, shard.nnz, shard.content] for shard in own.shards] for name, own in splits.items()}
-    return digest({"format": 1, "vocabulary": vocabulary, "seed": seed, "split": split, "splits": contents})
+    """Fingerprint of shards. Its own number of format changes if the same entries come to mean
+    other cells.
+    """
+    contents = {
+        name: [[shard.n_obs, shard.nnz, shard.content] for shard in own.shards]
+        for name, own in splits.items()
+    }
+    return digest(
+        {"format": 1, "vocabulary": vocabulary, "seed": seed, "split": split, "splits": contents}
+    )
 
 
 def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None) -> None:
-    """Hash every byte of the files, of all unless given. Raises DataError naming the first with another SHA-256.
+    """Hash every byte of the files, of all unless given. Raises DataError naming the first with
+    another SHA-256.
 
-    About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for every open.
+    About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for
+    every open.
     """
     files = manifest.files() if files is None else files
     paths = [manifest.shard_path(file) for file in files]
@@ -234,7 +267,9 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
     with ThreadPoolExecutor(_THREADS) as pool:
         megabytes = [path.stat().st_size / 1e6 for path in paths]
         hashed = zip(paths, files, pool.map(sha256_file, paths), megabytes)
-        for path, file, sha256, _ in progress(hashed, "hashing shards", sum(megabytes), "MB", lambda item: item[3]):
+        for path, file, sha256, _ in progress(
+            hashed, "hashing shards", sum(megabytes), "MB", lambda item: item[3]
+        ):
             if sha256 != file.sha256:
                 raise DataError(
                     f"{path}: expected sha256 {file.sha256[:12]} as in the manifest, got {sha256[:12]}: "
@@ -243,7 +278,8 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
 
 
 def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
-    """Hash a part of the files of a training, without those that are as verified.json says; return their number.
+    """Hash a part of the files of a training, without those that are as verified.json says; return
+    their number.
 
     Raises DataError naming a damaged one.
     """
@@ -253,7 +289,9 @@ def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
     except (DataError, OSError, KeyError, TypeError, ValueError):
         known = {}
     files = manifest.files(READ)[part]
-    changed = [file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))]
+    changed = [
+        file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))
+    ]
     verify(manifest, changed)
     return len(changed)
 
@@ -262,7 +300,10 @@ def record(manifest: Manifest) -> None:
     """Write verified.json, with all files of a training, which have been hashed."""
     stamps = {file.name: stamp(manifest.shard_path(file)) for file in manifest.files(READ)}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
-        write_json(manifest.path.with_name(VERIFIED), {"fingerprint": manifest.fingerprint, "files": stamps})
+        write_json(
+            manifest.path.with_name(VERIFIED),
+            {"fingerprint": manifest.fingerprint, "files": stamps},
+        )
 
 
 def stamp(path: Path) -> list[int] | None:

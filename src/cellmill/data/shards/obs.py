@@ -1,18 +1,19 @@
-"""obs of a corpus, the union of its datasets' columns, on disk by dataset and column: no process holds all of it.
+"""obs of a corpus, the union of its datasets' columns, on disk by dataset and column: no process
+holds all of it.
 
-Text becomes categories, numbers stay numbers; cells of a dataset without a column have NaN there. Column `dataset` is
-added, and a user's own column of that name is kept as `dataset_original`.
+Text becomes categories, numbers stay numbers; cells of a dataset without a column have NaN there.
+Column `dataset` is added, and a user's own column of that name is kept as `dataset_original`.
 
     DATASET-names.npy            obs names, UTF-8
     DATASET-COLUMN.npy           numbers of the cells in the order of the file, or for text its codes; -1 is missing
     DATASET-COLUMN-values.npy    text of each code, UTF-8
 
-DATASET and COLUMN are positions in the lists of datasets and columns. These arrays are mapped, as every shard has cells
-of all datasets: anndata's own encoding would read whole columns for each.
+DATASET and COLUMN are positions in the lists of datasets and columns. These arrays are mapped, as
+every shard has cells of all datasets: anndata's own encoding would read whole columns for each.
 
-Levels and numbers of obs columns are derived here, and the arrays of `data/shards/index.py` written. Text, booleans and
-whole numbers have levels, sorted as text, unless there are more than `MAX_LEVELS`. A column of text has numbers if all
-of it reads as numbers.
+Levels and numbers of obs columns are derived here, and the arrays of `data/shards/index.py`
+written. Text, booleans and whole numbers have levels, sorted as text, unless there are more than
+`MAX_LEVELS`. A column of text has numbers if all of it reads as numbers.
 """
 
 import hashlib
@@ -54,12 +55,15 @@ def level_numbers(values: Any, levels: Sequence[str]) -> np.ndarray:
     """Return numbers of levels, int32, of an array of values: 0 for one that is no level."""
     codes, unique = pd.factorize(values)
     number = {level: i for i, level in enumerate(levels, start=1)}
-    table = [*(number.get(text_of(value), 0) for value in unique), number.get(MISSING, 0)]  # a missing value is -1
+    # a missing value is -1
+    table = [*(number.get(text_of(value), 0) for value in unique), number.get(MISSING, 0)]
     return np.array(table, np.int32)[codes]
 
 
 def numbers_in(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
-    """Numbers, float64, of an array of values, NaN for missing ones; None for text that is not all numbers."""
+    """Numbers, float64, of an array of values, NaN for missing ones; None for text that is not all
+    numbers.
+    """
     if isinstance(chunk, np.ndarray):
         return chunk.astype("<f8")
     try:  # 1_2 names a well or a replicate; Python reads 12
@@ -79,7 +83,9 @@ def values_of_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 
 
 def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]) -> np.ndarray:
-    """Return `(n_obs, columns)` int32: numbers of levels of the obs of a dataset, 0 in columns that it lacks."""
+    """Return `(n_obs, columns)` int32: numbers of levels of the obs of a dataset, 0 in columns that
+    it lacks.
+    """
     numbers = np.zeros((len(obs), len(levels)), np.int32)
     for place, (name, known) in enumerate(levels.items()):
         if (values := values_of_column(obs, dataset, name)) is not None:
@@ -114,7 +120,8 @@ class ObsColumn:
     source: str  # in the datasets
     dtype: str | None  # of numbers and booleans; None for text
     present: list[bool]  # by dataset
-    values: list[str] | None = field(default_factory=list)  # of text, sorted; None if more than MAX_LEVELS
+    # of text, sorted; None if more than MAX_LEVELS
+    values: list[str] | None = field(default_factory=list)
 
 
 def columns_of(dtypes: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
@@ -126,7 +133,9 @@ def columns_of(dtypes: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
         dtype = "<f8" if found <= {"<i8", "<f8"} else None
         if all(present) and len(found) == 1:
             [dtype] = found
-        columns.append(ObsColumn(name if name != DATASET else f"{DATASET}_original", name, dtype, present))
+        columns.append(
+            ObsColumn(name if name != DATASET else f"{DATASET}_original", name, dtype, present)
+        )
     return columns
 
 
@@ -143,7 +152,9 @@ class JointObs:
         return [DATASET, *(column.name for column in self.columns)]
 
     def write(self, number: int, obs: pd.DataFrame, kept: np.ndarray) -> None:
-        """Store dataset `number`; `kept` is a mask of the cells that shards have. Datasets come in order."""
+        """Store dataset `number`; `kept` is a mask of the cells that shards have. Datasets come in
+        order.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         np.save(self.folder / f"{number}-names.npy", _encoded(obs.index))
         for place, column in enumerate(self.columns):
@@ -166,14 +177,18 @@ class JointObs:
 
     def frame(self, dataset: np.ndarray, row: np.ndarray) -> pd.DataFrame:
         """obs of cells, given as numbers of datasets and rows in their files, in that order."""
-        columns = {name: self.column(place, dataset, row) for place, name in enumerate(self.column_names)}
+        columns = {
+            name: self.column(place, dataset, row) for place, name in enumerate(self.column_names)
+        }
         names = np.empty(len(row), object)
         for number, cells in _by_dataset(dataset):
             texts = self._load(f"{number}-names")[row[cells]].tolist()
             names[cells] = [f"{self.datasets[number]}:{text.decode()}" for text in texts]
         return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
 
-    def column(self, place: int, dataset: np.ndarray, row: np.ndarray) -> np.ndarray | pd.Categorical:
+    def column(
+        self, place: int, dataset: np.ndarray, row: np.ndarray
+    ) -> np.ndarray | pd.Categorical:
         """Values of column `place` of `column_names`."""
         if place == 0:
             return pd.Categorical.from_codes(dataset, categories=self.datasets)
@@ -191,7 +206,9 @@ class JointObs:
                 stored = np.array(decoded, object)[inverse]
             values[cells] = stored
         # of a column of many values, such as barcodes, a shard has its own alone
-        return values if column.dtype is not None else pd.Categorical(values, categories=column.values)
+        return (
+            values if column.dtype is not None else pd.Categorical(values, categories=column.values)
+        )
 
     def _load(self, name: str) -> np.ndarray:
         return np.load(self.folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
@@ -219,7 +236,9 @@ def write_split_index(
             f"{folder}: {total:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower shard.cells_per_shard"
         )
     with new_array(folder / f"{split}-offsets.npy", (len(nnz) + len(parts),), "<i4") as offsets:
-        np.concatenate([np.append(0, np.cumsum(shard)) for shard in parts], out=offsets, casting="unsafe")
+        np.concatenate(
+            [np.append(0, np.cumsum(shard)) for shard in parts], out=offsets, casting="unsafe"
+        )
     with new_array(folder / f"{split}-hashes.npy", (2, len(nnz)), "<u8") as ordered:
         ordered[:] = hashes[np.lexsort(hashes.T[::-1])].T
     return {kind: _entry(folder, split, kind) for kind in ("offsets", "hashes")}
@@ -249,7 +268,9 @@ def write_columns(
         digests = {}
         with ExitStack() as stack:
             arrays = {
-                split: stack.enter_context(new_array(folder / f"{split}-{kind}.npy", (len(columns), len(cells)), dtype))
+                split: stack.enter_context(
+                    new_array(folder / f"{split}-{kind}.npy", (len(columns), len(cells)), dtype)
+                )
                 for split, cells in splits.items()
             }
             for place, (name, encode) in enumerate(columns.items()):
@@ -265,8 +286,12 @@ def write_columns(
         return digests
 
     levels = {name: own for name in names if (own := levels_of(chunks(name))) is not None}
-    digests = write("levels", "<u2", {name: partial(level_numbers, levels=own) for name, own in levels.items()})
-    numeric = [name for name in names if all(numbers_in(chunk) is not None for chunk in chunks(name))]
+    digests = write(
+        "levels", "<u2", {name: partial(level_numbers, levels=own) for name, own in levels.items()}
+    )
+    numeric = [
+        name for name in names if all(numbers_in(chunk) is not None for chunk in chunks(name))
+    ]
     numbers = write("numbers", "<f8", dict.fromkeys(numeric, numbers_in))
     return {name: {"levels": own, "digest": digests[name]} for name, own in levels.items()}, numbers
 

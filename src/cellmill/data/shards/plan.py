@@ -1,9 +1,10 @@
 """Plan of a corpus's shards: split, shard and position of every cell, before a shard is written.
 
-One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the vocabulary's genes, and a
-hash of its (gene id, count) pairs. Cells are assigned to train, val and test by that hash and the seed, so equal cells
-of any file are in one split, or by the values of an obs column. The plan lies in a folder, so that shards can be
-written by several jobs, and after a kill by the next:
+One pass over the datasets keeps a few numbers per cell: nonzeros and largest count among the
+vocabulary's genes, and a hash of its (gene id, count) pairs. Cells are assigned to train, val and
+test by that hash and the seed, so equal cells of any file are in one split, or by the values of an
+obs column. The plan lies in a folder, so that shards can be written by several jobs, and after a
+kill by the next:
 
     plan.json      written last; its key identifies the inputs that it was made from
     SPLIT.npy      a row per cell in the order on disk: dataset, row, nnz, largest
@@ -32,8 +33,21 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.source import COUNTS_RULE
 from cellmill.data.shards.index import open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
-from cellmill.data.shards.obs import JointObs, ObsColumn, columns_of, dtype_of, write_columns, write_split_index
-from cellmill.data.split import hash_cells, hash_genes, split_by_content, split_by_value, values_that_split
+from cellmill.data.shards.obs import (
+    JointObs,
+    ObsColumn,
+    columns_of,
+    dtype_of,
+    write_columns,
+    write_split_index,
+)
+from cellmill.data.split import (
+    hash_cells,
+    hash_genes,
+    split_by_content,
+    split_by_value,
+    values_that_split,
+)
 from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError
 from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
@@ -106,32 +120,41 @@ class _Scan:
     dtypes: dict[str, str | None]  # of obs columns
     values: np.ndarray | None  # of the column that splits, as text
     hashes: np.ndarray
-    split_hashes: np.ndarray | None  # of the cells over all genes of the file, if these decide the split
-    cells: np.ndarray  # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
+    # of the cells over all genes of the file, if these decide the split
+    split_hashes: np.ndarray | None
+    # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
+    cells: np.ndarray
     ordered: bool
     ranked: bool
     counts_rule: str | None  # how estimated counts were rounded
 
 
 def remove_plan(folder: Path) -> None:
-    """Remove a plan, first of all plan.json: a killed removal must not leave what passes for a whole plan."""
+    """Remove a plan, first of all plan.json: a killed removal must not leave what passes for a
+    whole plan.
+    """
     if folder.is_dir():
         (folder / "plan.json").unlink(missing_ok=True)
         fsync(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path) -> ShardPlan:
-    """Plan the shards of a corpus, or find the plan that an earlier process made of the same inputs.
+def make_plan(
+    cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, manifest: Path
+) -> ShardPlan:
+    """Plan the shards of a corpus, or find the plan that an earlier process made of the same
+    inputs.
 
-    `cells` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and the arrays of the
-    index beside `manifest`, which is removed first. Raises DataError when a name occurs twice, a column is missing, a
-    split is empty, or no cell has a gene of the vocabulary.
+    `cells` are preprocessed .h5ad files, named after their datasets. Writes the plan's folder and
+    the arrays of the index beside `manifest`, which is removed first. Raises DataError when a name
+    occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
     listed, cells = cells, sorted(cells, key=lambda path: path.stem)
     names, folder = [path.stem for path in cells], manifest.parent / FOLDER
     if len(set(names)) < len(names):
-        raise DataError(f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset")
+        raise DataError(
+            f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset"
+        )
     for path in cells:
         if not path.is_file():
             raise DataError(f"{path}: no such file")
@@ -141,10 +164,14 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
     read = enumerate(progress(cells, "divide", len(cells), "files"))
-    scans = [_scan(number, path, vocabulary, gene_hashes, options.split_by) for number, path in read]
+    scans = [
+        _scan(number, path, vocabulary, gene_hashes, options.split_by) for number, path in read
+    ]
     corpus, hashes, split = _divide(cells, scans, options)
     dropped = options.duplicates == "drop"
-    rank = np.array([listed.index(path) if dropped else number for number, path in enumerate(cells)])
+    rank = np.array(
+        [listed.index(path) if dropped else number for number, path in enumerate(cells)]
+    )
     repeated, across_splits = _duplicates(hashes, split, rank[corpus["dataset"]])
     duplicates = np.bincount(corpus["dataset"][repeated], minlength=len(cells)).tolist()
     if dropped:
@@ -180,7 +207,9 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
             cells_per_shard=options.cells_per_shard,
             n_obs={name: len(own) for name, own in chosen.items()},
             index=index,
-            left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in zip(names, scans)},
+            left_out={
+                name: int((scan.cells["nnz"] == 0).sum()) for name, scan in zip(names, scans)
+            },
             duplicates={name: n for name, n in zip(names, duplicates) if n},
             across_splits=across_splits,
             columns=obs.columns,
@@ -188,7 +217,9 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
             obs_numbers=obs_numbers,
             ranked=any(scan.ranked for scan in scans),
             counts_rules={
-                name: scan.counts_rule for name, scan in zip(names, scans) if scan.counts_rule in COUNTS_RULES
+                name: scan.counts_rule
+                for name, scan in zip(names, scans)
+                if scan.counts_rule in COUNTS_RULES
             },
         )
         for path in folder.rglob("*.npy"):
@@ -197,8 +228,12 @@ def make_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, 
     return plan
 
 
-def find_plan(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path) -> ShardPlan:
-    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is no plan of these inputs."""
+def find_plan(
+    cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
+) -> ShardPlan:
+    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is no plan of these
+    inputs.
+    """
     if (plan := ShardPlan.read(folder, _key(cells, vocabulary, options))) is not None:
         return plan
     raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
@@ -215,7 +250,9 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
     return digest(facts)
 
 
-def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None) -> _Scan:
+def _scan(
+    number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None
+) -> _Scan:
     hashes, first = [], 0
     split_hashes = list[np.ndarray]()
     over_all_genes = split_by is None and vocabulary.training is not None
@@ -229,7 +266,9 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
             values = positions_in_rows(counts.indptr) if reader.ordered else counts.data
             hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
             if over_all_genes:
-                split_hashes.append(hash_cells(block.indptr, block.indices, block.data, file_hashes)[:, 0])
+                split_hashes.append(
+                    hash_cells(block.indptr, block.indices, block.data, file_hashes)[:, 0]
+                )
             part = cells[first : first + block.shape[0]]
             part["nnz"] = np.diff(counts.indptr)
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
@@ -249,16 +288,24 @@ def _scan(number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarr
         )
 
 
-def select_genes(block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool) -> sp.csr_matrix:
+def select_genes(
+    block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool
+) -> sp.csr_matrix:
     """`block` over the vocabulary's genes, summed; of sequences nothing is summed or lost."""
     if not ordered:
         return select_columns(block, target, n_genes)
     if (target < 0).any():
-        raise DataError("the vocabulary lacks residues or ranked genes; make it from these datasets (`vocabulary`)")
-    return sp.csr_matrix((block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes))
+        raise DataError(
+            "the vocabulary lacks residues or ranked genes; make it from these datasets (`vocabulary`)"
+        )
+    return sp.csr_matrix(
+        (block.data, target[block.indices], block.indptr), shape=(block.shape[0], n_genes)
+    )
 
 
-def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _divide(
+    cells: list[Path], scans: list[_Scan], options: ShardOptions
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cells with a gene of the vocabulary, by dataset, of dtype `CELL`; their hashes and splits."""
     corpus = np.concatenate([scan.cells for scan in scans])
     keep = corpus["nnz"] > 0
@@ -275,14 +322,21 @@ def _divide(cells: list[Path], scans: list[_Scan], options: ShardOptions) -> tup
     else:
         values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
         split = split_by_value(
-            values, options.split_by, options.seed, options.val_frac, options.test_frac, options.train_values
+            values,
+            options.split_by,
+            options.seed,
+            options.val_frac,
+            options.test_frac,
+            options.train_values,
         )
     return corpus[keep], hashes, split
 
 
 def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, int]:
-    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another split. Cells of datasets
-    of lower `rank`, `(cells,)`, are earlier, and within a dataset those that come first."""
+    """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another
+    split. Cells of datasets of lower `rank`, `(cells,)`, are earlier, and within a dataset those
+    that come first.
+    """
     by_rank = np.argsort(rank, kind="stable")
     order = by_rank[np.lexsort(hashes[by_rank].T[::-1])]
     ordered = hashes[order]

@@ -1,16 +1,20 @@
-"""Rows of shards and of preprocessed cells, read by offset without HDF5, in one file, as both end in the same reads.
+"""Rows of shards and of preprocessed cells, read by offset without HDF5, in one file, as both end
+in the same reads.
 
-Shards are .h5ad files whose rows are in rank order. X is spec CSR, contiguous, unfiltered and little-endian, so any
-scverse tool opens a shard, and a block of cells is one `preadv` at a known offset: no HDF5 call, no copy. pread is
-faster than mmap: 85k against 40k cells/s cold. Genes are int32, the narrowest integers that scipy indexes columns by.
-Offsets are in the manifest and lengths of rows beside it, so a shard is opened when it is first read.
+Shards are .h5ad files whose rows are in rank order. X is spec CSR, contiguous, unfiltered and
+little-endian, so any scverse tool opens a shard, and a block of cells is one `preadv` at a known
+offset: no HDF5 call, no copy. pread is faster than mmap: 85k against 40k cells/s cold. Genes are
+int32, the narrowest integers that scipy indexes columns by. Offsets are in the manifest and lengths
+of rows beside it, so a shard is opened when it is first read.
 
-Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values. Stage `shard`
-gathers single rows in random order, without HDF5, whose lock would let only one thread read at a time: each chunk is
-one pread, decompressed without Python's lock. A row of 2,000 genes lies in one or two chunks.
+Preprocessed cells may be compressed: gzip level 1 after HDF5's shuffle, in chunks of 4,096 values.
+Stage `shard` gathers single rows in random order, without HDF5, whose lock would let only one
+thread read at a time: each chunk is one pread, decompressed without Python's lock. A row of 2,000
+genes lies in one or two chunks.
 
-C's `preadv` reads consecutive bytes into many memory locations listed in an array. `os.preadv` takes a list of
-buffers instead: making it costs half a microsecond per cell, during which no other thread can run Python.
+C's `preadv` reads consecutive bytes into many memory locations listed in an array. `os.preadv`
+takes a list of buffers instead: making it costs half a microsecond per cell, during which no other
+thread can run Python.
 """
 
 from __future__ import annotations
@@ -38,11 +42,13 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
-MOST_OPEN = 256  # files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
+# files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
+MOST_OPEN = 256
 IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
 _SHUFFLE, _GZIP = 1, 2  # bits of a chunk's mask: filters that it was stored without
 _PREPROCESS = "run preprocess again"
-_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)  # by a damaged header
+# by a damaged header
+_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.restype = ctypes.c_ssize_t
@@ -50,7 +56,8 @@ _preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 
 
 def iovecs(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct iovec`.
+    """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct
+    iovec`.
 
     To be used while the array lives. Raises IndexError for a slice that is not in it.
     """
@@ -75,10 +82,11 @@ class _Open:
 
 
 class OpenFiles:
-    """The `most` files used last, kept open; one that is being read stays open until then. Thread-safe.
+    """The `most` files used last, kept open; one that is being read stays open until then.
+    Thread-safe.
 
-    `open` returns a file, to be kept while its descriptor is in use; it raises OSError when it cannot be opened.
-    `copies` are files that may be read instead.
+    `open` returns a file, to be kept while its descriptor is in use; it raises OSError when it
+    cannot be opened. `copies` are files that may be read instead.
     """
 
     def __init__(self, most: int = MOST_OPEN, copies: LocalCopies | None = None):
@@ -98,16 +106,22 @@ class Contiguous:
     def of(cls, dataset: h5py.Dataset) -> Contiguous:
         """Raises ValueError unless it can be read by offset."""
         if dataset.chunks is not None:  # as it is where anything is compressed
-            raise ValueError(f"{dataset.name} is chunked or compressed, but rows are read by offset")
+            raise ValueError(
+                f"{dataset.name} is chunked or compressed, but rows are read by offset"
+            )
         offset = dataset.id.get_offset()
         if offset is None and dataset.size:
-            raise ValueError(f"{dataset.name} has no offset in the file (virtual, external or never written)")
+            raise ValueError(
+                f"{dataset.name} has no offset in the file (virtual, external or never written)"
+            )
         return cls(offset or 0, dataset.dtype)
 
     def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop`. Raises ValueError at the end of the file."""
         values = np.empty(stop - start, self.dtype)
-        self.scatter(descriptor, start, iovecs(values, np.zeros(1, np.int64), np.array([len(values)])))
+        self.scatter(
+            descriptor, start, iovecs(values, np.zeros(1, np.int64), np.array([len(values)]))
+        )
         return values
 
     def scatter(self, descriptor: int, start: int, table: np.ndarray) -> None:
@@ -115,7 +129,8 @@ class Contiguous:
         offset = self.offset + self.dtype.itemsize * start
         for first in range(0, len(table), IOV_MAX):
             part = table[first : first + IOV_MAX]
-            # one call reads up to 2 GiB, and a short read of a regular file means end of file: a retry would not end
+            # one call reads up to 2 GiB, and a short read of a regular file means end of file: a
+            # retry would not end
             while (n_read := _preadv(descriptor, part.ctypes.data, len(part), offset)) < 0:
                 if (number := ctypes.get_errno()) != errno.EINTR:
                     raise OSError(number, os.strerror(number))
@@ -140,14 +155,27 @@ class Chunks:
     def of(cls, dataset: h5py.Dataset) -> Chunks:
         """Raises ValueError unless every chunk was written."""
         (length,), n = dataset.chunks, -(-len(dataset) // dataset.chunks[0])
-        chunks = cls(np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.uint8), length, dataset.dtype)
+        chunks = cls(
+            np.zeros(n, np.int64),
+            np.zeros(n, np.int64),
+            np.zeros(n, np.uint8),
+            length,
+            dataset.dtype,
+        )
 
         def add(chunk: Any) -> None:
             i = chunk.chunk_offset[0] // length
-            chunks.offsets[i], chunks.sizes[i], chunks.masks[i] = chunk.byte_offset, chunk.size, chunk.filter_mask
+            chunks.offsets[i], chunks.sizes[i], chunks.masks[i] = (
+                chunk.byte_offset,
+                chunk.size,
+                chunk.filter_mask,
+            )
 
         dataset.id.chunk_iter(add)
-        if not chunks.sizes.all() or (chunks.sizes > 2 * length * dataset.dtype.itemsize + 1024).any():
+        if (
+            not chunks.sizes.all()
+            or (chunks.sizes > 2 * length * dataset.dtype.itemsize + 1024).any()
+        ):
             raise ValueError(f"{dataset.name} has chunks of impossible size")
         return chunks
 
@@ -158,12 +186,16 @@ class Chunks:
         for number in range(first, -(-stop // self.length)):
             size, mask = int(self.sizes[number]), int(self.masks[number])
             stored = os.pread(descriptor, size, int(self.offsets[number]))
-            inflated = stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
+            inflated = (
+                stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
+            )
             if len(stored) != size or len(inflated) != n_bytes:
                 raise ValueError(f"a chunk has {len(inflated):,} bytes, not {n_bytes:,}")
             planes = np.frombuffer(inflated, np.uint8)
             if not mask & _SHUFFLE:
-                planes = np.ascontiguousarray(planes.reshape(self.dtype.itemsize, self.length).T).ravel()
+                planes = np.ascontiguousarray(
+                    planes.reshape(self.dtype.itemsize, self.length).T
+                ).ravel()
             values.append(planes.view(self.dtype))
         return np.concatenate(values)[start - first * self.length : stop - first * self.length]
 
@@ -196,14 +228,20 @@ class RowFile:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """First nonzero of each row, and the end. Raises DataError unless they are of `nnz` nonzeros."""
+        """First nonzero of each row, and the end. Raises DataError unless they are of `nnz`
+        nonzeros.
+        """
         p, n = self.starts, self.nnz
         if p[0] or p[-1] != n or (p[1:] < p[:-1]).any():
-            raise DataError(f"{self.path}: damaged: its offsets of rows are not of {n:,} nonzeros; {self.remedy}")
+            raise DataError(
+                f"{self.path}: damaged: its offsets of rows are not of {n:,} nonzeros; {self.remedy}"
+            )
         return p
 
     def close(self) -> None:
-        """Close all files of `files`. No thread may be reading them; they are opened again if they are read again."""
+        """Close all files of `files`. No thread may be reading them; they are opened again if they
+        are read again.
+        """
         self.files.open.cache_clear()
 
     def read_genes(self, start: int, stop: int) -> np.ndarray:
@@ -215,7 +253,9 @@ class RowFile:
         return self._read(lambda descriptor: self.counts.read(descriptor, start, stop))
 
     def scatter(self, start: int, genes: np.ndarray, counts: np.ndarray | None) -> None:
-        """Fill tables of `iovecs`, which must live until then, with genes and counts from nonzero `start` on."""
+        """Fill tables of `iovecs`, which must live until then, with genes and counts from nonzero
+        `start` on.
+        """
 
         def read(descriptor: int) -> None:
             for array, table in ((self.genes, genes), (self.counts, counts)):
@@ -252,7 +292,9 @@ class RowFile:
             kind = special_kind(self.path) or "folder"
             raise DataError(f"{self.path}: expected a file, got a {kind}; {self.remedy}")
         stored = [array for array in (self.genes, self.counts) if isinstance(array, Contiguous)]
-        needed = max((array.offset + array.dtype.itemsize * self.nnz for array in stored), default=0)
+        needed = max(
+            (array.offset + array.dtype.itemsize * self.nnz for array in stored), default=0
+        )
         if status.st_size < needed:
             raise ValueError(f"truncated: {status.st_size:,} of at least {needed:,} bytes")
         self._is_checked = True
@@ -261,16 +303,22 @@ class RowFile:
 def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = None) -> list[RowFile]:
     """Shards of a split, each opened when it is first read.
 
-    A shard of which `copies` has a copy is read there. Raises DataError if the split has no cells or no index.
+    A shard of which `copies` has a copy is read there. Raises DataError if the split has no cells
+    or no index.
     """
     shards, files = manifest.entry(split).shards, OpenFiles(copies=copies)
     indptr = open_index(manifest, split, "offsets")
     starts = np.cumsum([0, *(shard.n_obs + 1 for shard in shards)]).tolist()
     opened = []
     for shard, (first, stop) in zip(shards, pairwise(starts)):
-        genes, counts = Contiguous(shard.genes_at, np.dtype("<i4")), Contiguous(shard.counts_at, np.dtype(shard.dtype))
+        genes, counts = (
+            Contiguous(shard.genes_at, np.dtype("<i4")),
+            Contiguous(shard.counts_at, np.dtype(shard.dtype)),
+        )
         path = manifest.shard_path(shard)
-        opened.append(RowFile(path, shard.nnz, manifest.n_genes, genes, counts, files, indptr[first:stop]))
+        opened.append(
+            RowFile(path, shard.nnz, manifest.n_genes, genes, counts, files, indptr[first:stop])
+        )
     return opened
 
 
@@ -292,20 +340,29 @@ def open_cells(path: Path, files: OpenFiles) -> RowFile:
             if indptr.shape != (n_obs + 1,) or indptr.dtype.kind not in "iu" or too_large:
                 raise ValueError(f"X/indptr is not of {n_obs:,} cells")
             stored = [
-                Chunks.of(array) if array.compression == "gzip" and array.shuffle else Contiguous.of(array)
+                Chunks.of(array)
+                if array.compression == "gzip" and array.shuffle
+                else Contiguous.of(array)
                 for array in (genes, counts)
             ]
             starts = np.asarray(indptr[:], np.int64)
-            return RowFile(path, len(genes), n_vars, stored[0], stored[1], files, starts, _PREPROCESS)
+            return RowFile(
+                path, len(genes), n_vars, stored[0], stored[1], files, starts, _PREPROCESS
+            )
     except _UNREADABLE as error:
-        raise DataError(f"{path}: not cells of preprocess: {one_line(error)}; {_PREPROCESS}") from None
+        raise DataError(
+            f"{path}: not cells of preprocess: {one_line(error)}; {_PREPROCESS}"
+        ) from None
 
 
 def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
-    """Names of the cells, `dataset:name` in shards, or of the genes of a shard or of a file that preprocess wrote,
-    object."""
+    """Names of the cells, `dataset:name` in shards, or of the genes of a shard or of a file that
+    preprocess wrote, object.
+    """
     try:
         with open_h5(path, REMEDY) as file:
             return read_texts(file[axis][file[axis].attrs["_index"]])
     except (*_UNREADABLE, OSError) as error:
-        raise DataError(f"{path}: its names of {axis} cannot be read: {one_line(error)}; {REMEDY}") from None
+        raise DataError(
+            f"{path}: its names of {axis} cannot be read: {one_line(error)}; {REMEDY}"
+        ) from None

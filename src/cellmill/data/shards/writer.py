@@ -1,8 +1,10 @@
-"""Writing shards of many datasets by a plan: preshuffled and rank-ordered, with one shard of cells in memory at a time.
+"""Writing shards of many datasets by a plan: preshuffled and rank-ordered, with one shard of cells
+in memory at a time.
 
-The cells of each shard are gathered from the datasets, by pread in disk order, and written in the plan's order. A shard
-is a function of the plan and its number alone, so any number of jobs writes the same ones. Beside the plan each
-finished shard has its entry of the manifest, by which the next process keeps it.
+The cells of each shard are gathered from the datasets, by pread in disk order, and written in the
+plan's order. A shard is a function of the plan and its number alone, so any number of jobs writes
+the same ones. Beside the plan each finished shard has its entry of the manifest, by which the next
+process keeps it.
 """
 
 import hashlib
@@ -32,21 +34,45 @@ from cellmill.data.shards.manifest import (
     fingerprint_of,
     stamp,
 )
-from cellmill.data.shards.plan import BLOCK, ShardPlace, ShardPlan, make_plan, remove_plan, select_genes
-from cellmill.data.shards.reader import Contiguous, OpenFiles, RowFile, iovecs, open_cells, read_names
+from cellmill.data.shards.plan import (
+    BLOCK,
+    ShardPlace,
+    ShardPlan,
+    make_plan,
+    remove_plan,
+    select_genes,
+)
+from cellmill.data.shards.reader import (
+    Contiguous,
+    OpenFiles,
+    RowFile,
+    iovecs,
+    open_cells,
+    read_names,
+)
 from cellmill.errors import DataError
-from cellmill.files import atomic_path, progress, read_json, remove_incomplete, sha256_file, write_json
+from cellmill.files import (
+    atomic_path,
+    progress,
+    read_json,
+    remove_incomplete,
+    sha256_file,
+    write_json,
+)
 
 _READ_THREADS = 4
-_MOST_GAP = 1 << 13  # values between two rows that are read with them: one more call would cost as much
+# values between two rows that are read with them: one more call would cost as much
+_MOST_GAP = 1 << 13
 _FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels|numbers)\.npy)")
 
 
-def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path) -> Manifest:
+def write_shards(
+    cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, out: Path
+) -> Manifest:
     """Write the shards of a corpus beside `out`, then the manifest to `out`.
 
-    Existing shards are replaced, but those that a killed process finished from the same inputs. Raises DataError as
-    `make_plan` does.
+    Existing shards are replaced, but those that a killed process finished from the same inputs.
+    Raises DataError as `make_plan` does.
     """
     plan = make_plan(cells, vocabulary, options, out)
     write_part(plan, cells, vocabulary, out.parent)
@@ -56,11 +82,18 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
         assert entry is not None
         entries[place.split].append(entry)
     splits = {
-        name: SplitEntry(n_obs=plan.n_obs[name], nnz=sum(s.nnz for s in shards), shards=shards, index=plan.index[name])
+        name: SplitEntry(
+            n_obs=plan.n_obs[name],
+            nnz=sum(s.nnz for s in shards),
+            shards=shards,
+            index=plan.index[name],
+        )
         for name, shards in entries.items()
     }
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
-    genes = ShardVocabulary(digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians)
+    genes = ShardVocabulary(
+        digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians
+    )
     if vocabulary.variability is not None:
         genes["variability"] = vocabulary.variability.tolist()
     split = {"by": options.split_by, "val_frac": options.val_frac, "test_frac": options.test_frac}
@@ -75,7 +108,8 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
         **plan.model_dump(include=set(CorpusSummary.model_fields)),
     )
     written = {file.name for file in manifest.files()}
-    for path in out.parent.iterdir():  # of an earlier set of shards, which was larger or had other splits
+    # of an earlier set of shards, which was larger or had other splits
+    for path in out.parent.iterdir():
         if _FILE_NAME.fullmatch(path.name) and path.name not in written:
             path.unlink()
     manifest.write()  # last: its existence means that the shards are complete
@@ -84,9 +118,15 @@ def write_shards(cells: list[Path], vocabulary: Vocabulary, options: ShardOption
 
 
 def write_part(
-    plan: ShardPlan, cells: list[Path], vocabulary: Vocabulary, folder: Path, part: int = 0, parts: int = 1
+    plan: ShardPlan,
+    cells: list[Path],
+    vocabulary: Vocabulary,
+    folder: Path,
+    part: int = 0,
+    parts: int = 1,
 ) -> int:
-    """Write part `part` of `parts` of the shards of a plan to `folder`, one after the other; return their number.
+    """Write part `part` of `parts` of the shards of a plan to `folder`, one after the other; return
+    their number.
 
     Parts may be written at the same time. Shards that are already there are kept.
     """
@@ -94,7 +134,9 @@ def write_part(
     places = plan.shards()[part::parts]
     missing = [place for place in places if _finished(plan, place, folder) is None]
     if missing:
-        writer = _Writer(plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder)
+        writer = _Writer(
+            plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder
+        )
         todo = sum(place.last - place.first for place in missing)
         for place in progress(missing, "shard", todo, size=lambda place: place.last - place.first):
             writer.write(place)
@@ -102,12 +144,16 @@ def write_part(
 
 
 def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | None:
-    """Entry of a shard that was written by this plan; None if there is none, or the file has changed since."""
+    """Entry of a shard that was written by this plan; None if there is none, or the file has
+    changed since.
+    """
     path = folder / place.name
     try:
         tree = read_json(_entry_path(plan, place))
         entry = ShardEntry.model_validate(tree["shard"])
-        is_whole = tree["plan"] == plan.key and (tree["stamp"] == stamp(path) or sha256_file(path) == entry.sha256)
+        is_whole = tree["plan"] == plan.key and (
+            tree["stamp"] == stamp(path) or sha256_file(path) == entry.sha256
+        )
         return entry if is_whole else None
     except (DataError, KeyError, TypeError, ValueError):
         return None
@@ -120,13 +166,26 @@ def _entry_path(plan: ShardPlan, place: ShardPlace) -> Path:
 class _Writer:
     """Writes shards of a plan from the datasets' files, `sources`."""
 
-    def __init__(self, plan: ShardPlan, sources: list[RowFile], vocabulary: Vocabulary, folder: Path):
-        self._plan, self._sources, self._folder, self._n_genes = plan, sources, folder, vocabulary.n_genes
+    def __init__(
+        self, plan: ShardPlan, sources: list[RowFile], vocabulary: Vocabulary, folder: Path
+    ):
+        self._plan, self._sources, self._folder, self._n_genes = (
+            plan,
+            sources,
+            folder,
+            vocabulary.n_genes,
+        )
         self._weights = inverse_medians(vocabulary.medians)
         genes = (read_names(source.path, "var").tolist() for source in sources)
         self._target = np.concatenate([vocabulary.rows_of(gene_ids) for gene_ids in genes])
-        columns = {"symbol": vocabulary.symbols, "n_cells": vocabulary.n_cells, "median": vocabulary.medians}
-        self._var = pd.DataFrame(columns, index=pd.Index(vocabulary.gene_ids, name="gene_id", dtype=object))
+        columns = {
+            "symbol": vocabulary.symbols,
+            "n_cells": vocabulary.n_cells,
+            "median": vocabulary.medians,
+        }
+        self._var = pd.DataFrame(
+            columns, index=pd.Index(vocabulary.gene_ids, name="gene_id", dtype=object)
+        )
 
     def write(self, place: ShardPlace) -> None:
         """Write a shard, then its entry of the manifest beside the plan."""
@@ -138,10 +197,21 @@ class _Writer:
         content = hashlib.sha256("\n".join(obs.index).encode())
         with atomic_path(path) as temporary:
             blocks = self._ordered_blocks(cells, content.update)
-            write_cells(temporary, obs, self._var, blocks, nnz, dtype, ordered=plan.ordered, ranked=plan.ranked)
+            write_cells(
+                temporary,
+                obs,
+                self._var,
+                blocks,
+                nnz,
+                dtype,
+                ordered=plan.ordered,
+                ranked=plan.ranked,
+            )
             _narrow_indptr(temporary)
         with open_h5(path) as file:
-            genes_at, counts_at = (Contiguous.of(file[f"X/{name}"]).offset for name in ("indices", "data"))
+            genes_at, counts_at = (
+                Contiguous.of(file[f"X/{name}"]).offset for name in ("indices", "data")
+            )
         entry = ShardEntry(
             name=path.name,
             n_obs=len(obs),
@@ -155,19 +225,26 @@ class _Writer:
         done = {"plan": plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
         write_json(_entry_path(plan, place), done)
 
-    def _ordered_blocks(self, cells: np.ndarray, update: Callable[[Any], None]) -> Iterator[sp.csr_matrix]:
-        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` at a time, which `update` hashes.
-        Sequences keep their own order."""
+    def _ordered_blocks(
+        self, cells: np.ndarray, update: Callable[[Any], None]
+    ) -> Iterator[sp.csr_matrix]:
+        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` at a time, which
+        `update` hashes. Sequences keep their own order.
+        """
         ordered = self._plan.ordered
         starts, columns, counts = _gather(cells, self._sources)
-        first_column = np.cumsum([0, *(source.n_vars for source in self._sources)])[cells["dataset"]]
+        first_column = np.cumsum([0, *(source.n_vars for source in self._sources)])[
+            cells["dataset"]
+        ]
         for first in range(0, len(cells), BLOCK):
             edges = starts[first : first + BLOCK + 1]
             nonzeros = slice(edges[0], edges[-1])
             shape = (len(edges) - 1, len(self._target))
             if len(self._sources) > 1:
                 columns[nonzeros] += np.repeat(first_column[first : first + BLOCK], np.diff(edges))
-            block = sp.csr_matrix((counts[nonzeros], columns[nonzeros], edges - edges[0]), shape=shape)
+            block = sp.csr_matrix(
+                (counts[nonzeros], columns[nonzeros], edges - edges[0]), shape=shape
+            )
             block = select_genes(block, self._target, self._n_genes, ordered)
             if not ordered and not block.data.all():
                 block.eliminate_zeros()
@@ -178,14 +255,18 @@ class _Writer:
             starts_of_block = block.indptr.astype(np.int64)
             genes, block_counts = block.indices, block.data
             if not ordered:
-                genes, block_counts = rank_order_rows(starts_of_block, genes, block_counts, self._weights)
+                genes, block_counts = rank_order_rows(
+                    starts_of_block, genes, block_counts, self._weights
+                )
             for array, kind in ((starts_of_block, "<i8"), (genes, "<i4"), (block_counts, "<u4")):
                 update(array.astype(kind, copy=False).data)
             yield sp.csr_matrix((block_counts, genes, starts_of_block), shape=block.shape)
 
 
 def _narrow_indptr(path: Path) -> None:
-    """Rewrite indptr as int32, like indices: scipy sorts rows (ours are in rank order) only if both have one dtype."""
+    """Rewrite indptr as int32, like indices: scipy sorts rows (ours are in rank order) only if both
+    have one dtype.
+    """
     with h5py.File(path, "r+") as file:
         indptr = file["X/indptr"][:].astype("<i4")
         del file["X/indptr"]
@@ -193,10 +274,13 @@ def _narrow_indptr(path: Path) -> None:
 
 
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest dtype)."""
+    """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest
+    dtype).
+    """
     dataset, rows = np.ascontiguousarray(cells["dataset"]), np.ascontiguousarray(cells["row"])
     numbers = np.unique(dataset).tolist()
-    first, last = np.empty((2, len(cells)), np.int64)  # nonzero of each row in its file, and the end
+    # nonzero of each row in its file, and the end
+    first, last = np.empty((2, len(cells)), np.int64)
     for number in numbers:
         chosen, indptr = dataset == number, sources[number].indptr
         first[chosen], last[chosen] = indptr[rows[chosen]], indptr[rows[chosen] + 1]
@@ -213,17 +297,22 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
         if contiguous and source.dtype == counts.dtype:
             skipped, tables = [np.empty(_MOST_GAP, into.dtype) for into in (columns, counts)], []
             for into, between in zip((columns, counts), skipped):
-                table = np.empty((2 * len(chosen), 2), np.uint64)  # each row, then what lies before the next one
+                # each row, then what lies before the next one
+                table = np.empty((2 * len(chosen), 2), np.uint64)
                 table[::2] = iovecs(into, targets, ends - begins)
                 table[1:-1:2] = iovecs(between, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
                 tables.append(table)
             for low, high in pairwise(edges):
-                source.scatter(int(begins[low]), *(table[2 * low : 2 * high - 1] for table in tables))
+                source.scatter(
+                    int(begins[low]), *(table[2 * low : 2 * high - 1] for table in tables)
+                )
             return
         for low, high in pairwise(edges):
             start, stop = int(begins[low]), int(ends[high - 1])
             genes, values = source.read_genes(start, stop), source.read_counts(start, stop)
-            for target, begin, end in zip(*(array[low:high].tolist() for array in (targets, begins, ends))):
+            for target, begin, end in zip(
+                *(array[low:high].tolist() for array in (targets, begins, ends))
+            ):
                 stored = slice(begin - start, end - start)
                 columns[target : target + end - begin] = genes[stored]
                 counts[target : target + end - begin] = values[stored]

@@ -1,8 +1,9 @@
-"""Cells as tokens: a gene and a value each, packed one cell after another without padding, cut into micro-batches.
+"""Cells as tokens: a gene and a value each, packed one cell after another without padding, cut into
+micro-batches.
 
-Memory of batches is kept here and reused: a fresh array of a megabyte costs a page fault for every 4 KiB, which takes
-longer than filling it. No consumer has to release a batch: its memory is free when the last reference to the array, a
-view of it or a tensor over it is gone.
+Memory of batches is kept here and reused: a fresh array of a megabyte costs a page fault for every
+4 KiB, which takes longer than filling it. No consumer has to release a batch: its memory is free
+when the last reference to the array, a view of it or a tensor over it is gone.
 """
 
 import ctypes
@@ -21,7 +22,9 @@ import numpy as np
 from cellmill.config.parts.tokens import SPECIAL
 
 _SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
-_KEPT = 8  # free blocks of each size: arrays of windows that are read, and of batches that are made, queued and used
+# free blocks of each size: arrays of windows that are read, and of batches that are made, queued
+# and used
+_KEPT = 8
 _free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by bytes
 
 
@@ -30,7 +33,8 @@ def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
     n_bytes = int(size) * np.dtype(dtype).itemsize
     if n_bytes < _SMALLEST:
         return np.empty(size, dtype)
-    block = 1 << (n_bytes - 1).bit_length()  # few sizes, so that a later array fits; pages never written cost nothing
+    # few sizes, so that a later array fits; pages never written cost nothing
+    block = 1 << (n_bytes - 1).bit_length()
     free = _free[block]
     try:
         memory = free.pop()
@@ -55,26 +59,37 @@ TOKEN, CELL = {"per": Per("token")}, {"per": Per("cell")}
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, without padding. It may be empty: no cells, no tokens, `cu_seqlens` [0].
+    """One micro-batch of one rank, without padding. It may be empty: no cells, no tokens,
+    `cu_seqlens` [0].
 
-    Arrays per token or per cell are declared here alone: they are cut, padded and copied by `map`. Objectives read all;
-    a model is given those of `models.batch.SHOWN`.
+    Arrays per token or per cell are declared here alone: they are cut, padded and copied by `map`.
+    Objectives read all; a model is given those of `models.batch.SHOWN`.
     """
 
     genes: Array = field(metadata=TOKEN)  # (tokens,) token ids: int32, int64 as tensors
-    values: Array = field(metadata=TOKEN)  # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
+    # (tokens,) float32 (continuous), or integers: bins from 1, ranks from 0
+    values: Array = field(metadata=TOKEN)
     cu_seqlens: Array  # (cells + 1,) int32, offset of each cell's first token, and of the end
-    cells: Array = field(metadata={"per": Per("cell", pad=-1)})  # (cells,) int64 stable ids: index in split or file
-    counts: Array | None = field(default=None, metadata=TOKEN)  # (tokens,) int64, if the objective needs them
-    levels: Array | None = field(default=None, metadata=CELL)  # (cells, columns) level codes of obs columns, 0 unknown
-    numbers: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})  # (cells, columns) float64
-    teacher: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})  # (cells, width) float32
-    covariate_rows: Array | None = field(default=None, metadata=TOKEN)  # (tokens,) int64 (`models.cell_encoder`), or 0
-    lengths: list[int] = field(default_factory=list)  # tokens of each cell: reading them never waits for a device
+    # (cells,) int64 stable ids: index in split or file
+    cells: Array = field(metadata={"per": Per("cell", pad=-1)})
+    # (tokens,) int64, if the objective needs them
+    counts: Array | None = field(default=None, metadata=TOKEN)
+    # (cells, columns) level codes of obs columns, 0 unknown
+    levels: Array | None = field(default=None, metadata=CELL)
+    # (cells, columns) float64
+    numbers: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})
+    # (cells, width) float32
+    teacher: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})
+    # (tokens,) int64 (`models.cell_encoder`), or 0
+    covariate_rows: Array | None = field(default=None, metadata=TOKEN)
+    # tokens of each cell: reading them never waits for a device
+    lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.lengths:
-            object.__setattr__(self, "lengths", (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist())
+            object.__setattr__(
+                self, "lengths", (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+            )
 
     @classmethod
     @cache
@@ -82,9 +97,17 @@ class Batch:
         return {f.name: f.metadata["per"] for f in fields(cls) if "per" in f.metadata}
 
     def map(self, change: Callable[[Per, Array], Array], **others: Any) -> Self:
-        """Return the batch with every array changed, and with `others`: what `change` does not know."""
-        arrays = {name: (per, getattr(self, name)) for name, per in self._axes().items() if name not in others}
-        changed = {name: change(per, array) for name, (per, array) in arrays.items() if array is not None}
+        """Return the batch with every array changed, and with `others`: what `change` does not
+        know.
+        """
+        arrays = {
+            name: (per, getattr(self, name))
+            for name, per in self._axes().items()
+            if name not in others
+        }
+        changed = {
+            name: change(per, array) for name, (per, array) in arrays.items() if array is not None
+        }
         return replace(self, **{"lengths": []} | changed | others)
 
     def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
@@ -93,7 +116,9 @@ class Batch:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with fields per cell: rows of arrays, by field, that `cells` index; none for None."""
+        """Return the batch with fields per cell: rows of arrays, by field, that `cells` index; none
+        for None.
+        """
         added = {name: rows[self.cells] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
 
@@ -102,26 +127,32 @@ class Batch:
         ends = self.cu_seqlens[first : last + 1]
         spans = {"token": slice(int(ends[0]), int(ends[-1])), "cell": slice(first, last)}
         return self.map(
-            lambda per, array: array[spans[per.axis]], cu_seqlens=ends - ends[0], lengths=self.lengths[first:last]
+            lambda per, array: array[spans[per.axis]],
+            cu_seqlens=ends - ends[0],
+            lengths=self.lengths[first:last],
         )
 
 
 class Tokenizer(Protocol):
-    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over cells.
+    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over
+    cells.
 
     The tokens of a cell are its first `max_tokens` genes, in their order.
     """
 
     dtype: np.dtype  # dtype of the values
-    needs_counts: bool  # if False, only the genes that fit into `max_tokens` are read, and no counts
+    # if False, only the genes that fit into `max_tokens` are read, and no counts
+    needs_counts: bool
 
     def tokenize(
         self, genes: np.ndarray, counts: np.ndarray | None, starts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, values and `cu_seqlens`, as in `Batch`, of cells whose genes are in rank order.
+        """Token ids, values and `cu_seqlens`, as in `Batch`, of cells whose genes are in rank
+        order.
 
-        `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any integer type, above 0;
-        None is possible unless `needs_counts`. `starts`, `(cells + 1,)`, are offsets of each cell's first gene.
+        `genes`, `(nonzeros,)`, are rows of the vocabulary. `counts`, `(nonzeros,)`, are of any
+        integer type, above 0; None is possible unless `needs_counts`. `starts`, `(cells + 1,)`, are
+        offsets of each cell's first gene.
         """
 
 
@@ -164,9 +195,11 @@ def tokenized(
     max_counted: int | None,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells` by `tokenizer.tokenize`, with counts of the first `max_counted` genes of each cell.
+    """Batch of `cells` by `tokenizer.tokenize`, with counts of the first `max_counted` genes of
+    each cell.
 
-    `max_counted` is `max_tokens` where the objective needs counts, else None; `per_cell` are further fields.
+    `max_counted` is `max_tokens` where the objective needs counts, else None; `per_cell` are
+    further fields.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
     kept = None if max_counted is None else Prefixes(starts, max_counted).copy(counts, np.int64)
@@ -176,11 +209,14 @@ def tokenized(
 def empty_batch(dtype: np.dtype, counted: bool = False, **per_cell: Any) -> Batch:
     """Batch of no cells, with values of `dtype`, and with counts if `counted`."""
     none, ends = np.empty(0, np.int64), np.zeros(1, np.int32)
-    return Batch(np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, **per_cell)
+    return Batch(
+        np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, **per_cell
+    )
 
 
 def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
-    """Borders `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily in order.
+    """Borders `[0, ..., cells]` of micro-batches of at most `token_budget` tokens, filled greedily
+    in order.
 
     `lengths` are tokens of each cell; a cell above the budget is a micro-batch of its own.
     """
@@ -192,8 +228,11 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
     return borders
 
 
-def micro_batches_of_ranks(lengths: np.ndarray, n_cells: np.ndarray, token_budget: int) -> np.ndarray:
-    """Number of micro-batches that `cut_batch` makes of each rank's cells, `(ranks,)`; all are cut side by side.
+def micro_batches_of_ranks(
+    lengths: np.ndarray, n_cells: np.ndarray, token_budget: int
+) -> np.ndarray:
+    """Number of micro-batches that `cut_batch` makes of each rank's cells, `(ranks,)`; all are cut
+    side by side.
 
     `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
     """
@@ -202,7 +241,8 @@ def micro_batches_of_ranks(lengths: np.ndarray, n_cells: np.ndarray, token_budge
     ends = n_cells.cumsum()
     first = ends - n_cells
     numbers = np.minimum(n_cells, 1)
-    left = np.flatnonzero(total[ends] - total[first] > token_budget)  # often none: everything fits at once
+    # often none: everything fits at once
+    left = np.flatnonzero(total[ends] - total[first] > token_budget)
     first, ends = first[left], ends[left]
     while len(left):
         fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
@@ -216,10 +256,14 @@ def micro_batches_of_ranks(lengths: np.ndarray, n_cells: np.ndarray, token_budge
 def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
     """Borders of at most `most` micro-batches that minimise the largest one."""
     low, high = int(lengths.max(initial=1)), int(lengths.sum())
-    fits = bisect_left(range(low, high), True, key=lambda budget: len(cut_batch(lengths, budget)) - 1 <= most)
+    fits = bisect_left(
+        range(low, high), True, key=lambda budget: len(cut_batch(lengths, budget)) - 1 <= most
+    )
     return cut_batch(lengths, low + fits)
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     """Parts of `batch` in order, cut by `cut_batch`."""
-    yield from (batch.cut(*span) for span in pairwise(cut_batch(np.diff(batch.cu_seqlens), token_budget)))
+    yield from (
+        batch.cut(*span) for span in pairwise(cut_batch(np.diff(batch.cu_seqlens), token_budget))
+    )

@@ -1,8 +1,9 @@
 """Batches of tokens for one rank: endless, shuffled and resumable at any step.
 
-Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the CPU time per
-tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a few read. The state is a handful of
-integers, counted in batches handed out; resuming seeks and replays nothing.
+Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
+CPU time per tokenized cell. One thread plans and tokenizes ahead through a bounded queue, a few
+read. The state is a handful of integers, counted in batches handed out; resuming seeks and replays
+nothing.
 """
 
 from collections import deque
@@ -22,7 +23,13 @@ from cellmill.data.shards.index import MISSING, CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards, read_names
-from cellmill.data.stream.batch import Batch, cut_batch, cut_evenly, empty_batch, micro_batches_of_ranks
+from cellmill.data.stream.batch import (
+    Batch,
+    cut_batch,
+    cut_evenly,
+    empty_batch,
+    micro_batches_of_ranks,
+)
 from cellmill.data.stream.order import EpochLayout, Repeats, epoch_order
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
 from cellmill.data.stream.tokenizers import CellTokenizer
@@ -30,7 +37,8 @@ from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 3  # groups of steps tokenized in advance, with the one that is being tokenized
 _TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
-# options that fix the order of cells and are compared on resume: always; with weights; with train_frac < 1
+# options that fix the order of cells and are compared on resume: always; with weights; with
+# train_frac < 1
 _STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = (
     "weight_by",
@@ -43,8 +51,12 @@ _WEIGHTS = (
 _TRAIN_FRAC = "train_frac"
 
 
-def repeats_of(manifest: Manifest, split: str, stream: StreamOptions, max_cells: int | None = None) -> Repeats:
-    """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the shards."""
+def repeats_of(
+    manifest: Manifest, split: str, stream: StreamOptions, max_cells: int | None = None
+) -> Repeats:
+    """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the
+    shards.
+    """
     known = manifest.levels(stream.weights_column())
     levels = CellColumns(manifest, split, "levels", known)[:max_cells][:, 0]
     if stream.labelled_frac is not None and MISSING in (names := next(iter(known.values()))):
@@ -55,14 +67,16 @@ def repeats_of(manifest: Manifest, split: str, stream: StreamOptions, max_cells:
 class CellStream:
     """Cells of one split as micro-batches for one rank; see `__iter__`.
 
-    `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them. `global_batch`, the cells per
-    optimizer step over all ranks, is a multiple of `stream.lanes`. A micro-batch has at most `token_budget` tokens. A
-    step has at least `min_microbatches` of them and a multiple of `microbatch_multiple`; if either is above 1
-    (pipelines), cells are spread evenly. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch
-    in disk order of the first `max_cells` cells. `counted` batches have the counts of their tokens; `columns` and
-    `number_columns` map obs columns, whose levels or numbers batches carry, to the option that names each; `teacher`
-    is the folder of vectors that they carry (`data.shards.index`). Shards are read from `copies` once these are
-    complete. Raises DataError when manifest or shards are missing, damaged or do not match, or the split has no cells.
+    `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them.
+    `global_batch`, the cells per optimizer step over all ranks, is a multiple of `stream.lanes`. A
+    micro-batch has at most `token_budget` tokens. A step has at least `min_microbatches` of them
+    and a multiple of `microbatch_multiple`; if either is above 1 (pipelines), cells are spread
+    evenly. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch in disk
+    order of the first `max_cells` cells. `counted` batches have the counts of their tokens;
+    `columns` and `number_columns` map obs columns, whose levels or numbers batches carry, to the
+    option that names each; `teacher` is the folder of vectors that they carry
+    (`data.shards.index`). Shards are read from `copies` once these are complete. Raises DataError
+    when manifest or shards are missing, damaged or do not match, or the split has no cells.
     """
 
     def __init__(
@@ -91,27 +105,39 @@ class CellStream:
         assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
         assert tokens.max_tokens <= token_budget, f"{tokens.max_tokens} tokens in {token_budget}"
         opened = Manifest.read(manifest)
-        assert tokens.sequences == (opened.ordered and not opened.ranked), f"{manifest}: not for {tokens.tokenizer}"
+        assert tokens.sequences == (opened.ordered and not opened.ranked), (
+            f"{manifest}: not for {tokens.tokenizer}"
+        )
         entry = opened.entry(split)
-        self._shards = open_shards(opened, split, copies)  # checks the manifest's numbers before memory is taken
+        # checks the manifest's numbers before memory is taken
+        self._shards = open_shards(opened, split, copies)
         sizes = tuple(shard.n_obs for shard in entry.shards)
         weighted = stream.weights_column() if shuffle else {}
         weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
         if shuffle and stream.train_frac < 1:
-            max_cells, weights = stream.train_cells(entry.n_obs), weights | {_TRAIN_FRAC: stream.train_frac}
+            max_cells, weights = (
+                stream.train_cells(entry.n_obs),
+                weights | {_TRAIN_FRAC: stream.train_frac},
+            )
         repeats = repeats_of(opened, split, stream, max_cells) if weighted else None
         self._layout = EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
         self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
         self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}), number_columns)
         if shuffle and self.n_cells < world:
-            raise DataError(f"{manifest}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks")
+            raise DataError(
+                f"{manifest}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
+            )
         self._budget, self._rank, self._world = token_budget, rank, world
         self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
-        self._tokenizer = CellTokenizer(tokens, opened.n_genes, seed if shuffle else 0, opened.variability)
+        self._tokenizer = CellTokenizer(
+            tokens, opened.n_genes, seed if shuffle else 0, opened.variability
+        )
         self._per_cell = {
             "levels": CellColumns(opened, split, "levels", self.levels) if columns else None,
-            "numbers": CellColumns(opened, split, "numbers", number_columns) if number_columns else None,
+            "numbers": CellColumns(opened, split, "numbers", number_columns)
+            if number_columns
+            else None,
             "teacher": None if teacher is None else open_vectors(Path(teacher), opened)[1][split],
         }
         self._counted = counted
@@ -125,8 +151,10 @@ class CellStream:
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Micro-batches of this rank for each optimizer step, as many as on every other rank; some may be empty.
-        Endless over epochs, starting at the state; without shuffling one epoch, always from its start."""
+        """Micro-batches of this rank for each optimizer step, as many as on every other rank; some
+        may be empty. Endless over epochs, starting at the state; without shuffling one epoch,
+        always from its start.
+        """
         if self._closed:
             raise RuntimeError("the stream is closed")
         if not self._layout.shuffle:
@@ -157,16 +185,23 @@ class CellStream:
 
     def state_dict(self) -> dict[str, Any]:
         """`epoch`, `step` (batches of it handed out), and the options that define the order."""
-        return {"epoch": self._epoch, "step": self._step, **self._order, "fingerprint": self.fingerprint}
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            **self._order,
+            "fingerprint": self.fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from another number of ranks.
 
-        Raises DataError when its data differ or it is no state of this split, ConfigError when its order differs or the
-        stream is not shuffled.
+        Raises DataError when its data differ or it is no state of this split, ConfigError when its
+        order differs or the stream is not shuffled.
         """
         if not self._layout.shuffle:
-            raise ConfigError("a split that is not shuffled is always read from its start; load a state of split train")
+            raise ConfigError(
+                "a split that is not shuffled is always read from its start; load a state of split train"
+            )
         if (theirs := state.get("fingerprint")) != self.fingerprint:
             raise DataError(
                 f"expected shards of fingerprint {theirs}, as in the checkpoint, got {self.fingerprint}: "
@@ -191,7 +226,8 @@ class CellStream:
         self._epoch, self._step = epoch, step
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
-        """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over all epochs.
+        """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
+        all epochs.
 
         Without shuffling, those of its one epoch, whatever the steps.
         """
@@ -200,8 +236,11 @@ class CellStream:
             step, stop = 0, per_epoch
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
-            first_step, last_step = (min(max(at - epoch * per_epoch, 0), per_epoch) for at in (step, stop))
-            first, last = layout.lanes_before(first_step), layout.lanes_before(last_step)  # cells of each lane
+            first_step, last_step = (
+                min(max(at - epoch * per_epoch, 0), per_epoch) for at in (step, stop)
+            )
+            # cells of each lane
+            first, last = layout.lanes_before(first_step), layout.lanes_before(last_step)
             for lane in range(layout.stream.lanes):
                 if lane % self._world not in ranks:
                     continue
@@ -210,12 +249,18 @@ class CellStream:
                         read.update(order.window_runs(lane, window)[:, 0].tolist())
             if len(read) == len(self._sha256):
                 break
-        return {path: sha256 for number, (path, sha256) in enumerate(self._sha256.items()) if number in read}
+        return {
+            path: sha256
+            for number, (path, sha256) in enumerate(self._sha256.items())
+            if number in read
+        }
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
         starts, names = np.cumsum([0, *(shard.n_obs for shard in self._shards)]), []
-        for cell, number in zip(cells.tolist(), (np.searchsorted(starts, cells, side="right") - 1).tolist()):
+        for cell, number in zip(
+            cells.tolist(), (np.searchsorted(starts, cells, side="right") - 1).tolist()
+        ):
             path, row = self._shards[number].path, cell - int(starts[number])
             names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
         return names
@@ -234,15 +279,19 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
-        # every rank computes the number of cuts of all ranks from known lengths: no communication to agree on it
+        # every rank computes the number of cuts of all ranks from known lengths: no communication
+        # to agree on it
         lengths, n_cells = self._tokenizer.numbers(steps.lengths), steps.n_cells
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
         most, multiple = np.maximum(cuts.max(1), self._min_microbatches), self._microbatch_multiple
         n_micro = (-(-most // multiple) * multiple).tolist()
         is_even = multiple > 1 or self._min_microbatches > 1
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
-        borders, n_filled = [0], []  # of this rank's micro-batches, by cell, and how many are not empty in each step
-        for end, n, own_cuts, number in zip(ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], n_micro):
+        # of this rank's micro-batches, by cell, and how many are not empty in each step
+        borders, n_filled = [0], []
+        for end, n, own_cuts, number in zip(
+            ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], n_micro
+        ):
             if is_even:
                 cuts_in_step = cut_evenly(lengths[end - n : end], number)
             elif own_cuts == 1:
@@ -256,8 +305,13 @@ class CellStream:
             start = borders[first]
             part = steps.taken.slice(start, borders[last])
             rows = part.genes, part.counts, part.starts - part.starts[0], part.cells
-            batch = self._tokenizer.batch(*rows, self._counted, steps.epoch).with_rows(self._per_cell)
-            filled += [batch.cut(low - start, high - start) for low, high in pairwise(borders[first : last + 1])]
+            batch = self._tokenizer.batch(*rows, self._counted, steps.epoch).with_rows(
+                self._per_cell
+            )
+            filled += [
+                batch.cut(low - start, high - start)
+                for low, high in pairwise(borders[first : last + 1])
+            ]
         empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
         left = iter(filled)
         return [[*islice(left, n), *[empty] * (number - n)] for n, number in zip(n_filled, n_micro)]

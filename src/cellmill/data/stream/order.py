@@ -1,19 +1,21 @@
 """Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
-The order is a function of (seed, epoch, lane, window) alone, so any step is reached without replaying earlier ones.
-Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in windows of blocks.
-Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one cell. A global batch takes
-`per_lane` cells of each lane, or with `equal_steps` an even part of the epoch: the same set of cells for any number of
-ranks. With cells preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
+The order is a function of (seed, epoch, lane, window) alone, so any step is reached without
+replaying earlier ones. Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane,
+cells are permuted in windows of blocks. Blocks that do not fill a round of lanes are cut by cell,
+so lanes differ by at most one cell. A global batch takes `per_lane` cells of each lane, or with
+`equal_steps` an even part of the epoch: the same set of cells for any number of ranks. With cells
+preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
 
-An epoch may also read some cells several times and others not at all, by the level of an obs column (`Repeats`), with
-the same number of cells, N. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with
-s such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often. With `labelled_frac`
-the L cells with a level have such weights that add up to L, times `labelled_frac * N / L`, and the other cells share
-the rest. Each cell is read the whole part of its weight or once more; which ones are read once more is drawn anew each
-epoch. A block then occurs as often as its most repeated cell: copy k has the cells that are read at least k times, so
-copies of a cell are apart. The copies are dealt to lanes in contiguous parts, and a window has as many cells as
-`window_blocks` full blocks.
+An epoch may also read some cells several times and others not at all, by the level of an obs column
+(`Repeats`), with the same number of cells, N. A cell of a level with n cells has the weight
+`min(max_repeats, s * n ** -exponent)`, with s such that all weights add up to N: exponent 0 reads
+every cell once, 1 every level equally often. With `labelled_frac` the L cells with a level have
+such weights that add up to L, times `labelled_frac * N / L`, and the other cells share the rest.
+Each cell is read the whole part of its weight or once more; which ones are read once more is drawn
+anew each epoch. A block then occurs as often as its most repeated cell: copy k has the cells that
+are read at least k times, so copies of a cell are apart. The copies are dealt to lanes in
+contiguous parts, and a window has as many cells as `window_blocks` full blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from cellmill.config.run import Stream
 
 REPEATS = 4  # purpose of the words that choose cells
 BLOCKS, WINDOW, SHARDS = 1, 2, 3  # purpose of a permutation: part of its key
-COPIES = 2  # last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
+# last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
+COPIES = 2
 
 
 def random_words(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
@@ -54,13 +57,18 @@ def permutation(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
 class Repeats:
     """Repeats of the first cells of a split, those that a run reads."""
 
-    levels: np.ndarray  # (cells,) int: number of each cell's level, from 1; 0 for cells without a level
+    # (cells,) int: number of each cell's level, from 1; 0 for cells without a level
+    levels: np.ndarray
     stream: Stream
 
     def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
-        """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step `first_step`."""
+        """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step
+        `first_step`.
+        """
         counts = np.zeros(len(self.levels), np.uint32)
-        for level, (cells, total) in enumerate(zip(self._by_level, self._totals(first_step).tolist())):
+        for level, (cells, total) in enumerate(
+            zip(self._by_level, self._totals(first_step).tolist())
+        ):
             if len(cells):
                 counts[cells], more = divmod(total, len(cells))
                 if more:
@@ -69,10 +77,19 @@ class Repeats:
         return counts
 
     def _totals(self, first_step: int) -> np.ndarray:
-        """Cells that are read of each level, (levels,) int64, in an epoch from `first_step` on: in sum the split's."""
+        """Cells that are read of each level, (levels,) int64, in an epoch from `first_step` on: in
+        sum the split's.
+        """
         stream = self.stream
-        part = 1.0 if not stream.weight_warmup_steps else min(1.0, first_step / stream.weight_warmup_steps)
-        before, after = self._weights(stream.weight_start_exponent), self._weights(stream.weight_exponent)
+        part = (
+            1.0
+            if not stream.weight_warmup_steps
+            else min(1.0, first_step / stream.weight_warmup_steps)
+        )
+        before, after = (
+            self._weights(stream.weight_start_exponent),
+            self._weights(stream.weight_exponent),
+        )
         exact = self._sizes * ((1 - part) * before + part * after)
         totals = np.floor(exact).astype(np.int64)
         # whole cells: the largest remainders are rounded up
@@ -102,7 +119,8 @@ class Repeats:
 
 
 def weights(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
-    """Weight of a cell of each level, (levels,) float64: `min(most, s * size ** -exponent)`, 1 on the mean of cells.
+    """Weight of a cell of each level, (levels,) float64: `min(most, s * size ** -exponent)`, 1 on
+    the mean of cells.
 
     `sizes`, (levels,), are numbers of cells, and may be 0; `most` is at least 1.
     """
@@ -152,7 +170,8 @@ class EpochLayout:
         return evenly if self.stream.equal_steps else min(self.global_batch, self.n_cells)
 
     def lanes_before(self, step: int | np.ndarray) -> np.ndarray:
-        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of steps, all.
+        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of
+        steps, all.
 
         For steps `(n, 1)`, `(n, lanes)`.
         """
@@ -164,7 +183,8 @@ class EpochLayout:
         """Steps of an epoch that take the cells at `places` of a lane, `(cells,)` int64 each."""
         if not self.stream.equal_steps:
             return places // self.per_lane
-        # the step before the first whose cells, dealt one by one, are more than those up to this one
+        # the step before the first whose cells, dealt one by one, are more than those up to this
+        # one
         return ((places * self.stream.lanes + lane + 1) * self.steps_per_epoch - 1) // self.n_cells
 
     def deal(self, cells: int | np.ndarray) -> np.ndarray:
@@ -173,8 +193,12 @@ class EpochLayout:
 
 
 def epoch_of(options: TrainOptions, n_cells: int) -> EpochLayout:
-    """Return the layout of the epochs of a run over `n_cells` training cells, for its steps and their cells."""
-    return EpochLayout((n_cells,), options.stream, options.train.global_batch, options.train.seed, shuffle=True)
+    """Return the layout of the epochs of a run over `n_cells` training cells, for its steps and
+    their cells.
+    """
+    return EpochLayout(
+        (n_cells,), options.stream, options.train.global_batch, options.train.seed, shuffle=True
+    )
 
 
 class Epoch:
@@ -183,7 +207,8 @@ class Epoch:
     Attributes: `lane_cells`, the number of cells in each lane; `borders`, for each lane the first cell of each of its
     windows, followed by the lane's number of cells.
 
-    Runs of contiguous cells are `(runs, 3)` int64: number of the shard, first cell in it and number of cells.
+    Runs of contiguous cells are `(runs, 3)` int64: number of the shard, first cell in it and number
+    of cells.
     """
 
     def __init__(self, layout: EpochLayout, epoch: int):
@@ -193,7 +218,9 @@ class Epoch:
         for shard, cells in enumerate(layout.shard_cells):
             n_read = min(cells, left)
             first = np.arange(0, n_read, size)
-            blocks.append(np.stack([np.full(len(first), shard), first, np.minimum(n_read - first, size)], 1))
+            blocks.append(
+                np.stack([np.full(len(first), shard), first, np.minimum(n_read - first, size)], 1)
+            )
             left -= n_read
         every = np.concatenate(blocks)
         full, short = every[every[:, 2] == size], every[every[:, 2] < size]
@@ -249,12 +276,16 @@ class RepeatedEpoch(Epoch):
         shards = zip(self._first_cell, layout.shard_cells)
         starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
         stops = np.append(starts[1:], self._first_cell[-1])
-        copies: list[np.ndarray] = []  # first cell and end of the block, number from 1, and cells: of copies with any
+        # first cell and end of the block, number from 1, and cells: of copies with any
+        copies: list[np.ndarray] = []
         left = np.flatnonzero(self._counts)  # few cells may have many copies
         while len(left):
             block = np.searchsorted(starts, left, side="right") - 1
             begins = np.flatnonzero(np.diff(block, prepend=-1))
-            number, cells = np.full(len(begins), len(copies) + 1), np.diff(np.append(begins, len(left)))
+            number, cells = (
+                np.full(len(begins), len(copies) + 1),
+                np.diff(np.append(begins, len(left))),
+            )
             copies.append(np.stack([starts[block[begins]], stops[block[begins]], number, cells], 1))
             left = left[self._counts[left] > len(copies)]
         every = np.concatenate(copies)
@@ -267,14 +298,18 @@ class RepeatedEpoch(Epoch):
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of cells in window `window` of `lane`."""
-        low, high = (int(self._lane_first[lane] + border) for border in self.borders[lane][window : window + 2])
+        low, high = (
+            int(self._lane_first[lane] + border)
+            for border in self.borders[lane][window : window + 2]
+        )
         first, last = (np.searchsorted(self._ends, [low, high - 1], side="right") - 1).tolist()
         cells_of_copies = [
             start + np.flatnonzero(self._counts[start:stop] >= number)
             for start, stop, number in self._copies[first : last + 1].tolist()
         ]
         before = int(self._ends[first])
-        cells = np.concatenate(cells_of_copies)[low - before : high - before]  # counted over all shards
+        # counted over all shards
+        cells = np.concatenate(cells_of_copies)[low - before : high - before]
         shard = np.searchsorted(self._first_cell, cells, side="right") - 1
         begins = np.flatnonzero(np.append(True, (np.diff(cells) != 1) | (np.diff(shard) != 0)))
         first_cell = cells[begins] - self._first_cell[shard[begins]]

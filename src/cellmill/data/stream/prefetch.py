@@ -1,13 +1,15 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
-Each block is read by one `preadv`, which scatters its cells to their positions in step order: windows of all own lanes
-are read into one buffer, in which the cells of a step stand together, lane after lane. So neither shuffling nor joining
-lanes costs a copy, and a step is one slice; small steps are given some at a time. There are two buffers, one in use and
-one being filled; their memory is used again (`recycled_empty`).
+Each block is read by one `preadv`, which scatters its cells to their positions in step order:
+windows of all own lanes are read into one buffer, in which the cells of a step stand together, lane
+after lane. So neither shuffling nor joining lanes costs a copy, and a step is one slice; small
+steps are given some at a time. There are two buffers, one in use and one being filled; their memory
+is used again (`recycled_empty`).
 
-Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many micro-batches the others
-cut. They are kept in one table with a row per lane, so that a step costs a few numpy calls for any number of lanes.
-Where the cells of each step begin in a window, and how many each rank has, is computed for many steps at once.
+Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many
+micro-batches the others cut. They are kept in one table with a row per lane, so that a step costs a
+few numpy calls for any number of lanes. Where the cells of each step begin in a window, and how
+many each rank has, is computed for many steps at once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
-_TOGETHER = 256  # cells of small steps that are given at once: Python's share of each of them gets as much smaller
+# cells of small steps that are given at once: Python's share of each of them gets as much smaller
+_TOGETHER = 256
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,19 @@ class WindowCells:
     lanes: np.ndarray  # `(cells,)` int64, ascending in a step
     cells: np.ndarray  # `(cells,)` int64 ids
     lengths: np.ndarray  # `(cells,)` int64, number of genes of each cell in the shards
-    starts: np.ndarray  # `(cells + 1,)` int64 offset of each cell's first gene in the whole window: a slice keeps it
-    genes: np.ndarray  # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
+    # `(cells + 1,)` int64 offset of each cell's first gene in the whole window: a slice keeps it
+    starts: np.ndarray
+    # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
+    genes: np.ndarray
     counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
 
     def slice(self, start: int, stop: int) -> WindowCells:
         starts = self.starts[start : stop + 1]
         span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
         counts = None if self.counts is None else self.counts[span]
-        lanes, cells, lengths = (array[start:stop] for array in (self.lanes, self.cells, self.lengths))
+        lanes, cells, lengths = (
+            array[start:stop] for array in (self.lanes, self.cells, self.lengths)
+        )
         return WindowCells(lanes, cells, lengths, starts, self.genes[span], counts)
 
 
@@ -61,7 +68,9 @@ class StreamWindow:
         return self.first_step + len(self.borders) - 2
 
     def steps(self, number: int, n: int = 1) -> WindowCells:
-        """The cells that step `number`, and those up to `n` steps from it, take from this window; may be none."""
+        """The cells that step `number`, and those up to `n` steps from it, take from this window;
+        may be none.
+        """
         if not self.first_step <= number <= self.last_step:
             return self.cells.slice(0, 0)
         first = number - self.first_step
@@ -76,8 +85,12 @@ class _Reads:
         self._starts, self._lengths = window.starts[position], window.lengths[position]
         kept = window.starts[position + 1] - self._starts
         cut = self._lengths - kept
-        # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk order
-        self._rest, self._genes = np.empty(int(cut.max(initial=0)), np.int32), iovecs(window.genes, self._starts, kept)
+        # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk
+        # order
+        self._rest, self._genes = (
+            np.empty(int(cut.max(initial=0)), np.int32),
+            iovecs(window.genes, self._starts, kept),
+        )
         self._each = 2 if len(self._rest) else 1
         if len(self._rest):
             ignored = iovecs(self._rest, np.zeros_like(cut), cut)
@@ -86,15 +99,25 @@ class _Reads:
             self._counts = iovecs(self._memory, self._starts, self._lengths)
 
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
-        """Read runs of cells: shard, first row in it, number, and position of the first among all rows."""
+        """Read runs of cells: shard, first row in it, number, and position of the first among all
+        rows.
+        """
         for shard, first, n, at in runs:
-            start, genes = int(shard.indptr[first]), self._genes[self._each * at : self._each * (at + n)]
+            start, genes = (
+                int(shard.indptr[first]),
+                self._genes[self._each * at : self._each * (at + n)],
+            )
             if self._memory is None or self._memory.dtype == shard.dtype:
-                shard.scatter(start, genes, None if self._memory is None else self._counts[at : at + n])
+                shard.scatter(
+                    start, genes, None if self._memory is None else self._counts[at : at + n]
+                )
                 continue
-            shard.scatter(start, genes, None)  # the shard has 16 bits for counts, where another of the split has 32
+            # the shard has 16 bits for counts, where another of the split has 32
+            shard.scatter(start, genes, None)
             lengths = self._lengths[at : at + n]
-            counts = np.split(shard.read_counts(start, start + int(lengths.sum())), np.cumsum(lengths)[:-1])
+            counts = np.split(
+                shard.read_counts(start, start + int(lengths.sum())), np.cumsum(lengths)[:-1]
+            )
             for target, part in zip(self._starts[at : at + n].tolist(), counts):
                 self._memory[target : target + len(part)] = part
 
@@ -104,7 +127,8 @@ class PrefetchedSteps:
     """Cells of some consecutive global batches."""
 
     epoch: int
-    lengths: np.ndarray  # `(cells of all ranks,)`, genes of each cell, by step and rank: the same on every rank
+    # `(cells of all ranks,)`, genes of each cell, by step and rank: the same on every rank
+    lengths: np.ndarray
     n_cells: np.ndarray  # `(steps, world)` int64, number of cells of each rank
     taken: WindowCells  # by this rank, by step and lane
 
@@ -112,18 +136,27 @@ class PrefetchedSteps:
 class Prefetch:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
-    Reads the lanes of `rank`: lane l belongs to rank l % `world`. Of other lanes only the lengths are looked up. Of
-    each cell the first `max_genes` genes are read; None reads all of them and their counts.
+    Reads the lanes of `rank`: lane l belongs to rank l % `world`. Of other lanes only the lengths
+    are looked up. Of each cell the first `max_genes` genes are read; None reads all of them and
+    their counts.
     """
 
     def __init__(
-        self, shards: list[RowFile], layout: EpochLayout, rank: int, world: int, max_genes: int | None, io_threads: int
+        self,
+        shards: list[RowFile],
+        layout: EpochLayout,
+        rank: int,
+        world: int,
+        max_genes: int | None,
+        io_threads: int,
     ):
         self._shards, self._layout, self._rank, self._world = shards, layout, rank, world
         by_rank = np.arange(layout.stream.lanes).reshape(-1, world).T
         self._own, self._others = by_rank[rank].tolist(), np.delete(by_rank, rank, 0).ravel()
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
-        self._dtype = np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
+        self._dtype = (
+            np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
+        )
         self._max_genes = max_genes
         self._epochs: dict[int, Epoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
@@ -133,7 +166,9 @@ class Prefetch:
         self._pool.shutdown(cancel_futures=True)
 
     def steps(self, epoch: int, step: int) -> Iterator[PrefetchedSteps]:
-        """Steps from the given one on: endless if the layout shuffles, else to the end of the epoch."""
+        """Steps from the given one on: endless if the layout shuffles, else to the end of the
+        epoch.
+        """
         layout = self._layout
         before = layout.lanes_before(step)
         windows, skipped = [], []
@@ -149,11 +184,15 @@ class Prefetch:
                 in_lanes = np.diff(layout.lanes_before(np.arange(step, stop + 1)[:, None]), axis=0)
                 in_ranks = in_lanes.reshape(stop - step, -1, self._world).sum(1)
                 while step < stop:
-                    n, parts = ahead.take(epoch * layout.steps_per_epoch + step, in_ranks[:, self._rank])
+                    n, parts = ahead.take(
+                        epoch * layout.steps_per_epoch + step, in_ranks[:, self._rank]
+                    )
                     taken = parts[0] if len(parts) == 1 else self._joined(parts)
                     lengths = taken.lengths
                     if len(self._others):
-                        lengths = self._with_others(lengths, lengths_of_others, in_ranks[:n], in_lanes[:n])
+                        lengths = self._with_others(
+                            lengths, lengths_of_others, in_ranks[:n], in_lanes[:n]
+                        )
                     yield PrefetchedSteps(epoch, lengths, in_ranks[:n], taken)
                     del taken, parts  # the next window may take their memory
                     step, in_lanes, in_ranks = step + n, in_lanes[n:], in_ranks[n:]
@@ -164,7 +203,9 @@ class Prefetch:
     def _with_others(
         self, own: np.ndarray, others: LaneLengths, in_ranks: np.ndarray, in_lanes: np.ndarray
     ) -> np.ndarray:
-        """Lengths of all ranks' cells, by step and rank: `own` ones, and of `others`, by cells in ranks and lanes."""
+        """Lengths of all ranks' cells, by step and rank: `own` ones, and of `others`, by cells in
+        ranks and lanes.
+        """
         parts = []
         of_steps = np.split(own, np.cumsum(in_ranks[:-1, self._rank]))
         for of_step, in_rank, in_lane in zip(of_steps, in_ranks, in_lanes[:, self._others]):
@@ -175,20 +216,28 @@ class Prefetch:
 
     def _joined(self, parts: list[WindowCells]) -> WindowCells:
         """The cells of parts of a step, lane after lane."""
-        spans = [(part, *np.searchsorted(part.lanes, [lane, lane + 1])) for lane in self._own for part in parts]
-        none, no_genes = np.empty(0, np.int64), np.empty(0, np.int32)  # for steps in which this rank has no cells
+        spans = [
+            (part, *np.searchsorted(part.lanes, [lane, lane + 1]))
+            for lane in self._own
+            for part in parts
+        ]
+        # for steps in which this rank has no cells
+        none, no_genes = np.empty(0, np.int64), np.empty(0, np.int32)
         no_counts = None if self._dtype is None else np.empty(0, self._dtype)
         pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, no_counts)]
         pieces += [part.slice(start, stop) for part, start, stop in spans]
         lanes, cells, lengths = (
-            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("lanes", "cells", "lengths")
+            np.concatenate([getattr(piece, name) for piece in pieces])
+            for name in ("lanes", "cells", "lengths")
         )
         starts = np.cumsum(np.concatenate([[0], *(np.diff(piece.starts) for piece in pieces)]))
         genes, counts = recycled_empty(starts[-1], np.int32), None
         np.concatenate([piece.genes for piece in pieces], out=genes)
         if self._dtype is not None:
             counts = recycled_empty(starts[-1], self._dtype)
-            np.concatenate([piece.counts for piece in pieces if piece.counts is not None], out=counts)
+            np.concatenate(
+                [piece.counts for piece in pieces if piece.counts is not None], out=counts
+            )
         return WindowCells(lanes, cells, lengths, starts, genes, counts)
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -198,21 +247,30 @@ class Prefetch:
         return self._epochs[epoch]
 
     def _lengths_of_windows(self, lane: int, epoch: int, cell: int) -> Iterator[np.ndarray]:
-        """Lengths of the cells of each window of a lane, from the window with `cell` of an epoch on."""
+        """Lengths of the cells of each window of a lane, from the window with `cell` of an epoch
+        on.
+        """
         while self._epoch(epoch).lane_cells[lane]:
             order = self._epoch(epoch)
-            for window in range(_window_of(cell, order.borders[lane]), len(order.borders[lane]) - 1):
-                yield self._lengths(order.window_runs(lane, window))[order.window_order(lane, window)]
+            for window in range(
+                _window_of(cell, order.borders[lane]), len(order.borders[lane]) - 1
+            ):
+                yield self._lengths(order.window_runs(lane, window))[
+                    order.window_order(lane, window)
+                ]
             if not self._layout.shuffle:
                 return
             epoch, cell = epoch + 1, 0
 
     def _lengths(self, runs: np.ndarray) -> np.ndarray:
         """Numbers of genes of the cells of `runs`."""
-        parts = [self._shards[shard].indptr[first : first + n + 1] for shard, first, n in runs.tolist()]
+        parts = [
+            self._shards[shard].indptr[first : first + n + 1] for shard, first, n in runs.tolist()
+        ]
         borders = np.concatenate(parts, dtype=np.int64)
         between = np.ones(len(borders) - 1, bool)
-        between[np.cumsum(runs[:, 2] + 1)[:-1] - 1] = False  # from the end of a run to the start of the next
+        # from the end of a run to the start of the next
+        between[np.cumsum(runs[:, 2] + 1)[:-1] - 1] = False
         return np.diff(borders)[between]
 
     def _windows(self, epoch: int, before: np.ndarray) -> Iterator[StreamWindow]:
@@ -220,8 +278,14 @@ class Prefetch:
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
             order = self._epoch(epoch)
             first = {lane: _window_of(int(before[lane]), order.borders[lane]) for lane in self._own}
-            for window in range(min(first.values()), max(len(order.borders[lane]) for lane in self._own) - 1):
-                lanes = [lane for lane in self._own if first[lane] <= window < len(order.borders[lane]) - 1]
+            for window in range(
+                min(first.values()), max(len(order.borders[lane]) for lane in self._own) - 1
+            ):
+                lanes = [
+                    lane
+                    for lane in self._own
+                    if first[lane] <= window < len(order.borders[lane]) - 1
+                ]
                 if lanes:
                     yield self._window(order, lanes, window)
             if not self._layout.shuffle:
@@ -229,19 +293,25 @@ class Prefetch:
             epoch, before = epoch + 1, self._layout.lanes_before(0)
 
     def _window(self, order: Epoch, lanes: list[int], window: int) -> StreamWindow:
-        """The windows of that number of some lanes; their cells are put in the order in which steps take them."""
+        """The windows of that number of some lanes; their cells are put in the order in which steps
+        take them.
+        """
         borders = np.array([order.borders[lane][window : window + 2] for lane in lanes])
         sizes = np.diff(borders)[:, 0]
         runs = np.concatenate([order.window_runs(lane, window) for lane in lanes])
         shuffled = [order.window_order(lane, window) for lane in lanes]
         in_runs = np.concatenate(shuffled) + np.repeat(np.cumsum(sizes) - sizes, sizes)
-        steps = np.concatenate([self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, borders)])
+        steps = np.concatenate(
+            [self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, borders)]
+        )
         by_step = np.argsort(steps, kind="stable")
         steps, in_runs = steps[by_step], in_runs[by_step]
         position = np.empty_like(in_runs)
         position[in_runs] = np.arange(len(in_runs))
         shard, first, n = runs.T
-        ids = np.arange(len(in_runs)) + np.repeat(self._first_cell[shard] + first - (np.cumsum(n) - n), n)
+        ids = np.arange(len(in_runs)) + np.repeat(
+            self._first_cell[shard] + first - (np.cumsum(n) - n), n
+        )
         lengths = self._lengths(runs)[in_runs]
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         starts = np.concatenate([[0], np.cumsum(kept)])
@@ -255,17 +325,19 @@ class Prefetch:
 
 
 class LaneLengths:
-    """Lengths of the cells of some lanes in stream order, from the lengths of each lane's windows, `(cells,)` each.
+    """Lengths of the cells of some lanes in stream order, from the lengths of each lane's windows,
+    `(cells,)` each.
 
-    `skipped` are the cells of its first window that each lane does not take. Windows of lanes end at the same step, and
-    looking up 1,024 of them at once took more than a second: so lanes get their next window early, one after another,
-    at each step as many cells as the step consumes.
+    `skipped` are the cells of its first window that each lane does not take. Windows of lanes end
+    at the same step, and looking up 1,024 of them at once took more than a second: so lanes get
+    their next window early, one after another, at each step as many cells as the step consumes.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
         self._windows = windows
         self._kept = np.zeros((len(windows), 0), np.int32)
-        self._at = np.zeros(len(windows), np.int64)  # of each lane, the next cell's column in the table
+        # of each lane, the next cell's column in the table
+        self._at = np.zeros(len(windows), np.int64)
         self._end = np.zeros(len(windows), np.int64)
         self._next, self._due = 0, int(sum(skipped))
         for lane in range(len(windows)):
@@ -274,7 +346,9 @@ class LaneLengths:
         self._widen(2 * self._kept.shape[1])  # at once: a step would wait for the copy
 
     def take(self, n: np.ndarray) -> np.ndarray:
-        """Lengths of the next `n` cells of the lanes, `(lanes,)` int64: `(n.sum(),)` int32, lane by lane."""
+        """Lengths of the next `n` cells of the lanes, `(lanes,)` int64: `(n.sum(),)` int32, lane by
+        lane.
+        """
         self._due += int(n.sum())
         while self._due > 0:
             found = self._look_up(self._next)
@@ -311,7 +385,9 @@ class LaneLengths:
 class _ReadAhead:
     """Cells of own lanes, step by step; the next windows are read while these are used."""
 
-    def __init__(self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor):
+    def __init__(
+        self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor
+    ):
         self._windows, self._shards, self._pool = windows, shards, pool
         # windows that are being read, or have been once their tasks are empty
         self._started: list[tuple[StreamWindow, list[Future[None]]]] = []
@@ -319,8 +395,9 @@ class _ReadAhead:
     def take(self, step: int, n: np.ndarray) -> tuple[int, list[WindowCells]]:
         """Cells of a step, in as many parts as there are buffers with some of them; `n[0]` in all.
 
-        A step in one buffer is given with those after it of `n[1:]` cells that are there too, up to `_TOGETHER` cells.
-        Returns the number of steps. They are counted over all epochs and taken in order.
+        A step in one buffer is given with those after it of `n[1:]` cells that are there too, up to
+        `_TOGETHER` cells. Returns the number of steps. They are counted over all epochs and taken
+        in order.
         """
         self._started = [reading for reading in self._started if reading[0].last_step >= step]
         while len(self._started) < 2 and self._start():
@@ -340,7 +417,9 @@ class _ReadAhead:
                     first = step - window.first_step
                     in_window = np.diff(window.borders[first : first + len(n) + 1])
                     whole = np.append(in_window == n[: len(in_window)], False).argmin()
-                    together = max(1, int(np.searchsorted(n[:whole].cumsum(), _TOGETHER, side="right")))
+                    together = max(
+                        1, int(np.searchsorted(n[:whole].cumsum(), _TOGETHER, side="right"))
+                    )
                     return together, [window.steps(step, together)]
             left, number = left - len(part.cells), number + 1
         return 1, parts

@@ -1,12 +1,14 @@
 """The built-in tokenizers, and the choice among the genes of a cell that does not fit.
 
-By default the tokens of a cell are its first genes in rank order; `truncation: random` draws them, `variable` takes the
-genes that vary most over the corpus, and `zero_frac` adds genes without counts. Values are always computed from the
-whole cell. Draws are keyed by seed, epoch, the cell's counts and the gene: the same in every layout and file.
+By default the tokens of a cell are its first genes in rank order; `truncation: random` draws them,
+`variable` takes the genes that vary most over the corpus, and `zero_frac` adds genes without
+counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, the cell's
+counts and the gene: the same in every layout and file.
 
-log(1 + counts per 10,000) is computed by numpy, or with the same bits by loops that numba compiles, which look up small
-counts in a table of each cell. They are compiled in the background, by a process that has made many tokens; until then,
-for small batches, and where numba is not installed, numpy computes the values.
+log(1 + counts per 10,000) is computed by numpy, or with the same bits by loops that numba compiles,
+which look up small counts in a table of each cell. They are compiled in the background, by a
+process that has made many tokens; until then, for small batches, and where numba is not installed,
+numpy computes the values.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ Tokenized = tuple[np.ndarray, np.ndarray]  # token ids, int32, and values, (toke
 _FIRST_ID = np.int32(len(SPECIAL))
 TABLE = 64  # counts that are looked up: those below
 _MANY = 1 << 15  # tokens of a batch from which loops are faster
-_WORTH = 1 << 22  # tokens in such batches; a process that makes fewer is not worth numba's second and 100 MB
+# tokens in such batches; a process that makes fewer is not worth numba's second and 100 MB
+_WORTH = 1 << 22
 _made = 0
-_MAX_TABLE = 1 << 24  # entries of a table over counts; cells with larger counts are binned one by one
+# entries of a table over counts; cells with larger counts are binned one by one
+_MAX_TABLE = 1 << 24
 
 
-def token_numbers(tokens: Tokens, detected: np.ndarray, n_genes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of tokens, (cells,) int64 each, of cells with `detected` genes of `n_genes`: with counts and without.
+def token_numbers(
+    tokens: Tokens, detected: np.ndarray, n_genes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of tokens, (cells,) int64 each, of cells with `detected` genes of `n_genes`: with
+    counts and without.
 
     `zero_frac` of them have none.
     """
@@ -55,7 +62,9 @@ class CellTokenizer:
     `variability` is the vocabulary's. Raises DataError if it has none and the options need it.
     """
 
-    def __init__(self, tokens: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None) -> None:
+    def __init__(
+        self, tokens: Tokens, n_genes: int, seed: int = 0, variability: np.ndarray | None = None
+    ) -> None:
         if tokens.truncation == "variable" and variability is None:
             raise DataError(
                 "tokens.truncation variable: the vocabulary has no order of genes by variability; set "
@@ -87,7 +96,9 @@ class CellTokenizer:
         counted: bool = False,
         epoch: int = 0,
     ) -> Batch:
-        """Batch of cells whose genes, (nonzeros,), are in rank order; with the counts of its tokens if `counted`."""
+        """Batch of cells whose genes, (nonzeros,), are in rank order; with the counts of its tokens
+        if `counted`.
+        """
         if not self._chooses:
             max_counted = self._tokens.max_tokens if counted else None
             return tokenized(self._tokenizer, genes, counts, starts, cells, max_counted)
@@ -117,8 +128,12 @@ class CellTokenizer:
         token_counts = joined(counts, 0, np.int64) if counted else None
         return Batch(token_ids, token_values, ends.astype(np.int32), cells, token_counts)
 
-    def _kept(self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Indices of the kept ones of `genes`, in their order: the first of each cell, random or variable ones."""
+    def _kept(
+        self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray
+    ) -> np.ndarray:
+        """Indices of the kept ones of `genes`, in their order: the first of each cell, random or
+        variable ones.
+        """
         lengths = np.diff(starts)
         if self._tokens.truncation == "top":
             return np.flatnonzero(positions_in_rows(starts) < np.repeat(n_kept, lengths))
@@ -136,8 +151,12 @@ class CellTokenizer:
         return np.flatnonzero(keep)
 
 
-def _absent(genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int) -> np.ndarray:
-    """Rows of genes that have no counts, `n` of each cell, ascending in a cell and drawn by the cell's key."""
+def _absent(
+    genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int
+) -> np.ndarray:
+    """Rows of genes that have no counts, `n` of each cell, ascending in a cell and drawn by the
+    cell's key.
+    """
     every, drawn = np.arange(n_genes, dtype=np.uint64), [np.empty(0, np.int64)]
     for cell, (start, stop) in enumerate(pairwise(starts.tolist())):
         if n[cell]:
@@ -164,16 +183,28 @@ class FirstGenes:
         ids, values = self._tokens(kept, genes, counts, starts)
         return ids, values, kept.cu_seqlens
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+    def _tokens(
+        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
+    ) -> Tokenized:
         raise NotImplementedError
 
 
-def log_tokens(kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> Tokenized:
-    """Token ids and float32 values of the kept ones of `genes` and `counts`, whose cells begin at `starts`."""
+def log_tokens(
+    kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray
+) -> Tokenized:
+    """Token ids and float32 values of the kept ones of `genes` and `counts`, whose cells begin at
+    `starts`.
+    """
     global _made
     _made += n if (n := int(kept.cu_seqlens[-1])) >= _MANY else 0
-    plain = all(array.flags.c_contiguous and array.flags.writeable for array in (genes, counts, starts))
-    known = counts.dtype in (np.uint16, np.uint32) and genes.dtype == np.int32 and starts.dtype == np.int64
+    plain = all(
+        array.flags.c_contiguous and array.flags.writeable for array in (genes, counts, starts)
+    )
+    known = (
+        counts.dtype in (np.uint16, np.uint32)
+        and genes.dtype == np.int32
+        and starts.dtype == np.int64
+    )
     compiling = _compiling() if n >= _MANY and _made >= _WORTH and plain and known else None
     loops = compiling.result() if compiling is not None and compiling.done() else None
     if loops is None:
@@ -225,13 +256,27 @@ def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
 
 
 def _fill(
-    genes: Any, counts: Any, starts: Any, ends: Any, table: Any, scale: Any, ids: Any, values: Any, large: Any
+    genes: Any,
+    counts: Any,
+    starts: Any,
+    ends: Any,
+    table: Any,
+    scale: Any,
+    ids: Any,
+    values: Any,
+    large: Any,
 ) -> int:
-    """Fill `ids` and `values`; counts not in `table` get their products instead, and are listed in `large`."""
+    """Fill `ids` and `values`; counts not in `table` get their products instead, and are listed in
+    `large`.
+    """
     n_large = 0
     for cell in range(len(scale)):
         first, start, n = ends[cell], starts[cell], np.uint64(ends[cell + 1] - ends[cell])
-        cell_counts, value_of_count, cell_values = counts[start : start + n], table[cell], values[first : first + n]
+        cell_counts, value_of_count, cell_values = (
+            counts[start : start + n],
+            table[cell],
+            values[first : first + n],
+        )
         cell_genes, cell_ids = genes[start : start + n], ids[first : first + n]
         for i in range(n):
             cell_ids[i] = cell_genes[i] + _FIRST_ID
@@ -253,32 +298,43 @@ class BinnedTokenizer(FirstGenes):
 
     def __init__(self, options: BinnedTokens) -> None:
         super().__init__(options)
-        self._edges: np.ndarray | None = None  # inner edges, `(bins - 1,)`, unless each cell has its own
+        # inner edges, `(bins - 1,)`, unless each cell has its own
+        self._edges: np.ndarray | None = None
         if options.binning == "uniform":
             self._edges = np.linspace(0, options.max_value, options.bins + 1)[1:-1]
         elif options.binning == "quantile_corpus":
             if options.edges is None:
-                raise ConfigError("tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges")
+                raise ConfigError(
+                    "tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges"
+                )
             self._edges = np.array(options.edges)
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+    def _tokens(
+        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
+    ) -> Tokenized:
         if self._edges is None:
-            return kept.token_ids(genes), kept.copy(_bins(counts, starts, self._options.bins), np.int32)
+            return kept.token_ids(genes), kept.copy(
+                _bins(counts, starts, self._options.bins), np.int32
+            )
         ids, values = log_tokens(kept, genes, counts, starts)
         # a value at an edge is in the bin above it
         return ids, (1 + np.searchsorted(self._edges, values, side="right")).astype(np.int32)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
-    """Quantile bin, 1 to `bins`, of each nonzero count of one cell: the number of `bins` quantiles that it reaches.
+    """Quantile bin, 1 to `bins`, of each nonzero count of one cell: the number of `bins` quantiles
+    that it reaches.
 
-    scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment of ties.
+    scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment
+    of ties.
     """
     return np.digitize(counts, np.quantile(counts, np.linspace(0, 1, bins))).astype(np.int32)
 
 
 def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
-    """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search per token."""
+    """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search
+    per token.
+    """
     lengths = np.diff(starts)
     filled = np.flatnonzero(lengths)
     if not len(filled):
@@ -288,13 +344,15 @@ def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
         edges = starts.tolist()
         return np.concatenate([bin_counts(counts[a:b], bins) for a, b in pairwise(edges) if b > a])
     n = lengths[filled]
-    # tables of all cells in one array: how often each count occurs, then how many counts are no larger
+    # tables of all cells in one array: how often each count occurs, then how many counts are no
+    # larger
     first = np.concatenate([[0], np.cumsum(largest + 2)])
     entry = np.repeat(first[:-1], n)
     entry += counts
     up_to = np.cumsum(np.bincount(entry, minlength=first[-1]))
     ends = np.cumsum(n)
-    # numpy's linear quantiles, operation by operation: between the values at floor and ceil of q * (n - 1)
+    # numpy's linear quantiles, operation by operation: between the values at floor and ceil of q *
+    # (n - 1)
     virtual = np.linspace(0, 1, bins) * (n - 1)[:, None]
     low = np.floor(virtual).astype(np.int64)
     high = np.minimum(low + 1, (n - 1)[:, None])
@@ -304,7 +362,9 @@ def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
     part = virtual - low
     quantiles = np.where(part >= 0.5, b - (b - a) * (1 - part), a + (b - a) * part)
     # an integer reaches a quantile when it reaches the quantile rounded up
-    reached = np.bincount((first[:-1, None] + np.ceil(quantiles).astype(np.int64)).ravel(), minlength=first[-1])
+    reached = np.bincount(
+        (first[:-1, None] + np.ceil(quantiles).astype(np.int64)).ravel(), minlength=first[-1]
+    )
     table = np.cumsum(reached)
     table -= np.repeat(np.arange(len(n)) * bins, largest + 2)
     return table.astype(np.int32)[entry]
@@ -315,7 +375,9 @@ class ContinuousTokenizer(FirstGenes):
 
     dtype, needs_counts = np.dtype(np.float32), True
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
+    def _tokens(
+        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
+    ) -> Tokenized:
         return log_tokens(kept, genes, counts, starts)
 
 
@@ -324,8 +386,11 @@ class RankTokenizer(FirstGenes):
 
     dtype, needs_counts = np.dtype(np.int32), False
 
-    def _tokens(self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray) -> Tokenized:
-        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)  # in cache: half the time of arange - repeat
+    def _tokens(
+        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
+    ) -> Tokenized:
+        # in cache: half the time of arange - repeat
+        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
         values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
         np.concatenate([longest[:n] for n in kept.lengths.tolist()] or [longest], out=values)
         return kept.token_ids(genes), values

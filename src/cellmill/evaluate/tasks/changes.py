@@ -1,11 +1,14 @@
-"""Changes of expression under perturbations: measured, and predicted for held-out units by baselines or by the model.
+"""Changes of expression under perturbations: measured, and predicted for held-out units by
+baselines or by the model.
 
-A unit is a perturbation with its dose, and with its context (such as a donor) where contexts are held out. Of a tested
-unit only the gene, the context and the strata of its cells are read, never its expression.
+A unit is a perturbation with its dose, and with its context (such as a donor) where contexts are
+held out. Of a tested unit only the gene, the context and the strata of its cells are read, never
+its expression.
 
-Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured change is the mean over
-a unit's cells minus the mean over controls of the same stratum (a batch of a donor). Predictions start from one random
-half of the controls and changes are measured from the other: otherwise the noise of the controls would be in both.
+Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured
+change is the mean over a unit's cells minus the mean over controls of the same stratum (a batch of
+a donor). Predictions start from one random half of the controls and changes are measured from the
+other: otherwise the noise of the controls would be in both.
 
 Legend: U units, G genes, F features of a unit, C controls.
 """
@@ -34,7 +37,13 @@ from cellmill.evaluate.embed import inference
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, divide, seeded
 from cellmill.evaluate.task import PCA_CELLS, Context, Skipped, pca
-from cellmill.evaluate.tasks.genes import LOADINGS, OF_GENES, expression_statistics, gene_vectors, loadings_of
+from cellmill.evaluate.tasks.genes import (
+    LOADINGS,
+    OF_GENES,
+    expression_statistics,
+    gene_vectors,
+    loadings_of,
+)
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.cell_decoding import PerturbationResponse
 
@@ -51,14 +60,18 @@ class Profiles:
     perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
     dose: np.ndarray  # (cells,) text, empty without the role
     stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    half: np.ndarray  # (cells,) int8: 0 or 1 of controls, the half that they are in; -1 of other cells
+    # (cells,) int8: 0 or 1 of controls, the half that they are in; -1 of other cells
+    half: np.ndarray
 
     def control_means(self, half: int) -> np.ndarray:
         """(strata, G) float64: mean of the controls of a half."""
-        return _means(self.expression, np.where(self.half == half, self.stratum, -1), self.stratum.max() + 1)
+        return _means(
+            self.expression, np.where(self.half == half, self.stratum, -1), self.stratum.max() + 1
+        )
 
     def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
-        """(U, G) float64: mean over the cells of each unit, (cells,) int64, minus `controls` of their strata.
+        """(U, G) float64: mean over the cells of each unit, (cells,) int64, minus `controls` of
+        their strata.
 
         Cells of unit -1, and without a stratum, take no part; a unit without cells has NaN.
         """
@@ -67,10 +80,13 @@ class Profiles:
 
     def controls_of(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
-        return self.strata_of(unit, n_units) @ np.nan_to_num(controls)  # a stratum without controls has no cells
+        # a stratum without controls has no cells
+        return self.strata_of(unit, n_units) @ np.nan_to_num(controls)
 
     def strata_of(self, unit: np.ndarray, n_units: int) -> np.ndarray:
-        """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without cells."""
+        """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without
+        cells.
+        """
         cells = np.flatnonzero((unit >= 0) & (self.stratum != -1))
         shares = np.zeros((n_units, self.stratum.max() + 1))
         np.add.at(shares, (unit[cells], self.stratum[cells]), 1)
@@ -78,12 +94,21 @@ class Profiles:
 
 
 def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
-    """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset has them."""
+    """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset
+    has them.
+    """
     reader, genes, target = context.reader, context.measured_genes, context.columns.target
     target = np.where(target >= 0, np.searchsorted(genes, target), -1).astype(np.int32)
-    counts = sp.vstack([select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)], format="csr")
+    counts = sp.vstack(
+        [select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)],
+        format="csr",
+    )
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    texts = {role: text_values(context.roles[role]).astype(str) for role in roles if role in context.roles}
+    texts = {
+        role: text_values(context.roles[role]).astype(str)
+        for role in roles
+        if role in context.roles
+    }
     strata = np.zeros(reader.n_obs, np.int64)
     if texts:  # a number for each combination of values; missing values are one value
         strata = pd.DataFrame(texts).groupby([*texts], sort=True).ngroup().to_numpy(np.int64)
@@ -100,7 +125,9 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
         genes=genes,
         depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
         perturbation=np.where(is_control, "", perturbation),
-        dose=text_values(context.roles["dose"]).astype(str) if "dose" in context.roles else np.full(reader.n_obs, ""),
+        dose=text_values(context.roles["dose"]).astype(str)
+        if "dose" in context.roles
+        else np.full(reader.n_obs, ""),
         stratum=np.where(np.isin(strata, few), -1, strata),
         half=half,
     )
@@ -114,32 +141,48 @@ def check_changes(context: Context) -> None:
         raise Skipped("sequences have no expression")
     values = context.roles[IS_CONTROL].dropna()
     if not values.isin([True, False]).all():
-        raise DataError(f"{context.dataset}: obs column {IS_CONTROL!r}: expected True or False, got {values.iloc[0]!r}")
+        raise DataError(
+            f"{context.dataset}: obs column {IS_CONTROL!r}: expected True or False, got {values.iloc[0]!r}"
+        )
 
 
 def controlled_role(context: Context) -> str:
-    """Role whose values are perturbations: as in the table, the condition of a dataset without perturbations."""
+    """Role whose values are perturbations: as in the table, the condition of a dataset without
+    perturbations.
+    """
     return "perturbation" if "perturbation" in context.roles else "condition"
 
 
 def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
-    """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group has NaN."""
+    """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
+    has NaN.
+    """
     cells = np.flatnonzero(group >= 0)
-    member = sp.csr_matrix((np.ones(len(cells)), (group[cells], cells)), shape=(n_groups, expression.shape[0]))
-    return divide((member @ expression).toarray(), np.bincount(group[cells], minlength=n_groups)[:, None])
+    member = sp.csr_matrix(
+        (np.ones(len(cells)), (group[cells], cells)), shape=(n_groups, expression.shape[0])
+    )
+    return divide(
+        (member @ expression).toarray(), np.bincount(group[cells], minlength=n_groups)[:, None]
+    )
 
 
-ALPHAS = np.logspace(-2, 4, 13)  # of the ridge; the one of least leave-one-out error on the training units is taken
+# of the ridge; the one of least leave-one-out error on the training units is taken
+ALPHAS = np.logspace(-2, 4, 13)
 MIN_KNOWN = 3  # training units with features that a linear prediction needs
 Prediction = dict[str, np.ndarray]
 
 
 def of_new_perturbations(
-    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Mapping[str, np.ndarray], neighbors: int
+    changes: np.ndarray,
+    train: np.ndarray,
+    test: np.ndarray,
+    features: Mapping[str, np.ndarray],
+    neighbors: int,
 ) -> Prediction:
     """Changes `(test units, G)` by method, of units whose perturbation no training unit has.
 
-    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the training units.
+    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the
+    training units.
     """
     none = np.zeros((len(test), changes.shape[1]))
     predicted = {"no change": none, "mean": none + changes[train].mean(0)}
@@ -151,10 +194,16 @@ def of_new_perturbations(
             scaler = StandardScaler().fit(values[known])
             given, queries = scaler.transform(values[known]), scaler.transform(values[test[wanted]])
             linear[wanted] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
-            similar = known[np.argsort(-_directions(queries) @ _directions(given).T, axis=1, kind="stable")]
+            similar = known[
+                np.argsort(-_directions(queries) @ _directions(given).T, axis=1, kind="stable")
+            ]
             nearest[wanted] = changes[similar[:, 0]]
             several[wanted] = changes[similar[:, :neighbors]].mean(1)
-        predicted |= {f"{name} + linear": linear, f"{name} + nearest": nearest, f"{name} + kNN": several}
+        predicted |= {
+            f"{name} + linear": linear,
+            f"{name} + nearest": nearest,
+            f"{name} + kNN": several,
+        }
     return predicted
 
 
@@ -163,12 +212,17 @@ def _directions(vectors: np.ndarray) -> np.ndarray:
 
 
 def of_new_contexts(
-    changes: np.ndarray, train: np.ndarray, test: np.ndarray, perturbation: np.ndarray, states: np.ndarray
+    changes: np.ndarray,
+    train: np.ndarray,
+    test: np.ndarray,
+    perturbation: np.ndarray,
+    states: np.ndarray,
 ) -> Prediction:
-    """Changes `(test units, G)` by method, of units of contexts, such as donors, that no training unit has.
+    """Changes `(test units, G)` by method, of units of contexts, such as donors, that no training
+    unit has.
 
-    `perturbation` `(U,)` names each unit's, `states` `(U, G)` are its controls. A perturbation without a training unit
-    gets the mean of the training units.
+    `perturbation` `(U,)` names each unit's, `states` `(U, G)` are its controls. A perturbation
+    without a training unit gets the mean of the training units.
     """
     none = np.zeros((len(test), changes.shape[1]))
     mean = none + changes[train].mean(0)
@@ -189,16 +243,21 @@ def of_new_contexts(
 
 
 MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
-LARGE = 30.0  # expected counts from which the logarithm of the expectation is within 0.02 of the expected one
+# expected counts from which the logarithm of the expectation is within 0.02 of the expected one
+LARGE = 30.0
 
 
 def predicted_changes(
-    context: Context, profiles: Profiles, strata: np.ndarray, names: Sequence[str], genes: Sequence[list[int]]
+    context: Context,
+    profiles: Profiles,
+    strata: np.ndarray,
+    names: Sequence[str],
+    genes: Sequence[list[int]],
 ) -> np.ndarray | None:
     """(U, G) float64: predicted change of each unit; None for a model that predicts no responses.
 
-    `strata` (U, strata) are the share of each stratum in the cells of a unit, `names` and `genes` the perturbation of
-    each unit and the vocabulary rows of its genes.
+    `strata` (U, strata) are the share of each stratum in the cells of a unit, `names` and `genes`
+    the perturbation of each unit and the vocabulary rows of its genes.
     """
     network = context.model.network
     parts = network.objective.leaves().values()
@@ -208,17 +267,25 @@ def predicted_changes(
     device = next(network.parameters()).device
 
     def expression(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
-        """(G,): mean expected expression of control cells under a perturbation, or as they are (None)."""
+        """(G,): mean expected expression of control cells under a perturbation, or as they are
+        (None).
+        """
         with inference(device, context.options.precision):
             vectors = torch.from_numpy(context.vectors[cells]).to(device)
-            log_shares = objective.log_profile(network, vectors, name, [row + len(SPECIAL) for row in rows])
+            log_shares = objective.log_profile(
+                network, vectors, name, [row + len(SPECIAL) for row in rows]
+            )
             in_dataset = log_shares[:, torch.from_numpy(profiles.genes)]
             shares = in_dataset.double().softmax(1).cpu().numpy()
         return expected_log_expression(shares, profiles.depth[cells]).mean(0)
 
     changes = np.zeros((len(names), len(profiles.genes)))
     for stratum in np.flatnonzero(strata.sum(0)).tolist():
-        usable = (profiles.half == 0) & (profiles.stratum == stratum) & np.isfinite(context.vectors).all(1)
+        usable = (
+            (profiles.half == 0)
+            & (profiles.stratum == stratum)
+            & np.isfinite(context.vectors).all(1)
+        )
         cells = np.flatnonzero(usable)[:MOST_CONTROLS]
         before = expression(cells, None, [])
         by_name: dict[str, np.ndarray] = {}  # doses of a perturbation are predicted alike
@@ -231,7 +298,8 @@ def predicted_changes(
 
 
 def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth * share.
+    """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth *
+    share.
 
     Summed over k, because the expectation of a logarithm is not the logarithm of the expectation.
     """
@@ -247,8 +315,10 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
 
 
 RESPONSE = f"{EMBEDDING} + response head"
-CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "  # names of features; PRIOR begins those of files
-# a group counts as unseen if this share of its cells is scored; the others equal training cells or have no known gene
+# names of features; PRIOR begins those of files
+CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "
+# a group counts as unseen if this share of its cells is scored; the others equal training cells or
+# have no known gene
 UNSEEN_FRAC = 0.9
 STRATA = ("batch", "donor")
 Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
@@ -265,25 +335,38 @@ class HeldOut:
     config: PerturbationConfig
     role: str
     profiles: Profiles
-    unit_of_cell: np.ndarray  # (cells,) int64: its unit; -1 for controls, and for units with too few cells
+    # (cells,) int64: its unit; -1 for controls, and for units with too few cells
+    unit_of_cell: np.ndarray
     perturbation: np.ndarray  # (U,) text
     group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
     unseen: np.ndarray  # (U,) bool: of a group that the model saw no cell of
-    trained: np.ndarray  # (U,) bool: of a group with cells that the model was fitted on, not only validated
+    # (U,) bool: of a group with cells that the model was fitted on, not only validated
+    trained: np.ndarray
     left_out: list[str]
 
     @classmethod
-    def of(cls, context: Context, config: PerturbationConfig, role: str, profiles: Profiles | None = None) -> Self:
+    def of(
+        cls,
+        context: Context,
+        config: PerturbationConfig,
+        role: str,
+        profiles: Profiles | None = None,
+    ) -> Self:
         """Units of at least `min_cells` cells; of units that may be tested, of scored cells.
 
-        `profiles` are those of the dataset, if they are known. Raises Skipped where no stratum has enough controls.
+        `profiles` are those of the dataset, if they are known. Raises Skipped where no stratum has
+        enough controls.
         """
         if profiles is None:
-            profiles = read_profiles(context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])]))
+            profiles = read_profiles(
+                context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])])
+            )
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
         perturbation = profiles.perturbation
-        value = perturbation if role == "perturbation" else text_values(context.roles[role]).astype(str)
+        value = (
+            perturbation if role == "perturbation" else text_values(context.roles[role]).astype(str)
+        )
         usable = (perturbation != "") & (profiles.stratum >= 0)
         if role != "perturbation":
             usable &= context.roles[role].notna().to_numpy()
@@ -309,13 +392,17 @@ class HeldOut:
             group=value[first[kept]],
             unseen=unseen[kept],
             trained=trained[kept],
-            left_out=sorted({str(perturbation[first[at]]) for at in np.flatnonzero(has_cells & ~enough)}),
+            left_out=sorted(
+                {str(perturbation[first[at]]) for at in np.flatnonzero(has_cells & ~enough)}
+            ),
         )
 
     def folds(self) -> Iterator[Fold]:
-        """Units to fit on and to test; none where the model saw cells of all groups, or groups are too few.
+        """Units to fit on and to test; none where the model saw cells of all groups, or groups are
+        too few.
 
-        Where the model was fitted on some groups, so are the baselines: not on those that only validated it.
+        Where the model was fitted on some groups, so are the baselines: not on those that only
+        validated it.
         """
         options = self.context.options
         groups, unseen = np.unique(self.group), np.unique(self.group[self.unseen])
@@ -334,12 +421,16 @@ class HeldOut:
                     tested = np.isin(self.group, groups[test])
                     yield repetition, every[~tested], every[tested]
         else:
-            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(every, groups=self.group):
+            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(
+                every, groups=self.group
+            ):
                 yield 0, train, test
 
     @cached_property
     def scored_unit(self) -> np.ndarray:
-        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other cells."""
+        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other
+        cells.
+        """
         return np.where(self.context.scored, self.unit_of_cell, -1)
 
     @cached_property
@@ -360,50 +451,71 @@ class HeldOut:
 
     @cached_property
     def features(self) -> dict[str, np.ndarray]:
-        """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit without a vector.
+        """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
+        without a vector.
 
-        Sources are the model, the correlation of genes over the controls that predictions start from, and the files of
-        `config.priors`. Raises DataError for a file that cannot be used.
+        Sources are the model, the correlation of genes over the controls that predictions start
+        from, and the files of `config.priors`. Raises DataError for a file that cannot be used.
         """
         model = self.context.model
         vectors = gene_vectors(model)
         by_gene = {LOADINGS: loadings_of(model.components)}
-        by_gene |= {name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors}
+        by_gene |= {
+            name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors
+        }
         by_gene[CO_EXPRESSION] = self._co_expression()
         features = {name: _of_units(self.genes, values) for name, values in by_gene.items()}
-        return features | {PRIOR + name: self._prior(Path(path)) for name, path in self.config.priors.items()}
+        return features | {
+            PRIOR + name: self._prior(Path(path)) for name, path in self.config.priors.items()
+        }
 
     def _co_expression(self) -> np.ndarray:
-        """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes not measured."""
+        """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
+        not measured.
+        """
         starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)
         controls = self.profiles.expression[np.flatnonzero(starts)[:PCA_CELLS]]
         spread = expression_statistics(controls)[:, 1]
-        standard = controls @ sp.diags(np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0))
+        standard = controls @ sp.diags(
+            np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
+        )
         measured = loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
         loadings = np.full((self.context.model.vocabulary.n_genes, measured.shape[1]), np.nan)
         loadings[self.profiles.genes] = measured
         return loadings
 
     def _prior(self, path: Path) -> np.ndarray:
-        """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes not measured."""
+        """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes
+        not measured.
+        """
         vocabulary = self.context.model.vocabulary
         parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.perturbation]
         named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
         genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
         vectors = read_vectors(path, [*genes, *named.values()])[len(genes) :].double().numpy()
         row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
-        return _of_units([[row[part] for part in of_unit if part in row] for of_unit in parts], vectors)
+        return _of_units(
+            [[row[part] for part in of_unit if part in row] for of_unit in parts], vectors
+        )
 
     def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
-        """Repetition, test units and their predicted changes by method, `(test units, G)`, of each fold."""
+        """Repetition, test units and their predicted changes by method, `(test units, G)`, of each
+        fold.
+        """
         states = self.profiles.controls_of(self.unit_of_cell, len(self.group), self.start_means)
         shares = np.nan_to_num(self.profiles.strata_of(self.scored_unit, len(self.group)))
-        responses = predicted_changes(self.context, self.profiles, shares, self.perturbation.tolist(), self.genes)
+        responses = predicted_changes(
+            self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
+        )
         for repetition, train, test in folds:
             if self.role == "perturbation":
-                predicted = of_new_perturbations(self.fitted_changes, train, test, self.features, self.config.neighbors)
+                predicted = of_new_perturbations(
+                    self.fitted_changes, train, test, self.features, self.config.neighbors
+                )
             else:
-                predicted = of_new_contexts(self.fitted_changes, train, test, self.perturbation, states)
+                predicted = of_new_contexts(
+                    self.fitted_changes, train, test, self.perturbation, states
+                )
             if responses is not None:
                 predicted[RESPONSE] = responses[test]
             yield repetition, test, predicted
@@ -411,5 +523,8 @@ class HeldOut:
 
 def _of_units(genes: Iterable[list[int]], values: np.ndarray) -> np.ndarray:
     """(U, F): mean of `values` over the rows of each unit's genes; NaN for a unit without any."""
-    rows = [values[of_unit].mean(0) if of_unit else np.full(values.shape[1], np.nan) for of_unit in genes]
+    rows = [
+        values[of_unit].mean(0) if of_unit else np.full(values.shape[1], np.nan)
+        for of_unit in genes
+    ]
     return np.array(rows, np.float64).reshape(-1, values.shape[1])

@@ -1,10 +1,11 @@
 """Tasks that classify cells by label, against baselines (docs/evaluation.md).
 
-All kinds of features get the same splits and classifiers. Everything fitted, scalers and components included, is fitted
-on the training cells of a split or of the model. The number of folds is never lowered, so that runs stay comparable.
+All kinds of features get the same splits and classifiers. Everything fitted, scalers and components
+included, is fitted on the training cells of a split or of the model. The number of folds is never
+lowered, so that runs stay comparable.
 
-A donor or batch that `leave_out` tests is one draw in an interval; a class that only it has counts as wrong for every
-method.
+A donor or batch that `leave_out` tests is one draw in an interval; a class that only it has counts
+as wrong for every method.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,17 +60,29 @@ class Probe(Task):
     config: ProbeConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of every features and classifier; skipped without a label or with fewer than two large classes."""
+        """Scores of every features and classifier; skipped without a label or with fewer than two
+        large classes.
+        """
         options, config = context.options, self.config
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         predictions = Predictions(chosen.labels, config.seeds, halves=halves(context)[chosen.cells])
         splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
-        predict_splits(predictions, features, splits, config.neighbors, context, components=COMPONENTS)
-        columns = [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
-        numbers = chosen.numbers | {"folds": options.folds, "seeds": config.seeds, "neighbors": config.neighbors}
+        predict_splits(
+            predictions, features, splits, config.neighbors, context, components=COMPONENTS
+        )
+        columns = [
+            predictions.column("", metric, metric, words) for metric, words in METRICS.items()
+        ]
+        numbers = chosen.numbers | {
+            "folds": options.folds,
+            "seeds": config.seeds,
+            "neighbors": config.neighbors,
+        }
         confusion = predictions.confusion("", columns[0].best(own=True))
-        return TaskResult.from_columns(columns, numbers, verdicts=judge(columns), confusion=confusion)
+        return TaskResult.from_columns(
+            columns, numbers, verdicts=judge(columns), confusion=confusion
+        )
 
 
 def stratified(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
@@ -90,8 +103,9 @@ def predict_splits(
 ) -> None:
     """Record the predictions of the test cells of each split by every features and classifier.
 
-    With `components`, also those of the largest class, of so many principal components of the training cells, and of
-    the embedding, standardised over the training cells, beside those of the model's.
+    With `components`, also those of the largest class, of so many principal components of the
+    training cells, and of the embedding, standardised over the training cells, beside those of the
+    model's.
     """
     labels, ranked = predictions.labels, RankedGenes(features[ALL_GENES])
     for repetition, train, test in splits:
@@ -116,8 +130,11 @@ def majority(labels: np.ndarray, n: int) -> np.ndarray:
     return np.full(n, classes[sizes.argmax()])
 
 
-def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> dict[str, np.ndarray]:
-    """Principal components fitted on `train`, of all cells, of all genes and, if there are more, of the variable ones.
+def _components(
+    genes: Any, train: np.ndarray, components: int, cache: BaselineCache
+) -> dict[str, np.ndarray]:
+    """Principal components fitted on `train`, of all cells, of all genes and, if there are more, of
+    the variable ones.
 
     None where cells or genes are too few.
     """
@@ -136,8 +153,9 @@ def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineC
 
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Best against best in each metric, then accuracy against each kind of features, by classifier, and of the
-    embedding with principal components against these alone."""
+    """Best against best in each metric, then accuracy against each kind of features, by classifier,
+    and of the embedding with principal components against these alone.
+    """
     verdicts, accuracy = against_best(columns), columns[0]
     for classifier in ("logistic regression", "kNN"):
         by_kind = by_features(name for name in accuracy.scores if f" + {classifier}" in name)
@@ -147,7 +165,9 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
                 verdicts.append(accuracy.compare(own, accuracy.best(False, names)))
     by_kind = by_features(accuracy.scores)
     if WITH_COMPONENTS in by_kind and OF_TRAINING in by_kind:
-        beside, alone = (max(by_kind[kind], key=accuracy.mean) for kind in (WITH_COMPONENTS, OF_TRAINING))
+        beside, alone = (
+            max(by_kind[kind], key=accuracy.mean) for kind in (WITH_COMPONENTS, OF_TRAINING)
+        )
         verdicts.append(accuracy.compare(beside, alone))
     return list(dict.fromkeys(verdicts))
 
@@ -156,7 +176,9 @@ class FewShot(Task):
     config: FewShotConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracy for each number of cells per class; numbers that fewer than two classes have are left out."""
+        """Accuracy for each number of cells per class; numbers that fewer than two classes have are
+        left out.
+        """
         config, fewest = self.config, min(self.config.shots) + FEWEST_TESTED
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
@@ -165,21 +187,32 @@ class FewShot(Task):
         for shots in sorted(config.shots):
             classes = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
             n_classes[str(shots)] = len(classes)
-            left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"  # the largest come first
+            # the largest come first
+            left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"
             if len(classes) > 1:
-                splits = draw_shots(chosen.labels, classes, shots, config.draws, context.options.seed)
+                splits = draw_shots(
+                    chosen.labels, classes, shots, config.draws, context.options.seed
+                )
                 neighbors, condition = min(config.neighbors, shots), f"{shots} per class"
                 predict_splits(predictions, features, splits, neighbors, context, condition)
-        numbers = chosen.numbers | {"draws": config.draws, "n_classes": n_classes, "classes_left_out": left_out}
+        numbers = chosen.numbers | {
+            "draws": config.draws,
+            "n_classes": n_classes,
+            "classes_left_out": left_out,
+        }
         return TaskResult.from_columns(predictions.accuracies(), numbers)
 
 
-def draw_shots(labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int) -> Iterator[Split]:
+def draw_shots(
+    labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int
+) -> Iterator[Split]:
     """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
     for draw in range(draws):
         generator = seeded(seed, (shots << 32) + draw)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
-        train, test = ([cells[part] for cells in drawn] for part in (slice(shots), slice(shots, None)))
+        train, test = (
+            [cells[part] for cells in drawn] for part in (slice(shots), slice(shots, None))
+        )
         yield draw, np.concatenate(train), np.concatenate(test)
 
 
@@ -187,7 +220,9 @@ class LeaveOut(Task):
     config: LeaveOutConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such a role."""
+        """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such
+        a role.
+        """
         roles = [role for role in self.config.roles if role in context.roles]
         if not roles:
             raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
@@ -199,17 +234,26 @@ class LeaveOut(Task):
             groups = context.roles[role].iloc[chosen.cells]
             groups_by_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
             # training cells of one class fit nothing
-            pairs = [s for s in splits_of(groups, self.config.most_folds) if len(np.unique(labels[s[0]])) > 1]
+            pairs = [
+                s
+                for s in splits_of(groups, self.config.most_folds)
+                if len(np.unique(labels[s[0]])) > 1
+            ]
             numbers |= {
                 MANY[role]: int(groups.nunique()),
                 f"{role}_folds": len(pairs),
-                f"classes_of_one_{role}": ", ".join(sorted(groups_by_class.index[groups_by_class < 2])) or "none",
+                f"classes_of_one_{role}": ", ".join(
+                    sorted(groups_by_class.index[groups_by_class < 2])
+                )
+                or "none",
             }
             if not pairs:
                 continue
             predictions = Predictions(labels, len(pairs), halves=ceiling)
             splits = [(at, *pair) for at, pair in enumerate(pairs)]
-            predict_splits(predictions, features, splits, self.config.neighbors, context, components=COMPONENTS)
+            predict_splits(
+                predictions, features, splits, self.config.neighbors, context, components=COMPONENTS
+            )
             for metric, short, words in (("accuracy",) * 3, ("macro_f1", "macro F1", "macro-F1")):
                 named = f"{short}, new {role}", f"{words}, {MANY[role]} not seen"
                 columns.append(replace(predictions.column("", metric, *named), n_units=len(pairs)))
@@ -220,7 +264,9 @@ class LeaveOut(Task):
 
 
 def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Training and test cells of each fold; cells without a group are in none, and one group gives no fold."""
+    """Training and test cells of each fold; cells without a group are in none, and one group gives
+    no fold.
+    """
     known = np.flatnonzero(groups.notna().to_numpy())
     names = text_values(groups.iloc[known]).astype(str)
     if (n := len(np.unique(names))) < 2:

@@ -1,9 +1,11 @@
-"""Task `clustering`: agreement (NMI and ARI) of Leiden clusters of the evaluated cells with their labels.
+"""Task `clustering`: agreement (NMI and ARI) of Leiden clusters of the evaluated cells with their
+labels.
 
-NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the cell's weight, times
-the number of cells (infinitesimal jackknife, Efron 1981); its mean is the measure itself. Intervals of differences are
-over cells, taking the clusters as given, and over seeds (`evaluate.scores`). Leiden is igraph's: modularity with a
-resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233), run until nothing improves.
+NMI and ARI are not means over cells. A cell's score here is the measure plus its derivative by the
+cell's weight, times the number of cells (infinitesimal jackknife, Efron 1981); its mean is the
+measure itself. Intervals of differences are over cells, taking the clusters as given, and over
+seeds (`evaluate.scores`). Leiden is igraph's: modularity with a resolution (Traag, Waltman & van
+Eck 2019, Sci. Rep. 9:5233), run until nothing improves.
 """
 
 import random
@@ -33,7 +35,9 @@ TINY = 1e-12
 
 
 def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's `normalized_mutual_info_score`."""
+    """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's
+    `normalized_mutual_info_score`.
+    """
     joint, a, b = _sizes(classes, clusters)
     n = len(classes)
     # derivatives by the weight of a cell, times n: -log p - H, and so on
@@ -43,16 +47,21 @@ def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     if whole < TINY:  # one class and one cluster
         return np.ones(n)
     nmi = 2 * shared / whole
-    slope = 2 * (information - shared) / whole - nmi * (-np.log(a / n) - np.log(b / n) - whole) / whole
+    slope = (
+        2 * (information - shared) / whole - nmi * (-np.log(a / n) - np.log(b / n) - whole) / whole
+    )
     return nmi + slope
 
 
 def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert & Arabie 1985)."""
+    """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert &
+    Arabie 1985).
+    """
     joint, a, b = _sizes(classes, clusters)
     n = len(classes)
     pairs = n * (n - 1) / 2
-    # pairs of cells that are together: in both, by class, by cluster; the sum over cells of sizes is that of squares
+    # pairs of cells that are together: in both, by class, by cluster; the sum over cells of sizes
+    # is that of squares
     both, same_a, same_b = ((sizes.sum() - n) / 2 for sizes in (joint, a, b))
     expected, largest = same_a * same_b / pairs, (same_a + same_b) / 2
     if largest - expected < TINY * pairs:  # all cells together, or each alone, in both
@@ -65,7 +74,9 @@ def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
 
 
 def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each cell: cells that share both its class and its cluster, its class, its cluster; float64 `(cells,)`."""
+    """Of each cell: cells that share both its class and its cluster, its class, its cluster;
+    float64 `(cells,)`.
+    """
     _, a = np.unique(classes, return_inverse=True)
     _, b = np.unique(clusters, return_inverse=True)
     table = np.zeros((a.max() + 1, b.max() + 1))
@@ -77,22 +88,36 @@ class Clustering(Task):
     config: ClusteringConfig
 
     def run(self, context: Context) -> TaskResult:
-        """NMI and ARI at the best and at the fixed resolution; skipped without two labels of enough cells."""
+        """NMI and ARI at the best and at the fixed resolution; skipped without two labels of enough
+        cells.
+        """
         igraph = optional_package("igraph", "cluster", "task clustering")
         config = self.config
-        chosen = labelled_cells(context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells")
+        chosen = labelled_cells(
+            context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells"
+        )
         counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
         features = features_of_counts(context, counts, context.vectors[chosen.cells])
         genes, own = features.pop(ALL_GENES), f"PCA{COMPONENTS} of the scored cells"
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
-        features |= {own: own_components(genes), f"{own}, scaled genes": own_components(scaled), ALL_GENES: genes}
+        features |= {
+            own: own_components(genes),
+            f"{own}, scaled genes": own_components(scaled),
+            ALL_GENES: genes,
+        }
         features = with_external(features, context, chosen.cells)
-        found = {kind: self.cluster(kind, values, labels, context, igraph) for kind, values in features.items()}
+        found = {
+            kind: self.cluster(kind, values, labels, context, igraph)
+            for kind, values in features.items()
+        }
         columns = []
         for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
             for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
                 both = {kind: clusters[number] for kind, (_, clusters) in found.items()}
-                scores = {kind: np.stack([score(labels, one) for one in seeds]) for kind, seeds in both.items()}
+                scores = {
+                    kind: np.stack([score(labels, one) for one in seeds])
+                    for kind, seeds in both.items()
+                }
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
         rows = table_rows(columns)
         for row in rows:
@@ -101,8 +126,11 @@ class Clustering(Task):
                 row[key] = float(np.mean([len(np.unique(of_seed)) for of_seed in clusters]))
         numbers = chosen.numbers | {"neighbors": config.neighbors, "seeds": config.seeds}
         others = [name for name in columns[0].scores if kind_of(name) == "baseline"]
-        # against the best baseline in each column, then against every one by ARI at the best resolution
-        verdicts = dict.fromkeys([*against_best(columns), *(columns[0].compare(EMBEDDING, name) for name in others)])
+        # against the best baseline in each column, then against every one by ARI at the best
+        # resolution
+        verdicts = dict.fromkeys(
+            [*against_best(columns), *(columns[0].compare(EMBEDDING, name) for name in others)]
+        )
         return TaskResult.from_columns(columns, numbers, rows=rows, verdicts=[*verdicts])
 
     def cluster(
@@ -114,10 +142,15 @@ class Clustering(Task):
         def clusters() -> np.ndarray:
             edges = jaccard_weights(NeighborGraph.of(features, config.neighbors))
             found = {
-                resolution: np.stack(leiden(igraph, edges, resolution, range(seed, seed + config.seeds)))
+                resolution: np.stack(
+                    leiden(igraph, edges, resolution, range(seed, seed + config.seeds))
+                )
                 for resolution in dict.fromkeys([*config.resolutions, config.resolution])
             }
-            ari = {key: np.mean([ari_scores(labels, one) for one in found[key]]) for key in config.resolutions}
+            ari = {
+                key: np.mean([ari_scores(labels, one) for one in found[key]])
+                for key in config.resolutions
+            }
             best = max(config.resolutions, key=ari.__getitem__)
             head = np.full((1, len(labels)), config.resolutions.index(best))
             return np.concatenate([head, found[best], found[config.resolution]]).astype(np.int16)
@@ -125,16 +158,30 @@ class Clustering(Task):
         if kind in OF_THE_MODEL:
             found = clusters()
         else:
-            about = f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
+            about = (
+                f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
+            )
             found = context.baselines.features(about, features, clusters)
-        return config.resolutions[found[0, 0]], (found[1 : 1 + config.seeds], found[1 + config.seeds :])
+        return config.resolutions[found[0, 0]], (
+            found[1 : 1 + config.seeds],
+            found[1 + config.seeds :],
+        )
 
 
-def leiden(igraph: Any, edges: sp.coo_matrix, resolution: float, seeds: Iterable[int]) -> list[np.ndarray]:
-    """Cluster of each cell, int64 `(cells,)`, for each seed; `edges` are an upper triangle, of weights above 0."""
+def leiden(
+    igraph: Any, edges: sp.coo_matrix, resolution: float, seeds: Iterable[int]
+) -> list[np.ndarray]:
+    """Cluster of each cell, int64 `(cells,)`, for each seed; `edges` are an upper triangle, of
+    weights above 0.
+    """
     pairs, found = np.stack([edges.row, edges.col], axis=1), []
     graph = igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
-    options = {"objective_function": "modularity", "weights": "weight", "resolution": resolution, "n_iterations": -1}
+    options = {
+        "objective_function": "modularity",
+        "weights": "weight",
+        "resolution": resolution,
+        "n_iterations": -1,
+    }
     try:
         for seed in seeds:
             igraph.set_random_number_generator(random.Random(seed))

@@ -1,9 +1,11 @@
-"""Tasks `low_depth` and `missing_genes`: classifiers of labels on cells that lost counts or genes (docs/evaluation.md).
+"""Tasks `low_depth` and `missing_genes`: classifiers of labels on cells that lost counts or genes
+(docs/evaluation.md).
 
-Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of all levels. Whoever
-has new cells of a panel or a shallow protocol knows the panel and the depth, so a PCA can be fitted for them: its
-components are those of the model's training cells with the same genes or the same share of counts. Rows "of the panel"
-read the labelled whole cells over its genes, for the model as for the baselines.
+Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of
+all levels. Whoever has new cells of a panel or a shallow protocol knows the panel and the depth, so
+a PCA can be fitted for them: its components are those of the model's training cells with the same
+genes or the same share of counts. Rows "of the panel" read the labelled whole cells over its genes,
+for the model as for the baselines.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +32,16 @@ from cellmill.evaluate.features import (
     small_problems,
 )
 from cellmill.evaluate.scores import EMBEDDING, MAJORITY, Predictions, seeded
-from cellmill.evaluate.task import COMPONENTS, PCA_CELLS, Context, Skipped, Task, TaskResult, pca, read_training_counts
+from cellmill.evaluate.task import (
+    COMPONENTS,
+    PCA_CELLS,
+    Context,
+    Skipped,
+    Task,
+    TaskResult,
+    pca,
+    read_training_counts,
+)
 from cellmill.evaluate.tasks.classify import Split, majority, stratified
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
@@ -52,11 +63,15 @@ Classes = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class LevelFeatures:
-    """Features of all cells as one level needs them: with nothing lost, and with what each level loses."""
+    """Features of all cells as one level needs them: with nothing lost, and with what each level
+    loses.
+    """
 
     by_level: dict[str, dict[str, Any]]  # the level, WHOLE and perhaps other levels
     knows_panel: bool
-    """Whole cells are restricted to the genes of the level, so matched and shifted classifiers are the same."""
+    """Whole cells are restricted to the genes of the level, so matched and shifted classifiers are
+    the same.
+    """
 
 
 Project = Callable[[sp.csr_matrix], np.ndarray]
@@ -112,24 +127,36 @@ class Degraded(Task):
     def levels(self) -> dict[str, Degrade]:
         """What cells lose, by name."""
         if isinstance(self.config, LowDepthConfig):
-            return {self.config.level(frac): partial(thin, frac) for frac in self.config.count_fracs}
+            return {
+                self.config.level(frac): partial(thin, frac) for frac in self.config.count_fracs
+            }
         return {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
 
     def run(self, context: Context) -> TaskResult:
-        """A row for each features and classifier; columns for whole cells, and for each level and way of training."""
+        """A row for each features and classifier; columns for whole cells, and for each level and
+        way of training.
+        """
         config = self.config
         options = context.options
         levels = self.levels()
         if context.reader.ordered:
-            kind = "ranks have no counts" if context.reader.ranked else "sequences have no counts or genes"
+            kind = (
+                "ranks have no counts"
+                if context.reader.ranked
+                else "sequences have no counts or genes"
+            )
             raise Skipped(f"{kind} to lose")
         chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
         whole = read_rows(context.reader, chosen.cells)
-        predictions = Predictions(chosen.labels, config.repeats, halves=halves(context)[chosen.cells])
+        predictions = Predictions(
+            chosen.labels, config.repeats, halves=halves(context)[chosen.cells]
+        )
         training = TrainingCounts.of(context)
         for repeat in range(config.repeats):
             generator = seeded(options.seed, 1000 + repeat)
-            counts = {WHOLE: whole} | {level: degrade(whole, generator) for level, degrade in levels.items()}
+            counts = {WHOLE: whole} | {
+                level: degrade(whole, generator) for level, degrade in levels.items()
+            }
             cells = {level: features_of_counts(context, values) for level, values in counts.items()}
             fitted_to: dict[str, LevelFeatures] = {}
             if training is not None:
@@ -151,7 +178,9 @@ class Degraded(Task):
                     predictions.record(column, repeat, test, classes | largest)
         numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{list(levels)[-1]}, {SHIFTED}"
-        return TaskResult.from_columns(predictions.accuracies(), chosen.numbers | numbers, metric=metric)
+        return TaskResult.from_columns(
+            predictions.accuracies(), chosen.numbers | numbers, metric=metric
+        )
 
     def _fitted_to(
         self,
@@ -161,7 +190,9 @@ class Degraded(Task):
         training: TrainingCounts,
         generator: np.random.Generator,
     ) -> LevelFeatures:
-        """Features that are made for the genes or the depth of `level`: of baselines and, for a panel, of the model."""
+        """Features that are made for the genes or the depth of `level`: of baselines and, for a
+        panel, of the model.
+        """
         if isinstance(self.config, MissingGenesConfig):
             of_panel = {
                 EMBEDDING_OF_PANEL: cells[level][EMBEDDING],
@@ -170,7 +201,9 @@ class Degraded(Task):
             }
             return LevelFeatures({level: of_panel}, knows_panel=True)
         components = training.thinned(self.levels()[level], generator)
-        return LevelFeatures({name: {OF_THINNED: components(values)} for name, values in counts.items()}, False)
+        return LevelFeatures(
+            {name: {OF_THINNED: components(values)} for name, values in counts.items()}, False
+        )
 
     def _predicted(
         self, context: Context, cells: Mapping[str, Features], labels: np.ndarray, split: Split
@@ -179,17 +212,29 @@ class Degraded(Task):
         neighbors = self.config.neighbors
         _, train, test = split
         seen = {level: rows_of(features, train) for level, features in cells.items()}
-        fitted = {level: fit_all(features, labels[train], neighbors, context) for level, features in seen.items()}
-        on_all = fit_all(together(seen.values()), np.tile(labels[train], len(cells)), neighbors, context)
+        fitted = {
+            level: fit_all(features, labels[train], neighbors, context)
+            for level, features in seen.items()
+        }
+        on_all = fit_all(
+            together(seen.values()), np.tile(labels[train], len(cells)), neighbors, context
+        )
         predicted = {WHOLE: predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test))}
         for level in [*cells][1:]:
             tested = rows_of(cells[level], test)
             ways = {MATCHED: fitted[level], SHIFTED: fitted[WHOLE], ALL_LEVELS: on_all}
-            predicted |= {f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()}
+            predicted |= {
+                f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()
+            }
         return predicted
 
     def _predicted_with(
-        self, context: Context, level: str, features: LevelFeatures, labels: np.ndarray, split: Split
+        self,
+        context: Context,
+        level: str,
+        features: LevelFeatures,
+        labels: np.ndarray,
+        split: Split,
     ) -> dict[str, Classes]:
         """Classes of the test cells by way of training, from features that are made for `level`."""
         neighbors = self.config.neighbors
@@ -200,7 +245,9 @@ class Degraded(Task):
         if features.knows_panel:
             return dict.fromkeys(WAYS, matched)
         shifted = predict_all(fit_all(seen[WHOLE], labels[train], neighbors, context), tested)
-        on_all = fit_all(together(seen.values()), np.tile(labels[train], len(seen)), neighbors, context)
+        on_all = fit_all(
+            together(seen.values()), np.tile(labels[train], len(seen)), neighbors, context
+        )
         return {MATCHED: matched, SHIFTED: shifted, ALL_LEVELS: predict_all(on_all, tested)}
 
 

@@ -1,8 +1,10 @@
-"""Tasks on the vectors of genes, `gene_embedding` and `grn` (docs/evaluation.md), and what they read and score.
+"""Tasks on the vectors of genes, `gene_embedding` and `grn` (docs/evaluation.md), and what they
+read and score.
 
-`gene_embedding`: the genes of the folds are those of all sets plus a draw of others that training cells express:
-otherwise a set could be recognised just because the model never saw the other genes. `grn`: vectors are centred over
-all genes, because what all vectors share says nothing about a pair; a factor is one draw in the interval.
+`gene_embedding`: the genes of the folds are those of all sets plus a draw of others that training
+cells express: otherwise a set could be recognised just because the model never saw the other genes.
+`grn`: vectors are centred over all genes, because what all vectors share says nothing about a pair;
+a factor is one draw in the interval.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +26,15 @@ from cellmill.data.genes.names import rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, seeded, table_rows
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, PrincipalComponents, Skipped, Task, TaskResult
+from cellmill.evaluate.task import (
+    COMPONENTS,
+    Context,
+    EvaluatedModel,
+    PrincipalComponents,
+    Skipped,
+    Task,
+    TaskResult,
+)
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
@@ -32,7 +42,9 @@ OF_GENES, LOADINGS, RANDOM = f"{EMBEDDING} of genes", f"PCA{COMPONENTS} of genes
 
 
 class GeneTask(Task):
-    """Task on the vectors of genes: it reads no cells of a dataset, so its result is computed once for all of them."""
+    """Task on the vectors of genes: it reads no cells of a dataset, so its result is computed once
+    for all of them.
+    """
 
     keeps_result = True
     _known: TaskResult | None = None
@@ -48,14 +60,20 @@ class GeneTask(Task):
             self._known = self.judge(context, vectors, model.training_profiles())
         return self._known
 
-    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
-        """Scores of `vectors` (genes, width) by name; `profiles` (cells, genes) are log-normalised training cells."""
+    def judge(
+        self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix
+    ) -> TaskResult:
+        """Scores of `vectors` (genes, width) by name; `profiles` (cells, genes) are log-normalised
+        training cells.
+        """
         raise NotImplementedError
 
 
 def gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
-    """Vectors of the vocabulary's genes by name, (genes, width): in the model's input and decoder, in the same of the
-    untrained model, and random ones of the first's width. Empty for a model without any."""
+    """Vectors of the vocabulary's genes by name, (genes, width): in the model's input and decoder,
+    in the same of the untrained model, and random ones of the first's width. Empty for a model
+    without any.
+    """
     own = _tables(model.network)
     if not own:
         return {}
@@ -71,7 +89,8 @@ def _tables(network: Model) -> dict[str, np.ndarray]:
         given = getattr(network, "gene_vectors", None)
         tables[OF_GENES] = table if given is None else table + given.project(given.table.weight)
     for name in sorted(network.objective.gene_rows):
-        if name in parameters and parameters[name].ndim == 2 and parameters[name].shape[1] > 1:  # not a bias
+        # not a bias
+        if name in parameters and parameters[name].ndim == 2 and parameters[name].shape[1] > 1:
             tables[f"{OF_GENES}, {name.removesuffix('.weight')}"] = parameters[name]
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
@@ -82,7 +101,9 @@ def loadings_of(components: PrincipalComponents) -> np.ndarray:
 
 
 def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
-    """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles (cells, genes)."""
+    """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
+    (cells, genes).
+    """
     n, dense = profiles.shape[0], profiles.astype(np.float64)
     mean = np.asarray(dense.mean(axis=0)).ravel()
     square = np.asarray(dense.multiply(dense).mean(axis=0)).ravel()
@@ -107,7 +128,9 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
 
 
 def read_edges(path: Path) -> list[tuple[str, str]]:
-    """Transcription factors and targets as written, each pair once. Raises DataError naming the malformed line."""
+    """Transcription factors and targets as written, each pair once. Raises DataError naming the
+    malformed line.
+    """
     edges: dict[tuple[str, str], None] = {}
     for number, fields in _lines(path):
         if len(fields) < 2 or not fields[0] or not fields[1]:
@@ -120,7 +143,9 @@ def read_edges(path: Path) -> list[tuple[str, str]]:
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """Number and fields of each line that is neither empty nor a comment (#). Raises DataError if there is none."""
+    """Number and fields of each line that is neither empty nor a comment (#). Raises DataError if
+    there is none.
+    """
     require_file(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -137,14 +162,18 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def auroc(member: np.ndarray, scores: np.ndarray) -> float:
-    """Share of pairs of a member and another in which the member has the higher score; ties count half."""
+    """Share of pairs of a member and another in which the member has the higher score; ties count
+    half.
+    """
     return float(placements(member, scores)[member].mean())
 
 
 def placements(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """(n,) float64: of a member the share of others with a lower score, of another that of members with a higher one.
+    """(n,) float64: of a member the share of others with a lower score, of another that of members
+    with a higher one.
 
-    Means over the members and over the others are both the AUROC (DeLong et al. 1988, Biometrics 44:837).
+    Means over the members and over the others are both the AUROC (DeLong et al. 1988, Biometrics
+    44:837).
     """
     n_members = int(member.sum())
     n_others = len(member) - n_members
@@ -179,11 +208,15 @@ SETS, FACTORS = "gene sets", "transcription factors"
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
-    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
+    def judge(
+        self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix
+    ) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config, fewest = self.config, max(self.config.min_genes, context.options.folds)
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
-        features = vectors | {"mean, spread and detection of genes": expression_statistics(profiles)}
+        features = vectors | {
+            "mean, spread and detection of genes": expression_statistics(profiles)
+        }
         members: dict[str, dict[str, np.ndarray]] = {}
         numbers: dict[str, Any] = {"genes": int(expressed.sum())}
         if config.gene_sets is not None:
@@ -219,31 +252,47 @@ class GeneEmbedding(GeneTask):
         sets: Mapping[str, np.ndarray],
         expressed: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a repetition lacks."""
+        """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
+        repetition lacks.
+        """
         config, options = self.config, context.options
         listed = np.unique(np.concatenate([*sets.values()]))
         rest = np.setdiff1d(np.flatnonzero(expressed), listed)
-        terms = {name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features}
+        terms = {
+            name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features
+        }
         for repetition in range(config.seeds):
             others = seeded(options.seed + repetition, 7).permutation(rest)[: config.max_others]
             genes = np.sort(np.concatenate([listed, others]))
-            splitter = StratifiedKFold(options.folds, shuffle=True, random_state=options.seed + repetition)
+            splitter = StratifiedKFold(
+                options.folds, shuffle=True, random_state=options.seed + repetition
+            )
             for number, rows in enumerate(sets.values()):
                 member = np.isin(genes, rows)
                 for train, test in splitter.split(genes, member):
                     for name, values in features.items():
-                        linear = LogisticRegression(solver="newton-cholesky", max_iter=1000, class_weight="balanced")
-                        fitted = make_pipeline(StandardScaler(), linear).fit(values[genes[train]], member[train])
+                        linear = LogisticRegression(
+                            solver="newton-cholesky", max_iter=1000, class_weight="balanced"
+                        )
+                        fitted = make_pipeline(StandardScaler(), linear).fit(
+                            values[genes[train]], member[train]
+                        )
                         scores = fitted.decision_function(values[genes[test]])
-                        terms[name][number, repetition, genes[test]] = auroc_terms(member[test], scores)
+                        terms[name][number, repetition, genes[test]] = auroc_terms(
+                            member[test], scores
+                        )
         return terms
 
 
 def _members(
     context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints the coverage."""
-    rows = rows_of_names({name for genes in sets.values() for name in genes}, context.model.vocabulary)
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints
+    the coverage.
+    """
+    rows = rows_of_names(
+        {name for genes in sets.values() for name in genes}, context.model.vocabulary
+    )
     n_known = sum(row >= 0 for row in rows.values())
     if not n_known:
         raise DataError(
@@ -252,7 +301,9 @@ def _members(
         )
     n_genes, kept = int(expressed.sum()), {}
     for name, genes in sets.items():
-        usable = np.unique([row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]).astype(np.int64)
+        usable = np.unique(
+            [row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]
+        ).astype(np.int64)
         if fewest <= len(usable) <= n_genes - fewest:
             kept[name] = usable
     left_out = ", ".join(sorted(set(sets) - set(kept)))
@@ -263,7 +314,12 @@ def _members(
         flush=True,
     )
     sizes = {name: len(usable) for name, usable in kept.items()}
-    numbers = {"named_genes": len(rows), "known_genes": n_known, "sets": len(kept), "genes_of_sets": sizes}
+    numbers = {
+        "named_genes": len(rows),
+        "known_genes": n_known,
+        "sets": len(kept),
+        "genes_of_sets": sizes,
+    }
     return kept, numbers | {"left_out": left_out or "none"}
 
 
@@ -273,8 +329,12 @@ DRAWS = 20  # random rankings
 class Grn(GeneTask):
     config: GrnConfig
 
-    def judge(self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix) -> TaskResult:
-        """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes of the model."""
+    def judge(
+        self, context: Context, vectors: dict[str, np.ndarray], profiles: sp.csr_matrix
+    ) -> TaskResult:
+        """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
+        of the model.
+        """
         config, path, vocabulary = self.config, Path(self.config.edges), context.model.vocabulary
         edges = read_edges(path)
         known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
@@ -296,7 +356,9 @@ class Grn(GeneTask):
         if left_out := ", ".join(sorted(vocabulary.symbols[row] for row in few)):
             print(f"{context.dataset}: grn: left out: {left_out}", flush=True)
         if not len(factors):
-            raise DataError(f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges")
+            raise DataError(
+                f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges"
+            )
         similarities = {}
         for name, values in vectors.items():
             centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
@@ -305,7 +367,9 @@ class Grn(GeneTask):
         del similarities[RANDOM]  # rankings, several of them, are drawn below
         ends = [profiles[:, genes].toarray() for genes in (factors, targets)]
         similarities["co-expression, Pearson"] = correlations(*ends)
-        similarities["co-expression, Spearman"] = correlations(*(rankdata(values, axis=0) for values in ends))
+        similarities["co-expression, Spearman"] = correlations(
+            *(rankdata(values, axis=0) for values in ends)
+        )
         if config.absolute:
             similarities = {name: np.abs(values) for name, values in similarities.items()}
         candidate = factors[:, None] != targets
@@ -330,8 +394,12 @@ def _ranked(
     `edge` and `candidate` are (factors, targets) bool, as are the pairs of `similarities`.
     """
 
-    def scored(function: Callable[[np.ndarray, np.ndarray], float], values: np.ndarray) -> tuple[np.ndarray, float]:
-        by_factor = [function(row[pair], own[pair]) for row, pair, own in zip(edge, candidate, values)]
+    def scored(
+        function: Callable[[np.ndarray, np.ndarray], float], values: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        by_factor = [
+            function(row[pair], own[pair]) for row, pair, own in zip(edge, candidate, values)
+        ]
         return np.array([by_factor]), function(edge[candidate], values[candidate])
 
     columns = []
@@ -348,16 +416,23 @@ def _ranked(
     return columns, pooled
 
 
-def known_edges(edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray) -> np.ndarray:
-    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,) bool, each once."""
+def known_edges(
+    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
+) -> np.ndarray:
+    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
+    bool, each once.
+    """
     rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
     pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
     found = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1]) & usable[pairs].all(1)
     return np.unique(pairs[found], axis=0)
 
 
-def network_of(pairs: np.ndarray, min_targets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and factors left out.
+def network_of(
+    pairs: np.ndarray, min_targets: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and
+    factors left out.
 
     These have too few targets, or no gene that is not a target.
     """
@@ -371,7 +446,9 @@ def network_of(pairs: np.ndarray, min_targets: int) -> tuple[np.ndarray, np.ndar
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n); 0 for constant ones."""
+    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n); 0 for
+    constant ones.
+    """
     standard = []
     for values in (first, second):
         centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)

@@ -1,12 +1,14 @@
 """Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
 
-A hidden gene is treated as one that was not measured: its counts are removed before anything is computed from a cell,
-and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as a zero. Scores are computed within one
-fold, so that differences between folds do not count as correlation.
+A hidden gene is treated as one that was not measured: its counts are removed before anything is
+computed from a cell, and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as
+a zero. Scores are computed within one fold, so that differences between folds do not count as
+correlation.
 
-The model's decoder was fitted on the training cells, with the hidden genes as targets. So are the regressions that it
-is compared with: on the same cells, the same visible genes and the same targets. Regressions fitted on folds of the
-scored cells see other cells, mostly fewer; they are rows of their own, in no verdict against the model.
+The model's decoder was fitted on the training cells, with the hidden genes as targets. So are the
+regressions that it is compared with: on the same cells, the same visible genes and the same
+targets. Regressions fitted on folds of the scored cells see other cells, mostly fewer; they are
+rows of their own, in no verdict against the model.
 
 Legend: C cells, F columns of the file, V genes of the vocabulary, M measured genes, G hidden genes, H hidden width.
 """
@@ -45,7 +47,15 @@ from cellmill.evaluate.scores import (
     draw_cells,
     seeded,
 )
-from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult, pca, read_training_counts
+from cellmill.evaluate.task import (
+    COMPONENTS,
+    Context,
+    Skipped,
+    Task,
+    TaskResult,
+    pca,
+    read_training_counts,
+)
 from cellmill.evaluate.tasks.changes import ALPHAS, expected_log_expression
 from cellmill.evaluate.tasks.classify import Split, splits_of
 from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
@@ -63,7 +73,8 @@ class HiddenGenes:
     context: Context
     counts: sp.csr_matrix  # (C, F)
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
-    known: GeneColumns | None = None  # genes of the columns of `counts`; None: they are the dataset's
+    # genes of the columns of `counts`; None: they are the dataset's
+    known: GeneColumns | None = None
 
     @property
     def columns(self) -> GeneColumns:
@@ -80,14 +91,17 @@ class HiddenGenes:
         return log_normalise(self.of_vocabulary(self.visible))
 
     def expression(self) -> np.ndarray:
-        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the model's genes."""
+        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the
+        model's genes.
+        """
         return np.asarray(log_normalise(self.of_vocabulary(self.counts))[:, self.genes].toarray())
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         model = self.context.model
         for batch in tokens_of([self.visible], self.columns, model.vocabulary, model.tokens):
-            yield _keep(batch, ~np.isin(batch.genes, self.genes + len(SPECIAL)))  # of zeros, hidden genes have tokens
+            # of zeros, hidden genes have tokens
+            yield _keep(batch, ~np.isin(batch.genes, self.genes + len(SPECIAL)))
 
     def embedded(self, network: Model) -> np.ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for one without any."""
@@ -103,18 +117,27 @@ def _keep(batch: Batch, kept: np.ndarray) -> Batch:
     ends = np.concatenate([[0], np.cumsum(kept)])[batch.cu_seqlens].astype(np.int32)
     filled = np.diff(ends) > 0
     chosen = {"token": kept, "cell": filled}
-    return batch.map(lambda per, array: array[chosen[per.axis]], cu_seqlens=ends[np.concatenate([[True], filled])])
+    return batch.map(
+        lambda per, array: array[chosen[per.axis]],
+        cu_seqlens=ends[np.concatenate([[True], filled])],
+    )
 
 
 CELLS, QUERIED_CELLS = 256, 32  # decoded at once, by a profile or by queries
-WANTED = 64  # hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+# hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+WANTED = 64
 WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
 
 
 def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
-    """(C, G) float32: predicted log(1 + counts per 10,000) from vectors (C, H); None of a model that predicts none."""
+    """(C, G) float32: predicted log(1 + counts per 10,000) from vectors (C, H); None of a model
+    that predicts none.
+    """
     network = hidden.context.model.network
-    device, tokens = next(network.parameters()).device, torch.from_numpy(hidden.genes + len(SPECIAL))
+    device, tokens = (
+        next(network.parameters()).device,
+        torch.from_numpy(hidden.genes + len(SPECIAL)),
+    )
     with inference(device, hidden.context.options.precision):
         for part in network.objective.leaves().values():
             if isinstance(part, CellDecoding):
@@ -123,28 +146,42 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
                 measured = torch.from_numpy(known + len(SPECIAL)).to(device)
                 for first in range(0, len(vectors), CELLS):
                     given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
-                    logits = token_logits(network.decoder(given), network.profile_genes.weight, network.profile_bias)  # type: ignore[operator,union-attr,arg-type]
+                    logits = token_logits(
+                        network.decoder(given), network.profile_genes.weight, network.profile_bias
+                    )  # type: ignore[operator,union-attr,arg-type]
                     shares = logits[:, measured].double().softmax(1).cpu().numpy()[:, columns]
-                    found.append(expression_of_shares(shares, visible[first : first + CELLS], part.predicts_log_counts))
+                    found.append(
+                        expression_of_shares(
+                            shares, visible[first : first + CELLS], part.predicts_log_counts
+                        )
+                    )
                 return np.concatenate(found).astype(np.float32)
             if isinstance(part, QueryDecoding):
                 genes, found = tokens.to(device), []
                 for given in torch.from_numpy(vectors).split(QUERIED_CELLS):
                     cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
-                    answers = part.answers_of(network, given.to(device), cell, genes.repeat(len(given)))
+                    answers = part.answers_of(
+                        network, given.to(device), cell, genes.repeat(len(given))
+                    )
                     found.append(answers.view(len(given), len(genes)).cpu().numpy())
                 return np.maximum(np.concatenate(found), 0)
         objective = network.objective  # alone: a sum may draw a view
         if not isinstance(objective, MaskedValue) or objective.tokens.value_kind != "scalar":
             return None
         values = np.zeros((hidden.counts.shape[0], len(hidden.genes)), np.float32)
-        for batch in (part for block in hidden.tokens() for part in split_batch(block, WANTED_TOKENS)):
+        for batch in (
+            part for block in hidden.tokens() for part in split_batch(block, WANTED_TOKENS)
+        ):
             tensors = to_tensors(batch, device)
             for first in range(0, len(tokens), WANTED):
                 wanted = tokens[first : first + WANTED].to(device)
                 prepared = _with_masked(network, tensors, wanted)
                 states = network.head(network.states(prepared)[prepared.targets])  # type: ignore[operator]
-                predicted = objective.predict(network, states, prepared).float().view(len(batch.cells), len(wanted))
+                predicted = (
+                    objective.predict(network, states, prepared)
+                    .float()
+                    .view(len(batch.cells), len(wanted))
+                )
                 values[batch.cells, first : first + WANTED] = predicted.cpu().numpy()
         return np.maximum(values, 0)
 
@@ -152,14 +189,16 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
 def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
     """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes, of Poisson counts.
 
-    `shares`, (C, G), are their shares in the cell's counts, or if `is_log` in the sum of its log(1 + count); `visible`,
-    (C, V), are counts of the other genes, which have the rest. The logarithm of an expectation would be far larger.
+    `shares`, (C, G), are their shares in the cell's counts, or if `is_log` in the sum of its log(1
+    + count); `visible`, (C, V), are counts of the other genes, which have the rest. The logarithm
+    of an expectation would be far larger.
     """
     rest = np.maximum(1 - shares.sum(1), 1e-9)
     depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
     if is_log:
         log_depth = np.asarray(visible.astype(np.float64).log1p().sum(axis=1)).ravel()
-        # the mean of counts whose expected logarithm is known; with this depth, counts per 10,000 are counts
+        # the mean of counts whose expected logarithm is known; with this depth, counts per 10,000
+        # are counts
         means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
         logs = expected_log_expression(means[None] / TARGET_SUM, np.full(1, TARGET_SUM))[0]
         counts = np.interp(shares * (log_depth / rest)[:, None], logs, means)
@@ -170,7 +209,9 @@ def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: boo
 
 
 def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBatch:
-    """The cells with the genes `wanted`, token ids that none has, behind their own tokens; their values are hidden."""
+    """The cells with the genes `wanted`, token ids that none has, behind their own tokens; their
+    values are hidden.
+    """
     more = with_extra_tokens(batch, 0, len(wanted), PAD_TOKEN)
     ends = more.cu_seqlens[1:, None].long()
     index = (ends - len(wanted) + torch.arange(len(wanted), device=ends.device)).flatten()
@@ -179,7 +220,11 @@ def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBa
     hidden = torch.isin(view.genes, wanted)
     targets = hidden.nonzero().flatten()
     return MaskedBatch.prepared(
-        view, value_hidden=hidden, targets=targets, answers=view.values[targets], n_targets=torch.tensor(len(targets))
+        view,
+        value_hidden=hidden,
+        targets=targets,
+        answers=view.values[targets],
+        n_targets=torch.tensor(len(targets)),
     )
 
 
@@ -209,12 +254,16 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     x, y = first - first.mean(0), second - second.mean(0)
     lengths = np.linalg.norm(x, axis=0), np.linalg.norm(y, axis=0)
     # columns of equal numbers have sums of rounding errors
-    varies = (lengths[0] > 1e-9 * np.abs(first).max(0)) & (lengths[1] > 1e-9 * np.abs(second).max(0))
+    varies = (lengths[0] > 1e-9 * np.abs(first).max(0)) & (
+        lengths[1] > 1e-9 * np.abs(second).max(0)
+    )
     return divide((x * y).sum(0), np.where(varies, lengths[0] * lengths[1], 0))
 
 
-MAX_CELLS = 2_000  # scored cells used at most: they are embedded again, and every gene is predicted in each fold
-MAX_FITTED = 20_000  # training cells used at most; shards are shuffled, so the first ones are a random sample
+# scored cells used at most: they are embedded again, and every gene is predicted in each fold
+MAX_CELLS = 2_000
+# training cells used at most; shards are shuffled, so the first ones are a random sample
+MAX_FITTED = 20_000
 FEWEST_CELLS = 4  # of a training or test fold, and of the training cells of one dataset
 COMPONENT_ROW = f"PCA{COMPONENTS} of visible genes"
 
@@ -258,22 +307,32 @@ class TrainingCells:
         return cls(HiddenGenes(context, counts, hidden.genes, columns), np.array(own, bool))
 
     def groups(self) -> dict[str, np.ndarray]:
-        """Indices of the cells to fit on, by an ending of the rows' names: all cells and, if other datasets are among
-        them, which may lack hidden genes, those of the evaluated dataset."""
+        """Indices of the cells to fit on, by an ending of the rows' names: all cells and, if other
+        datasets are among them, which may lack hidden genes, those of the evaluated dataset.
+        """
         n_own = int(self.of_dataset.sum())
         found = {"": np.arange(len(self.of_dataset))}
         if FEWEST_CELLS <= n_own < len(self.of_dataset):
             found[", training cells of the dataset"] = np.flatnonzero(self.of_dataset)
         return found
 
-    def predict(self, tested: HiddenGenes, vectors: Mapping[str, np.ndarray], neighbors: int) -> dict[str, np.ndarray]:
-        """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors` by name."""
+    def predict(
+        self, tested: HiddenGenes, vectors: Mapping[str, np.ndarray], neighbors: int
+    ) -> dict[str, np.ndarray]:
+        """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors` by
+        name.
+        """
         model = self.hidden.context.model
         seen = self.hidden.expression()
-        own = {EMBEDDING: self.hidden.embedded(model.network), UNTRAINED: self.hidden.embedded(model.untrained)}
+        own = {
+            EMBEDDING: self.hidden.embedded(model.network),
+            UNTRAINED: self.hidden.embedded(model.untrained),
+        }
         found: dict[str, np.ndarray] = {}
         for ending, cells in self.groups().items():
-            components = pca((len(cells), self.hidden.profiles.shape[1])).fit(self.hidden.profiles[cells])
+            components = pca((len(cells), self.hidden.profiles.shape[1])).fit(
+                self.hidden.profiles[cells]
+            )
             fitted = {f"{kind}{ending}": values[cells] for kind, values in own.items()}
             given = {f"{kind}{ending}": values for kind, values in vectors.items()}
             fitted[f"{COMPONENT_ROW}{ending}"] = components.transform(self.hidden.profiles[cells])
@@ -284,12 +343,16 @@ class TrainingCells:
 
 
 def regressions(
-    fitted: Mapping[str, np.ndarray], expression: np.ndarray, tested: Mapping[str, np.ndarray], neighbors: int
+    fitted: Mapping[str, np.ndarray],
+    expression: np.ndarray,
+    tested: Mapping[str, np.ndarray],
+    neighbors: int,
 ) -> dict[str, np.ndarray]:
-    """Expression (tested cells, G) by `features + method`, of regressions on `expression`, (fitted cells, G).
+    """Expression (tested cells, G) by `features + method`, of regressions on `expression`, (fitted
+    cells, G).
 
-    `fitted` and `tested` are features by name, (cells, width). Both scalings: standardising raises the weight of small
-    components, which helps or hurts depending on the number of cells.
+    `fitted` and `tested` are features by name, (cells, width). Both scalings: standardising raises
+    the weight of small components, which helps or hurts depending on the number of cells.
     """
     most = min(neighbors, len(expression))
     found: dict[str, np.ndarray] = {}
@@ -306,7 +369,9 @@ class Imputation(Task):
     config: ImputationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be hidden."""
+        """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be
+        hidden.
+        """
         if context.reader.ordered:
             raise Skipped("sequences and ranks have no expression")
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 9)
@@ -333,7 +398,11 @@ class Imputation(Task):
             numbers["training_cells"] = len(trained.of_dataset)
             numbers["training_cells_of_dataset"] = int(trained.of_dataset.sum())
         line = f"{len(genes):,} of {n_measured:,} measured genes are hidden, {len(cells):,} cells, folds of {role}"
-        n_fitted = "no training cells with counts" if trained is None else f"{len(trained.of_dataset):,} training cells"
+        n_fitted = (
+            "no training cells with counts"
+            if trained is None
+            else f"{len(trained.of_dataset):,} training cells"
+        )
         print(f"{context.dataset}: imputation: {line}; fitted on {n_fitted}", flush=True)
         columns = self._columns(hidden, self._predictions(hidden, trained, folds))
         judged = [column for column in columns if column.heading != "MSE" and column.has_baseline]
@@ -350,20 +419,31 @@ class Imputation(Task):
         if len(cells) < FEWEST_CELLS * options.folds:
             return "cells", []
         seeds = range(self.config.seeds)
-        folded = [KFold(options.folds, shuffle=True, random_state=options.seed + repetition) for repetition in seeds]
-        return "cells", [(number, *pair) for number, folds in enumerate(folded) for pair in folds.split(cells)]
+        folded = [
+            KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
+            for repetition in seeds
+        ]
+        return "cells", [
+            (number, *pair) for number, folds in enumerate(folded) for pair in folds.split(cells)
+        ]
 
     def _hidden(self, context: Context, counts: Any) -> np.ndarray:
         """Rows of the vocabulary to hide, ascending."""
         vocabulary = context.model.vocabulary
         known_counts = select_columns(counts, context.columns.target, vocabulary.n_genes)
-        expressed = np.bincount(known_counts.indices, minlength=vocabulary.n_genes) >= self.config.min_cells
+        expressed = (
+            np.bincount(known_counts.indices, minlength=vocabulary.n_genes) >= self.config.min_cells
+        )
         if self.config.genes is None:
             known = np.flatnonzero(expressed)
-            n = min(round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1)
+            n = min(
+                round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1
+            )
             return np.sort(seeded(context.options.seed, 10).permutation(known)[: max(n, 0)])
         rows = rows_of_names(self.config.genes, vocabulary)
-        known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(np.int64)
+        known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(
+            np.int64
+        )
         if not 0 < len(known) < len(context.measured_genes):
             raise DataError(
                 f"evaluate.tasks.imputation.genes: {len(known):,} of {len(rows):,} are genes of the model that "
@@ -371,13 +451,20 @@ class Imputation(Task):
                 "and others that are seen; name genes by Ensembl id or current symbol"
             )
         if left_out := sorted(name for name, row in rows.items() if row < 0 or not expressed[row]):
-            print(f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}", flush=True)
+            print(
+                f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}",
+                flush=True,
+            )
         return known
 
     def _columns(self, hidden: HiddenGenes, predictions: Iterator[Prediction]) -> list[ScoreColumn]:
-        """A column for each metric: means over the folds of a repetition, of the methods that have the metric."""
+        """A column for each metric: means over the folds of a repetition, of the methods that have
+        the metric.
+        """
         seen = hidden.expression()
-        n_units = {metric: seen.shape[1] if metric.endswith("by gene") else len(seen) for metric in METRICS}
+        n_units = {
+            metric: seen.shape[1] if metric.endswith("by gene") else len(seen) for metric in METRICS
+        }
         # sums and numbers of scores, (2, repetitions, units), by metric and method
         sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for one in predictions:
@@ -388,17 +475,28 @@ class Imputation(Task):
                 found = sums[metric][one.method][:, one.repetition]
                 found[0, units] += np.nan_to_num(scores)
                 found[1, units] += np.isfinite(scores)
-        means = {metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()} for metric in METRICS}
-        return [ScoreColumn(metric, words, means[metric]) for metric, words in METRICS.items() if means[metric]]
+        means = {
+            metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()}
+            for metric in METRICS
+        }
+        return [
+            ScoreColumn(metric, words, means[metric])
+            for metric, words in METRICS.items()
+            if means[metric]
+        ]
 
     def _predictions(
         self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Split]
     ) -> Iterator[Prediction]:
-        """Predictions of the test cells of each fold: by the model and what is fitted on training cells, then by what
-        is fitted on the other folds."""
+        """Predictions of the test cells of each fold: by the model and what is fitted on training
+        cells, then by what is fitted on the other folds.
+        """
         model = hidden.context.model
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
-        vectors = {EMBEDDING: hidden.embedded(model.network), UNTRAINED: hidden.embedded(model.untrained)}
+        vectors = {
+            EMBEDDING: hidden.embedded(model.network),
+            UNTRAINED: hidden.embedded(model.untrained),
+        }
         of_training_cells: dict[str, np.ndarray] = {}
         if (own := own_expression(hidden, vectors[EMBEDDING])) is not None:
             of_training_cells[f"{EMBEDDING} + decoder"] = own

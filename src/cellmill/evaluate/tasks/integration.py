@@ -1,9 +1,10 @@
 """Task `integration`: mixing of batches and separation of labels (docs/evaluation.md).
 
-Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)` float64, whose mean
-is the measure, so that the difference of two embeddings has an interval (`evaluate.scores`). A mean over labels of
-means over their cells becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals take the neighbour
-graph as given; it holds exact nearest neighbours. `labels` and `batches` are class numbers from 0, `(cells,)`.
+Each measure is between 0 and 1, higher is better. It is returned as one number per cell, `(cells,)`
+float64, whose mean is the measure, so that the difference of two embeddings has an interval
+(`evaluate.scores`). A mean over labels of means over their cells becomes one over cells by the
+infinitesimal jackknife (Efron 1981). Intervals take the neighbour graph as given; it holds exact
+nearest neighbours. `labels` and `batches` are class numbers from 0, `(cells,)`.
 
     lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
                         classes, weighted by a Gaussian kernel of given perplexity
@@ -52,7 +53,9 @@ class Integration(Task):
         """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
         if "batch" not in context.roles:
             raise Skipped("the dataset has no batch column")
-        chosen = labelled_cells(context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells")
+        chosen = labelled_cells(
+            context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells"
+        )
         given = context.roles["batch"].iloc[chosen.cells]
         known = given.notna().to_numpy()
         names, batches = np.unique(text_values(given[known]).astype(str), return_inverse=True)
@@ -61,12 +64,20 @@ class Integration(Task):
             raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", numbers)
         classes, labels = np.unique(chosen.labels[known], return_inverse=True)
         if not 2 <= len(classes) < len(labels):
-            raise Skipped(f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers)
+            raise Skipped(
+                f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers
+            )
         vectors = self.vectors(context, chosen.cells[known], batches)
-        shown = {name: self.measure(of, vectors[PRINCIPAL], batches, labels) for name, of in vectors.items()}
+        shown = {
+            name: self.measure(of, vectors[PRINCIPAL], batches, labels)
+            for name, of in vectors.items()
+        }
         rows = [
             {"name": name, "kind": kind_of(name)}
-            | {key: None if of is None else float(np.mean(of)) + 0.0 for key, of in measures.items()}
+            | {
+                key: None if of is None else float(np.mean(of)) + 0.0
+                for key, of in measures.items()
+            }
             for name, measures in shown.items()
         ]
         columns = [  # graph connectivity is no mean over cells: without interval and verdict
@@ -78,7 +89,9 @@ class Integration(Task):
         verdicts = [column.compare(EMBEDDING, against) for column in columns]
         return TaskResult(rows, None, verdicts, numbers, differences=differences(columns))
 
-    def vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> dict[str, np.ndarray]:
+    def vectors(
+        self, context: Context, cells: np.ndarray, batches: np.ndarray
+    ) -> dict[str, np.ndarray]:
         """Vectors of the cells by name, `(cells, width)`."""
         model, columns, counts = context.model, context.columns, read_rows(context.reader, cells)
         profiles = summed(counts) if columns.ordered else counts
@@ -97,7 +110,9 @@ class Integration(Task):
     def measure(
         self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray
     ) -> dict[str, Any]:
-        """Numbers of the cells by column; a single number for graph connectivity, None for what does not apply."""
+        """Numbers of the cells by column; a single number for graph connectivity, None for what
+        does not apply.
+        """
         graph = NeighborGraph.of(vectors, self.config.neighbors)
         perplexity = graph.indices.shape[1] / 3
         widths, between = silhouettes(vectors, labels), batch_variance(vectors, batches)
@@ -115,14 +130,17 @@ class Integration(Task):
 
 
 def harmonised(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
-    """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al. 2019).
+    """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
+    2019).
 
     Raises Skipped where it cannot: harmonypy makes one cluster of 30 cells, none of 15 or fewer.
     """
     harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
     frame = pd.DataFrame({"batch": batches.astype(str)})
     try:
-        done = harmony.run_harmony(vectors, frame, "batch", verbose=False, random_state=seed, ncores=1)
+        done = harmony.run_harmony(
+            vectors, frame, "batch", verbose=False, random_state=seed, ncores=1
+        )
         corrected = np.asarray(done.Z_corr, np.float64)
     except ValueError as error:
         raise Skipped(
@@ -141,20 +159,28 @@ class NeighborGraph:
 
     @classmethod
     def of(cls, features: Any, k: int) -> Self:
-        """Graph of `features` `(cells, width)`, dense or sparse; with fewer than k + 1 cells, of all other cells."""
+        """Graph of `features` `(cells, width)`, dense or sparse; with fewer than k + 1 cells, of
+        all other cells.
+        """
         k = min(k, features.shape[0] - 1)
-        distances, indices = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(features).kneighbors()
+        distances, indices = (
+            NearestNeighbors(n_neighbors=k, algorithm="brute").fit(features).kneighbors()
+        )
         return cls(indices.astype(np.int32), distances.astype(np.float64))
 
 
 def adjacency_of(indices: np.ndarray) -> sp.csr_matrix:
     """1 from each cell to its neighbours `(cells, k)`; `(cells, cells)` float64, not symmetric."""
     n, k = indices.shape
-    return sp.csr_matrix((np.ones(n * k), indices.ravel(), np.arange(0, n * k + 1, k)), shape=(n, n))
+    return sp.csr_matrix(
+        (np.ones(n * k), indices.ravel(), np.arange(0, n * k + 1, k)), shape=(n, n)
+    )
 
 
 def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
-    """Undirected edges, upper triangle: share of common neighbours, cells included (Levine et al. 2015, Cell 162)."""
+    """Undirected edges, upper triangle: share of common neighbours, cells included (Levine et al.
+    2015, Cell 162).
+    """
     n, adjacency = len(graph.indices), adjacency_of(graph.indices)
     edges = sp.triu(adjacency.maximum(adjacency.T), k=1).tocoo()
     closed = adjacency + sp.identity(n, format="csr")
@@ -182,7 +208,9 @@ def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.nda
 
 
 def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
-    """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy log(perplexity)."""
+    """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy
+    log(perplexity).
+    """
     shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
     low, high = np.zeros(len(distances)), np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
@@ -199,10 +227,11 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
 
 
 def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """1 where the batches of a cell and its neighbours do not differ from the label's at the level of 5 %, by label.
+    """1 where the batches of a cell and its neighbours do not differ from the label's at the level
+    of 5 %, by label.
 
-    Neighbours are of the label, a quarter of a batch's mean size, 10 to 70, as in scIB. Labels of one batch or below 10
-    cells are left out; None if all are.
+    Neighbours are of the label, a quarter of a batch's mean size, 10 to 70, as in scIB. Labels of
+    one batch or below 10 cells are left out; None if all are.
     """
     accepted = np.full(len(labels), np.nan)
     for label in np.unique(labels):
@@ -221,7 +250,9 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
 
 
 def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
-    """Mean over labels of the share of cells in the largest connected component of their part of the graph."""
+    """Mean over labels of the share of cells in the largest connected component of their part of
+    the graph.
+    """
     adjacency, shares = adjacency_of(graph.indices[:, :CONNECTED]), []
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
@@ -231,7 +262,9 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
 
 
 def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label has two batches."""
+    """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label
+    has two batches.
+    """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float64)
     scores = np.full(len(labels), np.nan)
@@ -246,7 +279,8 @@ def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
 def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     """Silhouette by cosine distance against all cells of other batches; 0 for a batch of one cell.
 
-    A mean cosine distance to cells is 1 minus the product with their mean direction: no pairs are needed.
+    A mean cosine distance to cells is 1 minus the product with their mean direction: no pairs are
+    needed.
     """
     n = len(batch)
     sizes = np.bincount(batch).astype(float)
@@ -267,8 +301,12 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return (np.asarray(silhouette_samples(vectors, labels), np.float64) + 1) / 2
 
 
-def isolated_labels(widths: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """`silhouettes` of the labels in the fewest batches, mean over these labels; None if all labels are in all."""
+def isolated_labels(
+    widths: np.ndarray, batches: np.ndarray, labels: np.ndarray
+) -> np.ndarray | None:
+    """`silhouettes` of the labels in the fewest batches, mean over these labels; None if all labels
+    are in all.
+    """
     spread = {label: len(np.unique(batches[labels == label])) for label in np.unique(labels)}
     fewest = min(spread.values())
     if fewest == len(np.unique(batches)):
@@ -278,7 +316,9 @@ def isolated_labels(widths: np.ndarray, batches: np.ndarray, labels: np.ndarray)
 
 
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Share of the variance of `vectors` that lies between batches; derivatives of the means vanish."""
+    """Share of the variance of `vectors` that lies between batches; derivatives of the means
+    vanish.
+    """
     values = np.asarray(vectors, np.float64)
     around_all = ((values - values.mean(0)) ** 2).sum(1)
     means = np.stack([values[batches == one].mean(0) for one in range(int(batches.max()) + 1)])
@@ -291,7 +331,9 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
 
 
 def mean_of_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Numbers whose mean over all cells is the mean over labels of mean `values`; labels of NaN do not count."""
+    """Numbers whose mean over all cells is the mean over labels of mean `values`; labels of NaN do
+    not count.
+    """
     known = np.isfinite(values)
     if not known.any():
         return None
@@ -306,5 +348,7 @@ def mean_of_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
 def _sums(classes: np.ndarray, weights: np.ndarray, n_classes: int) -> np.ndarray:
     """Sum of the weights of each class in each row, `(rows, n_classes)`."""
     rows = np.arange(len(classes))[:, None] * n_classes
-    sums = np.bincount((rows + classes).ravel(), weights.ravel(), minlength=len(classes) * n_classes)
+    sums = np.bincount(
+        (rows + classes).ravel(), weights.ravel(), minlength=len(classes) * n_classes
+    )
     return sums.reshape(len(classes), n_classes)

@@ -1,10 +1,13 @@
-"""Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen donors and contexts.
+"""Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
+donors and contexts.
 
-Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. If the model saw cells of some
-perturbations, those it never saw are tested, once; else all are tested in folds. A unit's own perturbed genes are left
-out of its scores. Intervals are over perturbations and repetitions.
+Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. If the
+model saw cells of some perturbations, those it never saw are tested, once; else all are tested in
+folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
+repetitions.
 
-Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of other packages:
+Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of
+other packages:
 
 X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
 obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
@@ -15,7 +18,8 @@ uns["cellmill_changes"]
         perturbations, with the dose behind ` | ` where there is one; methods and kinds (model or baseline);
         changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
 
-A predicted profile is the mean of the start controls, weighted by the strata of the measured cells, plus the change.
+A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
+plus the change.
 
 Legend: U units (a perturbation and its dose), G genes.
 """
@@ -45,7 +49,14 @@ from cellmill.evaluate.scores import (
     table_rows,
 )
 from cellmill.evaluate.task import Context, Skipped, Task, TaskResult, supervised_name
-from cellmill.evaluate.tasks.changes import CO_EXPRESSION, PRIOR, Fold, HeldOut, check_changes, controlled_role
+from cellmill.evaluate.tasks.changes import (
+    CO_EXPRESSION,
+    PRIOR,
+    Fold,
+    HeldOut,
+    check_changes,
+    controlled_role,
+)
 from cellmill.evaluate.tasks.genes import correlations
 from cellmill.runs.verdict import sentence
 
@@ -60,12 +71,14 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lo
 def change_scores(
     predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
 ) -> dict[str, np.ndarray]:
-    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of a constant.
+    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
+    a constant.
 
-    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together, `perturbed` (bool) the
-    genes that a unit perturbs. Direction is of the `top_genes` of largest seen change. Discrimination is the share of
-    other units whose seen change is farther (in mean absolute difference) from the prediction than the unit's own (Wu
-    et al. 2024, PerturBench; ties count half).
+    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together,
+    `perturbed` (bool) the genes that a unit perturbs. Direction is of the `top_genes` of largest
+    seen change. Discrimination is the share of other units whose seen change is farther (in mean
+    absolute difference) from the prediction than the unit's own (Wu et al. 2024, PerturBench; ties
+    count half).
     """
     scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
     for unit, (own, change, left_out) in enumerate(zip(predicted, seen, perturbed)):
@@ -88,8 +101,12 @@ HELD_OUT = "perturbation"  # in stage predict_changes
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
 
 
-def write_changes(path: Path, context: Context, config: PerturbationConfig, model_digest: str) -> ad.AnnData:
-    """Write the file of stage predict_changes and return its content. Raises DataError if nothing can be held out."""
+def write_changes(
+    path: Path, context: Context, config: PerturbationConfig, model_digest: str
+) -> ad.AnnData:
+    """Write the file of stage predict_changes and return its content. Raises DataError if nothing
+    can be held out.
+    """
     try:
         check_changes(context)
         held = HeldOut.of(context, config, HELD_OUT)
@@ -109,22 +126,32 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
     changes: dict[str, np.ndarray] = {}  # (tested units, G) by method
     for _, test, predicted in held.predictions(folds):
         for method, values in predicted.items():
-            name = supervised_name(method, context.supervised) if method.startswith(EMBEDDING) else method
+            name = (
+                supervised_name(method, context.supervised)
+                if method.startswith(EMBEDDING)
+                else method
+            )
             of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
             of_method[np.searchsorted(tested, test)] = values
     position = np.full(len(held.group) + 1, -1, np.int64)  # the last is for cells without a unit
     position[tested] = np.arange(len(tested))
     unit = position[held.scored_unit]
-    doses = dict(zip(held.unit_of_cell.tolist(), profiles.dose.tolist()))  # empty where the dataset has none
-    names = [" | ".join(filter(None, (str(held.perturbation[of]), doses[of]))) for of in tested.tolist()]
+    # empty where the dataset has none
+    doses = dict(zip(held.unit_of_cell.tolist(), profiles.dose.tolist()))
+    names = [
+        " | ".join(filter(None, (str(held.perturbation[of]), doses[of]))) for of in tested.tolist()
+    ]
     group = np.where(unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
     cells = np.flatnonzero(group >= 0)
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context)][is_control].iloc[0])
     obs = pd.DataFrame(
         {
-            "group": pd.Categorical.from_codes(group[cells], ["start control", "measured control", "measured"]),
-            "perturbation": pd.Categorical(np.array([*names, control], object)[unit[cells]]),  # -1 is the last
+            "group": pd.Categorical.from_codes(
+                group[cells], ["start control", "measured control", "measured"]
+            ),
+            # -1 is the last
+            "perturbation": pd.Categorical(np.array([*names, control], object)[unit[cells]]),
             "stratum": profiles.stratum[cells],
         },
         index=context.reader.obs.index[cells],
@@ -140,7 +167,9 @@ def write_changes(path: Path, context: Context, config: PerturbationConfig, mode
         "n_folds": len(folds),
     }
     vocabulary = context.model.vocabulary
-    symbols, ids = ([of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids))
+    symbols, ids = (
+        [of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids)
+    )
     var = pd.DataFrame({"symbol": symbols}, index=ids)
     adata = ad.AnnData(profiles.expression[cells], obs, var, uns={ABOUT_CHANGES: about})
     with create_h5(path) as file:
@@ -162,7 +191,9 @@ class Perturbation(Task):
         ceilings: list[ScoreColumn] = []
         numbers: dict[str, Any] = {}
         for held_out in self.config.held_out:
-            if held_out != "perturbation" and (held_out not in context.roles or held_out == controlled_role(context)):
+            if held_out != "perturbation" and (
+                held_out not in context.roles or held_out == controlled_role(context)
+            ):
                 continue
             try:
                 held = HeldOut.of(context, self.config, held_out)
@@ -173,30 +204,50 @@ class Perturbation(Task):
             if not folds:
                 continue
             for metric, scores in self._scores(held, folds).items():
-                defined = {name: values for name, values in scores.items() if np.isfinite(values).any()}
-                tops = {name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined}
+                defined = {
+                    name: values for name, values in scores.items() if np.isfinite(values).any()
+                }
+                tops = {
+                    name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined
+                }
                 if defined and CEILING in tops:
-                    column = ScoreColumn(f"{metric}, new {held_out}", f"{METRICS[metric]}, new {held_out}", defined)
+                    column = ScoreColumn(
+                        f"{metric}, new {held_out}", f"{METRICS[metric]}, new {held_out}", defined
+                    )
                     ceilings.append(replace(column, scores=tops))
-                    trivial = {name: of for name, of in defined.items() if name in ("no change", "mean")}
+                    trivial = {
+                        name: of for name, of in defined.items() if name in ("no change", "mean")
+                    }
                     column = replace(column, trivial=trivial, ceiling=(CEILING, tops[CEILING]))
                     columns.append(replace(column, lower_is_better=metric == "MAE"))
         if not columns:
-            reasons = "; ".join(str(value) for key, value in numbers.items() if key.endswith("no_folds"))
+            reasons = "; ".join(
+                str(value) for key, value in numbers.items() if key.endswith("no_folds")
+            )
             raise Skipped(reasons or "no stratum has enough controls", numbers)
         rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
-        judged = [column for column in columns if any(name.startswith(EMBEDDING) for name in column.scores)]
+        judged = [
+            column
+            for column in columns
+            if any(name.startswith(EMBEDDING) for name in column.scores)
+        ]
         compared, notes = differences(judged), []
         for column in columns:
-            sources = by_features(name for name in column.scores if name.startswith((CO_EXPRESSION, PRIOR)))
+            sources = by_features(
+                name for name in column.scores if name.startswith((CO_EXPRESSION, PRIOR))
+            )
             for names in sources.values():
                 compared += [difference(column, name, "mean") for name in names]
                 notes.append(sentence(column.compare(column.best(own=False, among=names), "mean")))
-        return TaskResult.from_columns(columns, numbers, judged, rows=rows, differences=compared, notes=notes)
+        return TaskResult.from_columns(
+            columns, numbers, judged, rows=rows, differences=compared, notes=notes
+        )
 
     def _numbers(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
         role = held.role
-        tested = np.unique(np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)]))
+        tested = np.unique(
+            np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)])
+        )
         genes, groups = dict(zip(held.perturbation, held.genes)), np.unique(held.group)
         numbers: dict[str, Any] = {
             f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
@@ -217,7 +268,9 @@ class Perturbation(Task):
         return numbers
 
     def _scores(self, held: HeldOut, folds: list[Fold]) -> dict[str, dict[str, np.ndarray]]:
-        """(repetitions, perturbations) by metric and method: means over the units of a perturbation."""
+        """(repetitions, perturbations) by metric and method: means over the units of a
+        perturbation.
+        """
         profiles, known = held.profiles, held.fitted_changes
         measured = profiles.control_means(1)
         seen = profiles.changes(held.scored_unit, len(held.group), measured)
@@ -225,11 +278,16 @@ class Perturbation(Task):
         shape = 1 + max(repetition for repetition, _, _ in folds), len(held.group)
         scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
-            # changes of two halves of each unit's scored cells, each from its own half of the controls
-            order = seeded(held.context.options.seed + repetition, 5).permutation(len(held.scored_unit))
+            # changes of two halves of each unit's scored cells, each from its own half of the
+            # controls
+            order = seeded(held.context.options.seed + repetition, 5).permutation(
+                len(held.scored_unit)
+            )
             position = np.argsort(order[np.argsort(held.scored_unit[order], kind="stable")])
             halves = [
-                profiles.changes(np.where(position % 2 == half, held.scored_unit, -1), len(held.group), mean)
+                profiles.changes(
+                    np.where(position % 2 == half, held.scored_unit, -1), len(held.group), mean
+                )
                 for half, mean in enumerate((held.start_means, measured))
             ]
             pairs = {name: (change, seen[test]) for name, change in predicted.items()}
@@ -240,10 +298,14 @@ class Perturbation(Task):
             for name, (change, truth) in pairs.items():
                 by_metric = change_scores(change, truth, perturbed[test], self.config.top_genes)
                 for metric, values in by_metric.items():
-                    scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = values
+                    scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = (
+                        values
+                    )
         names, number = np.unique(held.perturbation, return_inverse=True)
         member = np.eye(len(names))[number]
         for by_method in scores.values():
             for name, values in by_method.items():
-                by_method[name] = divide(np.nan_to_num(values) @ member, np.isfinite(values) @ member)
+                by_method[name] = divide(
+                    np.nan_to_num(values) @ member, np.isfinite(values) @ member
+                )
         return scores

@@ -1,8 +1,10 @@
-"""Tasks `reconstruct` (the training objective on the evaluated cells) and `throughput` (cost of stage `embed`).
+"""Tasks `reconstruct` (the training objective on the evaluated cells) and `throughput` (cost of
+stage `embed`).
 
-`reconstruct` compares the objective with gene statistics of training cells. Masks are keyed by cell and position, so
-they are the same in every evaluation. `throughput` reports what stage `embed` measured: the seconds for reading,
-tokenizing and embedding all cells, and the peak memory of the device, or without a GPU of the whole process.
+`reconstruct` compares the objective with gene statistics of training cells. Masks are keyed by cell
+and position, so they are the same in every evaluation. `throughput` reports what stage `embed`
+measured: the seconds for reading, tokenizing and embedding all cells, and the peak memory of the
+device, or without a GPU of the whole process.
 """
 
 from dataclasses import replace
@@ -42,11 +44,17 @@ class Reconstruct(Task):
         for head, classifier in classifiers_of(network, context.model.config).values():
             head.temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
-        notes: list[str] = []  # on cells that `judge` leaves out because the model does not know their label
+        # on cells that `judge` leaves out because the model does not know their label
+        notes: list[str] = []
         for name, leaf in network.objective.leaves().items():
             for column, labels in leaf.judged_labels().items():
-                counts = count_labels(reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels)
-                metrics |= {f"{name}.{key}" if name else key: value for key, value in counts.numbers().items()}
+                counts = count_labels(
+                    reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels
+                )
+                metrics |= {
+                    f"{name}.{key}" if name else key: value
+                    for key, value in counts.numbers().items()
+                }
                 who = "such cells are not" if counts.n_unknown < counts.n_labelled else "no cell is"
                 if counts.problem:
                     notes.append(f"{leaf.config.name} of {counts.problem}; {who} judged.")
@@ -72,20 +80,35 @@ class Reconstruct(Task):
 
 
 def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:
-    """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any token."""
+    """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any
+    token.
+    """
     model, reader = context.model, context.reader
     mask = np.isin(np.arange(reader.n_obs), cells)
     device, batches = next(network.parameters()).device, []
     with inference(device, context.options.precision):
-        keys, counted = {"seed": context.options.seed, "step": 0}, network.objective.config.needs_counts
+        keys, counted = (
+            {"seed": context.options.seed, "step": 0},
+            network.objective.config.needs_counts,
+        )
         rows, named = reader.rows(ROW_BLOCK), network.objective.number_columns
         numbers = values_of_columns(reader.obs, named) if named else None
         per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
-        for block in tokens_of(rows, context.columns, model.vocabulary, model.tokens, mask, None, counted, per_cell):
+        for block in tokens_of(
+            rows, context.columns, model.vocabulary, model.tokens, mask, None, counted, per_cell
+        ):
             for part in split_batch(block, TOKEN_BUDGET):
-                prepared = on_device(network.prepare(network.view(to_tensors(part), **keys), **keys), device)
-                observed = network.objective.observe(network, prepared)  # bfloat16 is unknown to numpy
-                batches.append([(t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy() for t in observed])
+                prepared = on_device(
+                    network.prepare(network.view(to_tensors(part), **keys), **keys), device
+                )
+                # bfloat16 is unknown to numpy
+                observed = network.objective.observe(network, prepared)
+                batches.append(
+                    [
+                        (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()
+                        for t in observed
+                    ]
+                )
     return [np.concatenate(arrays) for arrays in zip(*batches)]
 
 
@@ -95,6 +118,14 @@ class Throughput(Task):
     def run(self, context: Context) -> TaskResult:
         """One row."""
         cost = context.embedding_cost
-        row = {"name": "embed", "kind": "model", "cells": context.reader.n_obs, "seconds": cost["seconds"]}
-        row |= {"cells per s": context.reader.n_obs / cost["seconds"], "peak memory, GB": cost["peak_gb"]}
+        row = {
+            "name": "embed",
+            "kind": "model",
+            "cells": context.reader.n_obs,
+            "seconds": cost["seconds"],
+        }
+        row |= {
+            "cells per s": context.reader.n_obs / cost["seconds"],
+            "peak memory, GB": cost["peak_gb"],
+        }
         return TaskResult([row])

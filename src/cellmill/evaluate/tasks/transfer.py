@@ -1,4 +1,6 @@
-"""Task `transfer`: classifiers of a label, fitted on some datasets and tested on another (docs/evaluation.md)."""
+"""Task `transfer`: classifiers of a label, fitted on some datasets and tested on another
+(docs/evaluation.md).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -35,13 +37,22 @@ from cellmill.evaluate.scores import (
     ScoreColumn,
     table_rows,
 )
-from cellmill.evaluate.task import COMPONENTS, Context, EvaluatedModel, Skipped, Task, TaskResult, pca
+from cellmill.evaluate.task import (
+    COMPONENTS,
+    Context,
+    EvaluatedModel,
+    Skipped,
+    Task,
+    TaskResult,
+    pca,
+)
 from cellmill.evaluate.tasks.classify import METRICS, majority
 from cellmill.evaluate.tasks.imputation import HiddenGenes
 from cellmill.models.family import Model
 
 KNOWN, NEW = "known labels", "new labels"
-FEWEST_JUDGED = 10  # tested cells of a column with intervals and verdicts: those of one or two cells say nothing
+# tested cells of a column with intervals and verdicts: those of one or two cells say nothing
+FEWEST_JUDGED = 10
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,8 @@ class CellGroup:
 
     column: str  # obs column of the labels
     context: Context  # of the dataset; its file may be closed
-    names: list[str]  # of each gene: as the model calls it, else as the file does; empty for no gene
+    # of each gene: as the model calls it, else as the file does; empty for no gene
+    names: list[str]
     left_out: dict[str, int]  # numbers of the cells that are not in it
     cells: np.ndarray  # their indices, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
@@ -60,12 +72,19 @@ class CellGroup:
     def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
         """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
-        reader, known, cells = context.reader, context.model.vocabulary.gene_ids, among[chosen.cells]
+        reader, known, cells = (
+            context.reader,
+            context.model.vocabulary.gene_ids,
+            among[chosen.cells],
+        )
         columns = zip(context.columns.target, reader.var_names, context.columns.measured)
         return cls(
             column=str(label.name),
             context=context,
-            names=[known[row] if row >= 0 else name if measured else "" for row, name, measured in columns],
+            names=[
+                known[row] if row >= 0 else name if measured else ""
+                for row, name, measured in columns
+            ],
             left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
             cells=cells,
             counts=read_rows(reader, cells),
@@ -98,7 +117,9 @@ def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
     def rows(counts: sp.csr_matrix) -> list[bytes]:
         genes, values = counts.indices.astype(np.int64), counts.data.astype(np.float64)
         bounds = zip(counts.indptr, counts.indptr[1:])
-        return [genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds]
+        return [
+            genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds
+        ]
 
     known = {*rows(fitted)} - {b""}
     return np.array([row in known for row in rows(tested)], bool)
@@ -107,7 +128,9 @@ def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
 def transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Features by name, `(cells, width)`, of fitted and of tested cells, from the counts of `genes`."""
+    """Features by name, `(cells, width)`, of fitted and of tested cells, from the counts of
+    `genes`.
+    """
     counts = sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
     profiles = log_normalise(counts[0]), log_normalise(counts[1])
     rows = model.vocabulary.rows_of(genes).astype(np.int32)
@@ -115,13 +138,20 @@ def transfer_features(
     hidden = np.setdiff1d(np.arange(model.vocabulary.n_genes), rows)
 
     def embedded(network: Model) -> tuple[np.ndarray, np.ndarray]:
-        parts = [HiddenGenes(group.context, group.counts, hidden).embedded(network) for group in (*fitted, tested)]
+        parts = [
+            HiddenGenes(group.context, group.counts, hidden).embedded(network)
+            for group in (*fitted, tested)
+        ]
         return np.concatenate(parts[:-1]), parts[-1]
 
     *parts, whole_tested = [group.context.vectors[group.cells] for group in (*fitted, tested)]
     whole = np.concatenate(parts), whole_tested
-    more = np.isin(hidden, np.concatenate([group.context.measured_genes for group in (*fitted, tested)])).any()
-    both: dict[str, Any] = {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
+    more = np.isin(
+        hidden, np.concatenate([group.context.measured_genes for group in (*fitted, tested)])
+    ).any()
+    both: dict[str, Any] = (
+        {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
+    )
     both[UNTRAINED] = embedded(model.untrained)
     both[OF_TRAINING] = [model.components.transform(part) for part in known]
     if min(profiles[0].shape) > 1:
@@ -129,19 +159,25 @@ def transfer_features(
         scaled = make_pipeline(StandardScaler(with_mean=False), pca(profiles[0].shape))
         for ending, unfitted in (("", components), (", scaled genes", scaled)):
             fit = unfitted.fit(profiles[0])
-            both[f"PCA{COMPONENTS} of the fitted cells{ending}"] = [fit.transform(part) for part in profiles]
+            both[f"PCA{COMPONENTS} of the fitted cells{ending}"] = [
+                fit.transform(part) for part in profiles
+            ]
     both["all shared genes"] = profiles
     n, labels = len(whole[0]), np.concatenate([group.labels for group in fitted])
     ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
     both[RANKED] = ranked[:n], ranked[n:]
-    return {name: parts[0] for name, parts in both.items()}, {name: parts[1] for name, parts in both.items()}
+    return {name: parts[0] for name, parts in both.items()}, {
+        name: parts[1] for name, parts in both.items()
+    }
 
 
 class Transfer(Task):
     config: TransferConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of the dataset's cells; skipped for datasets that are not tested, and without a label in common."""
+        """Scores of the dataset's cells; skipped for datasets that are not tested, and without a
+        label in common.
+        """
         config, dataset = self.config, context.dataset
         if dataset in config.fit_on:
             raise Skipped("the classifiers are fitted on it")
@@ -158,9 +194,16 @@ class Transfer(Task):
                 fitted.append(CellGroup.of(other, _label_of(roles, context, name), embedded))
         tested = CellGroup.of(context, context.roles["label"], np.flatnonzero(context.scored))
         genes = shared_genes([*fitted, tested])
-        same = copies(sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes))
+        same = copies(
+            sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
+        )
         unlike = np.flatnonzero(~same)
-        tested = replace(tested, cells=tested.cells[unlike], counts=tested.counts[unlike], labels=tested.labels[unlike])
+        tested = replace(
+            tested,
+            cells=tested.cells[unlike],
+            counts=tested.counts[unlike],
+            labels=tested.labels[unlike],
+        )
         labels = np.concatenate([group.labels for group in fitted])
         known = np.isin(tested.labels, labels)
         fitted_on, new = ", ".join(config.fit_on), tally(tested.labels[~known])
@@ -185,21 +228,31 @@ class Transfer(Task):
         with small_problems():
             predicted = predict_all(fit_all(seen, labels, config.neighbors, context), given)
         predicted[MAJORITY] = majority(labels, len(known))
-        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)), halves(context)[tested.cells])
+        predictions = Predictions(
+            tested.labels, 1, tuple(np.unique(labels)), halves(context)[tested.cells]
+        )
         for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
             if len(cells):
-                predictions.record(condition, 0, cells, {name: of[cells] for name, of in predicted.items()})
+                predictions.record(
+                    condition, 0, cells, {name: of[cells] for name, of in predicted.items()}
+                )
         return _result(predictions, numbers, ids)
 
 
 def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:
-    """Label column of a fitted dataset: with the name of the tested dataset's label, else in its position."""
+    """Label column of a fitted dataset: with the name of the tested dataset's label, else in its
+    position.
+    """
     name = context.roles["label"].name
     labels = {role: column for role, column in roles.items() if role.partition(" ")[0] == "label"}
     for column in labels.values():
         if column.name == name:
             return column
-    further = [role for role, column in context.roles.items() if role.startswith("label ") and column.name == name]
+    further = [
+        role
+        for role, column in context.roles.items()
+        if role.startswith("label ") and column.name == name
+    ]
     label = labels.get(further[0] if further else "label")
     if label is None:
         raise ConfigError(
@@ -210,7 +263,9 @@ def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd
 
 
 def _are_ids(groups: list[CellGroup]) -> bool:
-    """True where labels are ids of the Cell Ontology. Raises DataError where only some are, or one is unknown."""
+    """True where labels are ids of the Cell Ontology. Raises DataError where only some are, or one
+    is unknown.
+    """
     if not any(is_term_id(name) for group in groups for name in group.labels):
         return False
     for group in groups:
@@ -229,21 +284,36 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
     steps: list[ScoreColumn] = []
     confusion = None
     if KNOWN in predictions.by_condition:
-        columns += [predictions.column(KNOWN, metric, metric, words) for metric, words in METRICS.items()]
+        columns += [
+            predictions.column(KNOWN, metric, metric, words) for metric, words in METRICS.items()
+        ]
         confusion = predictions.confusion(KNOWN, columns[0].best(own=True))
     if ids:
-        numbers, ontology, terms = numbers | {"cell_ontology": RELEASE}, cell_ontology(), predictions.classes
+        numbers, ontology, terms = (
+            numbers | {"cell_ontology": RELEASE},
+            cell_ontology(),
+            predictions.classes,
+        )
         for condition, methods in predictions.by_condition.items():
-            for name, measure, kept in (("nearness", ontology.nearness, columns), ("steps", ontology.steps, steps)):
+            for name, measure, kept in (
+                ("nearness", ontology.nearness, columns),
+                ("steps", ontology.steps, steps),
+            ):
                 heading = name if condition == KNOWN else f"{name}, {condition}"
-                table = np.array([[float(measure(str(true), str(other))) for other in terms] for true in terms])
+                table = np.array(
+                    [[float(measure(str(true), str(other))) for other in terms] for true in terms]
+                )
                 scores = {
-                    method: np.where(classes == NOT_TESTED, np.nan, table[predictions.truth, classes])
+                    method: np.where(
+                        classes == NOT_TESTED, np.nan, table[predictions.truth, classes]
+                    )
                     for method, classes in methods.items()
                 }
                 kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     rows = table_rows(columns)
     for row in rows:
         row |= {column.heading: column.mean(row["name"]) for column in steps}
-    judged = [column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED]
+    judged = [
+        column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED
+    ]
     return TaskResult.from_columns(columns, numbers, judged, rows=rows, confusion=confusion)

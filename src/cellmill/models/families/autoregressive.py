@@ -1,8 +1,9 @@
 """The causal transformer, and cells drawn from it.
 
-A token's embedding has its gene, its value and the logarithm of its rank, so the model knows how far a cell has come.
-Values are not centred within the cell as in the encoder, since the cell's mean depends on later values; and a generated
-cell needs its depth, which says how many genes are still to come.
+A token's embedding has its gene, its value and the logarithm of its rank, so the model knows how
+far a cell has come. Values are not centred within the cell as in the encoder, since the cell's mean
+depends on later values; and a generated cell needs its depth, which says how many genes are still
+to come.
 
 Cells are drawn gene by gene. All cells that are generated together have the same length at any time; a cell that ends
 leaves them. Draws are keyed by seed, cell and position (Gumbel-max, Maddison et al. 2014), and all is computed in
@@ -38,7 +39,9 @@ class AutoregressiveModel(TokenEncoder):
     start: nn.Parameter  # (H,): the state before the first gene, attached by `next_gene`
     gene_bias: nn.Parameter  # (V,): bias of the logits of genes, attached by `next_gene`
 
-    def __init__(self, config: AutoregressiveConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: AutoregressiveConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         hidden = config.hidden
         super().__init__(hidden, n_genes, objective)
         self.pooling = config.pooling
@@ -53,8 +56,12 @@ class AutoregressiveModel(TokenEncoder):
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         return self.enter(self.inputs(prepared.genes, prepared.values, prepared.place))
 
-    def inputs(self, genes: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their cells from 0."""
+    def inputs(
+        self, genes: torch.Tensor, values: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their
+        cells from 0.
+        """
         # floor(log2(place + 1)), exact below 2**24; cells of padding may be longer than any other
         buckets = torch.frexp((places + 1).float()).exponent.long() - 1
         ranks = self.rank_embedding(buckets.clamp(max=self.rank_embedding.num_embeddings - 1))
@@ -81,7 +88,9 @@ class Sampling:
 
     max_genes: int  # most genes of a cell, at most `max_tokens` of the model's tokens
     temperature: float = 1.0
-    """Divides the logits of genes and bins; 0 takes the likeliest, and ends a cell when that is likelier."""
+    """Divides the logits of genes and bins; 0 takes the likeliest, and ends a cell when that is
+    likelier.
+    """
     top_k: int | None = None  # genes are drawn from this many likeliest ones; None draws from all
     seed: int = 0
     prompt: tuple[int, ...] = ()  # vocabulary rows of the first genes of every cell
@@ -93,7 +102,9 @@ class GeneratedCell:
 
     genes: list[int]  # vocabulary rows in rank order
     values: list[float] | None
-    """Value of each gene: predicted where continuous, else drawn bins; None if the model predicts none."""
+    """Value of each gene: predicted where continuous, else drawn bins; None if the model predicts
+    none.
+    """
     ended: bool  # False if the cell was cut at `max_genes`
 
 
@@ -122,12 +133,17 @@ class Cache:
 
 
 @torch.inference_mode()
-def generate_cells(model: AutoregressiveModel, sampling: Sampling, cells: range) -> list[GeneratedCell]:
+def generate_cells(
+    model: AutoregressiveModel, sampling: Sampling, cells: range
+) -> list[GeneratedCell]:
     """Return the cells with these numbers, drawn together. `model` becomes float64."""
     model, objective = model.double().eval(), cast(NextGene, model.objective)
     done: dict[int, GeneratedCell] = {}
     numbers = torch.tensor(cells, dtype=torch.int64, device=model.start.device)
-    genes, values = numbers.new_empty(len(cells), 0), torch.empty(len(cells), 0, device=numbers.device)
+    genes, values = (
+        numbers.new_empty(len(cells), 0),
+        torch.empty(len(cells), 0, device=numbers.device),
+    )
     cache, states = Cache(model), model.start.expand(len(cells), -1)
     while len(numbers):
         place = genes.shape[1]
@@ -139,19 +155,28 @@ def generate_cells(model: AutoregressiveModel, sampling: Sampling, cells: range)
             own = values[row].tolist() if objective.predicts_values else None
             done[int(numbers[row])] = GeneratedCell(listed, own, bool(ends[row]))
         staying = ~leaving
-        numbers, genes, values, states = (part[staying] for part in (numbers, genes, values, states))
+        numbers, genes, values, states = (
+            part[staying] for part in (numbers, genes, values, states)
+        )
         cache.keep(staying)
         if not len(numbers):
             break
         gene = next_genes(model, states, genes, numbers, sampling)
         value = next_values(model, states, gene, numbers, sampling, place)
-        genes, values = torch.cat([genes, gene[:, None]], 1), torch.cat([values, value[:, None].float()], 1)
+        genes, values = (
+            torch.cat([genes, gene[:, None]], 1),
+            torch.cat([values, value[:, None].float()], 1),
+        )
         states = cache.append(gene, value)
     return [done[number] for number in cells]
 
 
-def ends_before(model: Any, states: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int) -> torch.Tensor:
-    """(C,) bool: whether each cell ends before `place`; not within the prompt, nor without any gene."""
+def ends_before(
+    model: Any, states: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int
+) -> torch.Tensor:
+    """(C,) bool: whether each cell ends before `place`; not within the prompt, nor without any
+    gene.
+    """
     chance: torch.Tensor = model.objective.end_logits(model, states).sigmoid()
     if place < max(1, len(sampling.prompt)):
         return torch.zeros_like(chance, dtype=torch.bool)
@@ -163,7 +188,9 @@ def ends_before(model: Any, states: torch.Tensor, cells: torch.Tensor, sampling:
 def next_genes(
     model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling
 ) -> torch.Tensor:
-    """(C,) token ids of the next genes of cells with states (C, H) that have `genes` (C, N): never one of these."""
+    """(C,) token ids of the next genes of cells with states (C, H) that have `genes` (C, N): never
+    one of these.
+    """
     place = genes.shape[1]
     if place < len(sampling.prompt):
         return torch.full_like(cells, sampling.prompt[place] + len(SPECIAL))
@@ -177,16 +204,27 @@ def next_genes(
 
 
 def next_values(
-    model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int
+    model: Any,
+    states: torch.Tensor,
+    genes: torch.Tensor,
+    cells: torch.Tensor,
+    sampling: Sampling,
+    place: int,
 ) -> torch.Tensor:
-    """(C,) values of the next `genes` (C,), as tokens have them: predicted values, or drawn bins (int64)."""
+    """(C,) values of the next `genes` (C,), as tokens have them: predicted values, or drawn bins
+    (int64).
+    """
     if not model.objective.predicts_values:
         return torch.zeros_like(genes)
     predicted: torch.Tensor = model.objective.values(model, states, genes)
-    return predicted if predicted.ndim == 1 else _drawn(predicted, cells, sampling, VALUE, place) + 1
+    return (
+        predicted if predicted.ndim == 1 else _drawn(predicted, cells, sampling, VALUE, place) + 1
+    )
 
 
-def _drawn(logits: torch.Tensor, cells: torch.Tensor, sampling: Sampling, kind: int, place: int) -> torch.Tensor:
+def _drawn(
+    logits: torch.Tensor, cells: torch.Tensor, sampling: Sampling, kind: int, place: int
+) -> torch.Tensor:
     if sampling.temperature == 0:
         return logits.argmax(1)
     columns = torch.arange(logits.shape[1], device=logits.device)

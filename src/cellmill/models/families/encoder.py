@@ -1,7 +1,8 @@
 """Encoders of the genes of a cell, a set without positions; heads come from the objective.
 
-`encoder`: gene embedding plus value embedding, pre-norm blocks, a norm. Only the rank tokenizer has places, as its
-values. `autoencoder` adds a linear bottleneck behind the pooled states, whose output is the cell embedding.
+`encoder`: gene embedding plus value embedding, pre-norm blocks, a norm. Only the rank tokenizer has
+places, as its values. `autoencoder` adds a linear bottleneck behind the pooled states, whose output
+is the cell embedding.
 
 `profile`: the sum of value times gene embedding over a cell, then residual feed-forward blocks: a perceptron on the
 cell's log-normalised profile, whose first matrix is the gene embedding. Rows of its residual stream are cells, not
@@ -18,7 +19,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cellmill.config.parts.families import AutoencoderConfig, AutoregressiveConfig, EncoderConfig, ProfileConfig
+from cellmill.config.parts.families import (
+    AutoencoderConfig,
+    AutoregressiveConfig,
+    EncoderConfig,
+    ProfileConfig,
+)
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, with_extra_tokens
@@ -42,10 +48,14 @@ ALL = slice(None)
 
 
 class EncoderModel(TokenEncoder):
-    plan = replace(TokenEncoder.plan, begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token"))
+    plan = replace(
+        TokenEncoder.plan, begin=("gene_embedding", "value_embedding", "hidden_value", "cell_token")
+    )
     gene_vectors: GeneVectors | None
 
-    def __init__(self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         hidden = config.hidden
         super().__init__(hidden, n_genes, objective)
         self.config = config
@@ -54,7 +64,9 @@ class EncoderModel(TokenEncoder):
             self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
             self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
-            rows = {f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)}
+            rows = {
+                f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)
+            }
             self.level_rows = {**self.level_rows, **rows}
         attach_gene_vectors(self, config, self.n_tokens)
         self.blocks = pre_norm_blocks(config)
@@ -69,7 +81,9 @@ class EncoderModel(TokenEncoder):
 
     def initial_value(self, name: str) -> Fill | None:
         """Initialize the cell token like an embedding; attention pooling starts as the mean."""
-        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(name)
+        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(
+            name
+        )
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
@@ -110,7 +124,8 @@ class EncoderModel(TokenEncoder):
         x = self.inputs(prepared)
         if self.pooling == "cls":
             first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-            first = first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)  # all cells have this token
+            # all cells have this token
+            first = first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)
             x = torch.where(first[:, None], self.cell_token.to(x.dtype), x)
         return self.enter(x)
 
@@ -130,24 +145,33 @@ class EncoderModel(TokenEncoder):
             genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
         values = prepared.values[at]
         if values.is_floating_point():
-            # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest signal: values are
-            # centred within each cell, or the embedding would encode depth (98 % of it did)
+            # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest
+            # signal: values are centred within each cell, or the embedding would encode depth (98 %
+            # of it did)
             centered = (values - prepared.center[prepared.cell[at]])[:, None]
-            embedded = self.value_embedding(centered.to(next(self.value_embedding.parameters()).dtype))
+            embedded = self.value_embedding(
+                centered.to(next(self.value_embedding.parameters()).dtype)
+            )
         else:
             embedded = self.value_embedding(values)
         embedded = self.with_hidden(embedded, prepared, at)
         if not hasattr(self, "covariates") or prepared.covariate_rows is None:
             return genes + embedded
         rows = prepared.covariate_rows[at]
-        return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded)
+        return torch.where(
+            rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded
+        )
 
 
-def pre_norm_blocks(config: EncoderConfig | AutoregressiveConfig, causal: bool = False) -> nn.ModuleList:
+def pre_norm_blocks(
+    config: EncoderConfig | AutoregressiveConfig, causal: bool = False
+) -> nn.ModuleList:
     """Blocks whose layers into the residual stream start small, as in GPT-2."""
     blocks = nn.ModuleList()
     for index in range(config.layers):
-        block = Block(config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal)
+        block = Block(
+            config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal
+        )
         for layer in (block.out, block.down):
             with_std(layer, STD / math.sqrt(2 * config.layers))
         blocks.append(block)
@@ -156,10 +180,12 @@ def pre_norm_blocks(config: EncoderConfig | AutoregressiveConfig, causal: bool =
 
 def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
     if tokens.value_kind == "scalar":
-        # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes, 0.02; with 0.02 in
-        # the second layer it would be 20 times larger
+        # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes,
+        # 0.02; with 0.02 in the second layer it would be 20 times larger
         return nn.Sequential(
-            with_std(nn.Linear(1, hidden), 1.0), nn.GELU(), with_std(nn.Linear(hidden, hidden), STD / math.sqrt(hidden))
+            with_std(nn.Linear(1, hidden), 1.0),
+            nn.GELU(),
+            with_std(nn.Linear(hidden, hidden), STD / math.sqrt(hidden)),
         )
     return nn.Embedding(tokens.n_values, hidden)
 
@@ -180,7 +206,11 @@ class AutoencoderModel(EncoderModel):
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
         """(T, H) -> (cells, latent) float32."""
         pooled = super().cell_vectors(states, prepared)
-        return pooled if self.config.latent is None else self.bottleneck(pooled.to(states.dtype)).float()
+        return (
+            pooled
+            if self.config.latent is None
+            else self.bottleneck(pooled.to(states.dtype)).float()
+        )
 
 
 class ProfileModel(CellEncoder):
@@ -193,7 +223,9 @@ class ProfileModel(CellEncoder):
     gene_rows = frozenset({"gene_embedding.weight"})
     gene_vectors: GeneVectors | None
 
-    def __init__(self, config: ProfileConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: ProfileConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         super().__init__(objective)
         self.width = hidden = config.hidden
         self.dropout = config.dropout
@@ -201,7 +233,8 @@ class ProfileModel(CellEncoder):
         self.gene_embedding = nn.Embedding(n_tokens, hidden)
         attach_gene_vectors(self, config, n_tokens)
         self.blocks = nn.ModuleList(
-            FeedForward(hidden, config.ffn_width, config.dropout, index) for index in range(config.layers)
+            FeedForward(hidden, config.ffn_width, config.dropout, index)
+            for index in range(config.layers)
         )
         self.norm = nn.LayerNorm(hidden)
         self.attach_heads(n_tokens)

@@ -1,12 +1,15 @@
-"""A model of the transformers library: run on packed batches, and written as a folder for `from_pretrained`.
+"""A model of the transformers library: run on packed batches, and written as a folder for
+`from_pretrained`.
 
-The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a `Passage` takes
-their place. What is before and behind the blocks remains transformers' own code: the part before them runs until it
-reaches the passage, which keeps the arguments that the blocks are called with.
+The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a
+`Passage` takes their place. What is before and behind the blocks remains transformers' own code:
+the part before them runs until it reaches the passage, which keeps the arguments that the blocks
+are called with.
 
-transformers has no packed attention that all models share, so cells are padded to the longest of the micro-batch. The
-head of masked_gene has the form of the language-model head of BERT, RoBERTa and ESM, and takes its weights where the
-folder has them. Of folders only safetensors are read, never a pickle.
+transformers has no packed attention that all models share, so cells are padded to the longest of
+the micro-batch. The head of masked_gene has the form of the language-model head of BERT, RoBERTa
+and ESM, and takes its weights where the folder has them. Of folders only safetensors are read,
+never a pickle.
 
 Legend: B cells, L tokens of the longest with its special tokens, T tokens without, H hidden.
 """
@@ -38,7 +41,9 @@ from cellmill.models.initial import Fill, default_fill
 from cellmill.models.objective import Objective
 
 UNUSED = ("pooler", "contact_head")
-"""Modules beside the blocks that no objective reads; DistributedDataParallel refuses parameters without a gradient."""
+"""Modules beside the blocks that no objective reads; DistributedDataParallel refuses parameters
+without a gradient.
+"""
 PAD = SPECIAL.index("<pad>")
 
 
@@ -47,11 +52,15 @@ HEADS = (
     ("lm_head.dense", "lm_head.layer_norm", "lm_head"),
     ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
 )
-"""Names of head.0, head.2 and the owner of the bias of masked_gene's head, in folders of ESM, RoBERTa, and of BERT."""
+"""Names of head.0, head.2 and the owner of the bias of masked_gene's head, in folders of ESM,
+RoBERTa, and of BERT.
+"""
 
 
 def values_of_buffers(config: Any) -> dict[str, torch.Tensor]:
-    """Every buffer of transformers' model of `config`, by name, on the CPU. Parameters take no memory."""
+    """Every buffer of transformers' model of `config`, by name, on the CPU. Parameters take no
+    memory.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -66,7 +75,9 @@ def values_of_buffers(config: Any) -> dict[str, torch.Tensor]:
 
 
 class FolderWeights:
-    """Tensors of a configuration's folder, read when needed; `prefix` is that of a model with a head."""
+    """Tensors of a configuration's folder, read when needed; `prefix` is that of a model with a
+    head.
+    """
 
     def __init__(self, config: HfConfig, prefix: str) -> None:
         self.config, self.prefix = config, prefix
@@ -79,7 +90,9 @@ class FolderWeights:
             raise DataError(f"model.{error}") from None
 
     def fill_head(self, name: str, random: Fill, rows: torch.Tensor | None = None) -> Fill:
-        """Copy the parameter `name` of masked_gene's head, or its `rows`; fill with `random` if the folder has none."""
+        """Copy the parameter `name` of masked_gene's head, or its `rows`; fill with `random` if the
+        folder has none.
+        """
 
         def fill(tensor: torch.Tensor, generator: torch.Generator) -> object:
             if name not in self.head:
@@ -90,22 +103,32 @@ class FolderWeights:
         return fill
 
     def fill(self, name: str) -> Fill:
-        """Copy the tensor `name` of the model without a head; raises DataError where the folder lacks it."""
+        """Copy the tensor `name` of the model without a head; raises DataError where the folder
+        lacks it.
+        """
 
         def fill(tensor: torch.Tensor, generator: torch.Generator) -> object:
             stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
             if stored is None:
-                raise DataError(f"{self.folder}: no tensor {name!r}; save it again with this version of transformers")
+                raise DataError(
+                    f"{self.folder}: no tensor {name!r}; save it again with this version of transformers"
+                )
             found, shape = self.read(stored), tuple(tensor.shape)
             if tuple(found.shape) != shape:
-                raise DataError(f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}")
+                raise DataError(
+                    f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}"
+                )
             return tensor.copy_(found)
 
         return fill
 
     def _stored(self, name: str) -> str | None:
-        """The tensor's name in the folder, where norms may have TensorFlow's names; None if it is not there."""
-        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        """The tensor's name in the folder, where norms may have TensorFlow's names; None if it is
+        not there.
+        """
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        )
         return next((known for known in (name, old) if known in self._files), None)
 
     def read(self, stored: str) -> torch.Tensor:
@@ -118,8 +141,12 @@ class FolderWeights:
         if (index := self.folder / INDEX).is_file():
             tree = read_json(index)
             files = tree.get("weight_map") if isinstance(tree, dict) else None
-            if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
-                raise DataError(f"{index}: expected weight_map, names of files by tensor; download the folder again")
+            if not isinstance(files, dict) or not all(
+                Path(str(file)).name == file for file in files.values()
+            ):
+                raise DataError(
+                    f"{index}: expected weight_map, names of files by tensor; download the folder again"
+                )
             return {name: self.folder / file for name, file in files.items()}
         path = self.folder / WEIGHTS
         if path.is_file():
@@ -130,11 +157,15 @@ class FolderWeights:
                 f"{self.folder}: {PICKLE} is a pickle, which is never opened; where you trust it, convert it with "
                 "transformers: AutoModelForMaskedLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
-        raise DataError(f"{self.folder}: no {WEIGHTS}; set model.weights to random, or download the folder again")
+        raise DataError(
+            f"{self.folder}: no {WEIGHTS}; set model.weights to random, or download the folder again"
+        )
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """Names in the folder of the parameters of masked_gene's head; empty if it has no such head."""
+        """Names in the folder of the parameters of masked_gene's head; empty if it has no such
+        head.
+        """
         for dense, norm, last in HEADS:
             stored = {
                 f"{ours}.{kind}": self._stored(f"{theirs}.{kind}")
@@ -157,7 +188,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -> Any:
-    """transformers' config without dropout; with the corpus's tokens where residues have no ids of their own."""
+    """transformers' config without dropout; with the corpus's tokens where residues have no ids of
+    their own.
+    """
     given = dict(config.architecture or {})
     if ids is None:
         special = {"pad_token_id": PAD, "mask_token_id": SPECIAL.index("<mask>")}
@@ -168,7 +201,9 @@ def _architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -
     except ValueError as error:
         raise ConfigError(f"model.architecture: {' '.join(str(error).split())[:200]}") from None
     for name in dir(made):
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(getattr(made, name), float):
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(
+            getattr(made, name), float
+        ):
             setattr(made, name, 0.0)
     made.use_cache = False
     if made.pad_token_id is None:
@@ -181,7 +216,9 @@ class _Reached(Exception):
 
 
 class Passage(nn.Module):
-    """The place of the blocks in transformers' model: keeps the arguments that reach it, and returns `leaves`."""
+    """The place of the blocks in transformers' model: keeps the arguments that reach it, and
+    returns `leaves`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +238,9 @@ class HfModel(CellEncoder):
     plan = ParallelPlan(blocks="blocks")
     token_ids: torch.Tensor  # (tokens,) int64: transformers' id of each token of the corpus
 
-    def __init__(self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         super().__init__(objective)
         self.config, n_tokens = config, n_genes + len(SPECIAL)
         ids = config.residue_ids if tokens.sequences else None
@@ -211,28 +250,48 @@ class HfModel(CellEncoder):
         for name in UNUSED:
             if getattr(body, name, None) is not None:
                 setattr(body, name, None)
-        lists = {path: len(module) for path, module in body.named_modules() if isinstance(module, nn.ModuleList)}
+        lists = {
+            path: len(module)
+            for path, module in body.named_modules()
+            if isinstance(module, nn.ModuleList)
+        }
         n_blocks = given.num_hidden_layers
         if n_blocks not in lists.values():
-            raise ConfigError(f"model.family hf: {type(body).__name__} has no list of {n_blocks} blocks; set another")
+            raise ConfigError(
+                f"model.family hf: {type(body).__name__} has no list of {n_blocks} blocks; set another"
+            )
         self.blocks_path = next(path for path, n in lists.items() if n == n_blocks)  # the outermost
         self.blocks = body.get_submodule(self.blocks_path)
-        self.is_causal = any(getattr(module, "is_causal", False) for module in self.blocks.modules())
+        self.is_causal = any(
+            getattr(module, "is_causal", False) for module in self.blocks.modules()
+        )
         self.passage = Passage()
         body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
         self.body, self.width = body, int(given.hidden_size)
         self.pad_id = given.pad_token_id
         self.begin_id, self.end_id = ((ids or {}).get(name) for name in ("begin", "end"))
-        numbers = list(range(n_tokens)) if ids is None else [ids[name] for name in ("pad", "mask", *RESIDUES)]
+        numbers = (
+            list(range(n_tokens))
+            if ids is None
+            else [ids[name] for name in ("pad", "mask", *RESIDUES)]
+        )
         self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.register_buffer("token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False
+        )
         self.has_own_ids = ids is None
         table: Any = body.get_input_embeddings()
-        names = (f"body.{name}" for name, parameter in body.named_parameters() if parameter is table.weight)
+        names = (
+            f"body.{name}"
+            for name, parameter in body.named_parameters()
+            if parameter is table.weight
+        )
         self.gene_rows = frozenset() if ids else frozenset({next(names)})
         self.norm = nn.Identity()  # transformers' own norm is behind the passage
         self.attach_heads(n_tokens)
-        self.plan = replace(self.plan, tensor={}, begin=("body",), finish=("body", *self.plan.finish))
+        self.plan = replace(
+            self.plan, tensor={}, begin=("body",), finish=("body", *self.plan.finish)
+        )
         self._set_initial_values(given.initializer_range)
 
     @property
@@ -258,7 +317,9 @@ class HfModel(CellEncoder):
         return self.objective.loss(self, states, prepared)
 
     def states(self, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H): the output of transformers' model at each token, without special tokens and padding."""
+        """(T, H): the output of transformers' model at each token, without special tokens and
+        padding.
+        """
         return self._leave(self.through(self.begin(prepared), prepared), prepared)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
@@ -266,10 +327,19 @@ class HfModel(CellEncoder):
         return mean_state(states, prepared)
 
     def behind_blocks(self) -> frozenset[str]:
-        """Modules of transformers' model that its part before the blocks does not call, beside those of `finish`."""
+        """Modules of transformers' model that its part before the blocks does not call, beside
+        those of `finish`.
+        """
         called = set[nn.Module]()
-        inside = {path: module for path, module in self.body.named_modules() if [*module.parameters(recurse=False)]}
-        hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in inside.values()]
+        inside = {
+            path: module
+            for path, module in self.body.named_modules()
+            if [*module.parameters(recurse=False)]
+        }
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: called.add(module))
+            for module in inside.values()
+        ]
         device = next(self.body.parameters()).device
         given = {"input_ids": torch.full((1, 1), 1, device=device)}
         if device.type == "meta" and self.is_causal:
@@ -289,14 +359,22 @@ class HfModel(CellEncoder):
         return self.passage.entered
 
     def _leave(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(B, L, H) -> (T, H). Embeddings and masks are made again and dropped: a lookup, without a gradient."""
+        """(B, L, H) -> (T, H). Embeddings and masks are made again and dropped: a lookup, without a
+        gradient.
+        """
         self.passage.leaves = x
         out = self.body(**self._padded(prepared)).last_hidden_state
         return out[prepared.cell, prepared.place + (self.begin_id is not None)]
 
     def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
-        """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding, which nobody reads."""
-        lengths, before, after = prepared.lengths, self.begin_id is not None, self.end_id is not None
+        """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding,
+        which nobody reads.
+        """
+        lengths, before, after = (
+            prepared.lengths,
+            self.begin_id is not None,
+            self.end_id is not None,
+        )
         rows, device = max(len(lengths), 1), prepared.genes.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
@@ -309,15 +387,20 @@ class HfModel(CellEncoder):
             ids[torch.arange(rows, device=device), ends.clamp(max=longest - 1)] = self.end_id
         given: dict[str, Any] = {"input_ids": ids}
         if ids.is_meta and self.is_causal:
-            # transformers reads positions and a mask of two dimensions on the host; one of four it takes as it is
-            given["attention_mask"] = torch.ones(rows, 1, longest, longest, dtype=torch.bool, device=device)
+            # transformers reads positions and a mask of two dimensions on the host; one of four it
+            # takes as it is
+            given["attention_mask"] = torch.ones(
+                rows, 1, longest, longest, dtype=torch.bool, device=device
+            )
         elif len(set(lengths)) > 1:
             columns = torch.arange(longest, device=device)
             given["attention_mask"] = (columns < (ends + int(after))[:, None]).long()
         return given
 
     def _set_initial_values(self, std: float) -> None:
-        """Give each module of transformers a rule for `models.initial`; buffers get the values of its constructor."""
+        """Give each module of transformers a rule for `models.initial`; buffers get the values of
+        its constructor.
+        """
         folder = None
         if self.config.weights == "pretrained":
             folder = FolderWeights(self.config, self.body.base_model_prefix)
@@ -338,8 +421,13 @@ class HfModel(CellEncoder):
             elif prefix.split(".")[0] != "body":
                 continue
             module.initial_value = partial(rule, module, path)
-        self.pretrained = None if self.has_own_ids else folder  # a head over other tokens would fit no answer
-        if self.pretrained is not None and hasattr(self, "gene_bias") and hasattr(self.body.config, "layer_norm_eps"):
+        # a head over other tokens would fit no answer
+        self.pretrained = None if self.has_own_ids else folder
+        if (
+            self.pretrained is not None
+            and hasattr(self, "gene_bias")
+            and hasattr(self.body.config, "layer_norm_eps")
+        ):
             for path in ("head.0", "head.2"):
                 module = self.get_submodule(path)
                 module.initial_value = partial(self._head_rule, module, path)  # type: ignore[assignment]
@@ -365,9 +453,13 @@ FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
 def write_transformers(folder: Path, out: Path) -> None:
-    """Write the model as transformers does, if it reads back equal to the bit. Raises ConfigError or DataError."""
+    """Write the model as transformers does, if it reads back equal to the bit. Raises ConfigError
+    or DataError.
+    """
     if (out / "vocabulary.tsv").exists():
-        raise ConfigError(f"{out}: it holds a model of cellmill, whose files would be replaced; choose another --out")
+        raise ConfigError(
+            f"{out}: it holds a model of cellmill, whose files would be replaced; choose another --out"
+        )
     model, vocabulary, config = load_model(folder)
     if not isinstance(model, HfModel):
         raise ConfigError(
@@ -382,9 +474,13 @@ def write_transformers(folder: Path, out: Path) -> None:
         body.save_pretrained(made, max_shard_size="1TB")
         rows = [("token", "id"), *zip([*SPECIAL, *vocabulary.gene_ids], model.ids.tolist())]
         (made / "tokens.tsv").write_text("".join(f"{name}\t{number}\n" for name, number in rows))
-        again = AutoModel.from_pretrained(made, use_safetensors=True, local_files_only=True).state_dict()
+        again = AutoModel.from_pretrained(
+            made, use_safetensors=True, local_files_only=True
+        ).state_dict()
         if any(not torch.equal(tensor, again[name]) for name, tensor in body.state_dict().items()):
-            raise DataError(f"{out}: not written: transformers reads other weights than were written")
+            raise DataError(
+                f"{out}: not written: transformers reads other weights than were written"
+            )
         for name in FILES:
             with atomic_path(out / name) as path:
                 os.replace(made / name, path)

@@ -1,11 +1,11 @@
 """Transformers of post-norm blocks (Vaswani et al. 2017): the families `bert` and `scgpt`.
 
-`bert` is BERT (Devlin et al. 2019) over genes in rank order, the architecture of Geneformer (Theodoris et al. 2023).
-Only one row of BERT's token-type embedding is used; `cellmill import` adds it to the places. BERT's dropout on
-embeddings and attention weights is left out.
+`bert` is BERT (Devlin et al. 2019) over genes in rank order, the architecture of Geneformer
+(Theodoris et al. 2023). Only one row of BERT's token-type embedding is used; `cellmill import` adds
+it to the places. BERT's dropout on embeddings and attention weights is left out.
 
-`scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number, without places. The
-cell's vector is divided by its length (L2), as in scGPT's embeddings.
+`scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number,
+without places. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
 
 Legend: T tokens of the batch, N targets, H hidden.
 """
@@ -45,7 +45,10 @@ class PostNormBlock(Block):
         return q, k, v
 
     def after(
-        self, x: torch.Tensor, attended: torch.Tensor, drops: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        drops: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
         x = self.attention_norm(x + self._drop(self.out(attended), drops and drops[0]))
@@ -75,7 +78,9 @@ class PostNormEncoder(TokenEncoder):
     def begin(self, prepared: EncoderBatch) -> torch.Tensor:
         return self.enter(self.inputs(prepared))
 
-    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    def inputs(
+        self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)
+    ) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`."""
         raise NotImplementedError
 
@@ -94,23 +99,34 @@ class PostNormEncoder(TokenEncoder):
         return self.cell_vectors(self.through(self.begin(prepared), prepared, last), prepared)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
-        """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the state of <cls>."""
+        """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the
+        state of <cls>.
+        """
         if self.config.pooling == "cls":
             return first_state(states, prepared)
         return mean_state(states, prepared, (prepared.genes >= 0).float())
 
 
 class BertModel(PostNormEncoder):
-    plan = replace(PostNormEncoder.plan, begin=("gene_embedding", "end_embedding", "place_embedding", "embedding_norm"))
+    plan = replace(
+        PostNormEncoder.plan,
+        begin=("gene_embedding", "end_embedding", "place_embedding", "embedding_norm"),
+    )
 
-    def __init__(self, config: BertFamilyConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: BertFamilyConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         super().__init__(config, n_genes, objective)
         self.place_embedding = nn.Embedding(tokens.n_values + config.n_ends, config.hidden)
         self.embedding_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)
 
-    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-        """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place, <cls> and <eos> counted."""
+    def inputs(
+        self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)
+    ) -> torch.Tensor:
+        """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place, <cls> and <eos>
+        counted.
+        """
         places = prepared.values  # of the rank tokenizer
         if self.config.n_ends:
             # padding is longer than a cell may be, or has no <cls>: it is read by nobody
@@ -123,23 +139,39 @@ class ScgptModel(PostNormEncoder):
     config: ScgptConfig
     plan = replace(
         PostNormEncoder.plan,
-        begin=("gene_embedding", "end_embedding", "gene_norm", "value_in", "value_out_norm", "hidden_value"),
+        begin=(
+            "gene_embedding",
+            "end_embedding",
+            "gene_norm",
+            "value_in",
+            "value_out_norm",
+            "hidden_value",
+        ),
     )
 
-    def __init__(self, config: ScgptConfig, n_genes: int, tokens: Tokens, objective: Objective) -> None:
+    def __init__(
+        self, config: ScgptConfig, n_genes: int, tokens: Tokens, objective: Objective
+    ) -> None:
         super().__init__(config, n_genes, objective)
         hidden = config.hidden
         self.gene_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
-        first, second = with_std(nn.Linear(1, hidden), 1.0), with_std(nn.Linear(hidden, hidden), 1 / math.sqrt(hidden))
+        first, second = (
+            with_std(nn.Linear(1, hidden), 1.0),
+            with_std(nn.Linear(hidden, hidden), 1 / math.sqrt(hidden)),
+        )
         self.value_in = nn.Sequential(first, nn.ReLU(), second)
         self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)
 
-    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    def inputs(
+        self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)
+    ) -> torch.Tensor:
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
         genes = prepared.genes[at]
         values = torch.where(genes < 0, self.config.cls_value, prepared.values[at].float())
-        embedded = self.value_out_norm(self.value_in(values[:, None].to(next(self.value_in.parameters()).dtype)))
+        embedded = self.value_out_norm(
+            self.value_in(values[:, None].to(next(self.value_in.parameters()).dtype))
+        )
         return self.gene_norm(self.embedded_genes(genes)) + self.with_hidden(embedded, prepared, at)
 
     def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:

@@ -1,27 +1,32 @@
-"""Targets per cell, from its own vector: a label, a number, another model's vector, or the cells of its label.
+"""Targets per cell, from its own vector: a label, a number, another model's vector, or the cells of
+its label.
 
-The vectors are what `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is divided by the
-number of cells with a target, over all processes. Cells without one, and cells of which nothing is shown, take no part.
-Validation has no dropout.
+The vectors are what `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is
+divided by the number of cells with a target, over all processes. Cells without one, and cells of
+which nothing is shown, take no part. Validation has no dropout.
 
-`classification`: the cross-entropy, times the weight of the cell's label in training. Rows of the head are the levels
-of the label in the order of the corpus; a run that starts from another one takes over rows of the same name.
+`classification`: the cross-entropy, times the weight of the cell's label in training. Rows of the
+head are the levels of the label in the order of the corpus; a run that starts from another one
+takes over rows of the same name.
 
-`regression`: the head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the cells of
-the global batch; its predictions have neither scale nor offset, and are judged by r alone.
+`regression`: the head predicts the standardised number. Loss pearson is 1 - r, with r the
+correlation over the cells of the global batch; its predictions have neither scale nor offset, and
+are judged by r alone.
 
-`distill`: the mean squared error of a linear layer over the columns of the teacher's vector, which are standardised
-(`data.shards.index`). Regression on hidden features of a teacher through a learned layer is the hint of FitNets
-(Romero et al. 2015, equation 3). Cells of `evaluate` have no vector: the embedding is judged by its tasks.
+`distill`: the mean squared error of a linear layer over the columns of the teacher's vector, which
+are standardised (`data.shards.index`). Regression on hidden features of a teacher through a learned
+layer is the hint of FitNets (Romero et al. 2015, equation 3). Cells of `evaluate` have no vector:
+the embedding is judged by its tasks.
 
-`supervised_contrastive`: for each cell the mean, over the other cells p of its label in the global batch, of the
-cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors over a temperature
-(Khosla et al. 2020, equation 2, L_out); 0 for a cell without another of its label. There is no projection head. The
-published loss has two augmented views of each image; here a cell is encoded once, in a `sum` with cell_decoding its
-shown part, which changes from step to step.
+`supervised_contrastive`: for each cell the mean, over the other cells p of its label in the global
+batch, of the cross-entropy of p among all other cells of the global batch, whose logits are cosines
+of vectors over a temperature (Khosla et al. 2020, equation 2, L_out); 0 for a cell without another
+of its label. There is no projection head. The published loss has two augmented views of each image;
+here a cell is encoded once, in a `sum` with cell_decoding its shown part, which changes from step
+to step.
 
-Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in training and in
-validation, whose loss therefore depends on train.global_batch too.
+Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
+training and in validation, whose loss therefore depends on train.global_batch too.
 
 Legend: C cells with a target, K labels, L levels (K, and one for cells without a label if there are any), H width of a
 cell's vector, D of the teacher's, S slots of a global batch.
@@ -56,7 +61,9 @@ from cellmill.runs.verdict import Verdict, compare
 
 BINS = 15
 DROPOUT = -1  # key of the head's dropout, which no block has
-EPS = 1e-8  # added to variances of standardised numbers: equal predictions have correlation 0 and a finite gradient
+# added to variances of standardised numbers: equal predictions have correlation 0 and a finite
+# gradient
+EPS = 1e-8
 ANCHORS = 1024  # cells compared with all others at once
 
 
@@ -67,7 +74,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
-    """Return the expected calibration error of cells with these highest probabilities, (cells,), right or wrong."""
+    """Return the expected calibration error of cells with these highest probabilities, (cells,),
+    right or wrong.
+    """
     bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
     gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
     return float(np.abs(gaps).sum() / len(highest))
@@ -107,11 +116,14 @@ class TargetBatch(EncoderBatch):
     """Whole cells, and the label or the number of those that have one."""
 
     target_cells: torch.Tensor  # (C,) int64: indices of the cells with a target and genes
-    targets: torch.Tensor  # (C,): labels, int64 from 0, or standardised numbers, float32; (C, D) vectors
+    # (C,): labels, int64 from 0, or standardised numbers, float32; (C, D) vectors
+    targets: torch.Tensor
     n_targets: torch.Tensor  # C
     weights: torch.Tensor | None = None  # (C,) float32: factors of the loss of labels
     shares: tuple[RowShare, ...] | None = None
-    """Share in the loss of the global batch, if it couples cells; without it, the batch's own cells are all."""
+    """Share in the loss of the global batch, if it couples cells; without it, the batch's own cells
+    are all.
+    """
 
 
 class CellObjective(Objective):
@@ -123,14 +135,22 @@ class CellObjective(Objective):
         """Return the target of each cell, (cells, …), and which of them are known, (cells,) bool."""
         raise NotImplementedError
 
-    def predict(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-        """(C, H) -> float32 predictions of the targets, which `judge` compares; `keys` (C,) key the dropout."""
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(C, H) -> float32 predictions of the targets, which `judge` compares; `keys` (C,) key the
+        dropout.
+        """
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         targets, known = self.find_targets(batch)
         cells = (known & with_genes(batch)).nonzero().flatten()
-        given = {"target_cells": cells, "targets": targets[cells], "n_targets": torch.tensor(len(cells))}
+        given = {
+            "target_cells": cells,
+            "targets": targets[cells],
+            "n_targets": torch.tensor(len(cells)),
+        }
         return TargetBatch.prepared(batch, (seed, step), **given)
 
     def predicted(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
@@ -149,7 +169,9 @@ class LabelObjective(CellObjective):
 
     @property
     def labels(self) -> list[str]:
-        """The K labels, in the order of their codes: all levels but the last one, of cells without a value."""
+        """The K labels, in the order of their codes: all levels but the last one, of cells without
+        a value.
+        """
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
     def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,11 +187,21 @@ class Classification(LabelObjective):
     figure_names = ("accuracy",)
     n_sums = 2
     temperature: float | None = None
-    """Fitted temperature of an exported head, with which `judge` measures calibration; set by `evaluate`."""
+    """Fitted temperature of an exported head, with which `judge` measures calibration; set by
+    `evaluate`.
+    """
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        config, levels, head = self.config, len(self.levels[self.config.label_column]), f"label_head{self.suffix}"
-        setattr(model, head, LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout))
+        config, levels, head = (
+            self.config,
+            len(self.levels[self.config.label_column]),
+            f"label_head{self.suffix}",
+        )
+        setattr(
+            model,
+            head,
+            LabelHead(model.vector_width, config.head_hidden, levels, config.head_dropout),
+        )
         rows = (f"{head}.out.weight", f"{head}.out.bias")
         model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
         given = config.class_weights if isinstance(config.class_weights, dict) else {}
@@ -187,20 +219,28 @@ class Classification(LabelObjective):
         if self.kept_sums is not None:
             right = (logits.argmax(1) == prepared.targets).sum()
             self.kept_sums.append(torch.stack([right, right.new_tensor(len(logits))]).double())
-        return (F.cross_entropy(logits, prepared.targets, reduction="none") * prepared.weights).sum()
+        return (
+            F.cross_entropy(logits, prepared.targets, reduction="none") * prepared.weights
+        ).sum()
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         right, n = sums
         return {"accuracy": right / n} if n else {}
 
-    def predict(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-        """(C, H) -> (C, K) float32: logits of cells with these vectors, with dropout if `keys` (C,) are given."""
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(C, H) -> (C, K) float32: logits of cells with these vectors, with dropout if `keys` (C,)
+        are given.
+        """
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: torch.Tensor = getattr(model, f"label_head{self.suffix}")(vectors, keys)
         return logits[:, : len(self._weights)].float()
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
         labels, logits = observed
         n = len(labels)
         if not n:
@@ -218,7 +258,11 @@ class Classification(LabelObjective):
             metrics |= {"calibration_error": error_of_logits(logits, labels, self.temperature)}
         metrics |= {"calibration_error_uncalibrated": error_of_logits(logits, labels)}
         name = f"classification of {self.config.label_column}"
-        return metrics, [compare(name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True)]
+        return metrics, [
+            compare(
+                name, "the frequencies of labels", "nats", loss - by_frequency, lower_is_better=True
+            )
+        ]
 
 
 class Regression(CellObjective):
@@ -228,7 +272,11 @@ class Regression(CellObjective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         config, head = self.config, f"number_head{self.suffix}"
-        setattr(model, head, LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout))
+        setattr(
+            model,
+            head,
+            LabelHead(model.vector_width, config.number_hidden, 1, config.number_dropout),
+        )
         self.row_widths = (3,) if config.loss == "pearson" else ()
         self.validates_rows = bool(self.row_widths)
         return (head,)
@@ -248,15 +296,23 @@ class Regression(CellObjective):
         predicted, targets = self.predicted(model, states, prepared), prepared.targets
         if self.kept_sums is not None:
             x, y = predicted.double(), targets.double()
-            self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))]))
+            self.kept_sums.append(
+                torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))])
+            )
         if self.config.loss == "pearson":
             rows = _rows(predicted, targets)
-            return anticorrelation(rows).float() if prepared.shares is None else prepared.shares[0].of(rows)
+            return (
+                anticorrelation(rows).float()
+                if prepared.shares is None
+                else prepared.shares[0].of(rows)
+            )
         if self.config.loss == "huber":
             return F.huber_loss(predicted, targets, reduction="sum", delta=self.config.huber_delta)
         return F.mse_loss(predicted, targets, reduction="sum")
 
-    def rows(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+    def rows(
+        self, model: Any, states: torch.Tensor, prepared: TargetBatch
+    ) -> tuple[torch.Tensor, ...]:
         """(C, 3): 1, prediction and number."""
         return (_rows(self.predicted(model, states, prepared), prepared.targets),)
 
@@ -268,22 +324,31 @@ class Regression(CellObjective):
         variances = (n * xx - x * x) * (n * yy - y * y)
         return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
 
-    def predict(self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
         predicted: torch.Tensor = getattr(model, f"number_head{self.suffix}")(vectors, keys)
         return predicted[:, 0].float()
 
     def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
-        """(C, H) -> (C,) float32: predicted numbers of cells with these vectors, in the unit of the column."""
+        """(C, H) -> (C,) float32: predicted numbers of cells with these vectors, in the unit of the
+        column.
+        """
         std, mean = self._scale
         return self.predict(model, vectors) * std + mean
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
         numbers, predicted = (values.astype(np.float64) for values in observed)
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return {"n_targets": len(numbers)}, []
         r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
         name = f"regression of {self.config.target_column}"
-        metrics = {"n_targets": len(numbers), "pearson": float(np.corrcoef(numbers, predicted)[0, 1])}
+        metrics = {
+            "n_targets": len(numbers),
+            "pearson": float(np.corrcoef(numbers, predicted)[0, 1]),
+        }
         metrics["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
         if self.config.loss == "pearson":
             return metrics, [compare(name, "no correlation", "Pearson's r", metrics["pearson"])]
@@ -317,7 +382,9 @@ class Distill(CellObjective):
         predicted: torch.Tensor = getattr(model, f"teacher_head{self.suffix}")(vectors)
         return predicted.float()
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
         return {}, []
 
 
@@ -335,10 +402,16 @@ class SupervisedContrastive(LabelObjective):
             return contrast(rows, self.config.temperature).float()
         return prepared.shares[0].of(rows)
 
-    def rows(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+    def rows(
+        self, model: Any, states: torch.Tensor, prepared: TargetBatch
+    ) -> tuple[torch.Tensor, ...]:
         """(C, 1 + H): label from 1 and vector of length 1."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
-        return (torch.cat([prepared.targets[:, None].to(vectors) + 1, F.normalize(vectors, dim=1)], dim=1),)
+        return (
+            torch.cat(
+                [prepared.targets[:, None].to(vectors) + 1, F.normalize(vectors, dim=1)], dim=1
+            ),
+        )
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(contrast(table, self.config.temperature) for table in tables)
@@ -348,21 +421,36 @@ class SupervisedContrastive(LabelObjective):
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
         labels, vectors = (torch.from_numpy(array) for array in observed)
         n = len(labels)
         if n < 2:
             return {"n_targets": n}, []
-        loss = float(contrast(torch.cat([labels[:, None].float(), vectors], dim=1), self.config.temperature)) / n
+        loss = (
+            float(
+                contrast(
+                    torch.cat([labels[:, None].float(), vectors], dim=1), self.config.temperature
+                )
+            )
+            / n
+        )
         having = torch.bincount(labels)[labels] > 1
         alike = float(having.double().mean()) * math.log(n - 1)
-        metrics = {"n_targets": n, "supervised_contrastive": loss, "supervised_contrastive_alike": alike}
+        metrics = {
+            "n_targets": n,
+            "supervised_contrastive": loss,
+            "supervised_contrastive_alike": alike,
+        }
         name = f"supervised contrast of {self.config.label_column}"
         return metrics, [compare(name, "equal vectors", "nats", loss - alike, lower_is_better=True)]
 
 
 def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the summed loss, a float64 scalar, of rows (S, 1 + H): label, or 0 for no cell, and vector of length 1."""
+    """Return the summed loss, a float64 scalar, of rows (S, 1 + H): label, or 0 for no cell, and
+    vector of length 1.
+    """
     labels, vectors = table[:, 0].detach(), table[:, 1:]
     loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
     for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
@@ -372,7 +460,9 @@ def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
     return loss
 
 
-def _of_anchors(labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float) -> torch.Tensor:
+def _of_anchors(
+    labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float
+) -> torch.Tensor:
     own, at = labels[anchors, None], torch.arange(len(labels), device=labels.device)
     other = (labels != 0) & (at != anchors[:, None])
     positive = other & (labels == own) & (own != 0)
@@ -389,7 +479,9 @@ def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def anticorrelation(table: torch.Tensor) -> torch.Tensor:
-    """Return S (1 - r), a float64 scalar, of rows (slots, 3): 1, prediction and number; rows of zeros are no cells."""
+    """Return S (1 - r), a float64 scalar, of rows (slots, 3): 1, prediction and number; rows of
+    zeros are no cells.
+    """
     filled, *columns = table.double().unbind(1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
@@ -399,7 +491,9 @@ def anticorrelation(table: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks of numbers, equal ones with their mean rank; scipy.stats takes a second of every worker to import."""
+    """Ranks of numbers, equal ones with their mean rank; scipy.stats takes a second of every worker
+    to import.
+    """
     _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[at]
     return ranks

@@ -1,9 +1,10 @@
 """masked_value and masked_gene: predict the values, or the genes, of masked tokens.
 
-A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step, cell, place). In
-training, `random_frac` of the masked tokens show random content and `keep_frac` their own (Devlin et al. 2019): a
-random gene of the vocabulary, or the value of a random visible gene of the cell. The second loss predicts the same
-targets from the cell's embedding and the visible half of each masked token (scGPT, Cui et al. 2024, GEPC).
+A fraction `mask_frac` of a cell's tokens, and at least one, is drawn by a hash of (seed, step,
+cell, place). In training, `random_frac` of the masked tokens show random content and `keep_frac`
+their own (Devlin et al. 2019): a random gene of the vocabulary, or the value of a random visible
+gene of the cell. The second loss predicts the same targets from the cell's embedding and the
+visible half of each masked token (scGPT, Cui et al. 2024, GEPC).
 
 masked_value: cross-entropy of bins, squared error of continuous values. Genes differ far more in their mean than cells
 in a gene, so values are judged by R² *over the gene mean*, and by the correlation after subtracting the gene mean from
@@ -30,7 +31,14 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import MASK_TOKEN, PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict, value_loss
+from cellmill.models.objective import (
+    GeneStatistics,
+    Objective,
+    expected_bins,
+    r2_over,
+    r2_verdict,
+    value_loss,
+)
 from cellmill.models.objectives.views import tokens_of
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
@@ -45,12 +53,15 @@ class MaskedBatch(EncoderBatch):
     """A batch with its targets hidden, and the answers."""
 
     targets: torch.Tensor
-    """(targets,) int64, ascending: positions of the masked tokens, also of those that show content."""
+    """(targets,) int64, ascending: positions of the masked tokens, also of those that show content.
+    """
     answers: torch.Tensor  # (targets,): hidden genes (int64 token ids) or hidden values
     n_targets: torch.Tensor
 
     def hiding_targets(self, hides_gene: bool) -> Self:
-        """Return the batch with the gene, or the value, of every target hidden, also where the model is shown one."""
+        """Return the batch with the gene, or the value, of every target hidden, also where the
+        model is shown one.
+        """
         if hides_gene:
             return replace(self, genes=self.genes.index_fill(0, self.targets, MASK_TOKEN))
         return replace(
@@ -61,7 +72,9 @@ class MaskedBatch(EncoderBatch):
 
 
 class MaskedObjective(Objective):
-    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
+    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and
+    `cell_vectors`.
+    """
 
     config: MaskedObjectiveConfig
     hides_gene: bool
@@ -86,12 +99,15 @@ class MaskedObjective(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
         """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
-        config, splits = self.config, self._splits and self.training  # validation hides all that is masked
+        # validation hides all that is masked
+        config, splits = self.config, self._splits and self.training
         cell, place = positions(batch)
         keys = keyed_token_bits(batch.cells, cell, seed, step, place)
         is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
         draws = torch.where(is_gene, keys, NEVER)
-        lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(0, cell, draws, "amin")
+        lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device).scatter_reduce(
+            0, cell, draws, "amin"
+        )
         masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
         targets = masked.nonzero().flatten()
         hidden, kept = masked, torch.zeros_like(masked)
@@ -112,7 +128,8 @@ class MaskedObjective(Objective):
                 others = len(SPECIAL) + keyed_bits(keys, CONTENT) % (self.n_tokens - len(SPECIAL))
                 genes = torch.where(random, others, genes)
         else:
-            # random values are those of a visible token of the cell; in a cell without one they are hidden
+            # random values are those of a visible token of the cell; in a cell without one they are
+            # hidden
             donors = (is_gene & ~masked).nonzero().flatten()
             n = torch.bincount(cell[donors], minlength=len(batch.lengths))[cell]
             value_hidden, random = hidden | (random & (n == 0)), random & (n > 0)
@@ -137,10 +154,15 @@ class MaskedObjective(Objective):
         loss = self.loss_of(model, model.head(states[targets]), prepared)
         if self.config.cell_loss_weight:
             cells = model.cell_vectors(states, prepared).to(states.dtype)
-            # the targets are embedded again: the last stage of a pipeline does not receive the embeddings
+            # the targets are embedded again: the last stage of a pipeline does not receive the
+            # embeddings
             queried = prepared.hiding_targets(self.hides_gene) if self._splits else prepared
-            queries = torch.cat([rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1)
-            loss = loss + self.config.cell_loss_weight * self.loss_of(model, model.cell_head(queries), prepared)
+            queries = torch.cat(
+                [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
+            )
+            loss = loss + self.config.cell_loss_weight * self.loss_of(
+                model, model.cell_head(queries), prepared
+            )
         return loss
 
     @property
@@ -158,7 +180,9 @@ class MaskedValue(MaskedObjective):
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         model.hidden_value = nn.Parameter(torch.empty(model.width))
-        model.value_out = nn.Linear(model.width, self.tokens.n_values - self._first_bin if self._is_class else 1)
+        model.value_out = nn.Linear(
+            model.width, self.tokens.n_values - self._first_bin if self._is_class else 1
+        )
         return ("value_out",)
 
     def initial_value(self, name: str) -> Fill | None:
@@ -170,17 +194,30 @@ class MaskedValue(MaskedObjective):
     def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""
         out = model.value_out(states).float()
-        return out if self._is_class else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+        return (
+            out
+            if self._is_class
+            else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
+        )
 
     def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
-        """Return vocabulary row, true value and predicted value of each target; for bins the expected bin."""
-        predicted = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
+        """Return vocabulary row, true value and predicted value of each target; for bins the
+        expected bin.
+        """
+        predicted = self.predict(
+            model, model.head(model.states(prepared)[prepared.targets]), prepared
+        )
         if predicted.ndim == 2:
             predicted = expected_bins(predicted, self._first_bin)
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        genes, (targets, predicted) = observed[0], (array.astype(np.float64) for array in observed[1:])
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        genes, (targets, predicted) = (
+            observed[0],
+            (array.astype(np.float64) for array in observed[1:]),
+        )
         by_gene = train.mean[genes]
         others = (predicted, by_gene, train.global_mean)
         mse, mse_gene, mse_global = (float(np.mean((targets - other) ** 2)) for other in others)
@@ -232,7 +269,9 @@ class MaskedGene(MaskedObjective):
         entropy = F.cross_entropy(logits, answers, reduction="none")
         return answers - len(SPECIAL), logits.argmax(1) == answers, entropy
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
         genes, correct, cross_entropy = observed
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base = float(-np.log(frequency[genes]).mean())
@@ -245,4 +284,6 @@ class MaskedGene(MaskedObjective):
             "cross_entropy_frequency": base,
         }
         name, against = "prediction of masked genes", "gene frequency in training cells"
-        return metrics, [compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)]
+        return metrics, [
+            compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)
+        ]

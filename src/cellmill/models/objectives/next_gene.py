@@ -1,12 +1,13 @@
 """next_gene: predict each next gene of a cell in rank order, its value, and the end of the cell.
 
-The likelihood of a cell is a chain: from the state before each gene, the cell continues or ends (binary
-cross-entropy); if it continues, a gene follows (cross-entropy over the vocabulary, whose matrix is the gene embedding);
-given that gene, a value follows (cross-entropy of bins, squared error of continuous values). Before the first gene the
-state is a learned vector. A cell with as many tokens as `max_tokens` may have been cut, so its end is no target.
+The likelihood of a cell is a chain: from the state before each gene, the cell continues or ends
+(binary cross-entropy); if it continues, a gene follows (cross-entropy over the vocabulary, whose
+matrix is the gene embedding); given that gene, a value follows (cross-entropy of bins, squared
+error of continuous values). Before the first gene the state is a learned vector. A cell with as
+many tokens as `max_tokens` may have been cut, so its end is no target.
 
-Genes are judged among those that the cell does not have yet, as `cellmill generate` draws them; so is the baseline,
-the frequency of genes at the same rank in training cells.
+Genes are judged among those that the cell does not have yet, as `cellmill generate` draws them; so
+is the baseline, the frequency of genes at the same rank in training cells.
 
 Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 """
@@ -27,7 +28,14 @@ from cellmill.data.arrays import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
-from cellmill.models.objective import GeneStatistics, Objective, expected_bins, r2_over, r2_verdict, value_loss
+from cellmill.models.objective import (
+    GeneStatistics,
+    Objective,
+    expected_bins,
+    r2_over,
+    r2_verdict,
+    value_loss,
+)
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 from cellmill.runs.verdict import Verdict, compare
@@ -50,7 +58,9 @@ class NextGene(Objective):
     gene_rows = frozenset({"gene_bias"})
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `start`, the state before the first gene; `gene_bias`; `end`; and the value's `value_head` and output."""
+        """Add `start`, the state before the first gene; `gene_bias`; `end`; and the value's
+        `value_head` and output.
+        """
         hidden = model.width
         model.start = nn.Parameter(torch.empty(hidden))
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
@@ -58,8 +68,11 @@ class NextGene(Objective):
         names = ("start", "gene_bias", "end", "gene_embedding")
         if not self.predicts_values:
             return names
-        model.value_head = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
-        model.value_out = nn.Linear(hidden, self.tokens.n_values - 1 if self._is_class else 1)  # bins count from 1
+        model.value_head = nn.Sequential(
+            nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden)
+        )
+        # bins count from 1
+        model.value_out = nn.Linear(hidden, self.tokens.n_values - 1 if self._is_class else 1)
         return (*names, "value_head", "value_out")
 
     def initial_value(self, name: str) -> Fill | None:
@@ -82,7 +95,10 @@ class NextGene(Objective):
     def loss(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
         before, genes = self.before(model, states, prepared), prepared.genes[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
-        goes_on, ends = self.end_logits(model, before), self.end_logits(model, states[prepared.ends])
+        goes_on, ends = (
+            self.end_logits(model, before),
+            self.end_logits(model, states[prepared.ends]),
+        )
         loss = loss + F.softplus(goes_on).sum() + F.softplus(-ends).sum()
         if not self.predicts_values:
             return loss
@@ -100,23 +116,30 @@ class NextGene(Objective):
 
     def end_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
         """(N, H) -> (N,) float32: logit of the cell ending there."""
-        # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in thousands of steps
+        # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in
+        # thousands of steps
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def values(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
         """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
-        queries = torch.cat([before, embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)], dim=-1)
+        queries = torch.cat(
+            [before, embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)], dim=-1
+        )
         out = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[torch.Tensor, ...]:
-        """Return row, place, top-1 correctness, cross-entropy, value and prediction of each gene; cell by cell."""
+        """Return row, place, top-1 correctness, cross-entropy, value and prediction of each gene;
+        cell by cell.
+        """
         before = self.before(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
             genes, logits = prepared.genes[start:end], self.gene_logits(model, before[start:end])
             places = torch.arange(len(genes), device=genes.device)
-            place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put((genes,), places)
+            place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put(
+                (genes,), places
+            )
             place_of[: len(SPECIAL)] = -1
             logits = logits.masked_fill(place_of < places[:, None], -torch.inf)
             entropy = F.cross_entropy(logits, genes, reduction="none")
@@ -125,10 +148,18 @@ class NextGene(Objective):
         if not self.predicts_values:
             return observed
         predicted = self.values(model, before, prepared.genes)
-        return (*observed, prepared.values, expected_bins(predicted) if self._is_class else predicted)
+        return (
+            *observed,
+            prepared.values,
+            expected_bins(predicted) if self._is_class else predicted,
+        )
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return metrics of genes, beside a baseline that knows rank and earlier genes, R² of values, and verdicts."""
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        """Return metrics of genes, beside a baseline that knows rank and earlier genes, R² of
+        values, and verdicts.
+        """
         genes, places, correct, cross_entropy, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
         base_correct, base_cross_entropy = _rank_baseline(genes, places, train.by_rank)
@@ -139,11 +170,16 @@ class NextGene(Objective):
             "cross_entropy": (own := float(cross_entropy.astype(np.float64).mean())),
             "cross_entropy_rank_frequency": (base := float(base_cross_entropy.mean())),
         }
-        name, against = "prediction of the next gene", "gene frequency at the same rank in training cells"
+        name, against = (
+            "prediction of the next gene",
+            "gene frequency at the same rank in training cells",
+        )
         verdicts = [compare(name, against, "nats cross-entropy", own - base, lower_is_better=True)]
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
-            base, own = (float(np.square(truth - other).sum()) for other in (train.mean[genes], predicted))
+            base, own = (
+                float(np.square(truth - other).sum()) for other in (train.mean[genes], predicted)
+            )
             metrics["value_r2_over_gene_mean"] = r2 = r2_over(base, own)
             verdicts += r2_verdict("prediction of the next value", "the gene's training mean", r2)
         return metrics, verdicts
@@ -157,8 +193,12 @@ class NextGene(Objective):
         return self.tokens.value_kind == "class"
 
 
-def _rank_baseline(genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Correctness and cross-entropy, (N,), of smoothed frequencies at the rank, among genes not in the cell yet."""
+def _rank_baseline(
+    genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Correctness and cross-entropy, (N,), of smoothed frequencies at the rank, among genes not in
+    the cell yet.
+    """
     buckets, starts = rank_buckets(places), np.flatnonzero(places == 0)
     n_genes = by_rank.shape[1]
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
@@ -174,11 +214,12 @@ def _rank_baseline(genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray) -
             if not len(here):
                 continue
             own = frequency[bucket, cell]
-            # frequencies that are left for genes not in the cell yet: never less than the gene's own
+            # frequencies that are left for genes not in the cell yet: never less than the gene's
+            # own
             left = np.maximum(1 - (np.cumsum(own) - own), own)[here]
             cross_entropy[start + here] = np.log(left / own[here])
-            # a gene is a candidate up to its own place, and candidates are never fewer than at a later place: the most
-            # frequent one is the first whose place is not yet past
+            # a gene is a candidate up to its own place, and candidates are never fewer than at a
+            # later place: the most frequent one is the first whose place is not yet past
             place_of = np.full(n_genes, len(cell))
             place_of[cell] = np.arange(len(cell))
             highest = np.maximum.accumulate(place_of[order])

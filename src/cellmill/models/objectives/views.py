@@ -1,11 +1,14 @@
-"""Views of a cell: the part of its expression that a model is given, and the part that it has to predict.
+"""Views of a cell: the part of its expression that a model is given, and the part that it has to
+predict.
 
-Tokens that are not in the view are not in the batch. Values of the view are computed by the run's own tokenizer from
-the counts in it, so neither values nor the library size reveal the rest. With a view loss the hidden part is a second
-view of the cell, in the same batch. Binomial parts of Poisson counts are independent given the cell's expression
-(Neufeld et al. 2022, count splitting), which two draws of the whole are not.
+Tokens that are not in the view are not in the batch. Values of the view are computed by the run's
+own tokenizer from the counts in it, so neither values nor the library size reveal the rest. With a
+view loss the hidden part is a second view of the cell, in the same batch. Binomial parts of Poisson
+counts are independent given the cell's expression (Neufeld et al. 2022, count splitting), which two
+draws of the whole are not.
 
-A view is a function of (seed, step, cell, place in the cell): equal in every layout and in every batch.
+A view is a function of (seed, step, cell, place in the cell): equal in every layout and in every
+batch.
 """
 
 from dataclasses import dataclass
@@ -27,7 +30,8 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 
 Decoding = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-SHARE, HIDE, DROP_SHARE = 2, 3, 4  # last keys of the draws: of a cell's shares, and of what is hidden
+# last keys of the draws: of a cell's shares, and of what is hidden
+SHARE, HIDE, DROP_SHARE = 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +42,35 @@ class ViewBatch(Batch):
     profile_gene: torch.Tensor  # (entries,) int64: token id
     profile_count: torch.Tensor  # (entries,) int64, above 0
     paired: int = 0
-    """Cells whose hidden part is in the batch too: that of cell i is cell i + paired. 0 without second views."""
+    """Cells whose hidden part is in the batch too: that of cell i is cell i + paired. 0 without
+    second views.
+    """
 
 
-def draw_view(batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int, step: int) -> ViewBatch:
+def draw_view(
+    batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int, step: int
+) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     genes, counts, ends = batch.genes.numpy(), batch.counts.numpy(), batch.cu_seqlens.numpy()
-    cell, state = np.repeat(np.arange(len(batch.lengths)), batch.lengths), host_state(batch.cells.numpy(), seed, step)
+    cell, state = (
+        np.repeat(np.arange(len(batch.lengths)), batch.lengths),
+        host_state(batch.cells.numpy(), seed, step),
+    )
     shown = counts
     if config.view != "thin":
         share = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
-        shown = counts * (uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell])) >= share[cell])
+        shown = counts * (
+            uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell])) >= share[cell]
+        )
     if config.view != "drop":
         at = np.flatnonzero(shown)  # a draw of 0 is 0, and takes no random number
-        drawn = _thinned(shown[at], np.searchsorted(at, ends), draw_share(state, config), host_state(HIDE, state=state))
+        drawn = _thinned(
+            shown[at],
+            np.searchsorted(at, ends),
+            draw_share(state, config),
+            host_state(HIDE, state=state),
+        )
         shown = shown.copy()
         shown[at] -= drawn
     hidden = counts - shown
@@ -69,7 +87,9 @@ def draw_view(batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
-    return ViewBatch(**tokens_of(genes, shown, ends, tokenizer), **per_cell, **profile, paired=paired)
+    return ViewBatch(
+        **tokens_of(genes, shown, ends, tokenizer), **per_cell, **profile, paired=paired
+    )
 
 
 def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
@@ -78,14 +98,19 @@ def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -
     return low + (high - low) * uniform(host_state(key, state=state))
 
 
-def tokens_of(genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields per token and lengths of a batch, of genes and counts, (n,) int64 each, cut into cells by `ends`.
+def tokens_of(
+    genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Fields per token and lengths of a batch, of genes and counts, (n,) int64 each, cut into cells
+    by `ends`.
 
     Values are made from these counts alone; a count of 0 is no token.
     """
     at = np.flatnonzero(counts)
     counts, starts = counts[at], np.searchsorted(at, ends)
-    ids, values, cu_seqlens = tokenizer.tokenize((genes[at] - len(SPECIAL)).astype(np.int32), counts, starts)
+    ids, values, cu_seqlens = tokenizer.tokenize(
+        (genes[at] - len(SPECIAL)).astype(np.int32), counts, starts
+    )
     numbers = torch.from_numpy(values)
     return {
         "genes": torch.from_numpy(ids).long(),
@@ -101,13 +126,20 @@ def uniform(state: np.ndarray) -> np.ndarray:
     return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
-def _thinned(counts: np.ndarray, ends: np.ndarray, share: np.ndarray, state: np.ndarray) -> np.ndarray:
-    """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, keyed by its `state`."""
+def _thinned(
+    counts: np.ndarray, ends: np.ndarray, share: np.ndarray, state: np.ndarray
+) -> np.ndarray:
+    """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, keyed by
+    its `state`.
+    """
     out, bounds = np.empty_like(counts), pairwise(ends.tolist())
-    # one generator that is given each cell's key: a new one draws entropy of the system first, which is not used
+    # one generator that is given each cell's key: a new one draws entropy of the system first,
+    # which is not used
     philox = np.random.Philox(key=0)
     generator, start = np.random.Generator(philox), philox.state
-    for (first, end), probability, key in zip(bounds, share.tolist(), (state >> np.uint64(1)).tolist()):
+    for (first, end), probability, key in zip(
+        bounds, share.tolist(), (state >> np.uint64(1)).tolist()
+    ):
         start["state"]["key"][0] = key
         philox.state = start
         out[first:end] = generator.binomial(counts[first:end], probability)

@@ -1,8 +1,10 @@
-"""Rows of a file that are parts of genes: probes of 10x Flex, and spliced and unspliced counts of alevin-fry.
+"""Rows of a file that are parts of genes: probes of 10x Flex, and spliced and unspliced counts of
+alevin-fry.
 
-A probe that 10x excludes (`filtered_probes` is false) is dropped, the others are summed by `gene_id`, or by the Ensembl
-id in names such as `ENSG00000141510|TP53|2f1b3c`. alevin-fry's USA mode has three columns a gene, `x`, `x-U` and `x-A`:
-X is spliced + ambiguous, as its own tools load single-cell data, and `counts` chooses among MODES.
+A probe that 10x excludes (`filtered_probes` is false) is dropped, the others are summed by
+`gene_id`, or by the Ensembl id in names such as `ENSG00000141510|TP53|2f1b3c`. alevin-fry's USA
+mode has three columns a gene, `x`, `x-U` and `x-A`: X is spliced + ambiguous, as its own tools load
+single-cell data, and `counts` chooses among MODES.
 """
 
 import re
@@ -50,7 +52,9 @@ class GroupedColumns(StoredMatrix):
 
 
 def group_probes(source: CountSource) -> CountSource:
-    """The input with probes summed into genes, and a note that says how many; as it is if its rows are genes."""
+    """The input with probes summed into genes, and a note that says how many; as it is if its rows
+    are genes.
+    """
     var = source.var
     n_probes = len(var)
     is_kept = np.ones(n_probes, dtype=bool)
@@ -59,7 +63,9 @@ def group_probes(source: CountSource) -> CountSource:
         if values.dtype == bool:
             is_kept = values.to_numpy()
         else:
-            is_kept = np.isin(pd.Series(text_values(values), dtype=object).str.strip().str.lower(), _TRUE)
+            is_kept = np.isin(
+                pd.Series(text_values(values), dtype=object).str.strip().str.lower(), _TRUE
+            )
     genes = _genes_of_probes(var)
     if genes is None:
         if is_kept.all():
@@ -78,16 +84,18 @@ def group_probes(source: CountSource) -> CountSource:
         rows = rows.assign(symbol=rows["gene_name"])
     rows = rows.drop(columns=[_FILTERED, "gene_id", "gene_name"], errors="ignore")
     n_excluded = int((~is_kept).sum())
-    excluded = f"{n_excluded:,} of {n_probes:,} probes are excluded ({_FILTERED} is false), the other "
-    note = (
-        f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are summed into {len(names):,} genes"
+    excluded = (
+        f"{n_excluded:,} of {n_probes:,} probes are excluded ({_FILTERED} is false), the other "
     )
+    note = f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are summed into {len(names):,} genes"
     matrix = GroupedColumns(source.matrix, target, len(names))
     return replace(source, matrix=matrix, var=rows, notes=[*source.notes, f"{note} by {by}"])
 
 
 def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
-    """Gene of each row, if rows are probes: column `gene_id` next to `filtered_probes`, or the id within the name."""
+    """Gene of each row, if rows are probes: column `gene_id` next to `filtered_probes`, or the id
+    within the name.
+    """
     if _FILTERED in var and "gene_id" in var:
         return np.asarray(text_values(var["gene_id"]), dtype=object)
     if not len(var) or "|" not in str(var.index[0]) + str(var.index[-1]):
@@ -96,7 +104,9 @@ def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
     found = [_IN_NAME.search(name) for name in names]
     if 2 * sum(map(bool, found)) <= len(names):
         return None
-    return np.array([match[1] if match else name for match, name in zip(found, names)], dtype=object)
+    return np.array(
+        [match[1] if match else name for match, name in zip(found, names)], dtype=object
+    )
 
 
 def is_split(names: pd.Index) -> bool:
@@ -113,7 +123,9 @@ def is_split(names: pd.Index) -> bool:
 
 
 def choose_mode(source: CountSource, counts: str) -> CountSource:
-    """The input with the columns of `counts` (X or one of MODES) summed by gene; as it is without USA mode."""
+    """The input with the columns of `counts` (X or one of MODES) summed by gene; as it is without
+    USA mode.
+    """
     if not is_split(source.var.index):
         return source
     mode = counts if counts in MODES else "S+A"
@@ -138,5 +150,10 @@ def choose_mode(source: CountSource, counts: str) -> CountSource:
     )
     matrix = GroupedColumns(source.matrix, target, len(genes))
     return replace(
-        source, counts=counts, matrix=matrix, var=rows, others=[*source.others, *others], notes=[*source.notes, note]
+        source,
+        counts=counts,
+        matrix=matrix,
+        var=rows,
+        others=[*source.others, *others],
+        notes=[*source.notes, note],
     )

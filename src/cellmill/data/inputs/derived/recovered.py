@@ -1,8 +1,10 @@
-"""Counts recovered from log-normalised values and the cells' depths, as SeuratDisk and many atlases leave them.
+"""Counts recovered from log-normalised values and the cells' depths, as SeuratDisk and many atlases
+leave them.
 
-A value is log(1 + count * target / depth of the cell), so expm1(value) * depth / target is the count. The result is
-taken only if it is a whole number from 1 for every value, up to the error of 32-bit logarithms, and 1 for one of them:
-with too small a target all counts would be multiples. `counts: expm1(raw)` sets it.
+A value is log(1 + count * target / depth of the cell), so expm1(value) * depth / target is the
+count. The result is taken only if it is a whole number from 1 for every value, up to the error of
+32-bit logarithms, and 1 for one of them: with too small a target all counts would be multiples.
+`counts: expm1(raw)` sets it.
 """
 
 import re
@@ -30,11 +32,15 @@ def matrix_to_recover(counts: str) -> str | None:
 
 def find_totals(obs: pd.DataFrame) -> str | None:
     """The first of TOTALS that obs has as numbers."""
-    return next((name for name in TOTALS if name in obs and pd.api.types.is_numeric_dtype(obs[name])), None)
+    return next(
+        (name for name in TOTALS if name in obs and pd.api.types.is_numeric_dtype(obs[name])), None
+    )
 
 
 class RecoveredCounts(StoredMatrix):
-    """Whole numbers expm1(values) * depth / target, for the first of _TARGETS, or the median depth, that fits."""
+    """Whole numbers expm1(values) * depth / target, for the first of _TARGETS, or the median depth,
+    that fits.
+    """
 
     def __init__(self, path: Path, name: str, logs: StoredMatrix, obs: pd.DataFrame):
         self._path, self._name, self._logs = path, name, logs
@@ -53,7 +59,9 @@ class RecoveredCounts(StoredMatrix):
         first = 0
         for part in self._logs.blocks(block):
             totals = self._totals[first : first + part.shape[0]]
-            values = np.expm1(part.data.astype(np.float64)) * np.repeat(totals, np.diff(part.indptr))
+            values = np.expm1(part.data.astype(np.float64)) * np.repeat(
+                totals, np.diff(part.indptr)
+            )
             if len(values):
                 values = self._whole(values)
             yield sp.csr_matrix((values, part.indices, part.indptr), shape=part.shape)
@@ -61,12 +69,16 @@ class RecoveredCounts(StoredMatrix):
 
     def _whole(self, values: np.ndarray) -> np.ndarray:
         targets = (
-            (*_TARGETS, float(np.median(self._totals[self._totals > 0]))) if self._target is None else (self._target,)
+            (*_TARGETS, float(np.median(self._totals[self._totals > 0])))
+            if self._target is None
+            else (self._target,)
         )
         present = values != 0
         for target in targets:
             counts = np.rint(values / target)
-            is_whole = (np.abs(values / target - counts) < _CLOSE).all() and (counts[present] >= 1).all()
+            is_whole = (np.abs(values / target - counts) < _CLOSE).all() and (
+                counts[present] >= 1
+            ).all()
             if is_whole and (self._target is not None or (counts == 1).any()):
                 self._target = target
                 return counts

@@ -1,7 +1,8 @@
-"""Rows of a matrix whose values already come in order of rows, kept in temporary files in the folder of `TMPDIR`.
+"""Rows of a matrix whose values already come in order of rows, kept in temporary files in the
+folder of `TMPDIR`.
 
-Most text files list their values cell by cell. These need no sorting: columns and values are appended as they come, and
-read back in order.
+Most text files list their values cell by cell. These need no sorting: columns and values are
+appended as they come, and read back in order.
 """
 
 import tempfile
@@ -17,7 +18,9 @@ _ROWS = 1024  # in memory at once while they are read back to be sorted
 
 
 class OrderedRows:
-    """Values in order of rows. `add` refuses a piece that is not in order; `triples` gives back what was added."""
+    """Values in order of rows. `add` refuses a piece that is not in order; `triples` gives back
+    what was added.
+    """
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape
@@ -33,7 +36,9 @@ class OrderedRows:
         self._values.close()
 
     def add(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> bool:
-        """Append a piece, and return True; False, with nothing kept, if a row comes before one that was added."""
+        """Append a piece, and return True; False, with nothing kept, if a row comes before one that
+        was added.
+        """
         if not len(rows):
             return True
         if rows[0] < self._last or (rows[1:] < rows[:-1]).any():

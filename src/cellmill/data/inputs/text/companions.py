@@ -1,12 +1,14 @@
-"""The tables that name rows and columns of a Matrix Market file: files of its folder, chosen by prefix and by length.
+"""The tables that name rows and columns of a Matrix Market file: files of its folder, chosen by
+prefix and by length.
 
     sample_matrix.mtx  sample_features.tsv.gz  sample_barcodes.tsv.gz            genes in rows: Cell Ranger, STARsolo
     cells_x_genes.mtx  cells_x_genes.barcodes.txt  cells_x_genes.genes.txt       cells in rows: kb-python
     quants_mat.mtx     quants_mat_rows.txt  quants_mat_cols.txt                  cells in rows: alevin-fry
     count_matrix.mtx   all_genes.csv  cell_metadata.csv                          cells in rows: Parse
 
-Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to the matrix with
-which its name shares most words from the first on, so that files of several samples in one folder are not mixed.
+Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to
+the matrix with which its name shares most words from the first on, so that files of several samples
+in one folder are not mixed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,8 @@ class Companions(NamedTuple):
     """Names of a matrix, and whether its rows are cells."""
 
     genes: pd.DataFrame
-    more_genes: list[pd.DataFrame]  # further tables of the same genes, as kb-python writes their symbols
+    # further tables of the same genes, as kb-python writes their symbols
+    more_genes: list[pd.DataFrame]
     cells: pd.DataFrame
     cells_in_rows: bool
     gene_file: Path
@@ -45,7 +48,9 @@ def is_matrix(path: Path) -> bool:
 
 
 def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
-    """Tables of names for a matrix of `n_rows` x `n_columns`. Raises DataError, naming the one that is short."""
+    """Tables of names for a matrix of `n_rows` x `n_columns`. Raises DataError, naming the one that
+    is short.
+    """
     tables = list(_tables_of(matrix, max(n_rows, n_columns)))
     choices = list(_choices(matrix, tables, n_rows, n_columns))
     if not choices:
@@ -55,18 +60,32 @@ def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
     others = [
         table
         for table in tables
-        if table.path not in (best.genes.path, best.cells.path) and table.role() == GENES and table.fits(n_genes)
+        if table.path not in (best.genes.path, best.cells.path)
+        and table.role() == GENES
+        and table.fits(n_genes)
     ]
     more = [table.read(n_genes) for table in others]
-    return Companions(best.genes.read(n_genes), more, best.cells.read(n_cells), best.cells_in_rows, best.genes.path)
+    return Companions(
+        best.genes.read(n_genes),
+        more,
+        best.cells.read(n_cells),
+        best.cells_in_rows,
+        best.genes.path,
+    )
 
 
 def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
-    """Tables beside a matrix that share more words with no other matrix; longer ones than it are of something else."""
+    """Tables beside a matrix that share more words with no other matrix; longer ones than it are of
+    something else.
+    """
     files = sorted(matrix.parent.iterdir())
     others = [file for file in files if is_matrix(file) and file != matrix]
     candidates = [file for file in files if is_table(file) and file.is_file()]
-    own = [file for file in candidates if _shared(file, matrix) >= max((_shared(file, o) for o in others), default=0)]
+    own = [
+        file
+        for file in candidates
+        if _shared(file, matrix) >= max((_shared(file, o) for o in others), default=0)
+    ]
     own.sort(key=lambda file: -_shared(file, matrix))
     for file in own[:_MOST_TABLES]:
         table = peek(file, 2 * longest + 2)
@@ -84,7 +103,9 @@ def _shared(table: Path, matrix: Path) -> int:
     return n
 
 
-def _choices(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int) -> Iterator[_Choice]:
+def _choices(
+    matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int
+) -> Iterator[_Choice]:
     words = name_words(matrix)
     for genes, cells in permutations(tables, 2):
         if genes.role() == CELLS or cells.role() == GENES:
@@ -96,7 +117,8 @@ def _choices(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
             roles = (genes.role() == GENES) + (cells.role() == CELLS)
             contents = (genes.content() == GENES) + (cells.content() == CELLS)
             prefix = _shared(genes.path, matrix) + _shared(cells.path, matrix)
-            shortest = -len(genes.path.name) - len(cells.path.name)  # genes.txt before genes.names.txt
+            # genes.txt before genes.names.txt
+            shortest = -len(genes.path.name) - len(cells.path.name)
             is_named = words[:1] == ["cells"] or "rows" in name_words(cells.path)
             usual = int(cells_in_rows == is_named)  # as many cells as genes
             yield _Choice((roles, prefix, contents, usual, shortest), genes, cells, cells_in_rows)
@@ -105,7 +127,11 @@ def _choices(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
 def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int) -> str:
     """Which table is missing, or how many names each has and which is short."""
     by_role = {
-        role: max((t for t in tables if t.role() == role), key=lambda t: _shared(t.path, matrix), default=None)
+        role: max(
+            (t for t in tables if t.role() == role),
+            key=lambda t: _shared(t.path, matrix),
+            default=None,
+        )
         for role in (GENES, CELLS)
     }
     missing = [role for role, table in by_role.items() if table is None]
@@ -113,7 +139,10 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
         stem = matrix.name.lower().removesuffix(".gz").removesuffix(".mtx")
         prefix = matrix.name[: len(stem)].removesuffix("matrix")
         wanted = f"{prefix}{'features' if missing[0] == GENES else 'barcodes'}.tsv"
-        there = ", ".join(f"{table.path.name} with {table.n_rows():,}" for table in tables[:4]) or "no text table"
+        there = (
+            ", ".join(f"{table.path.name} with {table.n_rows():,}" for table in tables[:4])
+            or "no text table"
+        )
         return (
             f"{matrix.parent}: no {wanted}; expected it beside {matrix.name}, plain or as .gz, with {n_rows:,} or "
             f"{n_columns:,} names; there is {there}"
@@ -128,7 +157,9 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
     for table, n in ((genes, n_genes), (cells, n_cells)):
         difference = table.n_rows() - n
         if difference:
-            faults.append(f"{table.path.name} has {abs(difference):,} {'more' if difference > 0 else 'fewer'}")
+            faults.append(
+                f"{table.path.name} has {abs(difference):,} {'more' if difference > 0 else 'fewer'}"
+            )
     return (
         f"{matrix}: has {n_rows:,} rows and {n_columns:,} columns, {genes.path.name} names {genes.n_rows():,} genes "
         f"and {cells.path.name} {cells.n_rows():,} cells: {' and '.join(faults)}; is it from another matrix, such as "

@@ -1,9 +1,11 @@
-"""Tables of counts in text, as GEO, featureCounts and umi_tools have them: .csv, .tsv or .txt, plain or gzip.
+"""Tables of counts in text, as GEO, featureCounts and umi_tools have them: .csv, .tsv or .txt,
+plain or gzip.
 
-A table has a header and a column of names. Genes are in rows or in columns: whichever names have more Ensembl ids,
-common symbols or, the other way round, barcodes. Columns of text, and those of featureCounts (Start, Length), describe
-the rows, as do totals. A table with one column of genes, one of cells and one of counts, as of umi_tools, has a count a
-line. Tables are read in blocks of rows; genes in rows are transposed on disk.
+A table has a header and a column of names. Genes are in rows or in columns: whichever names have
+more Ensembl ids, common symbols or, the other way round, barcodes. Columns of text, and those of
+featureCounts (Start, Length), describe the rows, as do totals. A table with one column of genes,
+one of cells and one of counts, as of umi_tools, has a count a line. Tables are read in blocks of
+rows; genes in rows are transposed on disk.
 """
 
 import re
@@ -45,7 +47,8 @@ _DESCRIPTIONS = frozenset(
 )
 _COUNT = frozenset("count counts umi umis umi_count n_umis reads n value midcount".split())  # noqa: SIM905
 _CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".split())  # noqa: SIM905
-_GENE = ("gene", "gene_name", "genes", "symbol", "geneid", "gene_id", "feature", "feature_name")  # the first counts
+# the first counts
+_GENE = ("gene", "gene_name", "genes", "symbol", "geneid", "gene_id", "feature", "feature_name")
 _MOST_LONG = 12  # columns of a table with a count a line
 _MOST_REPEATED = 4  # rows of one name, on average; a gene may have some
 _COMMON = frozenset(
@@ -70,8 +73,10 @@ class _Layout:
     texts: list[int]  # columns that describe a row, its name among them
 
     def chunks(self, types: Mapping[int, type]) -> Iterator[pd.DataFrame]:
-        """Columns with the given types, some rows at a time. Raises DataError for a row of more fields, if counts are
-        among them: pandas drops such fields where it reads some of the columns."""
+        """Columns with the given types, some rows at a time. Raises DataError for a row of more
+        fields, if counts are among them: pandas drops such fields where it reads some of the
+        columns.
+        """
         width = len(self.header)
         has_text = str in types.values()
         only_text = {*types.values()} == {str}
@@ -84,7 +89,9 @@ class _Layout:
                 keep_default_na=not has_text, index_col=False, chunksize=max(1, _VALUES // width), encoding="utf-8",
             )  # fmt: skip
             for chunk in chunks:
-                yield chunk[list(types)].fillna({column: "" for column, kind in types.items() if kind is str})
+                yield chunk[list(types)].fillna(
+                    {column: "" for column, kind in types.items() if kind is str}
+                )
 
 
 def _open_table(path: Path, file: Any, counts: str) -> CountSource:
@@ -93,10 +100,14 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     if (columns := _long_columns(layout)) is not None:
         return _open_long(path, counts, layout, *columns)
     if not layout.numbers:
-        raise DataError(f"{path}: expected columns of counts after the names of rows, got text in all columns")
+        raise DataError(
+            f"{path}: expected columns of counts after the names of rows, got text in all columns"
+        )
     rows = _read_rows(layout)
     names = [layout.header[column] for column in layout.numbers]
-    genes_in_rows = layout.names is not None and _are_genes(rows.iloc[:, 0].tolist(), names, rows.columns[0])
+    genes_in_rows = layout.names is not None and _are_genes(
+        rows.iloc[:, 0].tolist(), names, rows.columns[0]
+    )
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *rows.columns[1:]], axis=1))
@@ -107,7 +118,9 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         obs = cell_frame(rows)
         note = "cells are in rows, genes in columns"
     described = list(rows.columns[1:])
-    note += f"; not counts but descriptions of rows: {', '.join(described[:8])}" if described else ""
+    note += (
+        f"; not counts but descriptions of rows: {', '.join(described[:8])}" if described else ""
+    )
     return CountSource(path, counts, matrix, obs, var, notes=[note])
 
 
@@ -137,9 +150,13 @@ def _read_layout(path: Path) -> _Layout:
     lines, n_before = _first_lines(path)
     separator = find_separator(lines)
     if not separator:
-        separator = next((each for each in ("\t", ",", ";") if all(each in line for line in lines)), "")
+        separator = next(
+            (each for each in ("\t", ",", ";") if all(each in line for line in lines)), ""
+        )
     if not separator:
-        raise DataError(f"{path}: expected columns separated by tabs, commas or semicolons, got {lines[0][:60]!r}")
+        raise DataError(
+            f"{path}: expected columns separated by tabs, commas or semicolons, got {lines[0][:60]!r}"
+        )
     header, *rows = split_lines([line for line in lines if line.strip()], separator)
     width = Counter(map(len, rows)).most_common(1)[0][0]
     for number, row in enumerate(rows):
@@ -152,12 +169,17 @@ def _read_layout(path: Path) -> _Layout:
     if len(header) == width - 1 and not names_row_names(header):
         header = ["", *header]  # R does not name the column of row names
     if len(header) != width:
-        raise DataError(f"{path}: expected a header with as many columns as the rows, got {len(header)} and {width}")
+        raise DataError(
+            f"{path}: expected a header with as many columns as the rows, got {len(header)} and {width}"
+        )
     header = [name.strip() for name in header]
     n_numbers = sum(_is_number(name) for name in header[1:])
-    has_names = names_row_names(header) or _has_known_name(header)  # then the names of cells may be numbers
+    # then the names of cells may be numbers
+    has_names = names_row_names(header) or _has_known_name(header)
     if not has_names and (n_numbers == width - 1 or (n_numbers and width <= _MOST_LONG)):
-        raise DataError(f"{path}: expected a header with names, got numbers in the first line; add one")
+        raise DataError(
+            f"{path}: expected a header with names, got numbers in the first line; add one"
+        )
     if width > MAX_LENGTH:
         raise DataError(f"{path}: has {width:,} columns; the limit is {MAX_LENGTH:,}")
     return _divide_columns(path, separator, n_before + 1, header, rows)
@@ -187,14 +209,18 @@ def _first_lines(path: Path) -> tuple[list[str], int]:
     return first, n_before
 
 
-def _divide_columns(path: Path, separator: str, skipped: int, header: list[str], rows: list[list[str]]) -> _Layout:
-    """Which column names the rows, which have counts, and which describe the rows. Raises DataError for a column of
-    counts with something else among them."""
+def _divide_columns(
+    path: Path, separator: str, skipped: int, header: list[str], rows: list[list[str]]
+) -> _Layout:
+    """Which column names the rows, which have counts, and which describe the rows. Raises DataError
+    for a column of counts with something else among them.
+    """
     values = [[row[column] for row in rows] for column in range(len(header))]
     n_numbers = [sum(map(_is_number, column)) for column in values]
     is_text = [2 * n < len(rows) for n in n_numbers]
     names = _column_of_names(header, values, is_text)
-    is_empty = [not name and not any(column) for name, column in zip(header, values)]  # commas at the end of lines
+    # commas at the end of lines
+    is_empty = [not name and not any(column) for name, column in zip(header, values)]
     describes = [name.lower().replace(" ", "_") in _DESCRIPTIONS for name in header]
     numbers = [
         column
@@ -205,14 +231,20 @@ def _divide_columns(path: Path, separator: str, skipped: int, header: list[str],
         if n_numbers[column] < len(rows):
             bad = next(row for row in rows if not _is_number(row[column]))
             where = f" in row {bad[names]!r}" if names is not None else ""
-            raise DataError(f"{path}: expected counts in column {header[column]!r}, got {bad[column]!r}{where}")
-    texts = [column for column in range(len(header)) if column not in {*numbers} and not is_empty[column]]
+            raise DataError(
+                f"{path}: expected counts in column {header[column]!r}, got {bad[column]!r}{where}"
+            )
+    texts = [
+        column for column in range(len(header)) if column not in {*numbers} and not is_empty[column]
+    ]
     if names is not None:
         texts = [names, *(column for column in texts if column != names)]
     return _Layout(path, separator, skipped, header, names, numbers, texts)
 
 
-def _column_of_names(header: Sequence[str], values: Sequence[Sequence[str]], is_text: Sequence[bool]) -> int | None:
+def _column_of_names(
+    header: Sequence[str], values: Sequence[Sequence[str]], is_text: Sequence[bool]
+) -> int | None:
     """The first column, unless it holds counts; then the first of text, if any."""
     first = values[0]
     is_named = names_row_names(header) or header[0].lower() in {*_CELL, *_GENE, *_DESCRIPTIONS}
@@ -227,7 +259,8 @@ def _is_number(text: str) -> bool:
 
 
 def _are_genes(rows: Sequence[str], columns: Sequence[str], header: str) -> bool:
-    """True if genes are in rows: by the header of their names, else by the names of rows and columns.
+    """True if genes are in rows: by the header of their names, else by the names of rows and
+    columns.
 
     Also if none of these shows it, as most tables have it.
     """
@@ -268,8 +301,9 @@ class _TextMatrix(StoredMatrix):
 
 
 def _long_columns(layout: _Layout) -> tuple[int, int, int] | None:
-    """Columns of gene, cell and count of a table with a count a line; None for a table with a column a cell. Raises
-    DataError if it has several columns of counts."""
+    """Columns of gene, cell and count of a table with a count a line; None for a table with a
+    column a cell. Raises DataError if it has several columns of counts.
+    """
     names = [name.lower() for name in layout.header]
     if len(names) > _MOST_LONG:
         return None
@@ -288,7 +322,9 @@ def _long_columns(layout: _Layout) -> tuple[int, int, int] | None:
     return genes[0], cells[0], counts[0]
 
 
-def _open_long(path: Path, counts: str, layout: _Layout, gene: int, cell: int, count: int) -> CountSource:
+def _open_long(
+    path: Path, counts: str, layout: _Layout, gene: int, cell: int, count: int
+) -> CountSource:
     genes: dict[str, int] = {}
     cells: dict[str, int] = {}
     for chunk in layout.chunks({gene: str, cell: str}):
@@ -298,7 +334,9 @@ def _open_long(path: Path, counts: str, layout: _Layout, gene: int, cell: int, c
     matrix = _LongMatrix(layout, (gene, cell, count), genes, cells)
     notes = [f"a line is a count: {len(genes):,} genes and {len(cells):,} cells"]
     if _NO_GENE in genes:
-        notes.append("gene '-' has the reads that STARsolo gave to no gene, as it marks them in its BAM file")
+        notes.append(
+            "gene '-' has the reads that STARsolo gave to no gene, as it marks them in its BAM file"
+        )
     var = pd.DataFrame(index=pd.Index(list(genes), dtype=object))
     obs = pd.DataFrame(index=pd.Index(list(cells), dtype=object))
     return CountSource(path, counts, matrix, obs, var, notes=notes)
@@ -307,7 +345,13 @@ def _open_long(path: Path, counts: str, layout: _Layout, gene: int, cell: int, c
 class _LongMatrix(StoredMatrix):
     """Counts of a table with a gene, a cell and a count a line, numbered by `genes` and `cells`."""
 
-    def __init__(self, layout: _Layout, columns: tuple[int, int, int], genes: dict[str, int], cells: dict[str, int]):
+    def __init__(
+        self,
+        layout: _Layout,
+        columns: tuple[int, int, int],
+        genes: dict[str, int],
+        cells: dict[str, int],
+    ):
         self._layout, self._columns = layout, columns
         self._genes, self._cells = genes, cells
         self.shape = (len(cells), len(genes))
@@ -321,8 +365,13 @@ class _LongMatrix(StoredMatrix):
             repeats = (np.diff(part.indices) == 0) & (np.diff(rows) == 0)
             if repeats.any():
                 at = int(repeats.argmax())
-                names = list(self._cells)[first + int(rows[at])], list(self._genes)[int(part.indices[at])]
-                raise DataError(f"{self._layout.path}: damaged: cell {names[0]!r} has two lines of gene {names[1]!r}")
+                names = (
+                    list(self._cells)[first + int(rows[at])],
+                    list(self._genes)[int(part.indices[at])],
+                )
+                raise DataError(
+                    f"{self._layout.path}: damaged: cell {names[0]!r} has two lines of gene {names[1]!r}"
+                )
             yield part
             first += part.shape[0]
 

@@ -1,7 +1,8 @@
 """Lines of three numbers, as Matrix Market has them, read in pieces of some megabytes.
 
-Long files are parsed by a loop that numba compiles in about a second. A piece with anything that the loop does not
-know, such as a comment between values, goes through pandas, which also names what is wrong; so do short files.
+Long files are parsed by a loop that numba compiles in about a second. A piece with anything that
+the loop does not know, such as a comment between values, goes through pandas, which also names what
+is wrong; so do short files.
 """
 
 import importlib
@@ -26,8 +27,12 @@ _POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
 Triples = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
-def read_triples(path: Path, text: IO[bytes], dtype: type, shape: tuple[int, int], n_values: int) -> Triples:
-    """Row and column, from 0, and value of each line, in pieces. Raises DataError for an index outside `shape`."""
+def read_triples(
+    path: Path, text: IO[bytes], dtype: type, shape: tuple[int, int], n_values: int
+) -> Triples:
+    """Row and column, from 0, and value of each line, in pieces. Raises DataError for an index
+    outside `shape`.
+    """
     parse = _compiled() if n_values >= _WORTH else None
     buffer = bytearray(_PIECE)
     held = 0  # bytes of a line that is not complete
@@ -39,7 +44,9 @@ def read_triples(path: Path, text: IO[bytes], dtype: type, shape: tuple[int, int
                 buffer[: held + n_read - end] = buffer[end : held + n_read]
             held += n_read - end
             if held == len(buffer):
-                raise DataError(f"{path}: damaged: expected three numbers a line, got a line of {held:,} bytes")
+                raise DataError(
+                    f"{path}: damaged: expected three numbers a line, got a line of {held:,} bytes"
+                )
         if buffer[:held].strip():
             yield _read_piece(path, memoryview(buffer)[:held], dtype, shape, None)
 
@@ -51,7 +58,15 @@ def _read_piece(
         most = len(piece) // 6 + 1  # lines: the shortest is `1 1 1`
         rows, columns = np.empty(most, np.int32), np.empty(most, np.int32)
         values: np.ndarray = np.empty(most, dtype)
-        n = parse(np.frombuffer(piece, np.uint8), rows, columns, values, *shape, _POWERS, dtype is np.int32)
+        n = parse(
+            np.frombuffer(piece, np.uint8),
+            rows,
+            columns,
+            values,
+            *shape,
+            _POWERS,
+            dtype is np.int32,
+        )
         if n >= 0:
             return rows[:n], columns[:n], values[:n]
     if not piece.tobytes().strip():
@@ -70,8 +85,14 @@ def _read_piece(
             raise DataError(f"{path}: damaged: an index is outside 1 to {size:,}")
     values = table["value"].to_numpy()
     if is_whole and len(values) and int(np.abs(values).max()) > _LARGEST:
-        raise DataError(f"{path}: a value is too large: expected at most {_LARGEST:,}, got {np.abs(values).max():,}")
-    return table["row"].to_numpy() - 1, table["column"].to_numpy() - 1, values.astype(dtype, copy=False)
+        raise DataError(
+            f"{path}: a value is too large: expected at most {_LARGEST:,}, got {np.abs(values).max():,}"
+        )
+    return (
+        table["row"].to_numpy() - 1,
+        table["column"].to_numpy() - 1,
+        values.astype(dtype, copy=False),
+    )
 
 
 @cache
@@ -115,7 +136,12 @@ def _parse(
         while 48 <= text[at] <= 57:
             column = column * 10 + text[at] - 48
             at += 1
-        if column < 1 or column > n_columns or at - start > 10 or (text[at] != 32 and text[at] != 9):
+        if (
+            column < 1
+            or column > n_columns
+            or at - start > 10
+            or (text[at] != 32 and text[at] != 9)
+        ):
             return -1
         while text[at] == 32 or text[at] == 9:
             at += 1

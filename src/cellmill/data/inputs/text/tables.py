@@ -1,8 +1,8 @@
 """Text tables of names: separators, quotes, headers, and whether a table names genes or cells.
 
-R writes names in quotes and rows with numbers, Excel writes semicolons, and many tools write a header. A column of row
-numbers is dropped. A first line is a header if it has a word such as `gene_id`, or if it alone has no Ensembl id or
-barcode.
+R writes names in quotes and rows with numbers, Excel writes semicolons, and many tools write a
+header. A column of row numbers is dropped. A first line is a header if it has a word such as
+`gene_id`, or if it alone has no Ensembl id or barcode.
 """
 
 import csv
@@ -49,7 +49,9 @@ _TENX_TYPES = frozenset(
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table as its first rows show it. `n_lines` counts every line up to the last that is not empty."""
+    """A table as its first rows show it. `n_lines` counts every line up to the last that is not
+    empty.
+    """
 
     path: Path
     n_lines: int
@@ -65,7 +67,9 @@ class TextTable:
         """True if the table has `n` rows after its header, if any."""
         if self.has_header:
             return self.n_lines == n + 1
-        return self.n_lines == n or (self.n_lines == n + 1 and _has_header_words(self.first[0], self.first[1:]))
+        return self.n_lines == n or (
+            self.n_lines == n + 1 and _has_header_words(self.first[0], self.first[1:])
+        )
 
     def n_rows(self) -> int:
         """Number of rows after a clear header."""
@@ -74,7 +78,9 @@ class TextTable:
     def role(self) -> str | None:
         """GENES or CELLS by the file's name, else by its first rows; None if neither says."""
         words = name_words(self.path)[::-1]
-        named = next((role for word in words for role, known in _WORDS.items() if word in known), None)
+        named = next(
+            (role for word in words for role, known in _WORDS.items() if word in known), None
+        )
         return named or self.content()
 
     def content(self) -> str | None:
@@ -86,7 +92,9 @@ class TextTable:
         return None
 
     def read(self, n: int) -> pd.DataFrame:
-        """All `n` rows as columns of text, named by the header, else by number from 0. Row numbers are left out."""
+        """All `n` rows as columns of text, named by the header, else by number from 0. Row numbers
+        are left out.
+        """
         with open_bytes(self.path) as file, reading(self.path):
             text = file.read().decode("utf-8-sig")
         lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n").split("\n")
@@ -97,10 +105,13 @@ class TextTable:
         if len(lines) != n:
             raise DataError(f"{self.path}: it changed while it was read")
         columns = _columns(lines, self.separator)
-        if header is not None and len(header) == len(columns) - 1:  # R does not name the column of row names
+        # R does not name the column of row names
+        if header is not None and len(header) == len(columns) - 1:
             header = ["", *header]
         if header is not None and len(header) < len(columns):
-            raise DataError(f"{self.path}: has {len(columns)} columns, and {len(header)} names in its header")
+            raise DataError(
+                f"{self.path}: has {len(columns)} columns, and {len(header)} names in its header"
+            )
         names = range(len(columns)) if header is None else header[: len(columns)]
         frame = pd.DataFrame(dict(enumerate(columns)), dtype=object).set_axis(list(names), axis=1)
         frame = frame.loc[:, ~frame.columns.duplicated()]
@@ -150,7 +161,9 @@ def _count_lines(chunk: bytes) -> int:
 
 
 def find_separator(lines: Sequence[str]) -> str:
-    """The character that divides every line after the first into equally many fields; empty if there is none."""
+    """The character that divides every line after the first into equally many fields; empty if
+    there is none.
+    """
     body = [line for line in lines[1:] if line] or list(lines)
     for separator in ("\t", ",", ";", "|", " "):
         if separator == " " and not all(line.startswith('"') for line in body):
@@ -158,13 +171,20 @@ def find_separator(lines: Sequence[str]) -> str:
         widths = {len(fields) for fields in split_lines(body, separator)}
         if separator == "\t" and min(widths, default=1) > 1:
             return separator
-        if widths and widths != {1} and len(widths) == 1 and not (separator == "|" and any("ENS" in b for b in body)):
+        if (
+            widths
+            and widths != {1}
+            and len(widths) == 1
+            and not (separator == "|" and any("ENS" in b for b in body))
+        ):
             return separator
     return ""
 
 
 def split_lines(lines: Sequence[str], separator: str) -> list[list[str]]:
-    """Fields of each line without their quotes; quotes that do not come in pairs are part of the text."""
+    """Fields of each line without their quotes; quotes that do not come in pairs are part of the
+    text.
+    """
     if not separator:
         return [[_unquoted(line)] for line in lines]
     quoted = any('"' in line for line in lines)
@@ -190,25 +210,34 @@ def _columns(lines: list[str], separator: str) -> list[list[str]]:
 
 def _is_numbering(column: pd.Series) -> bool:
     for start in (0, 1):
-        if column.iloc[0] == str(start) and len(column) > 1 and column.iloc[-1] == str(start + len(column) - 1):
+        if (
+            column.iloc[0] == str(start)
+            and len(column) > 1
+            and column.iloc[-1] == str(start + len(column) - 1)
+        ):
             return bool((column == pd.Series(range(start, start + len(column))).astype(str)).all())
     return False
 
 
 def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
-    """True if `first` has a usual name of a column, or is the only line without an Ensembl id or barcode."""
+    """True if `first` has a usual name of a column, or is the only line without an Ensembl id or
+    barcode.
+    """
     for pattern in (ENSEMBL, BARCODE):
         if any(map(pattern.search, first)):
             return False
     if {text.strip().lower() for text in _only_in_first(first, others)} & _HEADERS:
         return True
     return any(
-        len(others) > 2 and all(any(map(pattern.search, row)) for row in others) for pattern in (ENSEMBL, BARCODE)
+        len(others) > 2 and all(any(map(pattern.search, row)) for row in others)
+        for pattern in (ENSEMBL, BARCODE)
     )
 
 
 def names_row_names(header: Sequence[str]) -> bool:
-    """True if the first field of a header is one for the column of names: then no field is missing, as R leaves out."""
+    """True if the first field of a header is one for the column of names: then no field is missing,
+    as R leaves out.
+    """
     first = header[0].strip().lower() if header else ""
     return not first or first in _HEADERS
 
@@ -232,11 +261,14 @@ def _has_header_words(first: Sequence[str], others: Sequence[Sequence[str]]) -> 
     return not _HEADER_WORDS.isdisjoint(words)
 
 
-def gene_frame(table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()) -> tuple[pd.DataFrame, str | None]:
-    """`var` from a table of genes: indexed by Ensembl id, else by the first column, with every text column.
+def gene_frame(
+    table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()
+) -> tuple[pd.DataFrame, str | None]:
+    """`var` from a table of genes: indexed by Ensembl id, else by the first column, with every text
+    column.
 
-    Columns without a header become `symbol`, `feature_types` (if they hold types of 10x) and `column_N`. Returns a
-    sentence too where the third column holds something else than types.
+    Columns without a header become `symbol`, `feature_types` (if they hold types of 10x) and
+    `column_N`. Returns a sentence too where the third column holds something else than types.
     """
     columns: dict[str, list[str]] = {}
     sentence = None
@@ -254,20 +286,32 @@ def gene_frame(table: pd.DataFrame, more: Sequence[pd.DataFrame] = ()) -> tuple[
         else:
             key = f"column_{number + 1}"
         if number == 2 and key != "feature_types" and not isinstance(name, str):
-            sentence = f"its third column is no type of 10x ({_listed(texts)}); all rows are read as genes"
+            sentence = (
+                f"its third column is no type of 10x ({_listed(texts)}); all rows are read as genes"
+            )
         columns[key] = texts
     for other in more:
         for name, values in other.items():
             key = name if isinstance(name, str) and name else "symbol"
-            columns.setdefault(key if key not in columns else f"{key}_2", values.astype(str).tolist())
-    index = next((key for key, texts in columns.items() if _share(texts, ENSEMBL) > 0.5), next(iter(columns)))
-    return pd.DataFrame(columns, index=pd.Index(columns[index], dtype=object)).drop(columns=index), sentence
+            columns.setdefault(
+                key if key not in columns else f"{key}_2", values.astype(str).tolist()
+            )
+    index = next(
+        (key for key, texts in columns.items() if _share(texts, ENSEMBL) > 0.5), next(iter(columns))
+    )
+    return pd.DataFrame(columns, index=pd.Index(columns[index], dtype=object)).drop(
+        columns=index
+    ), sentence
 
 
 def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
-    """`obs` from a table of cells: indexed by the first column of barcodes, else of unique text; headers are kept."""
+    """`obs` from a table of cells: indexed by the first column of barcodes, else of unique text;
+    headers are kept.
+    """
     names = list(table)
-    barcodes = (name for name in names if _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) > 0.5)
+    barcodes = (
+        name for name in names if _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) > 0.5
+    )
     unique = (name for name in names if table[name].is_unique)
     index = next(barcodes, next(unique, names[0]))
     kept = [name for name in names if name != index and isinstance(name, str) and name]
