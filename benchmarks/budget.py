@@ -43,7 +43,9 @@ from cellmill.evaluate.features import classifiers
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 
-BUDGET, MARGIN, CELLS = Path(__file__).with_name("budget.toml"), 1.25, 4096
+BUDGET = Path(__file__).with_name("budget.toml")
+MARGIN = 1.25
+CELLS = 4096
 TOKENS = ContinuousTokens(max_tokens=1024)
 SPEC = ModelSpec(
     ProfileConfig(hidden=128, layers=1), CellDecodingConfig(view="drop_thin"), TOKENS, 757
@@ -52,7 +54,9 @@ SPEC = ModelSpec(
 
 def yardstick() -> None:
     rng = np.random.default_rng(0)
-    values, matrix, small = rng.random(1 << 20), rng.random((400, 400)), rng.random((8, 160))
+    values = rng.random(1 << 20)
+    matrix = rng.random((400, 400))
+    small = rng.random((8, 160))
     order = rng.permutation(len(values))
     for _ in range(3):
         np.log1p(values[order]).cumsum()
@@ -95,10 +99,8 @@ def step(steps: int) -> Work:
     rng = np.random.default_rng(0)
     lengths = rng.integers(150, 350, 32)
     genes = np.concatenate([rng.permutation(SPEC.n_genes)[:n] for n in lengths]).astype(np.int32)
-    counts, starts = (
-        rng.geometric(0.4, len(genes)).astype(np.uint16),
-        np.append(0, lengths.cumsum()),
-    )
+    counts = rng.geometric(0.4, len(genes)).astype(np.uint16)
+    starts = np.append(0, lengths.cumsum())
     batch = to_tensors(
         tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), TOKENS.max_tokens)
     )
@@ -135,10 +137,12 @@ def main() -> None:
         "--cells", type=int, default=CELLS, help="others are not compared (default: %(default)s)"
     )
     given = parser.parse_args()
-    part, budget = given.cells / CELLS, tomllib.loads(BUDGET.read_text())["ratios"]
+    part = given.cells / CELLS
+    budget = tomllib.loads(BUDGET.read_text())["ratios"]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="cellmill-budget-") as name:
-        folder, corpus = Path(name), make_corpus(Path(name), given.cells)
+        folder = Path(name)
+        corpus = make_corpus(Path(name), given.cells)
         jobs = {
             "stream of continuous tokens": stream(corpus, CONTINUOUS),
             "stream of rank tokens": stream(corpus, RANK),

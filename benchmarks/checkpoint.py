@@ -65,7 +65,9 @@ TRAIN = Train(steps=1)
 
 
 WORLDS = (1, 2, 4)
-TENSORS, RANKS = 900, 128  # of part index
+# of part index
+TENSORS = 900
+RANKS = 128
 
 
 def spec(layers: int, hidden: int) -> ModelSpec:
@@ -116,7 +118,9 @@ def stall(arguments: argparse.Namespace) -> None:
     step = stepper(model, optimizer, arguments.cells, device)
     seconds(step, device)  # the first allocates
     plain = [seconds(step, device) for _ in range(arguments.steps)]
-    stalls, after, writing = [], [], []
+    stalls = []
+    after = []
+    writing = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         checkpoints = Checkpoints(TrainFolder(Path(folder)), keep=1)
         for number in range(arguments.saves):
@@ -131,7 +135,8 @@ def stall(arguments: argparse.Namespace) -> None:
     tensors = tensors_of(model, optimizer)
     fresh = [seconds(lambda: BlockingAsyncStager().stage(tensors), device) for _ in range(3)]
     copies = [seconds(lambda: checkpoints._staging.stage(tensors), device) for _ in range(3)]
-    usual, parameters = statistics.median(plain), sum(p.numel() for p in model.parameters())
+    usual = statistics.median(plain)
+    parameters = sum(p.numel() for p in model.parameters())
     print_machine(device)
     print(f"{parameters / 1e6:.0f}M parameters, {arguments.cells} cells of {LENGTH} genes a step\n")
     print("| | seconds | of a step |\n|---|---:|---:|")
@@ -203,7 +208,9 @@ def write(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             mp.spawn(rank_of_writers, (world, folder, arguments), nprocs=world)
             found = json.loads(Path(folder, "found.json").read_text())
-        mb, plain, valid = found["bytes"] / 1e6, found["plain"], found["valid"]
+        mb = found["bytes"] / 1e6
+        plain = found["plain"]
+        valid = found["valid"]
         print(
             f"| {world} | {mb / 1e3:.2f} | {mb / plain:,.0f} | {mb / valid:,.0f} | {plain / valid:.0%} "
             f"| {found['returns']:.2f} | {found['hashes'] + found['load']:.2f} | {found['hashes']:.2f} |",
@@ -227,7 +234,8 @@ def rank_of_writers(rank: int, world: int, folder: str, arguments: argparse.Name
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0, 0.02)
     optimizer = build_optimizer(model, TRAIN)
     train_folder = TrainFolder(Path(folder, "train"))
-    checkpoints, took = Checkpoints(train_folder, keep=1), []
+    checkpoints = Checkpoints(train_folder, keep=1)
+    took = []
     for number in range(arguments.saves + 1):
         state = {"progress": {"step": number + 1, "best_step": None}}
         dist.barrier()
@@ -281,7 +289,8 @@ def index(arguments: argparse.Namespace) -> None:
     """Print the CPU seconds in which one rank of 128 reads where its part of 900 tensors lies;
     medians.
     """
-    metadata, own = Metadata({}, storage_data={}), torch.empty(8, 1024, device="meta")
+    metadata = Metadata({}, storage_data={})
+    own = torch.empty(8, 1024, device="meta")
     names = [f"optimizer.state.blocks.{n // 9}.part{n % 9}.weight.exp_avg" for n in range(TENSORS)]
     for number, name in enumerate(names):
         parts = [

@@ -63,9 +63,11 @@ def dry_run(folder: Path, runs: int, repeats: int) -> str:
         "--snakefile",
         str(ROOT / "Snakefile"),
     ]
-    walls, cpus = [], []
+    walls = []
+    cpus = []
     for _ in range(repeats):
-        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [*command, "--profile", str(ROOT / "profiles" / "slurm")],
             cwd=folder,
@@ -94,7 +96,8 @@ def corpus(folder: Path) -> None:
         )
     )
     shared = ["--config", str(folder / "config.yaml"), "--corpus", "sim"]
-    raw, cells = str(folder / "raw.h5ad"), str(folder / "cells.h5ad")
+    raw = str(folder / "raw.h5ad")
+    cells = str(folder / "cells.h5ad")
     for words in (
         ["simulate", "--out", raw, "--cells", "120", "--genes", "100"],
         [
@@ -164,7 +167,8 @@ def waiting(folder: Path, launchers: int, seconds: float) -> str:
             sys.exit("a launcher ended; run one by hand to see why")
         time.sleep(0.5)
     watched = [psutil.Process(process.pid) for process in processes]
-    asked, cpu = squeues(fake), [sum(process.cpu_times()[:2]) for process in watched]
+    asked = squeues(fake)
+    cpu = [sum(process.cpu_times()[:2]) for process in watched]
     time.sleep(seconds)
     memory = statistics.median(process.memory_info().rss for process in watched) / 1e6
     used = statistics.median(sum(p.cpu_times()[:2]) - before for p, before in zip(watched, cpu))

@@ -46,7 +46,8 @@ Seconds = tuple[float, float]  # wall and CPU
 
 def timed(command: list[str], environment: dict[str, str], **more: str | Path) -> Seconds:
     """Run a command. Exits with its output if it fails."""
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, **more)  # type: ignore[call-overload]
     if done.returncode:
         sys.exit(f"{shlex.join(command)} failed: {done.stdout[-1000:]}{done.stderr[-1000:]}")
@@ -63,7 +64,8 @@ def demo(folder: Path, cache: Path, more: list[str]) -> dict[str, Seconds]:
     """
     shutil.copytree(ROOT / "config", folder / "config")
     (folder / "bin").mkdir()
-    log, program = folder / "stages.jsonl", folder / "bin" / "cellmill"
+    log = folder / "stages.jsonl"
+    program = folder / "bin" / "cellmill"
     program.write_text(MEASURED.format(python=sys.executable, log=str(log)))
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
@@ -103,7 +105,9 @@ def main() -> None:
     parser.add_argument("--until", default="", help="last stage, such as shard (default: all)")
     given = parser.parse_args()
     more = ["--until", given.until] if given.until else []
-    first, second, imports = [], [], []
+    first = []
+    second = []
+    imports = []
     for _ in range(given.repeats):
         with tempfile.TemporaryDirectory(prefix="demo-") as name:
             cache = Path(name) / "cache"

@@ -61,7 +61,9 @@ def main() -> None:
 
 def prepare(folder: Path, cells: int, detected: int) -> tuple[Path, Vocabulary]:
     """Preprocessed cells, all that were simulated, and their vocabulary."""
-    raw, out, words = folder / "raw.h5ad", folder / "cells.h5ad", folder / "vocabulary.tsv"
+    raw = folder / "raw.h5ad"
+    out = folder / "cells.h5ad"
+    words = folder / "vocabulary.tsv"
     write_raw(raw, cells, detected, 0)
     keep_all = PreprocessOptions.model_validate(
         {"preprocess": {"min_genes": 1, "max_mito_frac": 1}}
@@ -85,7 +87,8 @@ def embedding(cells: Path, vocabulary: Vocabulary, hidden: int) -> dict[str, Cal
     spec = spec_of(sections, vocabulary.n_genes)
     network: Any = build(spec).to_empty(device="cpu")
     network.load_state_dict(dict(initial_tensors(network, 0, None, vocabulary)), strict=False)
-    forward, batches = network.embed, list[Any]()
+    forward = network.embed
+    batches = list[Any]()
 
     def embed() -> None:
         with open_counts(cells) as reader:

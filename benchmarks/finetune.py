@@ -99,7 +99,8 @@ def split(source: Path, label: str, shots: list[str], seeds: int, folder: Path) 
     order = np.random.default_rng(0).permutation(adata.n_obs)
     place = labels.iloc[order].groupby(labels.iloc[order]).cumcount().reindex(labels.index)
     is_test = (place < TEST_FRAC * labels.map(labels.value_counts())).to_numpy()
-    train, test = adata[~is_test].copy(), adata[is_test].copy()
+    train = adata[~is_test].copy()
+    test = adata[is_test].copy()
     test.obs = pd.DataFrame({"true": labels[is_test]})
     known = labels[~is_test]
     drawn = {f"label_{k}_{seed}": draw(known, k, seed) for k in shots for seed in range(seeds)}
@@ -182,7 +183,8 @@ def predicted(folder: Path, run: str, truth: pd.Series) -> Labels:
 
 def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Labels:
     """Labels of the test cells by the better logistic regression on features of the train cells."""
-    known, found = labels.notna().to_numpy(), []
+    known = labels.notna().to_numpy()
+    found = []
     for name, classifier in classifiers(1).items():
         if name.startswith("logistic"):
             fit(classifier, train[known], labels[known].astype(str).to_numpy())
@@ -248,7 +250,8 @@ def difference(own: list[Labels], other: list[Labels], truth: pd.Series) -> str:
     """Accuracy of `own` less that of `other`, with the 95 % interval by bootstrap over seeds and
     cells.
     """
-    true, draw = truth.to_numpy(), np.random.default_rng(0)
+    true = truth.to_numpy()
+    draw = np.random.default_rng(0)
     less = (np.array(own) == true).astype(float) - (np.array(other) == true)
     seeds, cells = less.shape
     drawn = [

@@ -85,7 +85,8 @@ SIZES = (
     Size("1B", 1792, 25, 14, 4096, 8),
 )
 TOY = (Size("toy", 32, 2, 2, 48, 4),)
-TOY_GENES, TOY_STEPS = 300, 2
+TOY_GENES = 300
+TOY_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class Training:
     def __init__(
         self, size: Size, n_genes: int, device: torch.device, compiled: bool = False
     ) -> None:
-        self.tokens, self.device = ContinuousTokens(max_tokens=size.genes), device
+        self.tokens = ContinuousTokens(max_tokens=size.genes)
+        self.device = device
         config = EncoderConfig(hidden=size.hidden, layers=size.layers, heads=size.heads)
         self.spec = ModelSpec(config, MaskedGeneConfig(cell_loss_weight=0), self.tokens, n_genes)
         self.model = build(self.spec).to_empty(device=device)
@@ -208,10 +210,15 @@ class Training:
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
     training = Training(size, N_GENES, device, compiled)
-    needs, cuda = sizes_of(training.spec), device.type == "cuda"
+    needs = sizes_of(training.spec)
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    seconds, real_tokens, cells, flops, most = [], 0, 0, 0.0, 0
+    seconds = []
+    real_tokens = 0
+    cells = 0
+    flops = 0.0
+    most = 0
     for step in range(WARM_UP + steps):
         lengths = lengths_of(size, kind, step)
         longest = np.full(len(lengths), lengths.max()) if kind == "padded" else lengths
@@ -221,7 +228,8 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
         training.step(prepared)
         if step >= WARM_UP:
             seconds.append(time.perf_counter() - began)
-            real_tokens, cells = real_tokens + int(lengths.sum()), cells + len(lengths)
+            real_tokens = real_tokens + int(lengths.sum())
+            cells = cells + len(lengths)
             pairs = float(np.square(lengths.astype(np.float64)).sum())
             flops += needs.flops.of(float(lengths.sum()), pairs, len(lengths))
             most = max(most, int(longest.sum()))
@@ -263,7 +271,10 @@ def feed(size: Size, steps: int, device: torch.device, folder: Path) -> str:
         world=1,
         seed=0,
     )
-    batches, ready, fed, waited = iter(stream), [], [], []
+    batches = iter(stream)
+    ready = []
+    fed = []
+    waited = []
     for step in range(WARM_UP + steps):
         began = time.perf_counter()
         prepared = [training.prepared(to_tensors(batch), step) for batch in next(batches)]
@@ -294,7 +305,9 @@ def checkpoint(size: Size, device: torch.device, folder: Path) -> str:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = build_optimizer(model, Train(steps=1))
     optimizer.step()
-    checkpoints, stalls, began = Checkpoints(TrainFolder(folder / "train"), keep=1), [], 0.0
+    checkpoints = Checkpoints(TrainFolder(folder / "train"), keep=1)
+    stalls = []
+    began = 0.0
     for step in (1, 2):
         synchronize(device)
         began = time.perf_counter()

@@ -24,7 +24,9 @@ import anndata as ad
 import numpy as np
 import scipy.sparse as sp
 
-CELLS, GENES, PER_CELL = 16_000, 30_000, 2_000
+CELLS = 16_000
+GENES = 30_000
+PER_CELL = 2_000
 RUNS = 3
 PEAK = """
     def peak():

@@ -32,7 +32,8 @@ COLUMNS = ("accuracy, new batch", "macro F1, new batch")
 
 def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
     """Write config/; returns the runs of each dataset."""
-    rows, made = ["dataset\tpath\tcounts\tlabel\tbatch"], {}
+    rows = ["dataset\tpath\tcounts\tlabel\tbatch"]
+    made = {}
     for name, of in DATA.items():
         rows.append(f"{name}\t{(data / name).resolve()}.h5ad\tX\tcell_type\t{of['batch']}")
         options = {"corpus": name} | MODELS["profile"]

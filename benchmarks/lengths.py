@@ -54,7 +54,8 @@ def write_runs(
     rows = [
         f"{name}\t{(data / name).resolve()}.h5ad\tX\t{DATASETS[name]['label']}" for name in datasets
     ]
-    corpora, runs = {}, {}
+    corpora = {}
+    runs = {}
     for dataset in datasets:
         sections = {name: DATASETS[dataset].get(name, {}) for name in ("preprocess", "shard")}
         corpora[dataset] = {"table": "config/datasets.tsv", "datasets": [dataset], **sections}

@@ -137,7 +137,8 @@ def take_turns(folder: Path, cells: int, batch: int, repeats: int) -> dict[Key, 
                 if how == "cold":
                     drop_cache(folder)
                 print(how, file=process.stdin, flush=True)
-                if (spent := answer(process)) is not None:
+                spent = answer(process)
+                if spent is not None:
                     getattr(turns[key], how).append(tuple(spent))
     for process in serving.values():
         process.communicate()
@@ -162,9 +163,11 @@ def serve(make: Callable[[Corpus, int], Epochs], corpus: Corpus, batch: int) -> 
     for line in sys.stdin:
         began = time.perf_counter()
         if line.strip() == "cold" or epochs is None:
-            epochs, ended = make(corpus, batch), time.process_time()
+            epochs = make(corpus, batch)
+            ended = time.process_time()
         n_cells = sum(next(epochs))
-        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - ended
+        wall_s = time.perf_counter() - began
+        cpu_s = time.process_time() - ended
         # nothing may hold pages when the cache is dropped for the next one
         if line.strip() == "cold":
             epochs.close()  # type: ignore[attr-defined]
@@ -210,12 +213,11 @@ def named(package: str, variant: str) -> str:
 
 def print_goals(turns: dict[Key, Turns]) -> None:
     """Ratios of cells per CPU-second, ours over the other's, and the goal."""
-    ours, one = ("cellmill", "8 lanes"), ("cellmill", "1 lane")
-    plain, ranked, scdl = (
-        ("annbatch", "plain rows"),
-        ("annbatch", "rank-ordered rows"),
-        ("bionemo-scdl", ""),
-    )
+    ours = ("cellmill", "8 lanes")
+    one = ("cellmill", "1 lane")
+    plain = ("annbatch", "plain rows")
+    ranked = ("annbatch", "rank-ordered rows")
+    scdl = ("bionemo-scdl", "")
     print("\n| 8 lanes against | gives | warm | cold | goal, warm |\n|---|---|---:|---:|---:|")
     for other, gives, goal in (
         (plain, CONTINUOUS, 2),

@@ -14,8 +14,11 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.shards.writer import write_shards
 
-GENES, MEAN_NONZEROS, SD_NONZEROS = 20_000, 2_040, 400
-BLOCK_CELLS, WINDOW_BLOCKS = 64, 128
+GENES = 20_000
+MEAN_NONZEROS = 2_040
+SD_NONZEROS = 400
+BLOCK_CELLS = 64
+WINDOW_BLOCKS = 128
 MAX_TOKENS = 2_048
 
 
@@ -44,10 +47,8 @@ def make_corpus(folder: Path, n_cells: int) -> Corpus:
     )
     if not corpus.manifest.exists():
         blocks = list(simulate(n_cells))
-        obs, var = (
-            pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)]),
-            pd.DataFrame({"symbol": ids}, index=ids),
-        )
+        obs = pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)])
+        var = pd.DataFrame({"symbol": ids}, index=ids)
         write_cells(
             corpus.cells, obs, var, blocks, sum(block.nnz for block in blocks), np.dtype("<u2")
         )

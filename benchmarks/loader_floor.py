@@ -57,7 +57,8 @@ void tokens(int64_t rows, const int32_t *genes, const uint16_t *counts, const in
 
 def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     """Epochs of windows, as numbers of their cells. Raises FileNotFoundError without a C compiler."""
-    scatter, shards = _compiled("scatter"), open_shards(Manifest.read(corpus.manifest), "train")
+    scatter = _compiled("scatter")
+    shards = open_shards(Manifest.read(corpus.manifest), "train")
     mapped = [np.memmap(shard.path, np.uint8, mode="r") for shard in shards]
     genes, counts = (
         (ctypes.c_void_p * len(shards))(
@@ -69,7 +70,8 @@ def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     assert all(shard.dtype.itemsize == width for shard in shards)
     windows = list(_windows([shard.indptr for shard in shards]))
     largest = max(int(length.sum()) for _, _, length, _ in windows)
-    out_genes, out_counts = np.empty(4 * largest, np.uint8), np.empty(width * largest, np.uint8)
+    out_genes = np.empty(4 * largest, np.uint8)
+    out_counts = np.empty(width * largest, np.uint8)
 
     def epoch() -> Iterator[int]:
         for shard, start, length, target in windows:
@@ -94,12 +96,14 @@ def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
     """Epochs of windows, as numbers of their cells: blocks are read into the window, and tokens, if
     any, made of it.
     """
-    make, shards = _compiled("tokens"), open_shards(Manifest.read(corpus.manifest), "train")
+    make = _compiled("tokens")
+    shards = open_shards(Manifest.read(corpus.manifest), "train")
     assert all(shard.dtype.itemsize == 2 for shard in shards)
     files = [open(shard.path, "rb") for shard in shards]  # noqa: SIM115, as long as the process
     windows = list(map(_planned, _windows([shard.indptr for shard in shards])))
     most = max(int(length.sum()) for _, (_, length, _) in windows)
-    genes, counts = np.empty(most, np.int32), np.empty(most, np.uint16)
+    genes = np.empty(most, np.int32)
+    counts = np.empty(most, np.uint16)
     ids, values = np.empty((2, batch * MAX_TOKENS), np.int32)
 
     def epoch() -> Iterator[int]:
@@ -114,10 +118,8 @@ def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
                         == n * array.itemsize
                     )
             for cell in range(0, len(kept) if gives != RAW else 0, batch):
-                rows, to = (
-                    slice(cell, cell + batch),
-                    np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch],
-                )
+                rows = slice(cell, cell + batch)
+                to = np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch]
                 where = map(
                     _pointer,
                     (genes, counts, start[rows], length[rows], kept[rows], to, ids, values),
@@ -174,7 +176,8 @@ def _compiled(name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "loops.c", Path(folder) / "loops.so"
+        source = Path(folder) / "loops.c"
+        library = Path(folder) / "loops.so"
         source.write_text(SOURCE)
         options = ["-O3", "-march=native", "-shared", "-fPIC"]
         subprocess.run([compiler, *options, "-o", library, source, "-lm"], check=True)

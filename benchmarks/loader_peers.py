@@ -20,7 +20,9 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.arrays import counts_per_10k, inverse_medians, rank_order_rows
 
 Epochs = Iterator[Iterator[int]]
-RAW, RANK, CONTINUOUS = "genes and counts", "rank tokens", "continuous tokens"
+RAW = "genes and counts"
+RANK = "rank tokens"
+CONTINUOUS = "continuous tokens"
 
 
 def annbatch(
@@ -31,7 +33,8 @@ def annbatch(
 
     Continuous tokens are made by numpy, or by `our_tokenizer`, so that only the loaders differ.
     """
-    package, zarr = importlib.import_module("annbatch"), importlib.import_module("zarr")
+    package = importlib.import_module("annbatch")
+    zarr = importlib.import_module("zarr")
     if importlib.util.find_spec("zarrs"):
         importlib.import_module("zarrs")
         zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})

@@ -80,7 +80,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cellmill-million-", dir=arguments.folder) as name:
         folder = Path(name)
         raw = [folder / f"raw{number}.h5ad" for number in range(arguments.files)]
-        began, cpu_s = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        cpu_s = time.process_time()
         for number, path in enumerate(raw):
             write_raw(path, arguments.cells // arguments.files, arguments.detected, number)
         spent = time.monotonic() - began, time.process_time() - cpu_s

@@ -126,7 +126,8 @@ def cellmill_shards(raw: Path, out: Path, compression: str | None = None) -> Wor
 
     def work() -> None:
         cellmill(raw, out, compression)()
-        cells, words = [out / "cells.h5ad"], out / "vocabulary.tsv"
+        cells = [out / "cells.h5ad"]
+        words = out / "vocabulary.tsv"
         data.vocabulary(
             options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=cells, out=words
         )

@@ -185,7 +185,9 @@ SCORED = ("whole", "5 per class", "75 genes")
 """The columns of time to quality."""
 SCORED_TASKS = {task: TASKS[task] for task, _ in (COLUMNS[column] for column in SCORED)}
 BARS = ("PCA50 of the training cells", "all genes")
-TIMED, LENGTHS, DECAY = "profile", (200, 400, 800), 0.2
+TIMED = "profile"
+LENGTHS = (200, 400, 800)
+DECAY = 0.2
 # no baseline finds Papalexi's perturbations
 TIMED_DATASETS = ("pbmc68k", "merfish_mouse", "cellbench", "kang_wide")
 OWN = ("embedding + ", "embedding of the panel + ")
@@ -304,7 +306,8 @@ def best(folder: Path, dataset: str, runs: list[str], features: str) -> list[flo
 
 def time_to_quality(folder: Path, dataset: str, runs: Lengths) -> list[str]:
     """CPU-seconds until the mean of `SCORED` reaches each of `BARS`, and a point above both."""
-    trunks, longest = runs[max(runs)], max(runs)
+    trunks = runs[max(runs)]
+    longest = max(runs)
     own = {
         steps: statistics.fmean(train_seconds(folder, run) for run in names)
         for steps, names in runs.items()
@@ -387,7 +390,8 @@ def interval(differences: np.ndarray, cells: list[tuple[float, int]]) -> tuple[f
         means = differences.mean(axis=1 - axis)
         if len(means) > 1:
             parts.append((means.var(ddof=1) / len(means), len(means)))
-    variance, mean = sum(part for part, _ in parts), float(differences.mean())
+    variance = sum(part for part, _ in parts)
+    mean = float(differences.mean())
     if not variance:
         return mean, mean, mean
     half = (

@@ -27,7 +27,8 @@ def write_raw(path: Path, cells: int, detected: int, seed: int, compressed: bool
     genes = np.random.default_rng(0).permutation(list(gene_table("human").symbols)[:GENES])
     types = rng.integers(0, TYPES, cells)
     lengths = np.minimum(rng.lognormal(np.log(detected), 0.3, cells).astype(np.int64), GENES // 4)
-    gene_of, count_of = gene_tables(), count_table()
+    gene_of = gene_tables()
+    count_of = count_table()
     with h5py.File(path, "w", rdcc_nbytes=1 << 24) as file:
         obs = pd.DataFrame(
             {"type": pd.Categorical.from_codes(types, list("abcd"))},

@@ -23,7 +23,8 @@ def copy_run(run: Path, out: Path, seed: int) -> None:
     shutil.copytree(
         run, out, ignore=shutil.ignore_patterns("checkpoints", "*.safetensors", "*.h5ad")
     )
-    draw, metrics = random.Random(seed), out / "train" / "metrics.jsonl"
+    draw = random.Random(seed)
+    metrics = out / "train" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     for line in lines:
         line |= {
@@ -59,8 +60,10 @@ def main() -> None:
         command += ["--runs", *map(str, runs), "--corpora", *map(str, corpora), "--out", str(out)]
         begin = time.monotonic()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        wall_s, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-        size, cpu_s = out.stat().st_size / 1e6, used.ru_utime + used.ru_stime
+        wall_s = time.monotonic() - begin
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        size = out.stat().st_size / 1e6
+        cpu_s = used.ru_utime + used.ru_stime
     print(
         "| runs | page | seconds | CPU-seconds | peak MB |", "|---:|---:|---:|---:|---:|", sep="\n"
     )

@@ -81,10 +81,8 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(
                 0.0, 0.02
             )
-    parallel_model, optimizer = (
-        ParallelModel(model, chosen.parallel, mesh),
-        build_optimizer(model, chosen.train),
-    )
+    parallel_model = ParallelModel(model, chosen.parallel, mesh)
+    optimizer = build_optimizer(model, chosen.train)
     random = np.random.default_rng(rank)
     genes = np.concatenate(
         [random.permutation(GENES)[:LENGTH] + 2 for _ in range(arguments.cells)]
@@ -123,7 +121,8 @@ def work(rank: int, world: int, folder: str, arguments: argparse.Namespace) -> N
 
 def measure(arguments: argparse.Namespace) -> tuple[dict[int, float], float]:
     """Seconds of a step by number of processes; GB/s that one of two sends while both do."""
-    steps, sent_gbs = {}, 0.0
+    steps = {}
+    sent_gbs = 0.0
     with TemporaryDirectory() as folder:
         for world in WORLDS:
             mp.spawn(work, (world, folder, arguments), nprocs=world)
@@ -148,7 +147,8 @@ def planned(
 def here(arguments: argparse.Namespace) -> None:
     """Prints the table of this machine."""
     steps, sent_gbs = measure(arguments)
-    cores, cells = len(os.sched_getaffinity(0)), arguments.cells
+    cores = len(os.sched_getaffinity(0))
+    cells = arguments.cells
     size = sizes_of(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
     flops = cells * size.flops.of(LENGTH, LENGTH**2, 1)
     print(

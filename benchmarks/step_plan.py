@@ -22,8 +22,10 @@ from cellmill.data.stream.batch import micro_batches_of_ranks
 from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.prefetch import Prefetch
 
-BLOCK_CELLS, WINDOW_BLOCKS = 64, 128
-MAX_TOKENS, MEAN_GENES = 2_048, 2_000
+BLOCK_CELLS = 64
+WINDOW_BLOCKS = 128
+MAX_TOKENS = 2_048
+MEAN_GENES = 2_000
 LANES_PER_RANK = 1
 MICRO_BATCHES = 4  # of a rank's cells, about
 
@@ -33,7 +35,8 @@ class Lengths:
 
     def __init__(self, n_obs: int) -> None:
         lengths = np.random.default_rng(0).gamma(4.0, MEAN_GENES / 4, n_obs).astype(np.int64) + 1
-        self.indptr, self.dtype = np.concatenate([[0], np.cumsum(lengths)]), np.dtype(np.uint16)
+        self.indptr = np.concatenate([[0], np.cumsum(lengths)])
+        self.dtype = np.dtype(np.uint16)
 
     def scatter(self, start: int, genes: np.ndarray, counts: None) -> None: ...
 
@@ -53,7 +56,8 @@ def main() -> None:
     print("|---:|---:|---:|---:|---:|---:|")
     for world in arguments.worlds:
         start, lengths, cuts, steps = measured(world, arguments.cells, arguments.steps)
-        total, longest = 1e3 / steps.sum(), 1e3 * (lengths + cuts).max()
+        total = 1e3 / steps.sum()
+        longest = 1e3 * (lengths + cuts).max()
         print(
             f"| {world:,} | {total * lengths.sum():.2f} | {total * cuts.sum():.2f} | {np.median(steps):.0f} "
             f"| {longest:.2f} | {start:.2f} |",
@@ -67,7 +71,8 @@ def measured(
     """Seconds until the first step, and of each time: lengths of all ranks' cells, their cuts, and
     number of steps.
     """
-    lanes, window = world * LANES_PER_RANK, BLOCK_CELLS * WINDOW_BLOCKS
+    lanes = world * LANES_PER_RANK
+    window = BLOCK_CELLS * WINDOW_BLOCKS
     shard = Lengths(2 * lanes * window)
     order = Stream(lanes=lanes, block_cells=BLOCK_CELLS, window_blocks=WINDOW_BLOCKS)
     layout = EpochLayout((2 * lanes * window,), order, world * cells, seed=0, shuffle=True)
@@ -75,7 +80,8 @@ def measured(
     began = time.thread_time()
     taken = rows.steps(0, 0)
     next(taken)
-    start, budget = time.thread_time() - began, cells * MAX_TOKENS // MICRO_BATCHES
+    start = time.thread_time() - began
+    budget = cells * MAX_TOKENS // MICRO_BATCHES
     each: list[tuple[float, float, int]] = []
     while sum(n for _, _, n in each) < steps:
         began = time.thread_time()

@@ -49,7 +49,9 @@ ALL_TASKS: dict[str, dict[str, Any]] = TASKS | {
 
 def write_runs(folder: Path, data: Path, datasets: list[str], seeds: int) -> dict[str, list[str]]:
     """Write config/; returns the runs of each dataset."""
-    rows, corpora, made = ["dataset\tpath\tcounts\tlabel\tbatch"], {}, {}
+    rows = ["dataset\tpath\tcounts\tlabel\tbatch"]
+    corpora = {}
+    made = {}
     for name in datasets:
         of = DATASETS[name]
         rows.append(

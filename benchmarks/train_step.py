@@ -50,8 +50,15 @@ try:
 except ImportError:
     BertForMaskedLM = None
 
-HIDDEN, LAYERS, HEADS, GENES, CELLS, MASK_FRAC = 256, 4, 4, 20_000, 4, 0.15
-SHORTEST, LONGEST, MEAN = 500, 4096, 1940
+HIDDEN = 256
+LAYERS = 4
+HEADS = 4
+GENES = 20_000
+CELLS = 4
+MASK_FRAC = 0.15
+SHORTEST = 500
+LONGEST = 4096
+MEAN = 1940
 VOCABULARY = GENES + 2
 PACKED = "cellmill"
 NOT_ASKED = -100  # ignored by cross_entropy
@@ -284,10 +291,12 @@ class Took:
 def timed(work: Work, batch: Batch, step: int, device: torch.device) -> Took:
     """A step by the clock."""
     synchronize(device)
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    cpu_began = time.process_time()
     loss = work(batch, step)
     synchronize(device)
-    wall, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    wall = time.perf_counter() - began
+    cpu = time.process_time() - cpu_began
     return Took(wall, cpu if device.type == "cpu" else wall, loss)
 
 
@@ -314,7 +323,8 @@ def measure(
         (name, low): make(device, low) for low in ("fp32", "bf16") for name, make in makers.items()
     }
     took: dict[tuple[str, str], list[Took]] = {}
-    tokens, with_padding = [], []
+    tokens = []
+    with_padding = []
     for step, batch in enumerate(draw_batches(steps + 1, longest)):
         print(f"step {step} of {steps}", file=sys.stderr, flush=True)
         for key, work in runs.items():

@@ -60,7 +60,8 @@ CLASSIFIERS = {"LR": ("logistic regression", "logistic regression, unscaled"), "
 
 def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
     """Write config/; returns the runs of each pair."""
-    rows, made = ["dataset\tpath\tcounts\tlabel\tfilter"], {}
+    rows = ["dataset\tpath\tcounts\tlabel\tfilter"]
+    made = {}
     corpora: dict[str, Any] = {}
     runs: dict[str, Any] = {}
     for title, pair in PAIRS.items():
@@ -121,12 +122,14 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    folder, started = arguments.out or Path(tempfile.mkdtemp(prefix="transfer-")), time.monotonic()
+    folder = arguments.out or Path(tempfile.mkdtemp(prefix="transfer-"))
+    started = time.monotonic()
     made = write_runs(folder, arguments.data, arguments.seeds)
     snakemake(
         folder, [metrics_file(run) for runs in made.values() for run in runs], arguments.cores
     )
-    minutes, cpu_minutes = (time.monotonic() - started) / 60, cpu_seconds(folder) / 60
+    minutes = (time.monotonic() - started) / 60
+    cpu_minutes = cpu_seconds(folder) / 60
     print(f"{minutes:.0f} minutes; {cpu_minutes:.0f} CPU-minutes of all stages\n")
     results = {
         title: [result(folder, run, [*PAIRS[title]["parts"]][1], "transfer") for run in runs]

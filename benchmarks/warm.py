@@ -43,7 +43,8 @@ def warm_commands() -> Iterator[dict[str, str]]:
     one thread each.
     """
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        address, client = f"{folder}/socket", Path(folder) / "cellmill"
+        address = f"{folder}/socket"
+        client = Path(folder) / "cellmill"
         client.write_text(CLIENT.format(python=sys.executable, address=address))
         client.chmod(0o755)
         environment = os.environ | {
@@ -84,7 +85,8 @@ def _answer(listener: socket.socket, link: socket.socket) -> None:
     """Run the command that a client sends; note its CPU time, and send its exit code back."""
     _, files, _, _ = socket.recv_fds(link, 1, 3)
     words, folder, environment = json.loads(b"".join(iter(lambda: link.recv(1 << 16), b"")))
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         for target, file in enumerate(files):
             os.dup2(file, target)
         os.chdir(folder)

@@ -44,7 +44,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         else "Skipped: -"
     )
     if not reason.removeprefix("Skipped: ").strip():
-        report.outcome, report.longrepr = "failed", f"{item.nodeid} was skipped without a reason"
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped without a reason"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -76,7 +77,8 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     does not.
     """
     folder = tmp_path_factory.mktemp("plugins")
-    source, target = folder / "source", folder / "site"
+    source = folder / "source"
+    target = folder / "site"
     shutil.copytree(
         PLUGIN, source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build")
     )

@@ -29,10 +29,8 @@ from typing import Any
 
 LABEL = {"label_column": "cell_type"}
 SIZES = {"hidden": 16, "layers": 2, "heads": 2, "dropout": 0.1}
-ENCODER, PROFILE = (
-    {"family": "encoder"} | SIZES,
-    {"family": "profile", "hidden": 16, "layers": 2, "dropout": 0.1},
-)
+ENCODER = {"family": "encoder"} | SIZES
+PROFILE = {"family": "profile", "hidden": 16, "layers": 2, "dropout": 0.1}
 MODELS: dict[str, dict[str, Any]] = {
     "masked_value": {"model": ENCODER, "objective": {"name": "masked_value"}},
     "masked_gene": {

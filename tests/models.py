@@ -112,7 +112,8 @@ def random_cells(
     """Cells of these lengths with random genes and counts from 1 to 8; ids count from `first`."""
     rng = np.random.default_rng(0) if rng is None else rng
     genes = np.concatenate([rng.permutation(n_genes)[:n] for n in lengths]).astype(np.int32)
-    counts, starts = rng.integers(1, 9, len(genes)).astype(np.uint8), np.cumsum([0, *lengths])
+    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
+    starts = np.cumsum([0, *lengths])
     return tokenized(
         tokens.load()(tokens),
         genes,

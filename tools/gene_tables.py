@@ -101,7 +101,8 @@ def merge(
     previous: dict[str, list[str]] = defaultdict(list)
     aliases: dict[str, list[str]] = defaultdict(list)
     for row in names:
-        gene, symbol = row["ensembl_id"], row["symbol"]
+        gene = row["ensembl_id"]
+        symbol = row["symbol"]
         if gene not in gencode and len(carriers[symbol]) == 1:
             gene = carriers[symbol][0]  # HGNC still lists a retired id
         if not gene:

@@ -152,7 +152,8 @@ def stages(folder: Path) -> tuple[bool, str]:
 
 def bridges(folder: Path, python: str) -> tuple[bool, str]:
     """Whether each bridge whose package installs ended well, and what became of each."""
-    results, whole = [], True
+    results = []
+    whole = True
     for name, target in BRIDGES.items():
         own = folder / "bridges" / name
         needed = re.findall(
@@ -259,7 +260,8 @@ def main() -> int:
         "--keep", action="store_true", help="do not remove environments; one that exists is used"
     )
     given = parser.parse_args()
-    if unknown := set(given.sets) - {"oldest", "newest"}:
+    unknown = set(given.sets) - {"oldest", "newest"}
+    if unknown:
         parser.error(f"expected oldest or newest, got {', '.join(sorted(unknown))}")
     if given.bridges and given.demo:
         parser.error("--bridges needs the stages, which --demo leaves out")

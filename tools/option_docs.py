@@ -147,7 +147,8 @@ def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
 
 
 def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[str]:
-    properties, named = model.model_json_schema()["properties"], _named(model)
+    properties = model.model_json_schema()["properties"]
+    named = _named(model)
     fields = {name: field for name, field in model.model_fields.items() if name not in (skip or [])}
     if not fields:
         return
@@ -191,7 +192,8 @@ def schema() -> dict[str, Any]:
     defaults at the top.
     """
     whole = Workflow.model_json_schema()
-    definitions, properties = whole["$defs"], whole["properties"]
+    definitions = whole["$defs"]
+    properties = whole["properties"]
     sections: dict[str, Any] = {}
     for kind, owner in ENTRIES.items():
         entry = definitions[owner.__name__]

@@ -42,7 +42,8 @@ def linked(document: PurePosixPath) -> Iterator[PurePosixPath]:
     """Files of the repository outside of docs/ that a document links to, those they link to
     included.
     """
-    seen, left = set(), [document]
+    seen = set()
+    left = [document]
     while left:
         of = left.pop()
         for match in LINK.finditer((ROOT / of).read_text(encoding="utf-8")):

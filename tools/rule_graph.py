@@ -12,7 +12,9 @@ from pathlib import Path
 WORKFLOW = Path(__file__).resolve().parents[1] / "workflow"
 COLOURS = {"data": "#2f6f9f", "train": "#00796b", "evaluate": "#a35a00", "report": "#7b4397"}
 """Colour of the rules of each file in workflow/rules/."""
-BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT = 104, 26, 42
+BOX_WIDTH = 104
+BOX_HEIGHT = 26
+ROW_HEIGHT = 42
 ARC_WIDTH = 13
 """Width of an edge that passes one rule; an edge that passes n is n times as wide. In pixels, as
 all sizes.
@@ -62,12 +64,15 @@ def draw(edges: Edges) -> str:
     """Return the picture as SVG: a box for each rule, a straight edge to the next, an arc past
     others.
     """
-    order, outputs = in_order(edges), first_outputs()
+    order = in_order(edges)
+    outputs = first_outputs()
     at = {name: row * ROW_HEIGHT + BOX_HEIGHT / 2 + 8 for row, name in enumerate(order)}
     passed = {(a, b): order.index(b) - order.index(a) - 1 for a, b in edges}
     left = ARC_WIDTH * max(passed.values()) + 20
-    width, height = left + BOX_WIDTH + TEXT_WIDTH, len(order) * ROW_HEIGHT
-    middle, text = left + BOX_WIDTH / 2, left + BOX_WIDTH + 14
+    width = left + BOX_WIDTH + TEXT_WIDTH
+    height = len(order) * ROW_HEIGHT
+    middle = left + BOX_WIDTH / 2
+    text = left + BOX_WIDTH + 14
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         ' role="img" aria-labelledby="title">',
@@ -80,7 +85,9 @@ def draw(edges: Edges) -> str:
     for (source, reader), count in passed.items():
         colour = COLOURS[outputs[source][0]]
         if count:
-            start, end, far = at[source] + 5, at[reader] - 5, left - ARC_WIDTH * count
+            start = at[source] + 5
+            end = at[reader] - 5
+            far = left - ARC_WIDTH * count
             curve = f"M{left},{start:g} C{far},{start:g} {far},{end:g} {left - 1},{end:g}"
         else:
             curve = (

@@ -49,7 +49,8 @@ PACKAGES = {
     ),
 }
 """By dataset: file in the index, its SHA-256, and its member with the cells."""
-GENES, OBS = ("ensembl_id", "gene_ids"), ["cell_type", "tissue", "assay"]
+GENES = ("ensembl_id", "gene_ids")
+OBS = ["cell_type", "tissue", "assay"]
 
 
 def main() -> None:

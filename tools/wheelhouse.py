@@ -84,7 +84,8 @@ def platforms(newest: str) -> list[str]:
     match = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", newest)
     if match is None:
         raise SystemExit(f"expected a PLATFORM such as manylinux_2_28_x86_64, got {newest}")
-    glibc, machine = int(match[1]), match[2]
+    glibc = int(match[1])
+    machine = match[2]
     aliases = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
     older = [f"manylinux_2_{minor}_{machine}" for minor in range(glibc, 4, -1)]
     return older + [f"{alias}_{machine}" for minor, alias in aliases.items() if minor <= glibc]

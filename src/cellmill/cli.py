@@ -86,17 +86,20 @@ def main(argv: list[str] | None = None) -> int:
         getattr(module, name)(**arguments)
         return 0
     except UserError as error:
-        message, code = error, error.exit_code
+        message = error
+        code = error.exit_code
     except OSError as error:
         if os.environ.get("CELLMILL_TRACEBACK"):
             raise
-        message, code = UserError(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
+        message = UserError(f"{error.filename or 'a file'}: {error.strerror or error}")
+        code = 2
         if error.filename == "which" and error.errno == errno.ENOENT:
             message = UserError(
                 "no program `which` on PATH, which Snakemake's plugin for SLURM calls; install it"
             )
     except KeyboardInterrupt:
-        message, code = "interrupted", 130
+        message = "interrupted"
+        code = 130
     print(f"cellmill {stage}: {message}", file=sys.stderr)
     return code
 
@@ -124,11 +127,9 @@ def _check_paths(arguments: dict[str, Any]) -> None:
 
 
 def _options(stage: str, arguments: dict[str, Any]) -> Any:
-    text, config, name = (
-        arguments.pop("options"),
-        arguments.pop("config"),
-        arguments.pop("name", None),
-    )
+    text = arguments.pop("options")
+    config = arguments.pop("config")
+    name = arguments.pop("name", None)
     if text is not None:
         written = text.lstrip().startswith(("{", "["))
         tree = parse_json(text, "--options") if written else read_json(Path(text))
@@ -150,7 +151,8 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         )
         raise UserError(f"{message}; there are: {', '.join(owners)}")
     for key in ("init_from", "trunk", "teacher") if stage == "train" else ():
-        if (parent := getattr(owners[name], key)) is not None and arguments[key] is None:
+        parent = getattr(owners[name], key)
+        if parent is not None and arguments[key] is None:
             flag = f"--{key.replace('_', '-')}"
             raise UserError(
                 f"run {name!r} has {key}: {parent}; pass {flag} FOLDER too, as the workflow does"

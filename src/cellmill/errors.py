@@ -41,7 +41,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Hint for an unknown `name`: the closest of `known`, or the first of them."""
     known = list(known)
     same = [one for one in known if one.lower() == name.lower()]
-    if close := same or difflib.get_close_matches(name, known, n=1):
+    close = same or difflib.get_close_matches(name, known, n=1)
+    if close:
         return f"did you mean {close[0]!r}?"
     more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""
     return f"there are: {', '.join(known[:_LISTED]) or 'none'}{more}"

@@ -115,7 +115,8 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
     """
     temporary = re.compile(_TEMPORARY.format(stem=re.escape(final.stem)) + re.escape(final.suffix))
     for path in final.parent.glob(f".*{glob.escape(final.stem)}.*.incomplete*"):
-        if (match := temporary.fullmatch(path.name)) is None:
+        match = temporary.fullmatch(path.name)
+        if match is None:
             continue
         # another process removed it first, or it or its writer is another user's
         with suppress(OSError):
@@ -174,7 +175,8 @@ def require_file(path: Path) -> None:
 
 def refuse_special(path: Path, expected: str = "a file") -> None:
     """Raise DataError for a FIFO, socket or device: opening a FIFO would wait without end."""
-    if (kind := special_kind(path)) is not None:
+    kind = special_kind(path)
+    if kind is not None:
         raise DataError(f"{path}: expected {expected}, got a {kind}")
 
 
@@ -247,7 +249,9 @@ def span(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-QUIET_S, EVERY_S, REDRAW_S = 5.0, 30.0, 0.2
+QUIET_S = 5.0
+EVERY_S = 30.0
+REDRAW_S = 0.2
 PROGRESS = re.compile(
     r"\S.*: [\d,]+ of [\d,]+ \w+ \(\d+%\)(, [\d,]+ \w+/s)?(, .+ left)?(, now .+)?"
 )
@@ -271,25 +275,27 @@ def progress(
     of a block, else 1) when the next one is wanted. `now` names what is at work, and is shown while
     one takes long, too. Of a training's processes only rank 0 shows anything.
     """
-    out, done, began, ended = out or sys.stderr, 0.0, clock(), Event()
-    bar, due, drawn = (
-        out.isatty(),
-        began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf),
-        False,
-    )
+    out = out or sys.stderr
+    done = 0.0
+    began = clock()
+    ended = Event()
+    bar = out.isatty()
+    due = began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf)
+    drawn = False
 
     def show_if_due() -> None:
         nonlocal due, drawn
-        if (at := clock()) < due:
+        at = clock()
+        if at < due:
             return
-        due, rate = at + (REDRAW_S if bar else EVERY_S), done / (at - began)
+        due = at + (REDRAW_S if bar else EVERY_S)
+        rate = done / (at - began)
         named = f", now {now()}" if now is not None else ""
         if bar:  # imported late: it takes 0.1 s
-            meter, columns = (
-                import_module("tqdm").tqdm.format_meter,
-                shutil.get_terminal_size().columns,
-            )
-            units, drawn = {"unit": f" {unit}", "unit_scale": True}, True
+            meter = import_module("tqdm").tqdm.format_meter
+            columns = shutil.get_terminal_size().columns
+            units = {"unit": f" {unit}", "unit_scale": True}
+            drawn = True
             out.write(
                 "\r"
                 + meter(done, total, at - began, ncols=columns - 1, prefix=what + named, **units)

@@ -16,7 +16,8 @@ def importing() -> Iterator[None]:
 
     Python's shutdown collects several times, which takes 0.4 s with torch in memory.
     """
-    enabled, known = gc.isenabled(), len(sys.modules)
+    enabled = gc.isenabled()
+    known = len(sys.modules)
     gc.disable()
     try:
         yield

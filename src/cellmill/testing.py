@@ -30,7 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"pp": 2},
 }
 """Sections `parallel` of two processes, one for each axis."""
-STEPS, TOLERANCE = 6, 5e-6
+STEPS = 6
+TOLERANCE = 5e-6
 SECTIONS: dict[str, dict[str, Any]] = {
     "tokens": {"max_tokens": 48},
     "stream": {"lanes": 4, "block_cells": 8, "window_blocks": 4},
@@ -125,7 +126,8 @@ def added_options(section: BaseModel, path: str = "") -> Iterator[str]:
     bases = [base for base in type(section).__mro__ if issubclass(base, BaseModel)]
     ours = next(base for base in bases if base.__module__.split(".")[0] in ("cellmill", "pydantic"))
     for name, field in type(section).model_fields.items():
-        if isinstance(value := getattr(section, name), BaseModel):
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
             yield from added_options(value, f"{path}{name}.")
         elif name not in ours.model_fields and get_origin(field.annotation) is not Literal:
             yield path + name
@@ -150,7 +152,8 @@ def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
     """
     (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
     (folder / "config.yaml").write_text(config.replace("TABLE", str(folder / "datasets.tsv")))
-    given, cells = "--config @/config.yaml --corpus sim", "--cells @/sim.h5ad"
+    given = "--config @/config.yaml --corpus sim"
+    cells = "--cells @/sim.h5ad"
     run(
         folder,
         f"preprocess {given} --dataset sim --input @/{raw} --out @/sim.h5ad --report @/report.json",

@@ -30,7 +30,8 @@ from tests.cluster.rig import Rig
 from tests.cluster.serve import ServedRig
 from tests.distributed.command import pids_with, wait_for
 
-STEPS, EACH = 60, 4
+STEPS = 60
+EACH = 4
 PARTITIONS = {"gpu-a100": ("a100", ("node1", "node2")), "gpu-h100": ("h100", ("node3", "node4"))}
 CONTROLLER = threading.Lock()
 EMPTY = """if [ -e "$0.empty" ]; then exit 0; fi
@@ -61,8 +62,10 @@ class FaultyRun:
 
     def __post_init__(self) -> None:
         self.kind, self.nodes = PARTITIONS[self.partition]
-        self.name, self.results = self.folder.name, self.folder / "results"
-        self.train, self.bin = self.results / "runs" / self.name / "train", self.folder / "bin"
+        self.name = self.folder.name
+        self.results = self.folder / "results"
+        self.train = self.results / "runs" / self.name / "train"
+        self.bin = self.folder / "bin"
         for name, script in (("squeue", EMPTY), ("sbatch", LOST)):
             self.path = wrapper(self.bin, name, script)
         self.launched: Launched | None = None
@@ -158,17 +161,20 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_a_worker(run: FaultyRun) -> None:
-    if workers := sorted(run.processes()):
+    workers = sorted(run.processes())
+    if workers:
         kill(run.draw.choice(workers))
 
 
 def kill_an_agent(run: FaultyRun) -> None:
-    if agents := pids_with(str(run.train), "cellmill.launch.agent"):
+    agents = pids_with(str(run.train), "cellmill.launch.agent")
+    if agents:
         kill(run.draw.choice(agents))
 
 
 def stop_a_worker_for_a_while(run: FaultyRun) -> None:
-    if workers := sorted(run.processes()):
+    workers = sorted(run.processes())
+    if workers:
         worker = run.draw.choice(workers)
         kill(worker, signal.SIGSTOP)
         time.sleep(run.draw.uniform(1, 10))
@@ -285,7 +291,9 @@ def run_all(rig: Rig, corpus: str, folder: Path, faults: int, seed: int) -> list
     first difference.
     """
     expected = undisturbed(corpus, folder / "undisturbed")
-    numbers, runs, deck = iter(range(-(-faults // EACH))), [], random.Random(seed)
+    numbers = iter(range(-(-faults // EACH)))
+    runs = []
+    deck = random.Random(seed)
     kinds = [
         kind for _ in range(-(-faults // len(FAULTS))) for kind in deck.sample(FAULTS, len(FAULTS))
     ][:faults]

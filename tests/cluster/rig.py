@@ -35,9 +35,14 @@ PATHS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "srun")
 PACKAGES = "slurm-wlm slurmctld slurmd slurm-client munge iproute2"
 ACCOUNTING_PACKAGES = "slurmdbd slurm-wlm-mysql-plugin mariadb-server"
-NODES, CPUS, MEMORY_MB, GPUS = 4, 8, 8000, 2
+NODES = 4
+CPUS = 8
+MEMORY_MB = 8000
+GPUS = 2
 START_S = 300  # a quiet machine needs a few
-BRIDGE, NETWORK, MARK = "br-cellmill", "10.251.0", "# cellmill test cluster"
+BRIDGE = "br-cellmill"
+NETWORK = "10.251.0"
+MARK = "# cellmill test cluster"
 CONTROLLER = f"{NETWORK}.1"
 
 
@@ -78,7 +83,8 @@ class Rig:
         users: tuple[str, ...] = (),
     ) -> None:
         """`users` may submit jobs, as root may."""
-        self.folder, self.accounting = folder, accounting
+        self.folder = folder
+        self.accounting = accounting
         self._users = users
         self._lock: TextIO | None = None
         self.cgroups = all(
@@ -314,7 +320,8 @@ class Rig:
         call("ip", "addr", "add", f"{CONTROLLER}/24", "dev", BRIDGE)
         call("ip", "link", "set", BRIDGE, "up")
         for number in range(1, NODES + 1):
-            space, outside = namespace(f"node{number}"), f"vcm{number}"
+            space = namespace(f"node{number}")
+            outside = f"vcm{number}"
             call("ip", "netns", "add", space)
             call(
                 "ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space

@@ -26,7 +26,8 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(
     rig: Rig, corpus: str, tmp_path: Path
 ) -> None:
     results = tmp_path / "results"
-    train, opts = results / "runs" / "one" / "train", run_options(5000, checkpoint_every_steps=4)
+    train = results / "runs" / "one" / "train"
+    opts = run_options(5000, checkpoint_every_steps=4)
     first = Launched.start(corpus, train, opts, rig.environment, **on_slurm(nproc_per_node=1))
     first.wait_for_step(6)
     (job_id,) = first.job_ids()
@@ -109,7 +110,9 @@ def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(
 def test_the_cost_of_a_chain_of_jobs_equals_the_accounting(
     rig_with_accounting: Rig, corpus: str, tmp_path: Path
 ) -> None:
-    rig, train, opts = rig_with_accounting, tmp_path / "run" / "train", run_options(16)
+    rig = rig_with_accounting
+    train = tmp_path / "run" / "train"
+    opts = run_options(16)
     first = Launched.start(
         corpus, train, opts, rig.environment, **on_slurm(sbatch_options="begin=now+300")
     )

@@ -47,7 +47,9 @@ class Life:
     """The run, its launchers one after the other, and what was seen of it."""
 
     def __init__(self, rig: ServedRig, corpus: str, folder: Path) -> None:
-        self.rig, self.corpus, self.folder = rig, corpus, folder
+        self.rig = rig
+        self.corpus = corpus
+        self.folder = folder
         self.train = folder / "results" / "runs" / "life" / "train"
         self.launcher: Launched | None = None
         self.undisturbed: Launched | None = None

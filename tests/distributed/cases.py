@@ -84,10 +84,8 @@ def trainer(
     """
     if options["model"].get("family") == "buffered":
         buffered.register()
-    parsed, manifest = (
-        TrainOptions.model_validate(options),
-        Manifest.read(Path(corpus) / "shards" / "manifest.json"),
-    )
+    parsed = TrainOptions.model_validate(options)
+    manifest = Manifest.read(Path(corpus) / "shards" / "manifest.json")
     mesh = build_mesh(parsed.parallel, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "cpu")
     record = {
         "identity": {"weights_format": WEIGHTS_FORMAT},
@@ -101,7 +99,8 @@ def trainer(
     made = build_trainer(
         TrainFolder(Path(folder)), record, parsed, mesh, _NoSignal(), HangWatch(), flops=NO_FLOPS
     )
-    made.steps, lines = steps, Lines()
+    made.steps = steps
+    lines = Lines()
     made.trackers = [lines]
     if load:
         made.resume()
@@ -161,7 +160,9 @@ def trained(
     moments of the optimizer are returned then.
     """
     made, lines = trainer(corpus, options, folder, steps, init_from)
-    first, error, done = tensors(made.model), "", False
+    first = tensors(made.model)
+    error = ""
+    done = False
     if load:
         for _, buffer in [*named_tensors(made.model, persistent=True)][
             len([*made.model.parameters()]) :
@@ -229,7 +230,8 @@ def schedules(
     made, _ = trainer(corpus, options, folder, 20)
     model = made.parallel_model
     assert isinstance(model, PipelineModel)
-    new, use = model.new_schedule, model.schedule_of
+    new = model.new_schedule
+    use = model.schedule_of
     built: list[tuple[int, int]] = []
     used: list[tuple[int, int]] = []
     model.new_schedule = lambda *key: built.append(key) or new(*key)
@@ -259,7 +261,8 @@ def curve_compiled(
     """As `curve`, compiled by `backend`; and the number of compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    kept, apply.BACKEND = apply.BACKEND, backend
+    kept = apply.BACKEND
+    apply.BACKEND = backend
     try:
         found = curve(corpus, options, folder, steps)
     finally:
@@ -293,7 +296,8 @@ def cut_vocabulary(arrays: list[Any]) -> list[Any]:
     """
     table, bias, states, tokens, answers = map(torch.from_numpy, arrays)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows, kept = -(-len(table) // mesh.size()), likelihoods.ELEMENTS["cpu"]
+    rows = -(-len(table) // mesh.size())
+    kept = likelihoods.ELEMENTS["cpu"]
     cut = distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     for tensor in (bias, states):
         tensor.requires_grad_()
@@ -315,7 +319,9 @@ class _Spoiled:
     """A stream whose cells have infinite values in some steps, on one data-parallel rank."""
 
     def __init__(self, stream: CellStream, steps: list[int], here: bool) -> None:
-        self._stream, self._steps, self._here = stream, steps, here
+        self._stream = stream
+        self._steps = steps
+        self._here = here
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -372,7 +378,9 @@ def overflow(
     """
     made, lines = trainer(corpus, options, folder, steps)
     made.progress.loss_scale = initial
-    backward, step, changed = made.parallel_model.forward_backward, made.optimizer.step, []
+    backward = made.parallel_model.forward_backward
+    step = made.optimizer.step
+    changed = []
 
     def overflowing(*args: Any) -> torch.Tensor:
         loss = backward(*args)

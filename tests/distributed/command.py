@@ -84,7 +84,8 @@ class Run:
     process: subprocess.Popen[str]
 
     def __init__(self, corpus: str | Path, out: Path) -> None:
-        self.corpus, self.out = corpus, out
+        self.corpus = corpus
+        self.out = out
 
     def train(
         self, options: dict[str, Any], *more: str, code: int = 0, **machine: Any

@@ -39,7 +39,8 @@ LAYOUTS: dict[str, Layout] = {
     "NO_SHARD x tp 2, sequence parallel": {"sharding_strategy": "NO_SHARD", "tp": 2} | SP,
     "ddp x tp 2": {"strategy": "ddp", "tp": 2},
 }
-TP, PP = "FULL_SHARD x tp 2, sequence parallel", "pp 2, 1F1B x FULL_SHARD"
+TP = "FULL_SHARD x tp 2, sequence parallel"
+PP = "pp 2, 1F1B x FULL_SHARD"
 PIPELINES: dict[str, Layout] = {
     "pp 4, GPipe": {"pp": 4, "schedule": "GPipe"},
     "pp 4, 1F1B": {"pp": 4},
@@ -230,7 +231,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "buffered": ENCODER | {"family": "buffered", "layers": 4},
 } | {f"optimizer {name}": ENCODER for name in OPTIMIZERS}
 MODELS = PAIRS | OTHERS
-BINNED, SEQUENCE = {"tokenizer": "binned"}, {"tokenizer": "sequence"}
+BINNED = {"tokenizer": "binned"}
+SEQUENCE = {"tokenizer": "sequence"}
 RANDOM = {"truncation": "random", "zero_frac": 0.2}
 TOKENS: dict[str, dict[str, Any]] = {
     "masked_gene": {"tokenizer": "rank"},
@@ -246,7 +248,8 @@ TRAIN: dict[str, dict[str, Any]] = {
     "average": {"lr": 1e-2, "ema_decay": 0.3, "val_every_steps": 1},
     "optimizer muon": {"lr": 2e-3},
 }
-STEPS, EACH = 4, 2
+STEPS = 4
+EACH = 2
 
 
 CORPORA = {"proteins": "proteins", "hf": "proteins"}
@@ -287,7 +290,8 @@ def run(
         "val_every_steps": EACH,
         "checkpoint_every_steps": 100,
     } | optimizer
-    tokens, layout = TOKENS.get(model, {}), layout | {"precision": precision}
+    tokens = TOKENS.get(model, {})
+    layout = layout | {"precision": precision}
     sections = split(MODELS[model])
     # objectives have an option of this name too
     sections["model"] |= {"weights": "random"} if model == "hf" else {}
@@ -327,10 +331,14 @@ def digest_of(array: np.ndarray) -> str:
 
 
 PP_TP = "pp 2, 1F1B x tp 2"
-FEW, SMALL, PARTS4 = {"token_budget": 256}, {"token_budget": 100}, {"microbatches": 4}
+FEW = {"token_budget": 256}
+SMALL = {"token_budget": 100}
+PARTS4 = {"microbatches": 4}
 WHOLE, HALF, THIRD = ({"token_budget": n} for n in (4096, 1024, 300))
 FULL, SELECTIVE = ({"activation_checkpointing": how} for how in ("full", "selective"))
-OFFLOADED, ON_CPU, BF16 = {"cpu_offload": "optimizer"}, {"cpu_offload": "full"}, "bf16-mixed"
+OFFLOADED = {"cpu_offload": "optimizer"}
+ON_CPU = {"cpu_offload": "full"}
+BF16 = "bf16-mixed"
 
 
 def each(

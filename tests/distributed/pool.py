@@ -41,7 +41,8 @@ class Pool:
     """`world` processes that wait for work; call only `run`. They are replaced after a failure."""
 
     def __init__(self, world: int, local_world: int) -> None:
-        self.world, self.local_world = world, local_world
+        self.world = world
+        self.local_world = local_world
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
 
@@ -57,7 +58,8 @@ class Pool:
             pipe.send((case, arguments))
         answers: dict[int, Any] = {}
         failed: dict[int, str] = {}
-        waiting, within_s = dict(zip(self.pipes, range(self.world))), 500.0
+        waiting = dict(zip(self.pipes, range(self.world)))
+        within_s = 500.0
         while waiting and (ready := wait(list(waiting), within_s)):
             for pipe in ready:
                 rank = waiting.pop(pipe)
@@ -95,7 +97,8 @@ class Pool:
             pipe.close()
         if self.processes:
             self.folder.cleanup()
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
 
     def _start(self) -> None:
         multiprocessing.set_forkserver_preload(IMPORTED)

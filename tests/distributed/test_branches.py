@@ -48,7 +48,8 @@ def trunk(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_branch_is_bitwise_the_run_of_its_length(
     corpus: str, trunk: Path, tmp_path: Path, steps: int
 ) -> None:
-    alone, branch = trunk.parents[1], tmp_path / "branch"
+    alone = trunk.parents[1]
+    branch = tmp_path / "branch"
     if steps != 14:
         alone = tmp_path / "alone"
         assert _train(corpus, alone, steps=steps) == 0

@@ -196,7 +196,8 @@ def test_a_save_that_fails_is_an_error_of_the_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TrainFolder, "finish", full)
-    model, checkpoints = torch.nn.Linear(1, 1), Checkpoints(TrainFolder(tmp_path), 1)
+    model = torch.nn.Linear(1, 1)
+    checkpoints = Checkpoints(TrainFolder(tmp_path), 1)
     checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
     with pytest.raises(
         DataError, match=r"of step 3 could not be written \(.*No space left on device\); earlier"
@@ -205,7 +206,8 @@ def test_a_save_that_fails_is_an_error_of_the_run(
 
 
 def test_a_disk_that_is_full_amid_a_tensor_is_named(alone: None, tmp_path: Path) -> None:
-    model, checkpoints = torch.nn.Linear(1000, 100), Checkpoints(TrainFolder(tmp_path), 1)
+    model = torch.nn.Linear(1000, 100)
+    checkpoints = Checkpoints(TrainFolder(tmp_path), 1)
     checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})
     checkpoints.wait()
     with full_after(50_000):

@@ -57,7 +57,10 @@ class Table:
     def __init__(
         self, pools: Callable[[int], Pool], corpora: dict[str, str], vectors: str, folder: Path
     ) -> None:
-        self.pools, self.corpora, self.vectors, self.folder = pools, corpora, vectors, folder
+        self.pools = pools
+        self.corpora = corpora
+        self.vectors = vectors
+        self.folder = folder
         self.made: dict[str, list[Trained]] = {}
 
     def corpus(self, model: str) -> str:
@@ -79,7 +82,8 @@ class Table:
 
     def once(self, case: Case) -> tuple[list[Trained], Path]:
         """The same of a case, and its folder."""
-        given, key = conformance.spread(case), {"steps": conformance.STEPS}
+        given = conformance.spread(case)
+        key = {"steps": conformance.STEPS}
         name = conformance.digest([case.ranks, given, key])
         if name not in self.made:
             self.made[name] = self.train(case.model, case.ranks, given, self.folder / name, **key)
@@ -140,7 +144,8 @@ def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bo
 
 @rows(ALL)
 def test_curve_and_validation_equal_those_of_one_process(table: Table, case: Case) -> None:
-    expected, low = table.alone(case.model, case.precision)["lines"], case.precision != "32-true"
+    expected = table.alone(case.model, case.precision)["lines"]
+    low = case.precision != "32-true"
     assert any("val_loss" in line for line in expected)
     assert_lines(table.once(case)[0], expected, low)
     if low:
@@ -188,7 +193,8 @@ def test_how_a_step_is_cut_and_computed_changes_nothing(table: Table, case: Case
 def test_a_run_resumes_in_another_layout(
     table: Table, tmp_path: Path, case: Case, chain: list[str]
 ) -> None:
-    each, model = conformance.EACH, case.model
+    each = conformance.EACH
+    model = case.model
     expected = table.alone(model, steps=each * len(chain))["lines"]
     for part, layout in enumerate(chain):
         ranks = 1 if layout == "one process" else case.ranks

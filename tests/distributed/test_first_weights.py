@@ -39,7 +39,8 @@ def vocabulary_of(numbers: range) -> Vocabulary:
     return Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
 
 
-OURS, THEIRS = vocabulary_of(range(61)), vocabulary_of(range(70, 9, -1))
+OURS = vocabulary_of(range(61))
+THEIRS = vocabulary_of(range(70, 9, -1))
 
 
 def export(options: dict[str, Any], folder: Path) -> None:
@@ -65,7 +66,8 @@ class _Counting:
     """A .safetensors file, or a tensor in it, that adds the bytes of each read to `reads`."""
 
     def __init__(self, real: Any, reads: list[int]) -> None:
-        self.real, self.reads = real, reads
+        self.real = real
+        self.reads = reads
 
     def get_slice(self, name: str) -> _Counting:
         return _Counting(self.real.get_slice(name), self.reads)
@@ -91,7 +93,8 @@ def counted() -> Iterator[list[int]]:
     try:
         yield reads
     finally:
-        weights_file.safe_open, initial.PIECE = safe_open, piece
+        weights_file.safe_open = safe_open
+        initial.PIECE = piece
 
 
 def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]:
@@ -114,9 +117,11 @@ def first_weights(options: dict[str, Any], folder: str | None) -> dict[str, Any]
         assert torch.equal(whole["gene_embedding.weight"][2], means["gene_embedding.weight"])
     with counted() as reads:
         model = build_model(parsed, OURS, folder, mesh, {})
-    differing, kept = [], 0
+    differing = []
+    kept = 0
     for name, tensor in named_tensors(model):
-        own, expected = tensor.detach(), whole[name]
+        own = tensor.detach()
+        expected = whole[name]
         if isinstance(tensor, DTensor):
             own = tensor.to_local().detach()
             placed = distribute_tensor(

@@ -29,9 +29,11 @@ from tests.distributed.pool import Pool
 def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(
     pool: Pool, rows: int
 ) -> None:
-    shapes, generator = ((rows, 8), (rows,), (7, 8)), torch.Generator().manual_seed(rows)
+    shapes = ((rows, 8), (rows,), (7, 8))
+    generator = torch.Generator().manual_seed(rows)
     table, bias, states = (torch.randn(shape, generator=generator) for shape in shapes)
-    tokens, answers = torch.arange(11) % rows, torch.arange(7) * 5 % rows
+    tokens = torch.arange(11) % rows
+    answers = torch.arange(7) * 5 % rows
     for tensor in (table, bias, states):
         tensor.requires_grad_()
     embedded = F.embedding(tokens, table)

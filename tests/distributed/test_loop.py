@@ -55,10 +55,8 @@ def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume
             [line[key] for line in of if key in line] for of in ([*halves[0], *halves[1]], whole)
         )
         np.testing.assert_allclose(found, expected, atol=1e-4)
-    best, newest = (
-        TrainFolder(tmp_path / "spread").best().step,
-        TrainFolder(tmp_path / "spread").saved_step(),
-    )
+    best = TrainFolder(tmp_path / "spread").best().step
+    newest = TrainFolder(tmp_path / "spread").saved_step()
     assert (best, newest) == (TrainFolder(tmp_path / "whole").best().step, end)
 
 
@@ -127,7 +125,8 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
 def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
     alone: None, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, folder = tmp_path / "metrics.jsonl", str(tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    folder = str(tmp_path)
     for steps, every in ((4, 2), (6, 1)):  # another interval is no damage
         made, _ = cases.trainer(
             corpus, options(train={"log_every_steps": every}), folder, steps, load=steps == 6
@@ -155,7 +154,9 @@ def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
         )
 
 
-DECAY, STEPS = 0.3, 6  # after the warm-up, (1 + t) / (10 + t), of the first three steps
+# after the warm-up, (1 + t) / (10 + t), of the first three steps
+DECAY = 0.3
+STEPS = 6
 
 
 def read(checkpoint: Checkpoint, part: str) -> dict[str, torch.Tensor]:
@@ -180,7 +181,8 @@ def test_the_average_follows_its_formula_and_is_validated_and_exported(
         return cases.trained(corpus, given, str(tmp_path / name), STEPS)["lines"]
 
     lines = lines_of("train", ema_decay=DECAY, checkpoint_every_steps=1)
-    plain, same = lines_of("plain"), lines_of("same", ema_decay=1e-9)
+    plain = lines_of("plain")
+    same = lines_of("same", ema_decay=1e-9)
     assert [line["loss"] for line in lines if "loss" in line] == [
         line["loss"] for line in plain if "loss" in line
     ]
@@ -195,7 +197,8 @@ def test_the_average_follows_its_formula_and_is_validated_and_exported(
     expected: dict[str, torch.Tensor] = {}
     # that of step 1 has the average after step 0
     for at, checkpoint in enumerate(checkpoints[1:], start=1):
-        before, decay = read(checkpoints[at - 1], "average."), min(DECAY, (1 + at) / (10 + at))
+        before = read(checkpoints[at - 1], "average.")
+        decay = min(DECAY, (1 + at) / (10 + at))
         expected = {
             k: decay * before[k] + (1 - decay) * v for k, v in read(checkpoint, "model.").items()
         }

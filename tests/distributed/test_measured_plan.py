@@ -27,7 +27,9 @@ from tests.distributed.cases import DEVICE, trainer
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
-WORLD, LOCAL_WORLD, N_GENES = 4, 2, 120
+WORLD = 4
+LOCAL_WORLD = 2
+N_GENES = 120
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
@@ -57,7 +59,8 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
     A gloo thread's frees are sometimes not reported: the smallest of several steps counts.
     """
     gc.collect()  # frees of earlier cases would be counted
-    first, steps = 1, 3
+    first = 1
+    steps = 3
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         made, _ = trainer(corpus, options, corpus, steps)
         batches = [next(iter(made.train_stream))] * steps  # the same batch in each step
@@ -159,7 +162,8 @@ def _planned(name: str, hidden: int, **train: Any) -> tuple[dict[str, Any], Plan
     return given, PlannedModel.of(TrainOptions.model_validate(given), N_GENES, WORLD, LOCAL_WORLD)
 
 
-FEW_CELLS, SEVERAL = {"global_batch": 12}, {"global_batch": 12, "token_budget": 128}
+FEW_CELLS = {"global_batch": 12}
+SEVERAL = {"global_batch": 12, "token_budget": 128}
 ALLOCATED = [("HYBRID_SHARD", FEW_CELLS), ("sequence parallel", FEW_CELLS), (PIPELINE, SEVERAL)]
 MORE = [(name, SEVERAL) for name in LAYOUTS if name not in (PIPELINE, "SHARD_GRAD_OP", "NO_SHARD")]
 
@@ -173,7 +177,8 @@ def test_planned_memory_agrees_with_what_processes_allocate(
     each = WORLD // model.layout.pp
     for stage in range(model.layout.pp):
         alike = ranks[stage * each : (stage + 1) * each]
-        tokens, micro_batches = max(rank["tokens"] for rank in alike), alike[0]["micro_batches"]
+        tokens = max(rank["tokens"] for rank in alike)
+        micro_batches = alike[0]["micro_batches"]
         planned = peak_memory(model, tokens, micro_batches, [stage])
         # memory freed in another thread is not reported: the smallest of equal ranks is nearest the
         # truth

@@ -18,7 +18,8 @@ from tests.distributed.conformance import LAYOUTS, TP
 from tests.distributed.conftest import options
 from tests.distributed.pool import Pool
 
-STEPS, LAYERS = 4, 4
+STEPS = 4
+LAYERS = 4
 LINEAR = ("qkv", "out", "up", "down")
 METHODS: dict[str, dict[str, Any]] = {
     "gradual": {
@@ -178,7 +179,8 @@ def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
         expected = torch.from_numpy(base[name])
         path = name.removesuffix(".weight")
         if path in config["target_modules"]:
-            a, b = tensors.pop(f"{path}.lora_A.weight"), tensors.pop(f"{path}.lora_B.weight")
+            a = tensors.pop(f"{path}.lora_A.weight")
+            b = tensors.pop(f"{path}.lora_B.weight")
             assert (len(a), b.shape[1]) == (4, 4)
             assert b.any()
             expected = expected + 3.0 * b @ a
@@ -238,7 +240,8 @@ def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
     first: dict[str, Any],
     then: dict[str, Any],
 ) -> None:
-    expected, given = references["lora"], {"corpus": corpus, "folder": str(tmp_path)}
+    expected = references["lora"]
+    given = {"corpus": corpus, "folder": str(tmp_path)}
     initial = dict(expected["first"])
     begun = pool.run("trained", options=run("lora", first), steps=2, **given)
     ended = pool.run("trained", options=run("lora", then), steps=STEPS, load=True, **given)
@@ -267,7 +270,8 @@ def test_a_run_that_unfreezes_goes_on_where_it_stopped(
 ) -> None:
     expected = references["gradual"]
     given = {"corpus": corpus, "options": run("gradual"), "folder": str(tmp_path)}
-    first, second = cases.trained(steps=2, **given), cases.trained(steps=STEPS, load=True, **given)
+    first = cases.trained(steps=2, **given)
+    second = cases.trained(steps=STEPS, load=True, **given)
     assert first["curve"] + second["curve"] == expected["curve"]
     assert all(
         np.array_equal(own, other)

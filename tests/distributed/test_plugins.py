@@ -22,7 +22,8 @@ def installed(plugins: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tracked(tmp_path: Path, **steps: Any) -> tuple[Path, Path, dict[str, Any]]:
     """Folder of a run, file of a tracker, and options with that tracker and a broken observer."""
-    out, calls = tmp_path / "results" / "one" / "train", tmp_path / "calls.jsonl"
+    out = tmp_path / "results" / "one" / "train"
+    calls = tmp_path / "calls.jsonl"
     track = {
         "to": {"toy_file": {"path": str(calls)}},
         "observers": {"toy_steps": {"path": str(tmp_path)}},

@@ -82,7 +82,8 @@ def test_an_export_predicts_labels_with_the_temperature_of_its_validation_cells(
     model: Path, corpus: str, tmp_path: Path
 ) -> None:
     classifier = json.loads((model / "config.json").read_text())["classifier"]
-    calibration, raw = classifier["calibration"], Path(corpus) / "raw.h5ad"
+    calibration = classifier["calibration"]
+    raw = Path(corpus) / "raw.h5ad"
     assert calibration["n_cells"] > 20
     assert calibration["calibration_error"] <= calibration["calibration_error_uncalibrated"] + 0.05
     assert f"temperature {calibration['temperature']:.2f}" in (model / "README.md").read_text()
@@ -113,7 +114,8 @@ def test_shards_that_are_not_found_are_the_reason_of_probabilities_without_calib
 def test_cells_below_the_threshold_get_no_label_and_the_rest_stays(
     model: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raw, own = Path(corpus) / "raw.h5ad", tmp_path / "own.h5ad"
+    raw = Path(corpus) / "raw.h5ad"
+    own = tmp_path / "own.h5ad"
     every = _predict(model, raw, own, {"min_probability": 0.5}, "--append")
     assert own.exists()
     some = _predict(model, own, own, {"min_probability": 0.99}, "--append")

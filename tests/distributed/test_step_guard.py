@@ -171,7 +171,8 @@ def test_the_loss_scale_falls_after_overflows_and_grows_after_good_steps(
         rank=0,
         initial=2.0**24,
     )
-    changed, scales = [line[3] for line in found], [line[2] for line in found]
+    changed = [line[3] for line in found]
+    scales = [line[2] for line in found]
     first = changed.index(True)
     assert first > 4
     assert scales[:first] == [2.0 ** (23 - step) for step in range(first)]

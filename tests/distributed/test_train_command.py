@@ -71,7 +71,8 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     run.wait_for_start(2)
     run.wait_for_step(22)
     run.process.send_signal(signal.SIGTERM)
-    log, step = run.end(75), run.read("state.json")["step"]
+    log = run.end(75)
+    step = run.read("state.json")["step"]
     assert "starting all again from the last checkpoint, restart 1 of 1\n" in log
     copied = rf"copied [1-9] of \d shards, 0.00 GB, to {tmp_path / 'disk'} in \d+ s, as many as stream.stage_limit_gb "
     assert re.search(f"{copied}allows", log)
@@ -205,7 +206,8 @@ def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exi
         max_restarts=0 if to_command else 2,
     )
     (run.process if to_command else run.worker(1)).send_signal(signal.Signals[number])
-    log, state = run.end(75), run.read("state.json")
+    log = run.end(75)
+    state = run.read("state.json")
     assert state["state"] == "stopped"
     assert [path.name for path in (run.out / "checkpoints").iterdir()] == [
         f"step-{state['step']:08}"
@@ -287,7 +289,8 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(run: Run) -> None:
 
 
 def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) -> None:
-    shard, run = next((copied / "shards").glob("train*.h5ad")), Run(copied, tmp_path / "train")
+    shard = next((copied / "shards").glob("train*.h5ad"))
+    run = Run(copied, tmp_path / "train")
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
@@ -303,7 +306,8 @@ def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) 
 def test_a_layout_and_a_vocabulary_that_do_not_fit_are_refused_before_any_process_starts(
     copied: Path, tmp_path: Path
 ) -> None:
-    path, run = copied / "vocabulary.tsv", Run(copied, tmp_path / "train")
+    path = copied / "vocabulary.tsv"
+    run = Run(copied, tmp_path / "train")
     _, error = run.train(options({"shard_size": 3}), nproc_per_node=4, code=2)
     assert (error.count("\n"), "shard_size" in error) == (1, True)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))

@@ -90,10 +90,8 @@ def test_the_complete_configuration_of_a_page_is_accepted(
 def test_the_schema_refuses_what_the_program_refuses() -> None:
     schema = json.loads(read(SCHEMA))
     good = yaml.safe_load(read("config/config.yaml"))
-    bins, task = (
-        {"tokens": {"tokenizer": "rank", "bins": 9}},
-        {"evaluate": {"tasks": {"probe": {"seed": 1}}}},
-    )
+    bins = {"tokens": {"tokenizer": "rank", "bins": 9}}
+    task = {"evaluate": {"tasks": {"probe": {"seed": 1}}}}
     installed = {
         "evaluate": {"tasks": {"installed": {"any": 1}}},
         "model": {"family": "installed", "any": 1},

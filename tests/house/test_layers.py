@@ -64,7 +64,8 @@ def in_layers(*layers: str, without: str = "cellmill.launch.agent") -> list[str]
     return [name for name in names if not name.startswith(without)]
 
 
-CELLS, SHARDED = {"anndata", "pandas"}, {"sympy", "torch.distributed.tensor"}
+CELLS = {"anndata", "pandas"}
+SHARDED = {"sympy", "torch.distributed.tensor"}
 TORCH = ("torch",)
 
 

@@ -43,7 +43,8 @@ def check_pinned(script: str, environment: str) -> re.Match[str]:
 
 @pytest.mark.parametrize("name", WORKING)
 def test_the_rule_calls_its_sub_command_with_quoted_words_in_its_environment(name: str) -> None:
-    body, stage = WORKING[name], name.removesuffix("_data")
+    body = WORKING[name]
+    stage = name.removesuffix("_data")
     check_files(body, stage)
     assert "envs/cellmill.yaml" in directive(body, "conda")
     assert f"cellmill {stage} " in directive(body, "shell")
@@ -58,7 +59,8 @@ def test_the_rule_calls_its_sub_command_with_quoted_words_in_its_environment(nam
 def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellmill(
     name: str,
 ) -> None:
-    body, package = BRIDGES[name], name.replace("_", "-")
+    body = BRIDGES[name]
+    package = name.replace("_", "-")
     check_files(body, name)
     assert f"/bridges/{{dataset}}.{package}.json" in directive(body, "output")
     assert f"envs/bridge-{package}.yaml" in directive(body, "conda")

@@ -18,11 +18,9 @@ SMALL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2}
 
 def make_corpus(folder: Path, raw: Path, **split: Any) -> dict[str, Path]:
     """Paths of `cells`, `vocabulary` and `manifest` of a corpus of one raw dataset."""
-    cells, genes, manifest = (
-        folder / "cells" / raw.name,
-        folder / "vocabulary.tsv",
-        folder / "shards" / "manifest.json",
-    )
+    cells = folder / "cells" / raw.name
+    genes = folder / "vocabulary.tsv"
+    manifest = folder / "shards" / "manifest.json"
     keep_all = PreprocessOptions.model_validate(
         {"preprocess": {"min_genes": 0, "max_mito_frac": 1}}
     )

@@ -142,7 +142,9 @@ def _change_h5(file: Path, random: np.random.Generator) -> None:
     with h5py.File(file, "a") as opened:
         names: list[str] = []
         opened.visit(names.append)
-        name, kind, odd = pick(random, names), int(random.integers(6)), pick(random, ODD)
+        name = pick(random, names)
+        kind = int(random.integers(6))
+        odd = pick(random, ODD)
         stored = opened[name]
         attributes = dict(stored.attrs)
         if kind == 1 and attributes:
@@ -202,7 +204,8 @@ def is_refused_by_walk(path: Path) -> bool:
 def in_process(work: Callable[[], object]) -> int:
     """Exit status of `work` in a process of its own; a signal is negative."""
     sys.stdout.flush()
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -219,7 +222,8 @@ def main() -> int:
     """Read mutated inputs; exit 1 if one ends in anything but success or a line."""
     (files, seed), failed = map(int, sys.argv[1:]), 0
     with tempfile.TemporaryDirectory() as folder:
-        bases, work = Path(folder, "bases"), Path(folder, "work")
+        bases = Path(folder, "bases")
+        work = Path(folder, "work")
         bases.mkdir()
         assert in_process(lambda: write_bases(bases)) == 0
         names = sorted(bases.iterdir())

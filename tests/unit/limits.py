@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-SECONDS, MORE_BYTES = 20, 2 << 30
+SECONDS = 20
+MORE_BYTES = 2 << 30
 
 
 class HangError(Exception):

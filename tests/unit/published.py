@@ -74,7 +74,8 @@ def geneformer_folder(
 
 
 def _bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    h, inner = config["hidden_size"], config["intermediate_size"]
+    h = config["hidden_size"]
+    inner = config["intermediate_size"]
     tables = {
         "word": config["vocab_size"],
         "position": config["max_position_embeddings"],

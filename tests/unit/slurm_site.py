@@ -25,7 +25,9 @@ def scontrol(table: str, config: str = CONFIG, **fields: str) -> dict[str, str]:
     / all of them), MB, GRES, features; partition (with * the default), its state, its time limit.
     `fields` replace some of a partition's.
     """
-    partitions, nodes, names = dict[str, str](), dict[str, str](), defaultdict[str, list[str]](list)
+    partitions = dict[str, str]()
+    nodes = dict[str, str]()
+    names = defaultdict[str, list[str]](list)
     for line in table.split():
         node, state, cores, memory, gres, features, partition, partition_state, limit = line.split(
             "|"

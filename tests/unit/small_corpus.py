@@ -47,7 +47,9 @@ def prepare_by_commands(config: Path, folder: Path) -> tuple[list[Path], Path]:
     """Preprocessed cells of each dataset of corpus `c`, and the manifest of their shards, by the
     commands.
     """
-    cells, genes, manifest = list[Path](), folder / "v.tsv", folder / "shards" / "manifest.json"
+    cells = list[Path]()
+    genes = folder / "v.tsv"
+    manifest = folder / "shards" / "manifest.json"
     for name, row in load_config(config).datasets("c").items():
         columns = row.model_dump(include=set(ObsColumns.model_fields), exclude_none=True)
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in columns.items()]

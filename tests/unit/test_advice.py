@@ -7,7 +7,9 @@ import pytest
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedRun
 
-AHEAD, LEVEL, BEHIND = ["level", "ahead"], ["level"], ["level", "behind"]
+AHEAD = ["level", "ahead"]
+LEVEL = ["level"]
+BEHIND = ["level", "behind"]
 OPTIONS = {
     "objective": {"name": "cell_decoding"},
     "model": {"family": "profile", "hidden": 128},

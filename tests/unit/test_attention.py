@@ -52,7 +52,8 @@ all_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_packed_attention_and_its_gradients_are_those_written_out(
     lengths: list[int], dtype: torch.dtype, causal: bool
 ) -> None:
-    packed, other = _qkv(sum(lengths), dtype), _qkv(sum(lengths), dtype)
+    packed = _qkv(sum(lengths), dtype)
+    other = _qkv(sum(lengths), dtype)
     out = attention(*packed, _cu_seqlens(lengths), lengths, causal)
     expected = written_out(*other, lengths, causal)
     assert out.dtype == dtype
@@ -67,7 +68,8 @@ def test_packed_attention_and_its_gradients_are_those_written_out(
 
 
 def test_no_scores_are_kept_for_the_backward_pass() -> None:
-    packed, kept = _qkv(400, torch.float32), []
+    packed = _qkv(400, torch.float32)
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: kept.append(x.numel()) or x, lambda x: x
     ):

@@ -34,7 +34,8 @@ from tests.models import KEYS, initialized, random_cells, spec, train_options
 from tests.unit.exported import export_model
 from tests.unit.small_corpus import genes_named, vocabulary_of, write_corpus
 
-N_GENES, MAX_TOKENS = 60, 32
+N_GENES = 60
+MAX_TOKENS = 32
 FAMILY = {
     "family": "autoregressive",
     "hidden": 16,
@@ -64,9 +65,11 @@ def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 
 
 @TOKENIZERS
 def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: str) -> None:
-    model, batch = model_of(tokenizer, value_loss_weight=0.5), batch_of(tokenizer)
+    model = model_of(tokenizer, value_loss_weight=0.5)
+    batch = batch_of(tokenizer)
     prepared = model.prepare(batch, **KEYS)
-    states, expected = model.states(prepared), torch.zeros(())
+    states = model.states(prepared)
+    expected = torch.zeros(())
 
     def end(state: torch.Tensor) -> torch.Tensor:
         return (model.end(state) - np.log(MAX_TOKENS))[0]
@@ -97,7 +100,9 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
 
 
 def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:
-    mean, last, batch = model_of().eval(), model_of(pooling="last").eval(), batch_of()
+    mean = model_of().eval()
+    last = model_of(pooling="last").eval()
+    batch = batch_of()
     beginning = Batch(
         batch.genes[:7], batch.values[:7], torch.tensor([0, 7]).int(), torch.tensor([0])
     )
@@ -121,7 +126,8 @@ def test_rank_buckets_are_logarithms_of_the_place() -> None:
     places = np.arange(1 << 12)
     expected = [(place + 1).bit_length() - 1 for place in places.tolist()]
     assert rank_buckets(places).tolist() == expected
-    model, genes = model_of("rank"), torch.full((1 << 12,), 7)
+    model = model_of("rank")
+    genes = torch.full((1 << 12,), 7)
     x = model.inputs(genes, genes, torch.from_numpy(places)) - model.gene_embedding.weight[7]
     ranks = model.rank_embedding.weight[[min(bucket, 5) for bucket in expected]]
     torch.testing.assert_close(x, ranks, rtol=0, atol=1e-6)
@@ -138,7 +144,8 @@ def test_statistics_count_genes_at_each_rank(tmp_path: Path) -> None:
 
 
 def test_genes_are_judged_among_those_that_the_cell_does_not_have_yet() -> None:
-    model, batch = model_of().eval(), batch_of()
+    model = model_of().eval()
+    batch = batch_of()
     prepared = model.prepare(batch, **KEYS)
     with torch.no_grad():
         observed = [tensor.numpy() for tensor in model.objective.observe(model, prepared)]
@@ -147,7 +154,8 @@ def test_genes_are_judged_among_those_that_the_cell_does_not_have_yet() -> None:
     by_rank = np.random.default_rng(1).integers(0, 9, (6, N_GENES))
     train = GeneStatistics(by_rank.sum(0), np.full(N_GENES, 2.0), 2.0, 9, by_rank)
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + N_GENES)
-    entropies, hits = [], []
+    entropies = []
+    hits = []
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
         left = np.ones(N_GENES, bool)
         for place in range(length):
@@ -196,7 +204,9 @@ def states_of(model: Any, genes: list[int], values: torch.Tensor) -> torch.Tenso
 @torch.no_grad()
 def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
     """One cell, by a full forward pass for each of its genes."""
-    cell, genes, objective = torch.tensor([number]), [], model.objective
+    cell = torch.tensor([number])
+    genes = []
+    objective = model.objective
     values = torch.zeros(
         0, dtype=torch.int64 if objective.tokens.value_kind != "scalar" else torch.float32
     )
@@ -258,7 +268,8 @@ def test_greedy_genes_are_the_likeliest_of_one_full_forward_pass() -> None:
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (1.0, 5)])
 def test_genes_are_drawn_from_the_softmax(temperature: float, top_k: int | None) -> None:
-    model, n = generator(), 4000
+    model = generator()
+    n = 4000
     with torch.no_grad():
         model.start.mul_(4)
         logits = (model.gene_embedding.weight @ model.start + model.gene_bias)[2:] / temperature

@@ -66,10 +66,8 @@ VALUES = (
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the shards of 260 cells."""
-    folder, donors = (
-        tmp_path_factory.mktemp("corpus"),
-        pd.Categorical([f"d{i % 5}" for i in range(260)]),
-    )
+    folder = tmp_path_factory.mktemp("corpus")
+    donors = pd.Categorical([f"d{i % 5}" for i in range(260)])
     manifest = write_corpus(
         folder, 260, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64
     )
@@ -84,10 +82,8 @@ def read_all(folder: Path) -> str:
     verify(manifest)  # as a training begins
     hashed = hashlib.sha256()
     for split in ("train", "val"):
-        columns, order = (
-            {"donor": "tokens.covariates"},
-            {"lanes": 4, "block_cells": 16, "window_blocks": 2},
-        )
+        columns = {"donor": "tokens.covariates"}
+        order = {"lanes": 4, "block_cells": 16, "window_blocks": 2}
         stream = stream_of(manifest, options=order, split=split, shuffle=False, columns=columns)
         for batches in stream:
             for batch in batches:
@@ -164,7 +160,8 @@ def mutated_manifest(text: str, rng: random.Random) -> tuple[str, str]:
         at = rng.randrange(len(text))
         return text[:at], f"cut at {at}"
     if kind == "byte":
-        at, new = rng.randrange(len(text)), chr(rng.randrange(1, 256))
+        at = rng.randrange(len(text))
+        new = chr(rng.randrange(1, 256))
         return text[:at] + new + text[at + 1 :], f"character {at} is {new!r}"
     tree = json.loads(text)
     container, key = rng.choice(places(tree))
@@ -322,7 +319,8 @@ def test_a_file_of_other_contents_is_refused_though_its_digest_is_right(
 
 
 def test_a_shard_with_random_bytes_is_refused(right: str, folder: Path, seed: int) -> None:
-    rng, shard = random.Random(seed), folder / "train-00001.h5ad"
+    rng = random.Random(seed)
+    shard = folder / "train-00001.h5ad"
     content = shard.read_bytes()
     for number in range(MUTATIONS):
         changed = bytearray(content)

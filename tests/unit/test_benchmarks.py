@@ -39,10 +39,8 @@ TINY = {
 def test_a_benchmark_prints_its_table(
     root: Path, tmp_path: Path, simulated: Path, name: str
 ) -> None:
-    run, _ = (
-        make_run(tmp_path / "results/runs/first"),
-        make_corpus(tmp_path / "results/corpora/pbmc"),
-    )
+    run = make_run(tmp_path / "results/runs/first")
+    _ = make_corpus(tmp_path / "results/corpora/pbmc")
     (run / "train/metrics.jsonl").write_text(
         '{"step": 1, "loss": 2.0}\n{"step": 2, "val_loss": 1.6}\n'
     )

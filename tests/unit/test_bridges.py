@@ -91,7 +91,8 @@ def expected_cells() -> list[int]:
 def test_cells_and_components_are_those_of_the_tasks(
     given: argparse.Namespace, embedded_cells: Any
 ) -> None:
-    cells, chosen = embedded_cells.read_cells(given), expected_cells()
+    cells = embedded_cells.read_cells(given)
+    chosen = expected_cells()
     assert cells.names.tolist() == [f"cell {i}" for i in chosen]
     assert cells.dropped == {"rare": 2}
     stored = ad.read_h5ad(given.cells)
@@ -100,7 +101,8 @@ def test_cells_and_components_are_those_of_the_tasks(
     assert np.array_equal(
         cells.features["embedding"], ad.read_h5ad(given.embedding).obsm["X_cellmill"][chosen]
     )
-    own, theirs = own_components(log_normalise(stored.X[chosen])), cells.features["PCA50"]
+    own = own_components(log_normalise(stored.X[chosen]))
+    theirs = cells.features["PCA50"]
     assert theirs.shape == own.shape == (len(chosen), 50)
     # of near components, ARPACK gives so many digits
     np.testing.assert_allclose(theirs, own, atol=5e-3)

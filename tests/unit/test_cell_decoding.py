@@ -62,7 +62,8 @@ def _dense_targets(prepared: Any) -> torch.Tensor:
 def _losses(model: Any, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Decoding loss, and cross-entropy of the adversary without reversal."""
     vectors = model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
-    decoded, entropy = model.decoder(vectors), torch.zeros(())
+    decoded = model.decoder(vectors)
+    entropy = torch.zeros(())
     batch = prepared.levels[prepared.target_cells, 1] - 1
     if hasattr(model, "batch_terms"):
         decoded = decoded + (model.batch_terms.weight - model.batch_terms.weight.mean(0))[batch]
@@ -110,7 +111,8 @@ def test_weights_are_log_counts_or_counts() -> None:
 def test_hidden_expression_does_not_reach_the_cell_vector(
     family: str, options: dict[str, Any], answers: str
 ) -> None:
-    model, batch = decoding_model(family, **options), cells_of()
+    model = decoding_model(family, **options)
+    batch = cells_of()
     shown = model.view(batch, **KEYS)
     in_batch, in_view = (
         part.genes + 1000 * torch.repeat_interleave(part.cu_seqlens.diff())
@@ -129,11 +131,9 @@ def test_hidden_expression_does_not_reach_the_cell_vector(
 
 
 def test_an_unknown_batch_has_no_term() -> None:
-    model, plain, batch = (
-        decoding_model("profile", batch_column="batch"),
-        decoding_model("profile"),
-        cells_of(),
-    )
+    model = decoding_model("profile", batch_column="batch")
+    plain = decoding_model("profile")
+    batch = cells_of()
     unknown = replace(batch, levels=torch.zeros_like(batch.levels))  # type: ignore[arg-type]
     torch.testing.assert_close(model(prepare(model, unknown)), plain(prepare(plain, batch)))
     known = prepare(model, batch)
@@ -182,7 +182,8 @@ def test_an_adversary_without_a_batch_is_refused() -> None:
 
 def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     generator = torch.Generator().manual_seed(0)
-    n, width = 200, 6
+    n = 200
+    width = 6
     levels = torch.randint(1, 4, (n, 2), generator=generator)
     z = (
         torch.randn(n, width, generator=generator)
@@ -214,7 +215,8 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
 
 
 def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:
-    model, batch = decoding_model("profile"), cells_of()
+    model = decoding_model("profile")
+    batch = cells_of()
     dense = torch.zeros(len(batch.lengths), N_GENES + 2)
     dense[torch.repeat_interleave(torch.tensor(batch.lengths)), batch.genes] = batch.values
     x = dense @ model.gene_embedding.weight
@@ -226,11 +228,9 @@ def test_a_model_is_judged_against_the_mean_profile() -> None:
     objective = decoding_model("profile").objective
     # 1/2, 1/200 and 99/200
     train = GeneStatistics(np.array([99, 0, 49]), np.array([1.0, 1.0, 2.0]), 1.0, 100)
-    genes, weights, per_cell = (
-        np.array([0, 2, 0]),
-        np.array([0.5, 0.5, 1.0]),
-        np.array([0.5, 0.5, 1.0]),
-    )
+    genes = np.array([0, 2, 0])
+    weights = np.array([0.5, 0.5, 1.0])
+    per_cell = np.array([0.5, 0.5, 1.0])
     figures, [verdict] = objective.judge(
         genes, np.log([0.6, 0.3, 0.6]), weights, per_cell, train=train
     )
@@ -245,8 +245,10 @@ def test_a_model_is_judged_against_the_mean_profile() -> None:
 
 
 def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
-    model, batch = decoding_model("profile", likelihood="nb"), cells_of()
-    prepared, view = prepare(model, batch), model.view(batch, **KEYS)
+    model = decoding_model("profile", likelihood="nb")
+    batch = cells_of()
+    prepared = prepare(model, batch)
+    view = model.view(batch, **KEYS)
     assert torch.equal(prepared.weights, view.profile_count.float())
     vectors = model.decoder(
         model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
@@ -307,7 +309,8 @@ def _values_by_gene(batch: Any) -> dict[tuple[int, int], float]:
 def test_queried_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
     batch = cells_of((20, 31, 1, 14, 2, N_GENES))
     view = _view(batch, max_asked=8, undetected_ratio=2)
-    given, values = _values_by_gene(view), _values_by_gene(batch)
+    given = _values_by_gene(view)
+    values = _values_by_gene(batch)
     asked = list(zip(view.query_cell.tolist(), view.query_genes.tolist()))
     assert not given.keys() & set(asked)
     assert view.query_values.tolist() == [values.get(query, 0.0) for query in asked]
@@ -385,15 +388,14 @@ def test_the_plan_counts_the_decoder() -> None:
 def test_a_model_is_judged_against_the_mean_with_zeros() -> None:
     objective = initialized(query_spec("profile")).objective
     train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # means 1 and 0
-    genes, values, weights = (
-        np.array([0, 0, 1]),
-        np.array([3.0, 0.0, 0.0]),
-        np.array([2.0, 1.0, 1.0]),
-    )
+    genes = np.array([0, 0, 1])
+    values = np.array([3.0, 0.0, 0.0])
+    weights = np.array([2.0, 1.0, 1.0])
     figures, [verdict] = objective.judge(
         genes, values, np.array([2.0, 0.5, 0.5]), weights, train=train
     )
-    own, base = (2 * 1.0 + 0.25 + 0.25) / 4, (2 * 4.0 + 1.0 + 0.0) / 4
+    own = (2 * 1.0 + 0.25 + 0.25) / 4
+    base = (2 * 4.0 + 1.0 + 0.0) / 4
     assert (figures["mse"], figures["mse_gene_mean"]) == pytest.approx((own, base))
     assert (figures["r2_over_gene_mean"], figures["detected_frac"]) == pytest.approx(
         (1 - own / base, 0.5)

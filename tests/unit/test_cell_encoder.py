@@ -83,7 +83,8 @@ def test_without_attention_a_vector_is_that_of_the_genes_alone() -> None:
 def test_a_vector_depends_on_the_cell_s_own_levels_of_named_columns() -> None:
     model: Any
     batch: Any
-    model, batch = _model(), _cells()
+    model = _model()
+    batch = _cells()
     with torch.no_grad():
         for table in model.covariates.tables:
             table.weight.normal_(generator=torch.Generator().manual_seed(1))
@@ -113,7 +114,8 @@ def test_no_objective_masks_them(objective: str) -> None:
 
 
 def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:
-    model, batch = _model(covariate_unknown_frac=0.25).train(), _cells(4000)
+    model = _model(covariate_unknown_frac=0.25).train()
+    batch = _cells(4000)
     batch = replace(batch, levels=torch.ones_like(batch.levels))  # type: ignore[arg-type]
     rows = [model.view(batch, seed=3, step=step).covariate_rows for step in (4, 4, 5)]
     assert torch.equal(rows[0], rows[1])
@@ -143,7 +145,8 @@ def _encoder(pooling: str, **options: Any) -> Any:
 
 
 def test_the_vector_of_cls_is_the_last_state_of_a_token_before_the_cell() -> None:
-    model, batch = _encoder("cls").eval(), cells_of((5,))
+    model = _encoder("cls").eval()
+    batch = cells_of((5,))
     genes = model.objective.prepare(model.objective.view(batch, **KEYS), **KEYS)
     x = torch.cat([model.cell_token[None], model.inputs(genes)])
     n = len(x)

@@ -133,10 +133,12 @@ def test_a_second_evaluation_reads_what_the_first_predicted_and_computes_a_damag
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "baselines" / "pbmc.npz"
-    expected, first = predicted(BaselineCache()), BaselineCache(file)
+    expected = predicted(BaselineCache())
+    first = BaselineCache(file)
     predicted(first)
     first.save()
-    content, second = file.read_bytes(), BaselineCache(file)
+    content = file.read_bytes()
+    second = BaselineCache(file)
     known = dict(second.known)
     assert len(known) == 6, "two kinds of features, three classifiers, and none of the model's"
     for name, classes in predicted(second).items():
@@ -164,11 +166,9 @@ def test_other_features_labels_or_cells_are_other_predictions(tmp_path: Path) ->
 
 
 def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
-    file, genes, train = (
-        tmp_path / "pbmc.npz",
-        sp.csr_matrix(np.maximum(DENSE, 0)),
-        np.arange(0, 30, 2),
-    )
+    file = tmp_path / "pbmc.npz"
+    genes = sp.csr_matrix(np.maximum(DENSE, 0))
+    train = np.arange(0, 30, 2)
     first = BaselineCache(file)
     expected = _components(genes, train, 3, first)["PCA3"]
     first.save()
@@ -193,7 +193,8 @@ def test_components_repeat_and_are_no_more_than_the_cells_span() -> None:
     assert first.shape == (800, 19)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(pca(copies.shape).fit_transform(copies), first, atol=1e-4)
-    gene, empty = copies[:, :1], sp.csr_matrix((30, 9), dtype=np.float32)
+    gene = copies[:, :1]
+    empty = sp.csr_matrix((30, 9), dtype=np.float32)
     centred = gene.toarray() - gene.mean()
     np.testing.assert_allclose(pca(gene.shape).fit_transform(gene), centred, atol=1e-6)
     assert not pca(empty.shape).fit_transform(empty).any()

@@ -82,7 +82,8 @@ def _predicted(
     components: int,
 ) -> Predictions:
     """Predictions in five folds."""
-    predictions, splits = Predictions(labels, seeds), stratified(labels, 5, seeds, seed)
+    predictions = Predictions(labels, seeds)
+    splits = stratified(labels, 5, seeds, seed)
     context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
     predict_splits(predictions, features, splits, neighbors, context, components=components)
     return predictions
@@ -108,7 +109,8 @@ def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(
     predictions = _predicted(features, labels, seeds=2, seed=3, neighbors=7, components=5)
     rows = {row["name"]: row for row in table_rows(_columns(predictions))}
     pca = PCA(5, svd_solver="arpack", random_state=0)
-    dense, sparse = StandardScaler(), StandardScaler(with_mean=False)
+    dense = StandardScaler()
+    sparse = StandardScaler(with_mean=False)
     expected = {"majority": (DummyClassifier(strategy="most_frequent"), embedding)}
     standardised = ColumnTransformer(
         [("embedding", StandardScaler(), slice(8))], remainder="passthrough"
@@ -174,11 +176,13 @@ def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chose
     None
 ):
     random = np.random.default_rng(3)
-    labels, mean = np.array(["a", "b"] * 30), np.exp(random.normal(size=2100))
+    labels = np.array(["a", "b"] * 30)
+    mean = np.exp(random.normal(size=2100))
     noisy = random.poisson(mean, (60, 2100))
     noisy[:, ::7] *= 10 * (random.random((60, 300)) < 0.2)  # bursts
     noisy[:, 5] = 0
-    genes, train = log_normalise(sp.csr_matrix(noisy.astype(np.uint32))), np.arange(40)
+    genes = log_normalise(sp.csr_matrix(noisy.astype(np.uint32)))
+    train = np.arange(40)
     chosen = variable_genes(genes[train])
     assert len(chosen) == 2000
     assert 5 not in chosen
@@ -348,7 +352,8 @@ def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context
         context, 8, nearest, "embedding", lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
     )
     assert rows["embedding + kNN"]["3 per class_repetitions"] == pytest.approx(expected)
-    n_classes, left_out = result.figures["n_classes"], result.figures["classes_left_out"]
+    n_classes = result.figures["n_classes"]
+    left_out = result.figures["classes_left_out"]
     assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (
         len(classes),
         len(classes),
@@ -392,7 +397,8 @@ def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(
 
 
 def test_features_are_those_of_embed_and_of_the_models_training_cells(context: Context) -> None:
-    model, counts = context.model, read_rows(context.reader, np.arange(30))
+    model = context.model
+    counts = read_rows(context.reader, np.arange(30))
     found = features_of_counts(context, counts)
     whole = embed_cells(
         context.reader, model.network, model.vocabulary, model.tokens, Embed()

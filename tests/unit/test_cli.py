@@ -82,10 +82,8 @@ def test_modules_are_imported_without_the_collector_and_left_out_of_its_work() -
     assert done.stdout.split() == ["False", "True", "True"]
 
 
-SHARD, CELLS = (
-    "shard --cells none.h5ad --vocabulary none.tsv --out m.json",
-    "--input none.h5ad --out o.h5ad",
-)
+SHARD = "shard --cells none.h5ad --vocabulary none.tsv --out m.json"
+CELLS = "--input none.h5ad --out o.h5ad"
 
 
 @pytest.mark.parametrize(

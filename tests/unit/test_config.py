@@ -68,7 +68,8 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
             "deep": {"corpus": "pbmc", "model": {"layers": 9}, "train": {"lr": 0.5}},
         },
     )
-    plain, deep = pipeline.runs["demo"], pipeline.runs["deep"]
+    plain = pipeline.runs["demo"]
+    deep = pipeline.runs["deep"]
     assert deep.model.model_dump() == plain.model.model_dump() | {"layers": 9}
     assert deep.train.model_dump() == plain.train.model_dump() | {"lr": 0.5}
     train = config(runs={"demo": {"corpus": "pbmc", "train": {"steps": "auto"}}}).runs["demo"].train
@@ -293,7 +294,8 @@ def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_t
         tuned = config(model=top, runs={"tuned": run, "big": PARENT, "again": run}).runs[name]
         return tuple(tuned.model.model_dump()[key] for key in ("hidden", "heads", "dropout"))
 
-    other, suiting = {"hidden": 64, "dropout": 0.2}, {"hidden": 32, "heads": 2, "dropout": 0.2}
+    other = {"hidden": 64, "dropout": 0.2}
+    suiting = {"hidden": 32, "heads": 2, "dropout": 0.2}
     assert model(other) == model(other, name="again") == (32, 2, 0.1)
     assert model(suiting) == (32, 2, 0.2), "the top suits the model"
     assert model({}, TUNED | {"model": {"dropout": 0.3}}) == (32, 2, 0.3)

@@ -188,7 +188,8 @@ def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(
 ) -> None:
     folder = saved(tmp_path / "cells.dataset", [[5, 6], [7], [8, 9]])
     given = ("geneformer", folder, "--dictionaries", published)
-    data, state = folder / "data-00001-of-00002.arrow", folder / "state.json"
+    data = folder / "data-00001-of-00002.arrow"
+    state = folder / "state.json"
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 2])
     assert "data-00001-of-00002.arrow: damaged: " in refused(*given)
@@ -222,10 +223,8 @@ def shards_of_scmodelforge(
         part = counts[first : first + 5]
         detected = [np.flatnonzero(row) for row in part]
         widest = max(map(len, detected))
-        values, genes = (
-            np.zeros((len(part), widest), dtype),
-            np.zeros((len(part), widest), np.int64),
-        )
+        values = np.zeros((len(part), widest), dtype)
+        genes = np.zeros((len(part), widest), np.int64)
         for row, own in enumerate(detected):
             values[row, : len(own)], genes[row, : len(own)] = part[row, own], own + 4
         shard = folder / f"shard_{number:03d}"

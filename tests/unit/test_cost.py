@@ -81,10 +81,8 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
     """A sacct with this answer; returns the file with its arguments."""
-    notes, out = (
-        folder / "asked",
-        f"/bin/cat <<'END'\n{answer}END\nprintf '{error}' >&2\nexit {code}",
-    )
+    notes = folder / "asked"
+    out = f"/bin/cat <<'END'\n{answer}END\nprintf '{error}' >&2\nexit {code}"
     command(folder, "sacct", f"echo \"$SLURM_TIME_FORMAT $*\" >> '{notes}'\n{out}")
     return notes
 
@@ -92,7 +90,8 @@ def sacct(folder: Path, answer: str, code: int = 0, error: str = "") -> Path:
 def test_sacct_gives_one_entry_for_each_start_of_a_requeued_job(
     tmp_path: Path, no_slurm: Path
 ) -> None:
-    first, second = record(tmp_path, 1), record(tmp_path, 2, state="CANCELLED")
+    first = record(tmp_path, 1)
+    second = record(tmp_path, 2, state="CANCELLED")
     attempt(first, 0, 2, 5, 5)  # ignored, since sacct knows the job
     notes = sacct(
         no_slurm, REQUEUED.replace("NAME", first.name) + CANCELLED.replace("NAME", second.name)

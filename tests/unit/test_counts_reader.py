@@ -37,11 +37,10 @@ Make = Callable[..., Path]
 def test_raw_and_layers_are_read_with_their_own_genes(
     make_h5ad: Make, counts: sp.csr_matrix
 ) -> None:
-    part, whole = (
-        ad.AnnData(np.log1p(counts[:, :20]), layers={"umi": counts[:, :20]}),
-        ad.AnnData(counts),
-    )
-    part.var_names, whole.var_names = GENES[:20], GENES
+    part = ad.AnnData(np.log1p(counts[:, :20]), layers={"umi": counts[:, :20]})
+    whole = ad.AnnData(counts)
+    part.var_names = GENES[:20]
+    whole.var_names = GENES
     part.raw = whole
     path = make_h5ad(counts).with_name("three.h5ad")
     part.write_h5ad(path)
@@ -189,7 +188,8 @@ def test_missing_foreign_empty_and_truncated_files_are_named(
     )
     assert refusal(make_h5ad(np.ones((0, 3), np.float32))).endswith("empty: 0 cells x 3 genes")
     assert refusal(make_h5ad(np.ones((3, 0), np.float32))).endswith("empty: 3 cells x 0 genes")
-    whole, cut = make_h5ad(counts).read_bytes(), tmp_path / "cut.h5ad"
+    whole = make_h5ad(counts).read_bytes()
+    cut = tmp_path / "cut.h5ad"
     for frac in (0.01, 0.3, 0.6, 0.95, 0.999):
         cut.write_bytes(whole[: int(len(whole) * frac)])
         assert re.search(
@@ -238,7 +238,8 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(
 def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(
     tmp_path: Path, counts: sp.csr_matrix
 ) -> None:
-    path, var = tmp_path / "cells.h5ad", pd.DataFrame(index=GENES)
+    path = tmp_path / "cells.h5ad"
+    var = pd.DataFrame(index=GENES)
 
     def write(nnz: int | None) -> None:
         write_cells(
@@ -308,11 +309,9 @@ def walker(folder: Path) -> Path:
 def test_a_walk_that_does_not_end_is_one_line_and_each_input_is_walked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, slow, text = (
-        a_file(tmp_path / "a.h5ad"),
-        a_file(tmp_path / "slow.h5ad"),
-        tmp_path / "text.h5ad",
-    )
+    whole = a_file(tmp_path / "a.h5ad")
+    slow = a_file(tmp_path / "slow.h5ad")
+    text = tmp_path / "text.h5ad"
     monkeypatch.setattr(h5_walk.sys, "executable", str(walker(tmp_path)))
     message = re.escape(
         f"{slow}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again"
@@ -338,14 +337,16 @@ def test_a_walk_that_does_not_end_is_one_line_and_each_input_is_walked_once(
 
 def test_counts_beyond_16_bits_are_written_in_32_and_no_sum_wraps(tmp_path: Path) -> None:
     assert (count_dtype(65_535), count_dtype(65_536)) == (np.uint16, np.uint32)
-    obs, var = pd.DataFrame(index=["c"]), pd.DataFrame(index=["g", "h"])
+    obs = pd.DataFrame(index=["c"])
+    var = pd.DataFrame(index=["g", "h"])
     matrix = sp.csr_matrix(np.array([[70_000, 1]], np.uint32))
     write_cells(tmp_path / "wide.h5ad", obs, var, [matrix], 2, count_dtype(70_000))
     assert ad.read_h5ad(tmp_path / "wide.h5ad").X.toarray().tolist() == [[70_000, 1]]
     with pytest.raises(AssertionError, match="too large for uint16"):
         write_cells(tmp_path / "cut.h5ad", obs, var, [matrix], 2, count_dtype(1))
     assert os.listdir(tmp_path) == ["wide.h5ad"]
-    block, one_gene = sp.csr_matrix(np.array([[2**32 - 1, 1]], np.uint32)), np.zeros(2, np.int32)
+    block = sp.csr_matrix(np.array([[2**32 - 1, 1]], np.uint32))
+    one_gene = np.zeros(2, np.int32)
     with pytest.raises(
         DataError, match="columns of one gene sum to 4,294,967,296; the limit is 4,294,967,295"
     ):

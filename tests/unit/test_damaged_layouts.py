@@ -84,7 +84,8 @@ WRITERS |= {name: (write, "table") for name, write in TABLES.items()}
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_damaged_layout_never_gives_a_wrong_count(name: str, number: int, tmp_path: Path) -> None:
     write, file = WRITERS[name]
-    whole, work = tmp_path / "whole", tmp_path / "work"
+    whole = tmp_path / "whole"
+    work = tmp_path / "work"
     whole.mkdir()
     written = write(whole)
     path = work / (Path(str(written)).name if file == "table" else file)

@@ -52,7 +52,8 @@ def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_
     batch = to_tensors(random_cells(LENGTHS, TOKENS, GENES, teacher=given))
     prepared = prepare(model, batch)
     assert prepared.n_targets == 2, "the second cell has a number that is none, the third no gene"
-    vectors, layer = model.embed(batch), model.teacher_head
+    vectors = model.embed(batch)
+    layer = model.teacher_head
     expected = sum(
         ((layer.weight @ vectors[cell] + layer.bias - torch.from_numpy(given[cell])) ** 2).sum() / 3
         for cell in (0, 3)
@@ -84,7 +85,8 @@ def write_teacher(
     `about` of cellmill.
     """
     folder.mkdir(exist_ok=True)
-    path, obs = folder / "one.h5ad", pd.DataFrame(index=names)
+    path = folder / "one.h5ad"
+    obs = pd.DataFrame(index=names)
     path.unlink(missing_ok=True)
     if about:
         write_embedding(path, obs, vectors, about)
@@ -137,7 +139,8 @@ def test_vectors_are_found_by_name_and_standardised_over_training_cells(
     described, found = open_vectors(tmp_path / "out", shards)
     expected = given.astype(np.float64)
     expected[[train[2], train[5]]] = np.nan
-    mean, std = np.nanmean(expected[train], 0), np.nanstd(expected[train], 0)
+    mean = np.nanmean(expected[train], 0)
+    std = np.nanstd(expected[train], 0)
     expected = (expected - mean) / np.where(std > 0, std, 1)
     assert set(found) == set(READ), "a student sees no vector of a test cell"
     for split, cells in (("train", train), ("val", val)):

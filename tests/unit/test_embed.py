@@ -183,7 +183,8 @@ def test_low_coverage_and_foreign_genes_are_refused(
 def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adata, vocabulary = ad.read_h5ad(corpus["cells"]), load_model(model)[1]
+    adata = ad.read_h5ad(corpus["cells"])
+    vocabulary = load_model(model)[1]
     whole = _embed(model, corpus["cells"]).uns["cellmill"]["genes"]
     assert (whole["n_present"], whole["expressed_frac"], list(whole["absent"])) == (
         vocabulary.n_genes,
@@ -272,7 +273,8 @@ def test_waiting_threads_do_not_spin() -> None:
 
 
 def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Path) -> None:
-    obs, path = ad.AnnData(np.zeros((3, 1))).obs, tmp_path / "e.h5ad"
+    obs = ad.AnnData(np.zeros((3, 1))).obs
+    path = tmp_path / "e.h5ad"
     write_embedding(path, obs, np.ones((3, 4), np.float32), {"model_digest": "a" * 64})
     assert read_embedding(path, obs.index, "a" * 64, 4).shape == (3, 4)
     for name, names, digest, width, message in (
@@ -309,7 +311,8 @@ def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed
 ) -> None:
     whole = ad.read_h5ad(corpus["cells"])
     reference = _vectors(model, corpus["cells"])
-    symbols, counts = gene_table("human").symbols, whole.X.toarray()  # type: ignore[union-attr]
+    symbols = gene_table("human").symbols  # type: ignore[union-attr]
+    counts = whole.X.toarray()  # type: ignore[union-attr]
     moved = np.arange(0, whole.n_vars, 3)
     half = np.random.default_rng(0).binomial(counts[:, moved].astype(np.int64), 0.5)
     counts[:, moved] -= half.astype(counts.dtype)

@@ -372,7 +372,8 @@ def test_tasks_in_processes_of_their_own_have_the_results_of_one_process_and_sav
     corpus: dict[str, Path], tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks: dict[str, Any] = {"probe": {"seeds": 1}, "few_shot": {"draws": 2}, "reconstruct": {}}
-    found, saved = [], []
+    found = []
+    saved = []
     for n in (2, 1):
         monkeypatch.setattr(stage, "MOST_PROCESSES", n)
         folder = tmp_path / f"{n}"
@@ -418,7 +419,8 @@ def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
     # a shell's background jobs ignore it
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, earlier))
-    submit, submitted = stage.ProcessPoolExecutor.submit, []
+    submit = stage.ProcessPoolExecutor.submit
+    submitted = []
 
     def interrupted(*given: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)

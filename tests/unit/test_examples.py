@@ -133,7 +133,9 @@ class Runs:
     """Tiny runs of examples, each trained once, after those that they start from."""
 
     def __init__(self, corpora: dict[str, Path], process: Pool, folder: Path) -> None:
-        self.corpora, self.process, self.folder = corpora, process, folder
+        self.corpora = corpora
+        self.process = process
+        self.folder = folder
         self.trained: dict[tuple[Path, str], Trained] = {}
 
     def train(self, path: Path, run: str) -> Trained:
@@ -145,7 +147,8 @@ class Runs:
         if "family: hf" in path.read_text() and find_spec("transformers") is None:
             pytest.skip("the package transformers is not installed")
         config = load_config(path)
-        entry, options = config.runs[run], config.section("train", run)
+        entry = config.runs[run]
+        options = config.section("train", run)
         few = config.section("vocabulary", entry.corpus)["vocabulary"]["max_genes"]
         kind = (
             "sequences"
@@ -154,14 +157,13 @@ class Runs:
             if few is None
             else "panel"
         )
-        corpus, folder = self.corpora[kind], self.folder / path.stem / run
+        corpus = self.corpora[kind]
+        folder = self.folder / path.stem / run
         init_from = None if entry.init_from is None else self.train(path, entry.init_from).model
         steps = STEPS["steps"] if entry.predict.min_accuracy is None else LEARNED
         # what `train` takes from vocabulary, shards and first weights, which it checks
-        vocabulary, shards = (
-            corpus / "vocabulary.tsv",
-            Manifest.read(corpus / "shards" / "manifest.json"),
-        )
+        vocabulary = corpus / "vocabulary.tsv"
+        shards = Manifest.read(corpus / "shards" / "manifest.json")
         tiny = fitted(TrainOptions.model_validate(_tiny(options, steps)), vocabulary, shards)
         if init_from is not None:
             check_weights(tiny, init_from)

@@ -145,7 +145,8 @@ def test_rows_of_levels_follow_their_names(
 
 
 def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path) -> None:
-    theirs, vocabulary = load_file(exported / "model.safetensors"), _vocabulary(range(30))
+    theirs = load_file(exported / "model.safetensors")
+    vocabulary = _vocabulary(range(30))
     found, fresh = (
         _first(8, init_from, vocabulary, objective="masked_gene") for init_from in (exported, None)
     )
@@ -190,7 +191,8 @@ def test_a_model_of_another_width_or_other_values_is_refused(
     "shape", [(100, 16), (101, 7), (1000,), (33, 1), (17, 2, 3), (5, 3), (0, 4)]
 )
 def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ...]) -> None:
-    fill, n = normal(0.02), shape[0]
+    fill = normal(0.02)
+    n = shape[0]
     whole = torch.empty(shape)
     fill(whole, torch.Generator().manual_seed(3))
     for rows in (slice(n // 3, n), slice(0, 0), [0, n - 1] if n else slice(0, 0)):
@@ -227,10 +229,8 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, tokens: Any, model: Any) 
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     _vocabulary(range(40)).write(tmp_path / "genes.tsv")
-    folder, out = (
-        export_model(tmp_path / "model", tmp_path / "genes.tsv", tokens, **model),
-        tmp_path / "model.onnx",
-    )
+    folder = export_model(tmp_path / "model", tmp_path / "genes.tsv", tokens, **model)
+    out = tmp_path / "model.onnx"
     assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 0
     network, vocabulary, config = load_model(folder)
     batch = to_tensors(random_cells((9, 1, 30, 17), spec_of(config, 40).tokens, 40))
@@ -271,7 +271,8 @@ def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, capsys: Any) 
 
 
 def test_a_model_that_knows_too_few_of_what_cells_express_is_refused(tmp_path: Path) -> None:
-    ours, folder = _vocabulary(range(10)), tmp_path / "model"
+    ours = _vocabulary(range(10))
+    folder = tmp_path / "model"
     ours.n_cells[:] = [90, *[1] * 8, 2]
     ours.write(tmp_path / "ours.tsv")
     _vocabulary(range(1, 30)).write(folder / "vocabulary.tsv")
@@ -310,8 +311,10 @@ def test_new_genes_have_the_mean_row_and_their_own_given_vector(tmp_path: Path) 
     folder = export_model(
         tmp_path / "model", tmp_path / "theirs.tsv", {"max_tokens": 32}, gene_vector_dim=3
     )
-    tokens, ours = Tokens.model_validate({"max_tokens": 32}), _vocabulary(range(5, 30))
-    model, given = build(spec(25, tokens, **SMALL, gene_vector_dim=3)), {TABLE: torch.randn(27, 3)}
+    tokens = Tokens.model_validate({"max_tokens": 32})
+    ours = _vocabulary(range(5, 30))
+    model = build(spec(25, tokens, **SMALL, gene_vector_dim=3))
+    given = {TABLE: torch.randn(27, 3)}
     name = "gene_embedding.weight"
     means = {name: mean_gene_row(folder / "model.safetensors", name)}
     made = dict(initial_tensors(model, 0, folder, ours, given=given, new_genes=means))

@@ -185,7 +185,8 @@ def test_the_embedding_is_kept_in_the_form_of_ours(
     out = tmp_path / "out.h5ad"
     command = command_of(tmp_path, change)
     assert embed_external(command, corpus["cells"], out) == 0
-    made, cells = ad.read_h5ad(out), ad.read_h5ad(corpus["cells"])
+    made = ad.read_h5ad(out)
+    cells = ad.read_h5ad(corpus["cells"])
     assert made.obs_names.tolist() == cells.obs_names.tolist()
     assert made.obsm["X_cellmill"].shape == (cells.n_obs, 7)
     assert made.uns["cellmill"]["command"] == command
@@ -195,11 +196,9 @@ def test_a_model_that_is_used_as_it_is_has_the_embedding_of_stage_embed(
     corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    model, made, own = (
-        ExternalModel(model=str(corpus["model"])),
-        tmp_path / "made.h5ad",
-        tmp_path / "own.h5ad",
-    )
+    model = ExternalModel(model=str(corpus["model"]))
+    made = tmp_path / "made.h5ad"
+    own = tmp_path / "own.h5ad"
     assert model.line is not None
     assert embed_external(model.line, corpus["cells"], made) == 0
     assert (
@@ -256,10 +255,8 @@ def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
     corpus: dict[str, Path], tmp_path: Path, made: Path
 ) -> None:
     pytest.importorskip("igraph", reason="task clustering requires igraph")
-    without, beside = (
-        evaluated(corpus, tmp_path / "a", [], external={}),
-        evaluated(corpus, tmp_path / "b", [made]),
-    )
+    without = evaluated(corpus, tmp_path / "a", [], external={})
+    beside = evaluated(corpus, tmp_path / "b", [made])
     for task in TASKS:
         before, after = (
             metrics["datasets"]["simulated"]["tasks"][task] for metrics in (without, beside)
@@ -385,7 +382,8 @@ def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so
     out = tmp_path / "harmony.h5ad"
     done = run_harmony(corpus, out)
     assert (done.returncode, done.stderr) == (0, "")
-    cells, made = ad.read_h5ad(corpus["cells"]), ad.read_h5ad(out)
+    cells = ad.read_h5ad(corpus["cells"])
+    made = ad.read_h5ad(out)
     train = zoo_cells.training_cells(corpus["manifest"], "simulated", cells)
     assert done.stdout.startswith(
         f"simulated: preset harmony: harmonypy {harmonypy.__version__}, fitted on {train.sum()} training cells, "

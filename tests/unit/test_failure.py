@@ -71,11 +71,9 @@ def positions(*where: tuple[int, str, bool] | None, tick: int) -> list[Position 
     ]
 
 
-GRADIENTS, LOADING, NORM = (
-    "the gradient reduction of step 2",
-    "data loading of step 2",
-    "the gradient norm of step 2",
-)
+GRADIENTS = "the gradient reduction of step 2"
+LOADING = "data loading of step 2"
+NORM = "the gradient norm of step 2"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,9 @@ def test_a_start_that_ranks_never_join_ends_in_time_with_their_names(
 
 
 def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
-    agent, watch, ended = dist.HashStore(), HangWatch(), threading.Event()
+    agent = dist.HashStore()
+    watch = HangWatch()
+    ended = threading.Event()
     store = dist.PrefixStore("watch", agent)
     watch.at("the start")
     watch.warm = True
@@ -183,10 +183,8 @@ def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the
 ) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    manifest, line = (
-        write_corpus(tmp_path, 240, n_vars=120),
-        str(error_line(MemoryError(), tmp_path)),
-    )
+    manifest = write_corpus(tmp_path, 240, n_vars=120)
+    line = str(error_line(MemoryError(), tmp_path))
     general = "lower train.token_budget, or set parallel.activation_checkpointing to full"
     assert line.endswith(f"out of memory (MemoryError); {general}"), "a run without a plan"
 

@@ -30,7 +30,10 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.files, self.asked, self.slow_s, self.missing = files, list[str](), 0.0, 0
+        self.files = files
+        self.asked = list[str]()
+        self.slow_s = 0.0
+        self.missing = 0
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{name}"
@@ -174,7 +177,8 @@ def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
     server.missing = 100
     assert f"{url}: cannot be fetched: " in message(url)
     server.missing = 0
-    wanted, got = "0" * 64, hashlib.sha256(content).hexdigest()
+    wanted = "0" * 64
+    got = hashlib.sha256(content).hexdigest()
     assert message(f"{url}#sha256={wanted}") == f"{url}: expected sha256 {wanted}, got {got}"
     assert "expected #sha256= and 64 hexadecimal digits" in message(f"{url}#sha256=12")
     assert message("memory://bucket/none.h5ad").endswith("none.h5ad: no such file")
@@ -191,10 +195,8 @@ def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
 def test_no_message_has_credentials(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place, files = (
-        "example.org/cells.h5ad",
-        ["--out", f"{tmp_path}/cells.fetched.json", "--cache", str(tmp_path)],
-    )
+    place = "example.org/cells.h5ad"
+    files = ["--out", f"{tmp_path}/cells.fetched.json", "--cache", str(tmp_path)]
     for url in (
         f"ann:hunter2@{place}",
         f"{place}?X-Amz-Signature=hunter2&part=1",
@@ -212,7 +214,8 @@ def test_no_message_has_credentials(
 def test_a_record_names_the_copy_and_fetches_it_again(
     server: Server, counts: sp.csr_matrix, content: bytes, tmp_path: Path
 ) -> None:
-    record, cache = tmp_path / "cells.fetched.json", tmp_path / "cache"
+    record = tmp_path / "cells.fetched.json"
+    cache = tmp_path / "cache"
     assert (
         main(
             [

@@ -159,7 +159,9 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a power failure at any moment leaves: each fsync with what it makes durable."""
-    final, durable, fsync = tmp_path / "a.json", list[tuple[str, bool]](), os.fsync
+    final = tmp_path / "a.json"
+    durable = list[tuple[str, bool]]()
+    fsync = os.fsync
 
     def recorded(handle: int) -> None:
         folder = Path(os.readlink(f"/proc/self/fd/{handle}")) == tmp_path
@@ -172,7 +174,8 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
 
 
 def test_json_round_trips_and_nan_or_a_file_that_holds_none_is_refused(tmp_path: Path) -> None:
-    value, path = {"a": [1, 2.5, None], "é": {"b": True}}, tmp_path / "value.json"
+    value = {"a": [1, 2.5, None], "é": {"b": True}}
+    path = tmp_path / "value.json"
     write_json(path, value)
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"loss": float("nan")})
@@ -185,7 +188,8 @@ def test_json_round_trips_and_nan_or_a_file_that_holds_none_is_refused(tmp_path:
 
 def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: Any) -> list[str]:
     """Lines of `progress` over blocks of `rows` cells, each of which takes its seconds."""
-    now, blocks = [0.0], [np.empty((rows, 2)) for _ in seconds]
+    now = [0.0]
+    blocks = [np.empty((rows, 2)) for _ in seconds]
     steps = progress(
         blocks, "preprocess kang", rows * len(blocks), clock=lambda: now[0], out=out, **options
     )

@@ -124,7 +124,8 @@ def run(model: Any, prepared: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 @every_row
 def test_padding_changes_no_loss_and_no_gradient(row: str) -> None:
-    model, batch = model_of(row, dropout=0.2), cells_of(row)
+    model = model_of(row, dropout=0.2)
+    batch = cells_of(row)
     plain = prepare(model, batch)
     loss, gradients = run(model, plain)
     for more in (8, 700):
@@ -153,7 +154,8 @@ def test_no_cells_have_no_loss_and_a_zero_gradient_of_every_parameter(row: str) 
 
 @every_row
 def test_the_loss_of_cells_is_the_sum_of_their_losses_in_any_batching(row: str) -> None:
-    model, batch = model_of(row, dropout=0.3), cells_of(row)
+    model = model_of(row, dropout=0.3)
+    batch = cells_of(row)
     prepared = [prepare(model, batch.cut(*part)) for part in ((0, 6), (0, 1), (1, 4), (4, 6))]
     together, *parts = (model(part).item() for part in prepared)
     assert sum(parts) == pytest.approx(together, rel=1e-5)
@@ -162,7 +164,8 @@ def test_the_loss_of_cells_is_the_sum_of_their_losses_in_any_batching(row: str) 
 
 @every_row
 def test_an_embedding_depends_on_neither_other_cells_nor_the_order_of_genes(row: str) -> None:
-    model, batch = model_of(row, dropout=0.5).eval(), cells_of(row)
+    model = model_of(row, dropout=0.5).eval()
+    batch = cells_of(row)
     order = torch.cat(
         [start + torch.randperm(n) for start, n in zip(batch.cu_seqlens.tolist(), batch.lengths)]
     )
@@ -236,7 +239,8 @@ class InOneOrder(TorchDispatchMode):
 
 @pytest.mark.parametrize("row", TABLE | MORE)
 def test_no_sum_of_a_step_depends_on_the_order_of_threads(row: str) -> None:
-    model, batch = model_of(row, dropout=0.1), cells_of(row)
+    model = model_of(row, dropout=0.1)
+    batch = cells_of(row)
     prepared = prepare(model, batch, sum(model.view(batch, **KEYS).lengths) + 16)
     with InOneOrder():
         if model.objective.row_widths:

@@ -36,7 +36,8 @@ def estimated(seed: int = 0) -> np.ndarray:
 
 def half_mapped(seed: int = 0) -> np.ndarray:
     """Counts of RSEM or an EM: some reads are shared between genes."""
-    counts, random = counts_of(seed=seed), np.random.default_rng(seed)
+    counts = counts_of(seed=seed)
+    random = np.random.default_rng(seed)
     return counts + np.where(
         random.random(counts.shape) < 0.3, np.round(random.random(counts.shape), 2), 0
     )
@@ -119,7 +120,8 @@ def test_a_draw_keeps_row_sums_and_whole_numbers(make_h5ad: Make, values: np.nda
 def test_the_mean_of_many_draws_is_the_value() -> None:
     values = estimated()[:6]
     matrix = sp.csr_matrix(values)
-    total, n_draws = np.zeros(values.shape), 4000
+    total = np.zeros(values.shape)
+    n_draws = 4000
     for seed in range(n_draws):
         drawn = StochasticRounding("file", GENES, seed).round(matrix, 0)
         total += sp.csr_matrix((drawn, matrix.indices, matrix.indptr), values.shape).toarray()
@@ -166,7 +168,8 @@ def test_the_rule_is_recorded_with_cells_and_report(
     options = PreprocessOptions.model_validate(
         {"preprocess": {"organism": None, "min_genes": 0, "max_mito_frac": 1}}
     )
-    values, out = half_mapped(), tmp_path / "out.h5ad"
+    values = half_mapped()
+    out = tmp_path / "out.h5ad"
     n_rounded = int((values != np.floor(values)).sum())
     for rule, path in (
         ("stochastic", make_h5ad(sp.csr_matrix(values))),
@@ -182,7 +185,8 @@ def test_the_rule_is_recorded_with_cells_and_report(
             out=out,
             report=report,
         )
-        source, made = read_json(report)["source"], ad.read_h5ad(out)
+        source = read_json(report)["source"]
+        made = ad.read_h5ad(out)
         printed = capsys.readouterr().out
         if rule == "round":  # nothing was rounded
             assert "counts_rule" not in source

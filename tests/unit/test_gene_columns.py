@@ -21,7 +21,8 @@ from cellmill.errors import DataError
 from tests.unit.test_preprocess import run
 
 Make = Callable[..., Path]
-N_GENES, N_CELLS = 60, 12
+N_GENES = 60
+N_CELLS = 12
 TABLE = gene_table("human")
 IDS = [
     gene
@@ -308,7 +309,8 @@ def test_a_model_reads_genes_from_the_column_that_has_them(tmp_path: Path, make_
 
 
 def test_a_model_of_another_organism_says_so(tmp_path: Path, make_h5ad: Make) -> None:
-    mouse, to_mouse = gene_table("mouse"), orthologs("human", "mouse")
+    mouse = gene_table("mouse")
+    to_mouse = orthologs("human", "mouse")
     human = written(tmp_path, COUNTS, pd.DataFrame(index=SYMBOLS))
     line = "its genes are of human, the model's of mouse: they are matched by orthologs"
     for panel in (

@@ -50,7 +50,8 @@ from cellmill.evaluate.tasks.imputation import (
 from tests.unit.evaluated import make_context
 
 SET = range(30)  # rows of the vocabulary with vectors of their own
-FACTORS, TARGETS = range(2), range(2, 42)
+FACTORS = range(2)
+TARGETS = range(2, 42)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,8 @@ def test_scores_of_rankings_are_those_of_scikit_learn_and_delong() -> None:
     )
     terms = auroc_terms(member, scores)
     assert terms.mean() == pytest.approx(roc_auc_score(member, scores))
-    own, other = scores[member], scores[~member]
+    own = scores[member]
+    other = scores[~member]
     wins = (own[:, None] > other) + 0.5 * (own[:, None] == other)
     delong = wins.mean(1).var() / len(own) + wins.mean(0).var() / len(other)
     assert terms.var() / len(terms) == pytest.approx(delong)
@@ -100,7 +102,8 @@ def test_statistics_and_correlations_are_those_of_dense_arrays(planted: Context)
 def test_a_planted_set_is_found_a_set_of_chance_is_not_and_small_or_unknown_ones_are_named(
     planted: Context, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    symbols, ids = planted.model.vocabulary.symbols, planted.model.vocabulary.gene_ids
+    symbols = planted.model.vocabulary.symbols
+    ids = planted.model.vocabulary.gene_ids
     chance = np.random.default_rng(3).permutation(np.arange(60, 300))[:40]
     lines = [
         [
@@ -129,7 +132,8 @@ def test_a_planted_set_is_found_a_set_of_chance_is_not_and_small_or_unknown_ones
         "PCA50 of genes",
         "random vectors",
     } <= set(rows)
-    own, random = rows["embedding of genes"], rows["random vectors"]
+    own = rows["embedding of genes"]
+    random = rows["random vectors"]
     assert min(own["AUROC of planted_repetitions"]) > 0.95
     assert own["AUROC, transcription factors_mean"] > 0.95
     assert abs(np.mean(own["AUROC of chance_repetitions"]) - 0.5) < 0.2
@@ -145,10 +149,8 @@ def test_a_planted_set_is_found_a_set_of_chance_is_not_and_small_or_unknown_ones
     json.dumps(result.to_json(), allow_nan=False)
     assert GeneEmbedding(config).run(planted).to_json() == result.to_json()
     whole = _tsv(tmp_path / "whole", [["whole", "", *ids]])
-    mouse, broken = (
-        _tsv(tmp_path / "mouse", [["set", "", "Actb"]]),
-        _tsv(tmp_path / "bad", [["set", ""]]),
-    )
+    mouse = _tsv(tmp_path / "mouse", [["set", "", "Actb"]])
+    broken = _tsv(tmp_path / "bad", [["set", ""]])
     for error, message, changed in (
         (Skipped, "no set has 50 genes that", {"transcription_factors": None, "min_genes": 50}),
         (
@@ -241,10 +243,8 @@ def test_planted_edges_are_ranked_first_and_absent_ones_are_an_error(
 
 
 def test_edges_are_matched_by_alias_and_those_of_unexpressed_genes_are_left_out() -> None:
-    ids, symbols = (
-        ["ENSG00000115415", "ENSG00000173166", "ENSG00000111640"],
-        ["STAT1", "RAPH1", "GAPDH"],
-    )
+    ids = ["ENSG00000115415", "ENSG00000173166", "ENSG00000111640"]
+    symbols = ["STAT1", "RAPH1", "GAPDH"]
     vocabulary = Vocabulary(ids, symbols, np.ones(3, np.int64), np.ones(3, np.float32))
     edges = [
         ("ISGF-3", "RAPH1"),
@@ -301,7 +301,8 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
         vectors
         != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embedded(context.model.network)
     ).any()
-    own, of_changed = own_expression(hidden, vectors), own_expression(changed, vectors)
+    own = own_expression(hidden, vectors)
+    of_changed = own_expression(changed, vectors)
     assert own is not None
     assert of_changed is not None
     np.testing.assert_array_equal(own, of_changed)
@@ -321,7 +322,8 @@ def test_masked_values_are_those_of_the_asked_gene_and_cell(
 ) -> None:
     options = {"objective": "masked_value", "layers": 0, "pooling": "cls"}
     context = make_context(tmp_path, corpus, tokens={"tokenizer": "continuous"}, **options)
-    hidden, network = _hidden(context), context.model.network
+    hidden = _hidden(context)
+    network = context.model.network
     own = own_expression(hidden, np.zeros((20, 16), np.float32))
     assert own is not None
     centers = np.array(
@@ -374,10 +376,12 @@ def test_regressions_are_those_of_scikit_learn_in_both_scalings() -> None:
     random = np.random.default_rng(0)
     features = random.normal(size=(30, 4)) * [1, 1, 100, 0.01]
     expression = features @ random.normal(size=(4, 6))
-    fitted, tested = features[:20], features[20:]
+    fitted = features[:20]
+    tested = features[20:]
     found = regressions({"f": fitted}, expression[:20], {"f": tested}, 3)
     alphas = np.logspace(-2, 4, 13)
-    means, deviations = fitted.mean(0), fitted.std(0)
+    means = fitted.mean(0)
+    deviations = fitted.std(0)
     for ending, scale in (
         ("", lambda values: (values - means) / deviations),
         (", unscaled", lambda values: values),
@@ -400,7 +404,8 @@ def test_a_decoder_that_copies_the_baseline_is_level(
     """The decoder's place is taken by the slow, obvious baseline: ridge on PCA50 of the training
     shards' cells.
     """
-    manifest, genes = context.model.manifest, context.model.vocabulary.n_genes
+    manifest = context.model.manifest
+    genes = context.model.vocabulary.n_genes
     shards = [
         ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
     ]
@@ -450,7 +455,8 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
     trained = TrainingCells.of(hidden)
     assert trained is not None
     assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
-    found, again = trained.predict(hidden, vectors, 3), trained.predict(changed, vectors, 3)
+    found = trained.predict(hidden, vectors, 3)
+    again = trained.predict(changed, vectors, 3)
     assert "PCA50 of visible genes + ridge" in found
     for name, values in found.items():
         np.testing.assert_array_equal(values, again[name])

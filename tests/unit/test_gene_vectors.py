@@ -29,7 +29,8 @@ from cellmill.runs.identity import changed_keys, identity
 from tests.models import prepare, random_cells, spec, train_options
 from tests.unit.exported import save_model
 
-N_GENES, DIM = 60, 5
+N_GENES = 60
+DIM = 5
 TOKENS = Tokens.model_validate({"max_tokens": 32})
 GENES = [f"ENSG{i:011d}" for i in range(N_GENES)]
 SYMBOLS = [f"g{i}" for i in range(N_GENES)]
@@ -263,7 +264,8 @@ def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(
 ) -> None:
     model, table = model_of(family, tmp_path)
     batch = to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES))
-    own, project = model.gene_embedding.weight, model.gene_vectors.project.weight
+    own = model.gene_embedding.weight
+    project = model.gene_vectors.project.weight
     whole = own + table @ project.T
     assert torch.equal(whole[47:], own[47:]), "no vector: the learned one alone"
     assert (table @ project.T)[2:47].std().item() == pytest.approx(0.02, rel=0.2), (

@@ -30,7 +30,8 @@ def ids(names: list[str], organism: str | None = "human", **columns: list[str]) 
     return map_genes(names, pd.DataFrame(columns, index=names), organism).gene_ids
 
 
-HLA_DRA, BRCA2 = "ENSG00000204287", "ENSG00000139618"
+HLA_DRA = "ENSG00000204287"
+BRCA2 = "ENSG00000139618"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,10 @@ def test_nearness_and_steps_are_those_counted_by_hand(
 
 def test_terms_of_the_packaged_table_lead_to_cell_and_known_types_are_where_they_belong() -> None:
     ontology = cell_ontology()
-    t_cell, b_cell, lymphocyte, neuron = "CL:0000084", "CL:0000236", "CL:0000542", "CL:0000540"
+    t_cell = "CL:0000084"
+    b_cell = "CL:0000236"
+    lymphocyte = "CL:0000542"
+    neuron = "CL:0000540"
     assert ontology.ancestors(t_cell)[lymphocyte] == 1
     # a B cell is a lymphocyte of B lineage, which is a lymphocyte
     assert ontology.steps(t_cell, b_cell) == 3
@@ -192,17 +196,23 @@ def test_terms_of_the_packaged_table_lead_to_cell_and_known_types_are_where_they
 
 
 Make = Callable[..., Path]
-TRP53, TP53 = "ENSMUSG00000059552", "ENSG00000141510"
-H2_OA, HLA_DOA = "ENSMUSG00000024334", "ENSG00000204252"
-CD8B1, CD8B = "ENSMUSG00000053044", "ENSG00000172116"  # and CD8B2, so not one to one
-MT_CO1_MOUSE, MT_CO1 = "ENSMUSG00000064351", "ENSG00000198804"
+TRP53 = "ENSMUSG00000059552"
+TP53 = "ENSG00000141510"
+H2_OA = "ENSMUSG00000024334"
+HLA_DOA = "ENSG00000204252"
+# and CD8B2, so not one to one
+CD8B1 = "ENSMUSG00000053044"
+CD8B = "ENSG00000172116"
+MT_CO1_MOUSE = "ENSMUSG00000064351"
+MT_CO1 = "ENSG00000198804"
 
 
 run = partial(preprocessed, min_coverage_frac=0.0)
 
 
 def test_the_packaged_table_is_one_to_one_of_known_genes_and_its_own_inverse() -> None:
-    to_human, to_mouse = orthologs("mouse", "human"), orthologs("human", "mouse")
+    to_human = orthologs("mouse", "human")
+    to_mouse = orthologs("human", "mouse")
     assert len(to_human) == 17_120
     assert {human: mouse for mouse, human in to_human.items()} == to_mouse
     # names that differ by more than their case
@@ -219,7 +229,8 @@ def test_genes_are_mapped_and_those_without_an_ortholog_counted(
     assert list(got.var_names) == [TP53, MT_CO1, HLA_DOA]
     assert got.var["symbol"].tolist() == ["TP53", "MT-CO1", "HLA-DOA"]
     assert got.X.toarray().tolist() == [[1, 2, 3], [6, 7, 8], [11, 12, 13]]
-    coverage, dropped = report["coverage"], report["genes"]["dropped"]
+    coverage = report["coverage"]
+    dropped = report["genes"]["dropped"]
     assert (coverage["frac"], coverage["reference"], coverage["orthologs"]) == (4 / 5, "human", 3)
     assert coverage["ortholog_frac"] == 3 / 4
     assert (dropped["no Ensembl id"], dropped["no ortholog"]) == (1, 1)
@@ -300,10 +311,8 @@ def test_human_and_mouse_stand_side_by_side_with_a_column_of_the_organism(
         "mouse": ["Trp53", "Myc"],
         "mice": ["Cd3e", "Cd4"],
     }.items():
-        organism, path = (
-            "human" if name == "human" else "mouse",
-            make_h5ad(np.ones((9, len(genes))), genes=genes),
-        )
+        organism = "human" if name == "human" else "mouse"
+        path = make_h5ad(np.ones((9, len(genes))), genes=genes)
         cells[name] = tmp_path / f"{name}.cells.h5ad"
         made, _ = run(path, cells[name], organism=organism, organism_column=True)
         assert set(made.obs["organism"]) == {organism}

@@ -65,7 +65,8 @@ VOCABULARY = Vocabulary(
 
 
 def spec_of(model: dict[str, Any]) -> ModelSpec:
-    tokens, objective = Tokens.model_validate(TOKENS), ObjectiveConfig.model_validate(MASKED)
+    tokens = Tokens.model_validate(TOKENS)
+    objective = ObjectiveConfig.model_validate(MASKED)
     return ModelSpec(
         FamilyConfig.model_validate({"family": "hf"} | model), objective, tokens, len(RESIDUES)
     )

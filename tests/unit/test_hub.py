@@ -106,7 +106,10 @@ class _Hub(BaseHTTPRequestHandler):
 def hub() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     server.url = f"http://127.0.0.1:{server.server_port}"
-    server.repos, server.private, server.tokens, server.asked = {}, {}, [], []
+    server.repos = {}
+    server.private = {}
+    server.tokens = []
+    server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -181,7 +184,8 @@ def _python(hub: Any, home: Path, *words: str) -> str:
 def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(
     hub: Any, run_folder: Path, tmp_path: Path
 ) -> None:
-    model, out = run_folder / "model", tmp_path / "pulled"
+    model = run_folder / "model"
+    out = tmp_path / "pulled"
     push = [
         "push",
         "--model",

@@ -102,7 +102,8 @@ def big_endian(counts: sp.csr_matrix, folder: Path, form: Any) -> Path:
             if isinstance(file["X"], h5py.Dataset)
             else [f"X/{n}" for n in ("data", "indices", "indptr")]
         ):
-            values, attributes = file[name][()], dict(file[name].attrs)
+            values = file[name][()]
+            attributes = dict(file[name].attrs)
             del file[name]
             file.create_dataset(
                 name, data=values.astype(values.dtype.newbyteorder(">"))
@@ -349,8 +350,10 @@ def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_p
 
 
 def test_bytes_of_other_files_are_never_counts(counts: sp.csr_matrix, tmp_path: Path) -> None:
-    other, path = h5ad(counts, tmp_path / "other.h5ad"), tmp_path / "linked.h5ad"
-    link, stored = h5py.ExternalLink(str(other), "/X/data"), [(str(other), 0, counts.nnz * 4)]
+    other = h5ad(counts, tmp_path / "other.h5ad")
+    path = tmp_path / "linked.h5ad"
+    link = h5py.ExternalLink(str(other), "/X/data")
+    stored = [(str(other), 0, counts.nnz * 4)]
     layout = h5py.VirtualLayout((counts.nnz,), "f4")
     layout[:] = h5py.VirtualSource(str(other), "X/data", (counts.nnz,))
     elsewhere = "X/data is stored in another file"

@@ -24,7 +24,8 @@ def _made(corpus: dict[str, Path], out: Path, **section: Any) -> ad.AnnData:
 
 def _shifts(corpus: dict[str, Path], cells: ad.AnnData, gene: str) -> np.ndarray:
     """Shifts of all cells, from embeddings of whole files; NaN where the gene has no counts."""
-    model, without = cellmill.load(corpus["model"]), cells.copy()
+    model = cellmill.load(corpus["model"])
+    without = cells.copy()
     counts = without.X.toarray()
     column = cells.var_names.get_loc(gene)
     expressed = counts[:, column] > 0
@@ -52,7 +53,8 @@ def test_a_shift_is_one_minus_the_cosine_to_the_embedding_without_the_gene(
     logs = np.log1p(counts / counts.sum(1, keepdims=True) * 1e4)
     expression = logs.sum(0) / np.maximum(n_expressing, 1)
     for gene in genes:
-        row, column = made.var.loc[gene], cells.var_names.get_loc(gene)
+        row = made.var.loc[gene]
+        column = cells.var_names.get_loc(gene)
         expected = _shifts(corpus, cells, gene)
         stored = made[:, gene].X.tocoo()
         assert stored.row.tolist() == np.flatnonzero(np.isfinite(expected)).tolist()
@@ -97,7 +99,8 @@ def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(
     tmp_path: Path, corpus: dict[str, Path]
 ) -> None:
     cells = ad.read_h5ad(corpus["cells"])
-    symbol, n = str(cells.var["symbol"].iloc[0]), int((cells.X[:, 0] > 0).sum())
+    symbol = str(cells.var["symbol"].iloc[0])
+    n = int((cells.X[:, 0] > 0).sum())
     known = rf" is not a gene of the model; did you mean '{symbol}'\?$"
     rare = f"^knock_out.genes: {symbol} has counts in {n} of the drawn cells, knock_out.min_cells is {cells.n_obs}; "
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [

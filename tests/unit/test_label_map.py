@@ -23,7 +23,8 @@ from tests.unit.test_named_files import write_config
 from tests.unit.test_obs_columns import chosen
 
 Make = Callable[..., Path]
-N, GENES = 24, ["TP53", "MYC", "BRCA2", "DPM1"]
+N = 24
+GENES = ["TP53", "MYC", "BRCA2", "DPM1"]
 
 
 def _dataset(make: Make, name: str, obs: dict[str, object]) -> Path:
@@ -58,7 +59,8 @@ def test_mapped_labels_have_the_name_of_the_table_and_others_stay(
 ) -> None:
     path = _map(tmp_path, "T\tT cell\njunk\t\n")
     columns = {"label": "kind", "label_name": "cell_type", "label_map": str(path)}
-    choice, obs = chosen(raw, None, **columns), ad.read_h5ad(raw).obs
+    choice = chosen(raw, None, **columns)
+    obs = ad.read_h5ad(raw).obs
     expected = obs["kind"].astype(object).map({"T": "T cell", "B": "B", "HSC": "HSC"})
     assert (
         choice.obs["cell_type"].astype(object).fillna("none").tolist()

@@ -44,7 +44,8 @@ from tests.unit.small_corpus import (
     write_dataset,
 )
 
-GENES, LEVELS = 12, {"batch": ("1", "2"), "kind": ("b", "m", "t", "<missing>")}
+GENES = 12
+LEVELS = {"batch": ("1", "2"), "kind": ("b", "m", "t", "<missing>")}
 LABELS = [1, 3, 0, 2, 4, 3]  # numbers of levels: 0 is unknown, 4 missing
 TOKENS = ContinuousTokens.model_validate({"tokenizer": "continuous", "max_tokens": 8})
 CLASSIFY: dict[str, Any] = {"objective": "classification", "label_column": "kind"}
@@ -69,7 +70,8 @@ def _batch() -> Any:
 def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> (
     None
 ):
-    model, batch = _model(class_weights={"m": 0.5, "t": 2.0}), _batch()
+    model = _model(class_weights={"m": 0.5, "t": 2.0})
+    batch = _batch()
     labelled = [0, 1, 3, 5]
     expected = torch.tensor([LABELS[i] - 1 for i in labelled])
     vectors = model.embed(batch)[labelled]
@@ -113,8 +115,10 @@ def _expected_error(logits: np.ndarray, labels: np.ndarray, temperature: float) 
 
 
 def test_the_judge_measures_calibration_with_and_without_the_temperature() -> None:
-    rng, objective = np.random.default_rng(0), _model().objective
-    logits, labels = rng.normal(0, 3, (40, 3)).astype(np.float32), rng.integers(0, 3, 40)
+    rng = np.random.default_rng(0)
+    objective = _model().objective
+    logits = rng.normal(0, 3, (40, 3)).astype(np.float32)
+    labels = rng.integers(0, 3, 40)
     figures, _ = objective.judge(labels, logits, train=None)
     assert "calibration_error" not in figures
     objective.temperature = 2.5
@@ -130,7 +134,8 @@ def test_the_judge_measures_calibration_with_and_without_the_temperature() -> No
 
 
 def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
-    model, batch = _model(), _batch()
+    model = _model()
+    batch = _batch()
     batch.levels[:, 1] = 0
     loss = model(prepare(model, batch))
     loss.backward()
@@ -248,7 +253,8 @@ def test_columns_without_use_are_refused() -> None:
 
 
 def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() -> None:
-    model, batch = _model(family="encoder", heads=2, pooling="cls"), _batch()
+    model = _model(family="encoder", heads=2, pooling="cls")
+    batch = _batch()
     lengths = torch.tensor([4, 0, 4, 4, 4, 8], dtype=torch.int32)
     batch = replace(
         batch,
@@ -312,7 +318,8 @@ def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
     table[:9] = torch.from_numpy(np.random.default_rng(0).normal(size=(9, 3)))
     table[:9, 0] = 1
     table[:9, 2] += 0.5 * table[:9, 1]
-    x, y = table[:9, 1].numpy(), table[:9, 2].numpy()
+    x = table[:9, 1].numpy()
+    y = table[:9, 2].numpy()
     assert anticorrelation(table).item() == pytest.approx(
         9 * (1 - np.corrcoef(x, y)[0, 1]), abs=1e-6
     )
@@ -329,7 +336,8 @@ def test_the_judge_has_rank_correlation_and_errors_in_the_unit_of_the_column(los
         "target_mean": 40.0,
         "target_std": 12.0,
     }
-    config, rng = ObjectiveConfig.model_validate(given), np.random.default_rng(0)
+    config = ObjectiveConfig.model_validate(given)
+    rng = np.random.default_rng(0)
     numbers = rng.integers(0, 6, 50).astype(np.float32)  # many ties
     predicted = (numbers + rng.normal(0, 2, 50)).round(1).astype(np.float32)
     objective = config.load()(config, Tokens.model_validate({}))

@@ -151,7 +151,8 @@ def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
 
 def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
     assert device_named("h100").memory_gb == 80
-    bf16, tf32 = Parallel(precision="bf16-mixed"), Parallel(tf32=True)
+    bf16 = Parallel(precision="bf16-mixed")
+    tf32 = Parallel(tf32=True)
     assert peak_flops("NVIDIA H100 80GB HBM3", bf16) == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12

@@ -13,7 +13,8 @@ from cellmill.parallel import likelihoods
 from cellmill.parallel.likelihoods import profile_loss, token_loss
 from cellmill.parallel.vocab_parallel import rows_at, segment_sum
 
-ROWS, HIDDEN = 50, 8
+ROWS = 50
+HIDDEN = 8
 ENTRIES = [3, 1, 40, 7, 12, *[2] * 18]  # of each target of a profile
 TARGETS = len(ENTRIES)
 DRAWS = torch.Generator().manual_seed(0)
@@ -58,7 +59,8 @@ def _torchs(numbers: list[torch.Tensor], likelihood: str = "token") -> torch.Ten
     )
     if likelihood == "profile":
         return F.cross_entropy(logits, dense, reduction="sum")
-    mean, inverse = dense.sum(1, keepdim=True) * logits.softmax(1), dispersion[0].exp()
+    mean = dense.sum(1, keepdim=True) * logits.softmax(1)
+    inverse = dispersion[0].exp()
     log_p = NegativeBinomial(total_count=inverse, logits=mean.log() - inverse.log()).log_prob(dense)
     return -(log_p.sum(1) / dense.sum(1)).sum()
 
@@ -82,8 +84,10 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_loss_and_gradients_are_torchs_whatever_the_chunk(chunk: int, likelihood: str) -> None:
-    ours, theirs = _numbers(likelihood), _numbers(likelihood)
-    found, expected = _loss(ours, likelihood), _torchs(theirs, likelihood)
+    ours = _numbers(likelihood)
+    theirs = _numbers(likelihood)
+    found = _loss(ours, likelihood)
+    expected = _torchs(theirs, likelihood)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     (0.3 * found).backward()
     (0.3 * expected).backward()
@@ -91,7 +95,8 @@ def test_loss_and_gradients_are_torchs_whatever_the_chunk(chunk: int, likelihood
 
 
 def test_in_bf16_loss_and_gradients_stay_near_torchs(chunk: int) -> None:
-    ours, exact = _numbers(), _numbers()
+    ours = _numbers()
+    exact = _numbers()
     with torch.autocast("cpu", torch.bfloat16):
         found = _loss(ours)
     found.backward()
@@ -107,7 +112,8 @@ def test_in_bf16_loss_and_gradients_stay_near_torchs(chunk: int) -> None:
     "requires", [(True, False, False), (False, True, False), (False, False, True)], ids=str
 )
 def test_only_trained_inputs_get_a_gradient(requires: tuple[bool, ...]) -> None:
-    ours, theirs = _numbers(requires=requires), _numbers(requires=requires)
+    ours = _numbers(requires=requires)
+    theirs = _numbers(requires=requires)
     _loss(ours).backward()
     _torchs(theirs).backward()
     _check_gradients(ours, theirs)
@@ -183,14 +189,14 @@ def test_sums_are_those_of_torch_on_one_thread_bit_by_bit_on_any_number(two_thre
     cell = torch.repeat_interleave(lengths)
     starts = F.pad(lengths.cumsum(0), (1, 0)).int()
     index = cell[torch.randperm(len(cell), generator=generator)]
-    rows, few = (
-        torch.randn(len(cell), 64, generator=generator),
-        torch.randn(7, 64, generator=generator),
-    )
+    rows = torch.randn(len(cell), 64, generator=generator)
+    few = torch.randn(7, 64, generator=generator)
 
     def ours() -> list[Any]:
-        x, y = rows.clone().requires_grad_(), few.clone().requires_grad_()
-        summed, spread = segment_sum(x, cell, starts), rows_at(y, index)
+        x = rows.clone().requires_grad_()
+        y = few.clone().requires_grad_()
+        summed = segment_sum(x, cell, starts)
+        spread = rows_at(y, index)
         ((summed * few).sum() + (spread * rows).sum()).backward()
         return [summed, x.grad, spread, y.grad, segment_sum(rows[:, 0], cell, starts)]
 

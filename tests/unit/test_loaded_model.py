@@ -52,7 +52,8 @@ def test_vectors_are_those_of_the_command_in_any_batch_and_order(
 
 
 def test_every_kind_of_matrix_gives_the_same_vectors(raw: ad.AnnData, folder: Path) -> None:
-    model, some = cellmill.load(folder), raw[:40].copy()
+    model = cellmill.load(folder)
+    some = raw[:40].copy()
     expected = model.embed(some)
     dense = np.asarray(some.X.todense())
     log = np.log1p(dense)
@@ -103,11 +104,9 @@ def test_labels_are_those_of_the_command(
     folder = export_classifier(
         tmp_path / "model", folder / "vocabulary.tsv", "cell_type", ["a", "b", "c"]
     )
-    few, out, model = (
-        ad.read_h5ad(simulated)[:9, :20].copy(),
-        tmp_path / "out.h5ad",
-        cellmill.load(folder),
-    )
+    few = ad.read_h5ad(simulated)[:9, :20].copy()
+    out = tmp_path / "out.h5ad"
+    model = cellmill.load(folder)
     few.write_h5ad(tmp_path / "few.h5ad")
 
     def run(stage: str, cells: Path, *flags: str) -> str:
@@ -120,10 +119,8 @@ def test_labels_are_those_of_the_command(
 
     for flags, options in (([], {}), (["--min-probability", "0.45"], {"min_probability": 0.45})):
         run("predict", simulated, *flags)
-        labels, written = (
-            model.predict(ad.read_h5ad(simulated), **options).labels,
-            ad.read_h5ad(out),
-        )
+        labels = model.predict(ad.read_h5ad(simulated), **options).labels
+        written = ad.read_h5ad(out)
         assert list(labels.astype(str)) == list(written.obs["cellmill_label"].astype(str))
     assert 0 < labels.isna().sum() < len(labels)
     for stage in ("embed", "predict"):
@@ -176,7 +173,8 @@ def test_predictions_of_all_heads_are_those_of_the_command(
         predict.predict(
             options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad"
         )
-        expected, adata = ad.read_h5ad(tmp_path / "out.h5ad"), ad.read_h5ad(simulated)
+        expected = ad.read_h5ad(tmp_path / "out.h5ad")
+        adata = ad.read_h5ad(simulated)
         made = cellmill.load(model).predict(adata, min_probability=0.4)
         made.add_to(adata)
         adata.write_h5ad(tmp_path / "added.h5ad")
@@ -225,10 +223,8 @@ def _cells(folder: Path, corpus: dict[str, Path], kinds: list[Any]) -> Path:
 
 def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path) -> dict[str, Any]:
     embedding = embed(model, cells, folder / "embedding" / "cells.h5ad")
-    files, out = (
-        {**corpus, "model": model, "cells": cells, "embedding": embedding},
-        folder / "run" / "evaluate",
-    )
+    files = {**corpus, "model": model, "cells": cells, "embedding": embedding}
+    out = folder / "run" / "evaluate"
     metrics = evaluate(files, out / "metrics.json", "-", tasks={"reconstruct": {}}, cells="all")
     result: dict[str, Any] = metrics["datasets"]["cells"]["tasks"]["reconstruct"]
     return result
@@ -318,7 +314,8 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
         options=options, model=model, input=cells, counts="X", out=tmp_path / "out.h5ad"
     )
     obs = ad.read_h5ad(tmp_path / "out.h5ad").obs
-    known, n_other = obs["kind"].isin(LABELS), (obs["kind"] == "HSC").sum()
+    known = obs["kind"].isin(LABELS)
+    n_other = (obs["kind"] == "HSC").sum()
     equal = int((obs["kind"].astype(str) == obs["cellmill_label"].astype(str))[known].sum())
     lines = capsys.readouterr().out.splitlines()
     assert "cells: 100.0% of counts on known genes" in lines
@@ -360,7 +357,8 @@ def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expec
 ) -> None:
     pytest.importorskip("scanpy", reason="the package scanpy is not installed")
     monkeypatch.chdir(tmp_path)
-    cells, runs = tmp_path / "data" / "demo" / "pbmc68k.h5ad", tmp_path / "results" / "runs"
+    cells = tmp_path / "data" / "demo" / "pbmc68k.h5ad"
+    runs = tmp_path / "results" / "runs"
     for path in (cells, runs / "demo" / "model"):
         path.parent.mkdir(parents=True)
     cells.symlink_to(simulated)
@@ -369,7 +367,8 @@ def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expec
     export_classifier(runs / "annotator" / "model", genes, "cell_type", ["a", "b", "c"])
     threads = torch.get_num_threads()
     exec(compile(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name, "exec"), {})
-    made, before = ad.read_h5ad("analysed.h5ad"), ad.read_h5ad(simulated)
+    made = ad.read_h5ad("analysed.h5ad")
+    before = ad.read_h5ad(simulated)
     np.testing.assert_array_equal(made.X.toarray(), before.X.toarray())
     # numba, in UMAP, has set all cores, with which sums may end in another bit
     torch.set_num_threads(threads)

@@ -79,7 +79,8 @@ def line_of(stream: Any) -> str:
 def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
     manifest: Manifest, tmp_path: Path
 ) -> None:
-    expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
+    expected = digests(stream_of(manifest, None))
+    folder = tmp_path / "disk" / f"{PREFIX}1"
     stream = stream_of(manifest, folder)
     batches = iter(stream)
     for _ in range(3):  # from the shared folder
@@ -113,9 +114,11 @@ def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
 def test_a_failure_is_one_line_and_the_batches_are_the_same(
     manifest: Manifest, tmp_path: Path, failure: str, n_copies: int, line: str
 ) -> None:
-    expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
+    expected = digests(stream_of(manifest, None))
+    folder = tmp_path / "disk" / f"{PREFIX}1"
     shards = manifest.splits["train"].shards
-    size, stream = manifest.shard_path(shards[0]).stat().st_size, stream_of(manifest, folder)
+    size = manifest.shard_path(shards[0]).stat().st_size
+    stream = stream_of(manifest, folder)
     if failure == "folder is a file":
         folder.parent.write_text("")
     if failure == "damaged copy":  # the digest is of other bytes
@@ -135,8 +138,10 @@ def test_a_failure_is_one_line_and_the_batches_are_the_same(
 def test_copies_of_a_killed_process_are_used_and_alone_removed_by_the_next(
     manifest: Manifest, tmp_path: Path
 ) -> None:
-    expected, folder = digests(stream_of(manifest, None)), tmp_path / "disk" / f"{PREFIX}1"
-    process, stream = copier(manifest, folder), stream_of(manifest, folder)
+    expected = digests(stream_of(manifest, None))
+    folder = tmp_path / "disk" / f"{PREFIX}1"
+    process = copier(manifest, folder)
+    stream = stream_of(manifest, folder)
     while not list(folder.glob("train-*")):
         time.sleep(0.001)
     process.kill()

@@ -66,7 +66,8 @@ class Listing:
     """A squeue that lists one job, whose state can be changed while commands run."""
 
     def __init__(self, results: Path, record: JobRecord, state: str) -> None:
-        self.file, self.record = results.parent / "answer", record
+        self.file = results.parent / "answer"
+        self.record = record
         command(results, "squeue", f"/bin/cat {self.file}")
         self.shows(state)
 
@@ -85,7 +86,8 @@ def attach(results: Path, state: str) -> tuple[JobRecord, Listing, Command]:
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train)
-    queue, attached = Listing(results, record, state), Command(results, "attach", "one")
+    queue = Listing(results, record, state)
+    attached = Command(results, "attach", "one")
     attached.wait_for(f"job 41: {state}")
     return record, queue, attached
 
@@ -201,7 +203,8 @@ def test_the_end_of_a_failed_job_is_one_line_and_an_exit_code(
 def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now, asked = [0], list[int]()
+    now = [0]
+    asked = list[int]()
 
     class Running(Queue):
         def state(self, job_id: str, name: str) -> JobState:

@@ -83,7 +83,8 @@ def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float
 
 @every_kind
 def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, objective: str) -> None:
-    model, batch = _model(tokenizer, objective), _tensors(tokenizer)
+    model = _model(tokenizer, objective)
+    batch = _tensors(tokenizer)
     prepared = model.prepare(batch, seed=1, step=2)
     said = _judged(model, prepared)
     assert len(said) == 2  # by the token's state and by the cell's embedding
@@ -100,7 +101,8 @@ def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, obje
 
 @every_kind
 def test_what_is_not_hidden_changes_what_the_model_says(tokenizer: str, objective: str) -> None:
-    model, batch = _model(tokenizer, objective), _tensors(tokenizer)
+    model = _model(tokenizer, objective)
+    batch = _tensors(tokenizer)
     prepared = model.prepare(batch, seed=1, step=2)
     shown = next(
         place for place in range(len(batch.genes)) if place not in prepared.targets.tolist()
@@ -144,7 +146,8 @@ def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target()
 
 def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> None:
     model = _model("continuous", "masked_value", mask_frac=0.3, dropout=0.2)
-    batch, state = _tensors("continuous", lengths=(60,) * 40), torch.get_rng_state()
+    batch = _tensors("continuous", lengths=(60,) * 40)
+    state = torch.get_rng_state()
     shares = [model.prepare(batch, seed=0, step=step).n_targets.item() / 2400 for step in range(20)]
     assert abs(np.mean(shares) - 0.3) < 0.01
     model(model.prepare(batch, seed=0, step=0)).backward()
@@ -155,7 +158,8 @@ def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> 
 def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective, cell_loss_weight=0)
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
-    said, loss = _predicted(model, prepared), model(prepared)
+    said = _predicted(model, prepared)
+    loss = model(prepared)
     assert loss.dtype == said.dtype == torch.float32
     assert loss.ndim == 0
     assert prepared.n_targets.dtype == torch.int64
@@ -180,10 +184,8 @@ def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(
 
 
 def test_the_embedding_of_a_cell_without_tokens_is_zero() -> None:
-    model, batch = (
-        _model("continuous", "masked_value").eval(),
-        _tensors("continuous", lengths=(4, 0, 3)),
-    )
+    model = _model("continuous", "masked_value").eval()
+    batch = _tensors("continuous", lengths=(4, 0, 3))
     with torch.no_grad():
         found = model.embed(batch)
         apart = torch.cat([model.embed(batch.cut(cell, cell + 1)) for cell in (0, 2)])
@@ -224,17 +226,16 @@ def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(
     tokenizer: str, objective: str
 ) -> None:
     split = {"mask_frac": 0.5, "random_frac": 0.2, "keep_frac": 0.3}
-    model, plain = (
-        _model(tokenizer, objective, **split),
-        _model(tokenizer, objective, mask_frac=0.5),
-    )
+    model = _model(tokenizer, objective, **split)
+    plain = _model(tokenizer, objective, mask_frac=0.5)
     batch = _tensors(tokenizer, lengths=(32,) * 60)
     prepared, hidden = (m.prepare(batch, seed=1, step=2) for m in (model, plain))
     at = prepared.targets
     assert torch.equal(at, hidden.targets)
     assert torch.equal(prepared.answers, hidden.answers)
     field = "genes" if objective == "masked_gene" else "values"
-    shown, own = getattr(prepared, field)[at], getattr(batch, field)[at]
+    shown = getattr(prepared, field)[at]
+    own = getattr(batch, field)[at]
     masked = shown == 1 if objective == "masked_gene" else prepared.value_hidden[at]
     assert masked.float().mean() == pytest.approx(0.5, abs=0.06)
     # a random bin is often the same
@@ -262,7 +263,8 @@ def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(
 @every_kind
 def test_the_cell_loss_is_asked_with_every_target_hidden(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective, random_frac=0.3, keep_frac=0.3)
-    plain, batch = _model(tokenizer, objective), _tensors(tokenizer, lengths=(30, 1, 30))
+    plain = _model(tokenizer, objective)
+    batch = _tensors(tokenizer, lengths=(30, 1, 30))
     prepared, hidden = (m.prepare(batch, seed=0, step=1) for m in (model, plain))
     at = prepared.targets
     asked = prepared.hiding_targets(objective == "masked_gene")

@@ -36,7 +36,8 @@ def write_mtx(
     field: str = "integer",
 ) -> None:
     """Coordinates in order of genes if cells are in columns, and the other way round."""
-    genes, cells = genes or GENES, CELLS
+    genes = genes or GENES
+    cells = CELLS
     rows, columns = (cells, genes) if by_cell else (genes, cells)
     with open(path, "w") as file:
         file.write(
@@ -131,7 +132,8 @@ def quoted(folder: Path) -> None:
 def csv_barcodes(folder: Path) -> None:
     write_mtx(folder / "matrix.mtx")
     write_names(folder / "features.tsv", GENES)
-    numbers, ident = [f'"{n}"' for n in range(1, 10)], ['"p"'] * 9
+    numbers = [f'"{n}"' for n in range(1, 10)]
+    ident = ['"p"'] * 9
     texts = [f'"{cell}"' for cell in CELLS]
     write_names(
         folder / "barcodes.csv", numbers, texts, ident, separator=",", header='"","cell","ident"'
@@ -342,7 +344,9 @@ def test_decimals_are_parsed_to_the_nearest_double() -> None:
     texts = ["0.1", "123456.789", "1e-5", "3.3333333333", "9007199254740.25", "1.5E2", "12e-3"]
     text = "".join(f"1 1 {value}\n" for value in texts).encode()
     n = len(texts)
-    rows, columns, values = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n)
+    rows = np.empty(n, np.int32)
+    columns = np.empty(n, np.int32)
+    values = np.empty(n)
     content = np.frombuffer(text, np.uint8)
     assert parse_lines(content, rows, columns, values, 1, 1, lines._POWERS, False) == n
     assert values.tolist() == [float(value) for value in texts]

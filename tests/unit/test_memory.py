@@ -35,7 +35,8 @@ from tests.models import spec
 TOKENS = Tokens.model_validate({"max_tokens": 512})
 SPEC = spec(2000, TOKENS, hidden=64, layers=6, heads=4, objective="masked_gene")
 SIZE = measure(SPEC)
-LONG, SHORT = 4096, 16
+LONG = 4096
+SHORT = 16
 
 
 def _model(world: int, **options: Any) -> PlannedModel:
@@ -58,7 +59,8 @@ def _activations(of_block: float, recomputed: float = 0.0) -> float:
 
 def test_one_process_holds_weights_and_moments_in_float32_and_gradients_or_activations() -> None:
     parameters = SIZE.parameters
-    begun, ended = _memory(1), _memory(1, tokens=SHORT)
+    begun = _memory(1)
+    ended = _memory(1, tokens=SHORT)
     for memory in (begun, ended):
         assert (memory.parameters, memory.optimizer) == (4 * parameters, 8 * parameters)
         assert (memory.gathered, memory.communication, memory.pipeline) == (0, 0, 0)
@@ -126,7 +128,9 @@ def test_activation_checkpointing_keeps_the_inputs_of_all_blocks_and_one_block()
         _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
     )
     assert 1.8 * recomputed < chosen < 0.8 * kept
-    block, selective, width = SIZE.block.activations_per_token, SIZE.selective_per_token, SIZE.width
+    block = SIZE.block.activations_per_token
+    selective = SIZE.selective_per_token
+    width = SIZE.width
     assert chosen == pytest.approx(
         4 * _activations(selective, block - selective + width) * LONG, rel=0.15
     )
@@ -188,7 +192,8 @@ def test_a_checkpoint_is_staged_in_twelve_bytes_per_parameter_of_the_shard() -> 
 @pytest.mark.parametrize("how", [None, "optimizer", "full"])
 def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) -> None:
     without = _model(4, sharding_strategy="FULL_SHARD", cpu_offload=how)
-    model, share = replace(without, keeps_average=True), 4 * -(-without.counts(0).trained // 4)
+    model = replace(without, keeps_average=True)
+    share = 4 * -(-without.counts(0).trained // 4)
     device, host = (0, share) if how == "full" else (share, 0)
     memory = peak_memory(model, SHORT, 1)
     assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)
@@ -257,7 +262,8 @@ def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
 def _play(table: list[list[Any]], parallel: Parallel) -> float:
     """Return when the last process finishes, if each action waits for its inputs."""
     done: dict[tuple[bool, int, int], float] = {}
-    clocks, queues = [0.0] * len(table), [deque(actions) for actions in table]
+    clocks = [0.0] * len(table)
+    queues = [deque(actions) for actions in table]
     while any(queues):
         ready = [
             rank
@@ -266,7 +272,8 @@ def _play(table: list[list[Any]], parallel: Parallel) -> float:
         ]
         assert ready, "deadlock"
         for rank in ready:
-            needs, parts = _needs(queues[rank][0], parallel), queues[rank].popleft()
+            needs = _needs(queues[rank][0], parallel)
+            parts = queues[rank].popleft()
             clocks[rank] = max([clocks[rank], *(done[need] for need in needs)])
             clocks[rank] += sum(SECONDS.get(part.computation_type.name, 0.0) for part in parts)
             for part in parts:
@@ -280,11 +287,9 @@ def _needs(parts: list[Any], parallel: Parallel) -> set[tuple[bool, int, int]]:
     """(Whether of a forward pass, stage, micro-batch) of the results that an action needs."""
     needs = set()
     for part in parts:
-        stage, micro_batch, kind = (
-            part.stage_index,
-            part.microbatch_index,
-            part.computation_type.name,
-        )
+        stage = part.stage_index
+        micro_batch = part.microbatch_index
+        kind = part.computation_type.name
         if kind == "FORWARD" and stage > 0:
             needs.add((True, stage - 1, micro_batch))
         elif kind in COMPUTED and kind != "FORWARD" and stage < parallel.stages - 1:

@@ -29,7 +29,8 @@ from cellmill.train.optimizer import build_optimizer, decayed_parameters
 from tests.models import FAMILIES as BUILT_IN
 from tests.models import random_cells
 
-N_GENES, LENGTHS = 60, (20, 31, 1, 14, 2, 9)
+N_GENES = 60
+LENGTHS = (20, 31, 1, 14, 2, 9)
 BERT = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -105,7 +106,8 @@ def tuned(family: str, method: str) -> tuple[Model, Method, dict[str, torch.Tens
     model = build(given, made.transform)
     freeze(model, trained_names(made, model))
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))
-    before, batch = tensors_of(model), cells(given.tokens)
+    before = tensors_of(model)
+    batch = cells(given.tokens)
     optimizer = build_optimizer(
         model, Train.model_validate({"steps": 2, "lr": 1e-2}), None, made.group
     )
@@ -132,11 +134,13 @@ def pairs() -> list[Any]:
 def test_frozen_stays_trained_moves_and_merged_is_as_adapted(family: str, method: str) -> None:
     model, made, before = tuned(family, method)
     given = spec_of(family)
-    after, trains = tensors_of(model), trained_names(made, model)
+    after = tensors_of(model)
+    trains = trained_names(made, model)
     assert {name for name in after if not torch.equal(after[name], before[name])} == {
         *filter(trains, after)
     }
-    plain, batch = build(given), cells(given.tokens)
+    plain = build(given)
+    batch = cells(given.tokens)
     with torch.inference_mode():
         adapted = model.embed(batch)
         made.merge(model)
@@ -176,7 +180,8 @@ def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         theirs = peft.PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
-    ours, moved = model.state_dict(), 0
+    ours = model.state_dict()
+    moved = 0
     assert theirs.state_dict().keys() == ours.keys()
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(tensor, ours[name], atol=1e-6, rtol=0, msg=name)

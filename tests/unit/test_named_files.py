@@ -130,7 +130,8 @@ def test_tasks_without_a_label_are_named_once_for_all_runs(project: Path) -> Non
 
 
 def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project: Path) -> None:
-    old, new = {"path": "data/raw.h5ad"}, {"path": "data/new.h5ad"}
+    old = {"path": "data/raw.h5ad"}
+    new = {"path": "data/new.h5ad"}
     none = "t.tsv: dataset one: data/new.h5ad: no such file"
     others = f"{none}, and results/corpora/c/cells/one.h5ad is of raw.h5ad; correct the path, or delete the cells"
     assert checked() is None

@@ -66,7 +66,8 @@ def test_lost_processes_are_restarted_if_that_can_help(
     tmp_path: Path, restarts: int, saves: bool, says_why: bool, starts: int, printed: str
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)
-    count, state = tmp_path / "starts", tmp_path / "state.json"
+    count = tmp_path / "starts"
+    state = tmp_path / "state.json"
     error = str(tmp_path / "error.txt") if says_why else ""
     arguments = [str(count), str(state), "10" if saves else "0", error]
     write_task(Job("dies", arguments, 1, 1, restarts, state_file=str(state)), Machine(), tmp_path)
@@ -91,7 +92,8 @@ HUNG = "rank 1 on node2 does not respond; the other ranks have waited 600 s"
 def test_a_hang_is_restarted_once_from_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error, state = tmp_path / "error.txt", tmp_path / "state.json"
+    error = tmp_path / "error.txt"
+    state = tmp_path / "state.json"
     restarts = Restarts(
         Job("trains", [], 1, 2, max_restarts=5, error_file=str(error), state_file=str(state))
     )
@@ -165,7 +167,8 @@ def test_a_node_list_is_expanded_in_its_order(nodelist: str, hosts: list[str]) -
     assert expand(nodelist) == hosts
 
 
-NODES, GPUS = 64, 8
+NODES = 64
+GPUS = 8
 
 
 def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(

@@ -26,7 +26,8 @@ MODEL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2, "objective"
 
 
 def _model(seed: int = 0) -> Any:
-    model, generator = model_on_cpu(20, **MODEL), torch.Generator().manual_seed(seed)
+    model = model_on_cpu(20, **MODEL)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -50,7 +51,8 @@ def test_singular_values_of_an_update_are_about_one_and_its_directions_those_of_
 
 
 def test_two_steps_are_muon_for_matrices_of_blocks_and_adamw_for_the_rest() -> None:
-    model, plain = _model(), _model()
+    model = _model()
+    plain = _model()
     optimizer = build_optimizer(model, TRAIN)
     adamw = build_optimizer(
         plain, TRAIN.model_copy(update={"optimizer": AdamWConfig(name="adamw")})
@@ -60,7 +62,9 @@ def test_two_steps_are_muon_for_matrices_of_blocks_and_adamw_for_the_rest() -> N
         optimizer.step()
         adamw.step()
     for (name, found), rest in zip(model.named_parameters(), plain.parameters()):
-        expected, momentum, gradient = before[name], torch.zeros_like(found), found.grad
+        expected = before[name]
+        momentum = torch.zeros_like(found)
+        gradient = found.grad
         assert gradient is not None
         for _ in range(2):
             momentum = 0.95 * momentum + gradient
@@ -128,7 +132,8 @@ def test_an_installed_optimizer_is_planned_stepped_stored_and_not_offloaded(
         given,
     )
     model = nn.Linear(2, 2)
-    before, optimizer = model.weight.detach().clone(), build_optimizer(model, train)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(model, train)
     for finite in (True, False):
         model.weight.grad = torch.ones(2, 2)
         step_if(torch.tensor(finite), optimizer, train.optimizer.fused)

@@ -185,7 +185,8 @@ def test_the_option_changes_the_corpus(
 
 @cache  # many options change the same plan
 def planned(tree: str, manifest: Path) -> dict[str, Any]:
-    sections, out = yaml.safe_load(tree), manifest.with_name("plan.json")
+    sections = yaml.safe_load(tree)
+    out = manifest.with_name("plan.json")
     options = PlanOptions.model_validate(
         {name: sections.get(name, {}) for name in PlanOptions.model_fields}
     )

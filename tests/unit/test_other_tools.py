@@ -47,7 +47,8 @@ def flex(counts: sp.csr_matrix, folder: Path, columns: bool = True) -> Path:
 
 def sums_by_gene(counts: sp.csr_matrix, kept: list[bool]) -> dict[str, list[float]]:
     """Counts of each gene in every cell, probe by probe."""
-    dense, sums = counts.toarray(), dict[str, list[float]]()
+    dense = counts.toarray()
+    sums = dict[str, list[float]]()
     for probe, gene in enumerate(IDS):
         if kept[probe]:
             held = sums.get(gene, [0.0] * len(CELLS))

@@ -41,7 +41,8 @@ def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weight
     for row, classes in zip(scores, predicted):
         tested = classes != NOT_TESTED
         assert (np.isfinite(row) == tested).all()
-        seen, guessed = labels[tested], classes[tested]
+        seen = labels[tested]
+        guessed = classes[tested]
         value = function(seen, guessed, **options)
         assert row[tested].mean() == pytest.approx(value)
         for cell in range(0, tested.sum(), 7):
@@ -66,7 +67,8 @@ def test_the_interval_by_hand() -> None:
     own = np.array([[1.0, 1, 1, 0], [1, 0, 1, 0]])
     found = paired_difference(own, np.zeros((2, 4)))
     # mean 5/8; means of cells 1, 1/2, 1, 0 and of repetitions 3/4, 1/2
-    cells, repetitions = np.var([1, 0.5, 1, 0], ddof=1) / 4, np.var([0.75, 0.5], ddof=1) / 2
+    cells = np.var([1, 0.5, 1, 0], ddof=1) / 4
+    repetitions = np.var([0.75, 0.5], ddof=1) / 2
     freedom = (cells + repetitions) ** 2 / (cells**2 / 3 + repetitions**2 / 1)
     assert found.mean == pytest.approx(0.625)
     assert found.cells_se == pytest.approx(cells**0.5)
@@ -149,14 +151,16 @@ def test_a_column_counts_its_units_and_knows_which_of_two_errors_is_better() -> 
     scores = {"embedding": np.array([[0.2]]), "a": np.array([[0.5]]), "b": np.array([[0.4]])}
     one = ScoreColumn("x", "error", scores, lower_is_better=True)
     assert (one.best(own=False), one.compare("embedding", "b").n) == ("b", 1)
-    own, other = np.array([[0.2, 0.3, 0.1, 0.25]]), np.array([[0.4, 0.6, 0.3, 0.5]])
+    own = np.array([[0.2, 0.3, 0.1, 0.25]])
+    other = np.array([[0.4, 0.6, 0.3, 0.5]])
     column = ScoreColumn("x", "error", {"embedding": own, "a": other}, lower_is_better=True)
     assert column.compare("embedding", "a").outcome == "ahead"
     assert replace(column, n_units=2).compare("embedding", "a").outcome == "undecided"
 
 
 def test_the_share_of_a_gap_by_hand() -> None:
-    zero, ceiling = np.array([[0.0, 1, 0, 0, 1, 0, 0, 0]]), np.array([[1.0, 1, 1, 0, 1, 1, 1, 1]])
+    zero = np.array([[0.0, 1, 0, 0, 1, 0, 0, 0]])
+    ceiling = np.array([[1.0, 1, 1, 0, 1, 1, 1, 1]])
     own = np.array([[1.0, 1, 0, 0, 1, 0, 0, 0]])
     found = share_closed(own, zero, ceiling)
     assert found is not None
@@ -234,7 +238,8 @@ def test_a_gap_in_words() -> None:
 def test_the_scale_of_labels_is_over_the_tested_cells_from_the_largest_class_to_the_halves() -> (
     None
 ):
-    labels, halves = np.array(list("aaabbc")), np.array(list("aabbbx"))
+    labels = np.array(list("aaabbc"))
+    halves = np.array(list("aabbbx"))
     made = Predictions(labels, 2, halves=halves)
     for repetition, cells in enumerate(([0, 1, 3, 5], [0, 1, 2, 3, 4])):
         predicted = {

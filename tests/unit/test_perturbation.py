@@ -79,10 +79,13 @@ def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -
 
 def test_predictions_are_means_of_training_units_by_hand() -> None:
     rng = np.random.default_rng(0)
-    changes, features = rng.normal(size=(8, 30)), {"f": rng.normal(size=(8, 3))}
+    changes = rng.normal(size=(8, 30))
+    features = {"f": rng.normal(size=(8, 3))}
     features["f"][[1, 6]] = np.nan
-    names, states = np.array(list("ababcabd")), rng.normal(size=(8, 30))
-    train, test = np.arange(5), np.arange(5, 8)
+    names = np.array(list("ababcabd"))
+    states = rng.normal(size=(8, 30))
+    train = np.arange(5)
+    test = np.arange(5, 8)
     found = of_new_perturbations(changes, train, test, features, 2)
     # no features: the mean
     np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))
@@ -104,7 +107,8 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
 
 
 def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
-    ids, symbols = ["ENSG00000115415", "ENSG00000173166"], ["STAT1", "RAPH1"]
+    ids = ["ENSG00000115415", "ENSG00000173166"]
+    symbols = ["STAT1", "RAPH1"]
     vocabulary = Vocabulary(ids, symbols, np.ones(2, np.int64), np.ones(2, np.float32))
     found = perturbed_genes(
         ["STAT1+RAPH1", "ENSG00000115415", "ISGF-3", "nothing", "nothing + STAT1"], vocabulary
@@ -197,7 +201,8 @@ def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_
     screen: Context,
 ) -> None:
     result = Perturbation(CONFIG).run(replace(screen, scored=np.ones_like(screen.scored)))
-    rows, gaps = {row["name"]: row for row in result.rows}, {gap.column: gap for gap in result.gaps}
+    rows = {row["name"]: row for row in result.rows}
+    gaps = {gap.column: gap for gap in result.gaps}
     assert (result.figures["perturbation_folds"], result.figures["batch_folds"]) == (2 * 3, 2)
     assert {"same perturbation + mean", "mean"} <= set(rows)
     assert {gap.ceiling[0] for gap in result.gaps} == {"split halves"}
@@ -211,7 +216,8 @@ def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_
 
 def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
-    profiles, found = held.profiles, held.features[CO_EXPRESSION]
+    profiles = held.profiles
+    found = held.features[CO_EXPRESSION]
     starts = (
         profiles.expression[(profiles.half == 0) & (profiles.stratum >= 0)].toarray().astype(float)
     )
@@ -243,7 +249,8 @@ def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: 
 def test_a_prior_may_have_genes_that_no_cell_measures_and_is_compared_with_the_mean(
     screen: Context, tmp_path: Path
 ) -> None:
-    symbols, ids = screen.model.vocabulary.symbols, screen.model.vocabulary.gene_ids
+    symbols = screen.model.vocabulary.symbols
+    ids = screen.model.vocabulary.gene_ids
     perturbation = screen.roles["perturbation"].replace(
         {symbols[1]: "TP63 + " + symbols[1], "unheard": "TP53"}
     )
@@ -306,7 +313,8 @@ def test_a_prior_may_have_genes_that_no_cell_measures_and_is_compared_with_the_m
 
 def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
     rng = np.random.default_rng(1)
-    programs, features = rng.normal(size=(3, 40)), rng.normal(size=(30, 3))
+    programs = rng.normal(size=(3, 40))
+    features = rng.normal(size=(30, 3))
     changes = features @ programs + 0.1 * rng.normal(size=(30, 40))
     found = of_new_perturbations(changes, np.arange(24), np.arange(24, 30), {"f": features}, 3)
     error = {name: np.abs(values - changes[24:]).mean() for name, values in found.items()}

@@ -64,7 +64,8 @@ def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) ->
     prepared = prepare(model, _cells(), length)
     # cells of unknown perturbation are no targets
     assert prepared.target_cells.tolist() == [0, 1, 2, 3, 6]
-    table, project = model.profile_genes.weight, model.response_genes
+    table = model.profile_genes.weight
+    project = model.response_genes
     of_genes = {0: table[5], 1: (table[5] + table[9]) / 2, 3: torch.zeros_like(table[5])}
     of_genes[6] = of_genes[1]
     vectors = model.cell_vectors(model.states(prepared), prepared)
@@ -113,7 +114,8 @@ def test_a_perturbation_that_was_not_trained_on_has_the_response_to_its_genes() 
 
 
 def test_expected_logarithms_are_those_of_poisson_counts() -> None:
-    shares, depth = np.array([[0.001, 0.2, 0.799], [0.0, 0.5, 0.5]]), np.array([150, 12])
+    shares = np.array([[0.001, 0.2, 0.799], [0.0, 0.5, 0.5]])
+    depth = np.array([150, 12])
     counts = np.arange(600)
     for row, n in zip(range(2), depth):
         exact = [
@@ -124,9 +126,11 @@ def test_expected_logarithms_are_those_of_poisson_counts() -> None:
 
 
 def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path) -> None:
-    vocabulary, path = genes_of(N_GENES), tmp_path / "vocabulary.tsv"
+    vocabulary = genes_of(N_GENES)
+    path = tmp_path / "vocabulary.tsv"
     vocabulary.write(path)
-    gene, given = vocabulary.symbols[3], {"perturbation_column": "guide", "control": "control"}
+    gene = vocabulary.symbols[3]
+    given = {"perturbation_column": "guide", "control": "control"}
     shards: Any = SimpleNamespace(
         levels=lambda columns: {"guide": [gene, "control", "nothing", "<missing>"]}
     )
@@ -144,7 +148,8 @@ def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(context:
         model.get_parameter("response_genes.bias").fill_(0.5)
     cells = np.arange(context.reader.n_obs)
     vectors = np.random.default_rng(0).normal(size=(len(cells), 16)).astype(np.float32)
-    names, batches = np.where(cells % 2, "control", "A"), np.where(cells // 2 % 2, "x", "y")
+    names = np.where(cells % 2, "control", "A")
+    batches = np.where(cells // 2 % 2, "x", "y")
     obs = context.reader.obs.assign(perturbation=names, batch=batches)
     roles = {
         "perturbation": obs["perturbation"],

@@ -85,10 +85,8 @@ def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
     assert cut_evenly(np.array([], int), 3) == [0]
     generator = np.random.default_rng(0)
     for _ in range(50):
-        lengths, most = (
-            generator.integers(1, 100, generator.integers(1, 30)),
-            int(generator.integers(1, 9)),
-        )
+        lengths = generator.integers(1, 100, generator.integers(1, 30))
+        most = int(generator.integers(1, 9))
         borders = cut_evenly(lengths, most)
         assert borders[0] == 0
         assert borders[-1] == len(lengths)

@@ -254,7 +254,8 @@ def test_cut_cells_are_reported(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planned, detected = _plan(corpus, tmp_path, tokens={"max_tokens": 2}), detected_genes(corpus)
+    planned = _plan(corpus, tmp_path, tokens={"max_tokens": 2})
+    detected = detected_genes(corpus)
     assert planned["genes_per_cell"] == pytest.approx(detected.mean())
     assert planned["cut_cells_frac"] == pytest.approx((detected > 2).mean())
     said = f"2 tokens each of {detected.mean():,.0f} genes: tokens.max_tokens cuts"
@@ -449,7 +450,8 @@ def test_the_fastest_come_first_and_layouts_that_do_not_fit_are_counted() -> Non
     ]
     assert lines[2].split() == ["memory", "hours", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
-    fitting, too_large = len(suggestions.fitting), len(suggestions.too_large)
+    fitting = len(suggestions.fitting)
+    too_large = len(suggestions.too_large)
     assert lines[14].startswith(f"{fitting} layouts fit, {too_large} do not: the smallest")
 
 
@@ -491,10 +493,8 @@ def test_runs_and_layouts_are_planned_without_a_corpus(
     )
     assert "# the best layout, for config.yaml\nparallel:\n  strategy: " in out
     # a range of nodes, as in an elastic profile, is planned for the fewest
-    machine, train = (
-        "--nodes 2-4 --nproc-per-node 4 --cells 5e7",
-        {"global_batch": 1536, "val_cells": 1000},
-    )
+    machine = "--nodes 2-4 --nproc-per-node 4 --cells 5e7"
+    train = {"global_batch": 1536, "val_cells": 1000}
     with pytest.raises(SystemExit):
         printed(f"{machine} --genes 0")
     out, _ = printed(f"{machine} --device H100", train=train, stream={"lanes": 96})
@@ -506,7 +506,8 @@ def test_runs_and_layouts_are_planned_without_a_corpus(
 def test_host_memory_that_is_pinned_beside_gpus_must_fit_into_the_jobs_memory(
     printed: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
-    words, out = "--device h100 --cells 5000 --nproc-per-node 4 --mem-mb", tmp_path / "plan.json"
+    words = "--device h100 --cells 5000 --nproc-per-node 4 --mem-mb"
+    out = tmp_path / "plan.json"
     printed(f"{words} 0 --out {out}")
     pinned = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
     printed(f"{words} {pinned // 2**20 + 1}")

@@ -44,7 +44,8 @@ def screen(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) ->
     trained on.
     """
     context = make_context(tmp_path_factory.mktemp("screen"), corpus, **RESPONSE)
-    n_obs, symbols = context.reader.n_obs, context.model.vocabulary.symbols
+    n_obs = context.reader.n_obs
+    symbols = context.model.vocabulary.symbols
     names = [*symbols[:6], "unheard", "control"]
     perturbation = pd.Series([names[cell % 8] for cell in range(n_obs)])
     batch = pd.Series(["x" if cell // 8 % 3 * (cell % 8) % 5 else "y" for cell in range(n_obs)])
@@ -70,10 +71,8 @@ def cells(
     none.
     """
     scored = screen.scored if request.param != "folds" else np.ones_like(screen.scored)
-    context, out = (
-        replace(screen, scored=scored),
-        tmp_path_factory.mktemp("changes") / "simulated.h5ad",
-    )
+    context = replace(screen, scored=scored)
+    out = tmp_path_factory.mktemp("changes") / "simulated.h5ad"
     write_changes(out, context, CONFIG, "digest")
     return context, perturbed_cells.read_changes(out), out
 
@@ -82,11 +81,15 @@ def measured_and_given(found: Any) -> tuple[np.ndarray, np.ndarray]:
     """(U, G) twice: changes measured from the cells of a file, and the controls that predictions
     start from.
     """
-    obs, dense = found.measured.obs, found.measured.X.toarray().astype(float)
-    start, seen, given = found.start.X.toarray().astype(float), [], []
+    obs = found.measured.obs
+    dense = found.measured.X.toarray().astype(float)
+    start = found.start.X.toarray().astype(float)
+    seen = []
+    given = []
     for name in found.perturbations:
         mine = (obs.perturbation == name).to_numpy()
-        controls, starts = [], []
+        controls = []
+        starts = []
         for stratum in obs.stratum[mine]:
             cells = (obs.group == "measured control") & (obs.stratum == stratum)
             controls.append(dense[cells.to_numpy()].mean(0))
@@ -132,7 +135,8 @@ def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(
     cells: tuple[Context, Any, Path],
 ) -> None:
     context, found, path = cells
-    stored, names = ad.read_h5ad(path), context.reader.obs.index
+    stored = ad.read_h5ad(path)
+    names = context.reader.obs.index
     held = HeldOut.of(context, CONFIG, "perturbation")
     profiles = held.profiles
     place = names.get_indexer(stored.obs_names)
@@ -266,7 +270,9 @@ def test_the_mean_of_sampled_cells_scatters_like_a_sample_s(perturbed_cells: Any
     """
     generator = np.random.default_rng(0)
     controls, weights, means = screen_of_cells(generator)
-    claimed, seen, pinned = [], [], []
+    claimed = []
+    seen = []
+    pinned = []
     for _ in range(400):
         made = perturbed_cells.sample_with_means(
             sp.csr_matrix(controls), weights, means, 50, generator
@@ -363,16 +369,19 @@ def genes_that_differ(found: Any, method: str) -> dict[str, float]:
     predicted = found.sampled(method)
     groups: dict[str, dict[str, np.ndarray]] = {}
     for side, cells in (("seen", found.measured), ("made", predicted)):
-        dense, group = cells.X.toarray().astype(float), cells.obs.perturbation.to_numpy()
+        dense = cells.X.toarray().astype(float)
+        group = cells.obs.perturbation.to_numpy()
         groups[side] = {name: dense[group == name] for name in {*group}}
     values: dict[str, list[float]] = {}
     for name in found.perturbations:
         # but for the perturbed gene
-        control, kept = groups["seen"][found.control], found.measured.var_names != name
+        control = groups["seen"][found.control]
+        kept = found.measured.var_names != name
         (made, made_p), (seen, seen_p) = (
             differential(groups[side][name], control) for side in ("made", "seen")
         )
-        called, known = (made_p < 0.05) & kept, (seen_p < 0.05) & kept
+        called = (made_p < 0.05) & kept
+        known = (seen_p < 0.05) & kept
         either = (called | known).sum()
         values.setdefault("jaccard", []).append((called & known).sum() / either if either else 1.0)
         if known.sum() >= 10:
@@ -397,10 +406,8 @@ def changed_cells(
         about[key] = about[key][:methods]
     expression = changed.X.toarray()
     for number, name in enumerate(names):
-        rows, up = (
-            np.flatnonzero(changed.obs.perturbation == name),
-            np.arange(25 * number, 25 * number + 60),
-        )
+        rows = np.flatnonzero(changed.obs.perturbation == name)
+        up = np.arange(25 * number, 25 * number + 60)
         expression[np.ix_(rows, up)] += 1.5
         about["changes"][:, number, up] += np.linspace(0.5, 1.5, len(about["methods"]))[:, None]
     changed.X = sp.csr_matrix(expression)

@@ -64,7 +64,8 @@ def reference(path: Path, options: dict[str, Any]) -> pd.DataFrame:
     frame = data.to_df().drop(columns="nothing")
     frame["BRCA2"] += frame.pop("FANCD1")  # an alias
     frame.columns = IDS
-    total, detected = frame.sum(axis=1), (frame > 0).sum(axis=1)
+    total = frame.sum(axis=1)
+    detected = (frame > 0).sum(axis=1)
     mito = frame["ENSG00000198804"] / total.clip(lower=1)
     keep = (total >= max(1, options.get("min_counts", 1))) & (
         detected >= options.get("min_genes", 0)
@@ -286,9 +287,11 @@ def test_nothing_left_names_the_filter_and_the_option(
 def test_an_input_that_is_replaced_while_it_is_read_is_refused(
     panel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, copy = stage.preprocess_cells, tmp_path / "copy.h5ad"
+    measured = stage.preprocess_cells
+    copy = tmp_path / "copy.h5ad"
     copy.write_bytes(panel.read_bytes())
-    out, line = tmp_path / "o.h5ad", f"{panel}: it changed while it was read; run preprocess again"
+    out = tmp_path / "o.h5ad"
+    line = f"{panel}: it changed while it was read; run preprocess again"
     for change in (lambda: copy.replace(panel), lambda: panel.write_bytes(b"other"), panel.unlink):
 
         def measured_and_changed(

@@ -64,7 +64,8 @@ def test_cells_are_kept_with_a_warning_by_default(
 
 def test_normalised_counts_have_no_trace_of_length(mixed: Path, tmp_path: Path) -> None:
     made, report = run(mixed, tmp_path / "out.h5ad", gene_length="normalise")
-    before, after = ad.read_h5ad(mixed).X.toarray(), dense(made)
+    before = ad.read_h5ad(mixed).X.toarray()
+    after = dense(made)
     assert (after[~IS_SMART] == before[~IS_SMART]).all()
     sums = before[IS_SMART].sum(axis=1)
     scaled = before[IS_SMART] / LENGTHS

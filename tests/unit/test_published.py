@@ -67,7 +67,8 @@ def _batch(
 def _ordered(path: Path, genes: Vocabulary, tokens: Tokens) -> list[list[str]]:
     """Genes of each cell of a file in the order of its tokens."""
     with open_counts(path) as reader:
-        columns, chosen = match_columns(reader, genes), np.ones(reader.n_obs, bool)
+        columns = match_columns(reader, genes)
+        chosen = np.ones(reader.n_obs, bool)
         [batch] = tokens_of(
             reader.rows(1000), columns, genes, tokens, chosen, np.zeros(2, np.int64)
         )

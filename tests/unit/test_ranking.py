@@ -14,7 +14,8 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.page import render, standings
 from cellmill.report.ranking import TaskScore, beyond, rank, scores_of
 
-OWN, GENES = "embedding + kNN", "all genes + LR"
+OWN = "embedding + kNN"
+GENES = "all genes + LR"
 
 
 def result(

@@ -111,7 +111,8 @@ def nascent(tmp_path_factory: pytest.TempPathFactory) -> TinyGenome:
 @pytest.fixture(scope="module")
 def star(genome: TinyGenome, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of STARsolo; UMIs are counted as they are."""
-    aligner, folder = program("STAR", "rna-star"), tmp_path_factory.mktemp("star")
+    aligner = program("STAR", "rna-star")
+    folder = tmp_path_factory.mktemp("star")
     index = [
         "--runMode",
         "genomeGenerate",
@@ -315,7 +316,8 @@ def test_files_of_python_writers_have_the_counts(
         pytest.importorskip("hdf5plugin", reason="the extra hdf5plugin is not installed")
     if package == "tiledbsoma":
         pytest.importorskip("tiledbsoma", reason="the extra soma is not installed")
-    python, text = python_with(package), textwrap.dedent(LOAD) + textwrap.dedent(script)
+    python = python_with(package)
+    text = textwrap.dedent(LOAD) + textwrap.dedent(script)
     run(python, "-W", "ignore", "-c", text, truth[0], tmp_path / file, cwd=tmp_path)
     assert read(tmp_path / file, counts) == truth[1]
 

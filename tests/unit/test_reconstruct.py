@@ -72,11 +72,9 @@ def test_means_and_frequencies_are_those_of_the_training_shards_alone(
 
 def test_values_are_judged_as_numpy_would() -> None:
     random = np.random.default_rng(0)
-    genes, targets, predicted = (
-        random.integers(0, 5, 400),
-        random.normal(size=400),
-        random.normal(size=400),
-    )
+    genes = random.integers(0, 5, 400)
+    targets = random.normal(size=400)
+    predicted = random.normal(size=400)
     train = GeneStatistics(np.full(5, 9), random.normal(size=5), 0.3, 9)
     figures, _ = _objective("masked_value").judge(genes, targets, predicted, train=train)
     sse = ((targets - predicted) ** 2).sum()
@@ -90,7 +88,8 @@ def test_values_are_judged_as_numpy_would() -> None:
 
 def test_masked_genes_are_judged_against_their_frequency() -> None:
     train = GeneStatistics(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
-    correct, cross_entropy = np.array([1, 0, 0, 0], bool), np.array([0.1, 2, 3, 3.0])
+    correct = np.array([1, 0, 0, 0], bool)
+    cross_entropy = np.array([0.1, 2, 3, 3.0])
     figures, verdicts = _objective("masked_gene").judge(
         np.array([0, 0, 1, 2]), correct, cross_entropy, train=train
     )

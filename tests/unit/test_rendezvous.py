@@ -41,7 +41,8 @@ def answer(port: int, said: bytes, skip: int = 0) -> bytes:
 def as_user(user: int, ask: Callable[[], bytes]) -> bytes:
     """The answer that a process of `user` gets."""
     reading, writing = os.pipe()
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         try:
             os.setuid(user)
             os.write(writing, ask())
@@ -79,7 +80,8 @@ def nodes() -> Iterator[Nodes]:
 
 
 def test_processes_of_both_nodes_share_one_store(nodes: Nodes) -> None:
-    ours, theirs = nodes.client(nodes.first), nodes.client(nodes.second)
+    ours = nodes.client(nodes.first)
+    theirs = nodes.client(nodes.second)
     large = secrets.token_bytes(3_000_000).hex()
     theirs.set("large", large)
     assert ours.get("large").decode() == large
@@ -154,7 +156,8 @@ def test_the_kernel_names_the_user_of_a_connection() -> None:
         socket.create_server((LOOPBACK, 0)) as listener,
         socket.create_connection(listener.getsockname()) as made,
     ):
-        ours, theirs = made.getsockname(), listener.getsockname()
+        ours = made.getsockname()
+        theirs = listener.getsockname()
         assert user_of_connection(ours, theirs) == os.getuid()
         assert user_of_connection(theirs, (LOOPBACK, ours[1] + 1)) is None
         # the same port of another address of the loopback is another connection, which ends soon
@@ -227,7 +230,8 @@ def test_nodes_that_never_join_are_named_and_end_the_job(
 ) -> None:
     monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
     monkeypatch.setattr(agent, "LATE_S", 0.0)
-    store, names = nodes.client(nodes.first), tuple(f"n{number}" for number in range(1, 13))
+    store = nodes.client(nodes.first)
+    names = tuple(f"n{number}" for number in range(1, 13))
     for number in (0, 2):
         store.set(f"{rendezvous.NODES}/{number}", "")
     with pytest.raises(SystemExit) as end:

@@ -54,10 +54,8 @@ def test_each_epoch_has_exactly_its_repeats(
     ranks = [
         stream_of(manifest, rank, lanes, lanes, equal_steps=equal_steps) for rank in range(lanes)
     ]
-    repeats, steps = (
-        repeats_of(manifest, StreamOptions.model_validate(WEIGHTED)),
-        ranks[0].steps_per_epoch,
-    )
+    repeats = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED))
+    steps = ranks[0].steps_per_epoch
     assert (
         steps
         == stream_of(manifest, lanes=lanes, weight_by=None, equal_steps=equal_steps).steps_per_epoch
@@ -87,7 +85,9 @@ def test_each_epoch_has_exactly_its_repeats(
 def test_levels_are_read_by_the_formula_and_cells_of_one_level_differ_by_one(
     exponent: float, most: float, n_free: int
 ) -> None:
-    names, sizes = [1, 2, 4, 5, 6], np.array([700, 200, 80, 19, 1])  # no cell has level 3
+    # no cell has level 3
+    names = [1, 2, 4, 5, 6]
+    sizes = np.array([700, 200, 80, 19, 1])
     levels = np.repeat(names, sizes)
     options = {"weight_by": "kind", "weight_exponent": exponent, "max_repeats": most}
     counts = Repeats(levels, StreamOptions.model_validate(options)).counts(0, 0, 0)
@@ -105,7 +105,8 @@ def test_a_curriculum_goes_from_one_exponent_to_another_and_resumes_in_it(
     manifest: Manifest,
 ) -> None:
     options = {"weight_exponent": 0.0, "weight_start_exponent": 1.0, "weight_warmup_steps": 34}
-    stream, steps = stream_of(manifest, **options), 17
+    stream = stream_of(manifest, **options)
+    steps = 17
     seen = taken(stream, 3 * steps)
     epochs = [Counter(chain(*seen[e * steps : (e + 1) * steps])) for e in range(3)]
     full = repeats_of(manifest, StreamOptions.model_validate(WEIGHTED | {"weight_exponent": 1.0}))
@@ -189,14 +190,16 @@ def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(
 def test_where_every_cell_has_a_label_or_none_has_every_cell_is_read(
     manifest: Manifest, labelled: Manifest
 ) -> None:
-    weighted, steps = stream_of(manifest), 17
+    weighted = stream_of(manifest)
+    steps = 17
     assert taken(stream_of(manifest, labelled_frac=0.5), steps) == taken(weighted, steps)
     options = StreamOptions.model_validate(WEIGHTED | {"labelled_frac": 1})
     assert Repeats(np.zeros(9, np.int32), options).counts(0, 0, 0).tolist() == 9 * [1]
 
 
 def test_a_part_of_the_cells_is_weighted_like_a_corpus_of_these_alone(labelled: Manifest) -> None:
-    stream, kinds = stream_of(labelled, labelled_frac=1, train_frac=0.3), kinds_of(labelled)
+    stream = stream_of(labelled, labelled_frac=1, train_frac=0.3)
+    kinds = kinds_of(labelled)
     n = stream.n_cells
     assert n == 160
     found = Counter(chain(*taken(stream, stream.steps_per_epoch)))
@@ -211,7 +214,8 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
     levels = np.zeros(400_000, np.int32)
     levels[[7, 250_000]] = 1, 2
     layout = EpochLayout((300_000, 100_000), stream, 1000, 0, True, repeats=Repeats(levels, stream))
-    order, read = epoch_order(layout, 0), Counter[tuple[int, int]]()
+    order = epoch_order(layout, 0)
+    read = Counter[tuple[int, int]]()
     for lane in range(4):
         runs = order.window_runs(lane, 0)
         read.update((shard, first) for shard, first, _ in runs.tolist())
@@ -236,7 +240,8 @@ def test_without_weights_the_order_is_that_of_earlier_versions() -> None:
 
 
 def test_weights_are_part_of_the_order_and_of_the_data(manifest: Manifest) -> None:
-    stream, plain = stream_of(manifest), stream_of(manifest, weight_by=None)
+    stream = stream_of(manifest)
+    plain = stream_of(manifest, weight_by=None)
     state = plain.state_dict()
     assert state["fingerprint"] == manifest.fingerprint
     assert "weight_by" not in state

@@ -79,7 +79,8 @@ def rendered(*runs: Path) -> str:
 def test_the_bundle_of_scripts_is_kept_for_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle, read = figures.scripts()[0], figures.scripts.__wrapped__
+    bundle = figures.scripts()[0]
+    read = figures.scripts.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read()[0] == bundle
     [kept] = (tmp_path / "cellmill").iterdir()
@@ -91,7 +92,8 @@ def test_the_bundle_of_scripts_is_kept_for_the_user(
 
 
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
-    own, scripts = without_scripts(page), figures.scripts()
+    own = without_scripts(page)
+    scripts = figures.scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)
     digests = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts
@@ -196,7 +198,8 @@ def test_missing_folders_and_doubled_names_are_named(tmp_path: Path) -> None:
 def test_a_file_of_other_content_is_named_in_one_line(
     tmp_path: Path, file: str, content: Any
 ) -> None:
-    folder, out = make_run(tmp_path / "run"), tmp_path / "index.html"
+    folder = make_run(tmp_path / "run")
+    out = tmp_path / "index.html"
     if isinstance(content, bytes):
         (folder / file).write_bytes(content)
     else:
@@ -356,7 +359,9 @@ def of_tasks(name: str, **tasks: Any) -> ReportedRun:
     return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
 
 
-OWN, GENES, UNSCALED = "embedding + kNN", "all genes + LR", "all genes + LR, unscaled"
+OWN = "embedding + kNN"
+GENES = "all genes + LR"
+UNSCALED = "all genes + LR, unscaled"
 
 
 def test_the_standing_names_the_best_run_and_its_difference_from_the_best_baseline() -> None:
@@ -528,7 +533,9 @@ def test_the_static_picture_of_a_umap_has_every_pixel_in_fewer_bytes() -> None:
 
 def chunks(png: bytes) -> tuple[list[bytes], bytes]:
     """Chunks of a PNG, whose checksums must be right: all without pixels, and the pixels."""
-    rest, pixels, begin = [], b"", 8
+    rest = []
+    pixels = b""
+    begin = 8
     while begin < len(png):
         end = begin + 8 + int.from_bytes(png[begin : begin + 4], "big")
         chunk = png[begin + 4 : end]
@@ -547,10 +554,8 @@ def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_proces
         "r", plan, None, None, None, None, lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}]
     )
     line = {"step": 1, "peak_allocated_gb": [0.0512, 0.05], "peak_resident_gb": [2.1, 2.0]}
-    tensors, process = (
-        "largest memory of tensors of a rank, GB",
-        "largest memory of a process with its libraries, GB",
-    )
+    tensors = "largest memory of tensors of a rank, GB"
+    process = "largest memory of a process with its libraries, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
         (replace(on_cpu, lines=[line, {"step": 2}]), 0.051, 0),

@@ -18,7 +18,8 @@ from tests.unit.test_slurm_launcher import NONE, Answer, Scripted, leaving, list
 NOTE = "(folder / f'cancelled-{sys.argv[-1]}').touch()"
 SHOW = """if (folder / f"cancelled-{out.split('|')[0]}").exists():
     out = out.replace('PENDING', 'CANCELLED').replace('RUNNING', 'CANCELLED')"""
-WAITS, RUNS = listed("PENDING", "Resources"), listed("RUNNING")
+WAITS = listed("PENDING", "Resources")
+RUNS = listed("RUNNING")
 
 
 class Once(Scripted):

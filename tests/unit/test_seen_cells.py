@@ -83,8 +83,10 @@ def test_the_accuracy_is_that_of_cells_never_trained_on(
     known = found.obs["kind"].isin(LABELS)
     right = found.obs["kind"].astype(str) == found.obs["cellmill_label"].astype(str)
     assert (found.obs["cellmill_seen_in_training"] == ~unseen).all()
-    n_unseen, n_right = int((known & unseen).sum()), int((right & known & unseen).sum())
-    n_seen, n_right_seen = int((known & ~unseen).sum()), int((right & known & ~unseen).sum())
+    n_unseen = int((known & unseen).sum())
+    n_right = int((right & known & unseen).sum())
+    n_seen = int((known & ~unseen).sum())
+    n_right_seen = int((right & known & ~unseen).sum())
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("renamed: kind: ")] == [
         f"renamed: kind: accuracy on cells that the model was not trained on: {n_right} of {n_unseen} "

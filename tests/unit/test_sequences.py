@@ -31,7 +31,8 @@ from tests.unit.exported import export_model, make_corpus
 from tests.unit.small_corpus import genes_named, random_counts, write_dataset
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
-INSULIN_A, INSULIN_B = "GIVEQCCTSICSLYQLENYCN", "FVNQHLCGSHLVEALYLVCGERGFFYTPKT"
+INSULIN_A = "GIVEQCCTSICSLYQLENYCN"
+INSULIN_B = "FVNQHLCGSHLVEALYLVCGERGFFYTPKT"
 TOKENS = {"tokenizer": "sequence", "max_tokens": 40}
 FASTA = f"""
 >sp|P0CG47|UBB_HUMAN Polyubiquitin-B OS=Homo sapiens OX=9606 GN=UBB PE=1
@@ -126,7 +127,8 @@ def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path
     options = PreprocessOptions.model_validate(
         {"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}}
     )
-    proteins, report = tmp_path / "proteins.h5ad", tmp_path / "qc.json"
+    proteins = tmp_path / "proteins.h5ad"
+    report = tmp_path / "qc.json"
     preprocess.preprocess(
         options=options, input=fasta, counts="X", dataset="few", out=proteins, report=report
     )
@@ -149,7 +151,8 @@ def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path
 
 
 def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
-    starts, genes = np.array([0, 3, 6, 9]), np.array([1, 2, 2, 2, 1, 2, 1, 2, 2])
+    starts = np.array([0, 3, 6, 9])
+    genes = np.array([1, 2, 2, 2, 1, 2, 1, 2, 2])
     hashes = hash_cells(
         starts, genes, positions_in_rows(starts), hash_genes(list(RESIDUES))
     ).tolist()
@@ -226,7 +229,8 @@ def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(
         out = tmp_path / f"{path.name}.h5ad"
         embed.embed(options=options, model=model, input=path, counts="X", out=out)
         vectors[path.name] = ad.read_h5ad(out)
-    few, two = vectors[fasta.name], vectors[reverse.name]
+    few = vectors[fasta.name]
+    two = vectors[reverse.name]
     assert list(two.obs_names) == ["u", "r"]
     assert np.isnan(few.obsm["X_cellmill"]).any(axis=1).tolist() == [
         False,

@@ -134,7 +134,8 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, _, ids = two_datasets(tmp_path)
-    vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
+    vocabulary = vocabulary_of(ids)
+    out = tmp_path / "shards" / "manifest.json"
     expected = files_of(
         write_shards(paths, vocabulary, OPTIONS, tmp_path / "other" / "manifest.json")
     )
@@ -160,7 +161,8 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
     assert not out.exists()
     # the shard before the kill was written without the last step: another content under its name is
     # not kept
-    damaged, kept = out.parent / "train-00000.h5ad", out.parent / "train-00002.h5ad"
+    damaged = out.parent / "train-00000.h5ad"
+    kept = out.parent / "train-00002.h5ad"
     plan = make_plan(paths, vocabulary, OPTIONS, out)
     write_part(plan, paths, vocabulary, out.parent, part=2, parts=len(plan.shards()))
     before = kept.stat()
@@ -177,7 +179,8 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
 
 def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:
     paths, _, ids = two_datasets(tmp_path)
-    vocabulary, out = vocabulary_of(ids), tmp_path / "shards" / "manifest.json"
+    vocabulary = vocabulary_of(ids)
+    out = tmp_path / "shards" / "manifest.json"
     plan = make_plan(paths, vocabulary, OPTIONS, out)
     write_part(plan, paths, vocabulary, out.parent)
     assert make_plan(paths, vocabulary, OPTIONS.model_copy(update={"jobs": 9}), out) == plan
@@ -268,7 +271,8 @@ def with_copies(folder: Path) -> tuple[list[Path], list[str]]:
     """Two datasets: the second has 30 cells of the first in other columns, the first has 5 of its
     own twice.
     """
-    ids, counts = genes_named(40), random_counts(200, 40)
+    ids = genes_named(40)
+    counts = random_counts(200, 40)
     first = sp.vstack([counts, counts[:5]], format="csr")
     order = np.random.default_rng(0).permutation(40)
     second = sp.vstack([counts[50:80], random_counts(70, 40, seed=9)], format="csr")[
@@ -288,7 +292,8 @@ def test_equal_cells_are_counted_or_dropped_but_for_the_first_listed(
     paths, ids = with_copies(tmp_path)
     vocabulary_of(ids).write(genes := tmp_path / "vocabulary.tsv")
     twice = {f"one:cell{i}" for i in range(200, 205)}
-    in_one, in_two = {f"one:cell{i}" for i in range(50, 80)}, {f"two:cell{i}" for i in range(30)}
+    in_one = {f"one:cell{i}" for i in range(50, 80)}
+    in_two = {f"two:cell{i}" for i in range(30)}
     every = {f"one:cell{i}" for i in range(205)} | {f"two:cell{i}" for i in range(100)}
     for duplicates, listed, gone, counted in (
         (
@@ -409,7 +414,8 @@ def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> No
 
 
 def test_sequences_whose_order_is_their_own_come_back_too(tmp_path: Path) -> None:
-    ids, cells = genes_named(20), tmp_path / "cells" / "p.h5ad"
+    ids = genes_named(20)
+    cells = tmp_path / "cells" / "p.h5ad"
     residues = np.random.default_rng(0).integers(0, 20, 90 * 40)
     rows = sp.csr_matrix(
         (np.ones(90 * 40, np.uint16), residues, np.arange(0, 90 * 40 + 1, 40)), shape=(90, 20)
@@ -448,10 +454,13 @@ def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(
 
 
 def test_archiving_again_keeps_whole_files_and_writes_damaged_ones_again(tmp_path: Path) -> None:
-    manifest, archive = write_corpus(tmp_path, 200, val_frac=0.1), tmp_path / "archive"
+    manifest = write_corpus(tmp_path, 200, val_frac=0.1)
+    archive = tmp_path / "archive"
     assert archived(manifest.path, archive) == 0
-    damaged, kept = archive / "train-00000.h5ad.zip", archive / "val-00000.h5ad.zip"
-    content, written = bytearray(damaged.read_bytes()), kept.stat().st_mtime_ns
+    damaged = archive / "train-00000.h5ad.zip"
+    kept = archive / "val-00000.h5ad.zip"
+    content = bytearray(damaged.read_bytes())
+    written = kept.stat().st_mtime_ns
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     assert archived(manifest.path, archive) == 0
@@ -477,7 +486,8 @@ def test_a_folder_of_other_shards_is_refused_and_nothing_is_written(
         (archived, one, tmp_path / "others"),
         (restored, tmp_path / "archive", other.parent),
     ):
-        before, source = bytes_of(out), one if given == one else given / "manifest.json"
+        before = bytes_of(out)
+        source = one if given == one else given / "manifest.json"
         assert command(given, out) == 2
         assert capsys.readouterr().err.partition(": ")[2] == (
             f"{out}/manifest.json: expected the files of {source}, got others or a damaged manifest; set --out to "
@@ -491,10 +501,8 @@ IDS = genes_named(60)
 
 def preprocessed(folder: Path, counts: sp.csr_matrix, compression: str | None) -> Path:
     """Cells of `counts`, preprocessed."""
-    raw, out = (
-        write_dataset(folder / "raw.h5ad", counts, IDS),
-        folder / str(compression) / "cells" / "one.h5ad",
-    )
+    raw = write_dataset(folder / "raw.h5ad", counts, IDS)
+    out = folder / str(compression) / "cells" / "one.h5ad"
     options = Preprocess(
         organism=None, min_genes=0, max_mito_frac=1, row_block=37, compression=compression
     )
@@ -508,7 +516,8 @@ def test_compressed_cells_are_smaller_and_give_the_same_shards(
     tmp_path: Path, largest: int
 ) -> None:
     counts = random_counts(1100, 60, largest=largest)
-    shards, sizes = {}, {}
+    shards = {}
+    sizes = {}
     for compression in ("gzip", None):
         cells = preprocessed(tmp_path, counts, compression)
         read = ad.read_h5ad(cells)

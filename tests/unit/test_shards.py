@@ -86,10 +86,8 @@ def two(
     """Shards of `two_datasets`, with their counts and genes."""
     folder = tmp_path_factory.mktemp("two")
     paths, counts, ids = two_datasets(folder)
-    options, vocabulary = (
-        Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3),
-        vocabulary_of(ids),
-    )
+    options = Shard(cells_per_shard=64, val_frac=0.2, test_frac=0.2, seed=3)
+    vocabulary = vocabulary_of(ids)
     return (
         write_shards(paths, vocabulary, options, folder / "shards" / "manifest.json"),
         counts,
@@ -101,7 +99,8 @@ def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(
     manifest, counts, vocabulary = two
     assert manifest == Manifest.read(manifest.path)
     verify(manifest)
-    inverse, seen = inverse_medians(vocabulary.medians), set()
+    inverse = inverse_medians(vocabulary.medians)
+    seen = set()
     for split, entry in manifest.splits.items():
         assert entry.n_obs == sum(shard.n_obs for shard in entry.shards) > 0
         for shard, rows in zip(entry.shards, open_shards(manifest, split)):
@@ -112,7 +111,8 @@ def test_every_cell_is_written_once_with_its_counts_names_and_obs_in_rank_order(
                 dataset, cell = name.split(":")
                 original = counts[dataset][int(cell.removeprefix("cell"))]
                 span = rows.indptr[place : place + 2].tolist()
-                genes, values = rows.read_genes(*span), rows.read_counts(*span)
+                genes = rows.read_genes(*span)
+                values = rows.read_counts(*span)
                 row = np.array([0, original.nnz]), original.indices, original.data
                 np.testing.assert_array_equal([genes, values], rank_order_rows(*row, inverse))
                 np.testing.assert_array_equal(cells.X[place].toarray(), original.toarray())
@@ -296,7 +296,8 @@ def test_cells_without_a_gene_of_the_vocabulary_are_dropped_and_counted(tmp_path
 def test_an_edited_manifest_is_refused_and_keys_in_another_order_are_not(
     corpus: Manifest, tmp_path: Path, keys: list[Any], value: Any, message: str
 ) -> None:
-    tree, path = json.loads(corpus.path.read_text()), tmp_path / "manifest.json"
+    tree = json.loads(corpus.path.read_text())
+    path = tmp_path / "manifest.json"
     path.write_text(json.dumps(tree, sort_keys=True))
     assert Manifest.read(path).splits == corpus.splits
     reduce(getitem, keys[:-1], tree)[keys[-1]] = value
@@ -443,7 +444,8 @@ def test_every_rank_reads_the_levels_of_its_cells(manifest: Manifest, split: str
 def test_without_columns_batches_and_fingerprint_are_those_of_before(
     manifest: Manifest, tmp_path: Path
 ) -> None:
-    plain, asking = _stream(manifest, {}), _stream(manifest, {"assay": "x"})
+    plain = _stream(manifest, {})
+    asking = _stream(manifest, {"assay": "x"})
     assert plain.fingerprint == manifest.fingerprint == manifest.fingerprint_with([])
     assert asking.fingerprint != manifest.fingerprint
     ours, theirs = (next(iter(stream))[0] for stream in (plain, asking))

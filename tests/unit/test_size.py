@@ -28,7 +28,9 @@ from tests.checks import refused
 from tests.house.documents import documentation
 from tests.models import model_on_cpu, spec, train_options
 
-HIDDEN, LAYERS, N_GENES = 64, 3, 60
+HIDDEN = 64
+LAYERS = 3
+N_GENES = 60
 KINDS = [
     ("continuous", "masked_value"),
     ("continuous", "masked_gene"),
@@ -48,7 +50,8 @@ def _spec(
 
 
 def test_frozen_parameters_and_buffers_are_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, begin = measure(_spec()), EncoderModel.__init__
+    plain = measure(_spec())
+    begin = EncoderModel.__init__
 
     def partly_frozen(model: Any, *given: Any) -> None:
         begin(model, *given)
@@ -78,7 +81,9 @@ def test_flops_of_a_block_are_those_of_its_matrices_and_its_attention() -> None:
 
 
 def test_flops_of_a_step_follow_the_published_formula() -> None:
-    cells, length, genes = 4, 500, 1000
+    cells = 4
+    length = 500
+    genes = 1000
     given = {
         "hidden": HIDDEN,
         "layers": LAYERS,
@@ -172,14 +177,18 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
     rng = np.random.default_rng(0)
     genes = np.concatenate([rng.permutation(N_GENES) for _ in range(cells)]).astype(np.int32)
     counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
-    tokenizer, starts = given.tokens.load()(given.tokens), np.arange(cells + 1) * N_GENES
+    tokenizer = given.tokens.load()(given.tokens)
+    starts = np.arange(cells + 1) * N_GENES
     return tokenized(tokenizer, genes, counts, starts, np.arange(cells), given.tokens.max_tokens)
 
 
 def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() -> None:
-    whole, cut = measure(_spec()), measure(_spec(), tp=2)
+    whole = measure(_spec())
+    cut = measure(_spec(), tp=2)
     # replicated: norms, biases of out and down
-    matrices, biases, replicated = 12 * HIDDEN**2, 7 * HIDDEN, 6 * HIDDEN
+    matrices = 12 * HIDDEN**2
+    biases = 7 * HIDDEN
+    replicated = 6 * HIDDEN
     assert whole.block.parameters == matrices + biases + replicated
     assert cut.block.parameters == (matrices + biases) / 2 + replicated
     assert cut.flops.block == pytest.approx(whole.flops.block / 2)
@@ -229,10 +238,8 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
         "parts": PARTS,
         "pooling": "attention",
     }
-    whole, half = (
-        measure(spec(120, **given)),
-        measure(spec(120, **given), 2, sequence_parallel=True),
-    )
+    whole = measure(spec(120, **given))
+    half = measure(spec(120, **given), 2, sequence_parallel=True)
     assert whole.parameters == sum(p.numel() for p in model_on_cpu(120, **given).parameters())
     assert half.parameters < whole.parameters
     assert half.workspace_of(4096) > 0
@@ -240,7 +247,8 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(layers: int) -> None:
-    hidden, genes = 32, 300
+    hidden = 32
+    genes = 300
     size = measure(
         spec(
             genes,
@@ -253,7 +261,8 @@ def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(laye
     )
     # forward and backward are 6 FLOPs per weight and cell: up and down of each block, the decoder
     # and its table
-    blocks, decoder = 6 * layers * 8 * hidden**2, 6 * (hidden * 256 + 256 * (genes + 2))
+    blocks = 6 * layers * 8 * hidden**2
+    decoder = 6 * (hidden * 256 + 256 * (genes + 2))
     assert size.flops.pair == 0
     assert size.flops.of(1, 0, 0) == pytest.approx(0, abs=1)
     assert size.blocks * size.flops.block_by_cell == pytest.approx(blocks)
@@ -308,7 +317,8 @@ def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_count
     assert list(rows) == list(SIZES)
     for name, of in SIZES.items():
         size = measure(spec(20_000, family="encoder", objective="cell_decoding", **of))
-        encoder, decoder = size.parameters - size.finish.parameters, size.finish.parameters
+        encoder = size.parameters - size.finish.parameters
+        decoder = size.finish.parameters
         assert of["hidden"] == 64 * of["heads"]
         stated = (
             of["hidden"],

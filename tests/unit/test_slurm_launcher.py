@@ -47,11 +47,9 @@ class Scripted:
     def __init__(
         self, folder: Path, monkeypatch: MonkeyPatch, capsys: Capsys, **machine: Any
     ) -> None:
-        self.fake, self.train, self.capsys = (
-            folder / "fake",
-            folder / "runs" / "a" / "train",
-            capsys,
-        )
+        self.fake = folder / "fake"
+        self.train = folder / "runs" / "a" / "train"
+        self.capsys = capsys
         (self.fake / "bin").mkdir(parents=True)
         self.train.mkdir(parents=True)
         for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "srun"):
@@ -61,7 +59,8 @@ class Scripted:
         monkeypatch.setenv("FAKE_SLURM", str(self.fake))
         monkeypatch.setattr("cellmill.launch.follow.GONE_S", 0.3)
         self.machine = Machine(launcher="slurm", poll_s=0.05, **machine)
-        self.states, self.steps = ["running"], [0]
+        self.states = ["running"]
+        self.steps = [0]
         self.first = self.train / "jobs" / "001"
 
     def answers(self, **answers: list[Answer]) -> None:
@@ -292,10 +291,8 @@ IMPORTS = (
 def test_an_end_that_another_job_would_not_mend_is_the_error_of_one_job(
     scripted: Scripted, machine: dict[str, Any], log: str, states: list[str], error: str
 ) -> None:
-    scripted.machine, file = (
-        scripted.machine.model_copy(update=machine),
-        scripted.first / "7_0_log.out",
-    )
+    scripted.machine = scripted.machine.model_copy(update=machine)
+    file = scripted.first / "7_0_log.out"
     if "modules" in machine:
         scripted.hook("sbatch", RUN_SETUP.replace("LOG", str(file)))
     elif log:
@@ -608,8 +605,10 @@ def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_othe
         "7_0_log.out",
         f"submitit INFO - Starting with JobEnvironment(job_id=7)\n{failed}\n",
     )
-    scripted.states, scripted.steps = ["running", "done"], [0, 5]
-    running, ended = listed("RUNNING"), listed("COMPLETED", job=8)
+    scripted.states = ["running", "done"]
+    scripted.steps = [0, 5]
+    running = listed("RUNNING")
+    ended = listed("COMPLETED", job=8)
     printed = scripted.run(
         running,
         running,

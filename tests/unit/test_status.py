@@ -301,7 +301,8 @@ f-waits: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the p
 
 
 def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path, cli: Cli) -> None:
-    here, elsewhere = results.parent, results
+    here = results.parent
+    elsewhere = results
     (here / ".snakemake").mkdir()
     run_of(results, "one")
     squeue(
@@ -352,11 +353,9 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     assert stage_lines(many) == [line]
 
 
-LIMIT, REQUEST, SPENT = (
-    "a limit of yours, ",
-    "a job may not request this: ",
-    "the time that was granted is used up: ",
-)
+LIMIT = "a limit of yours, "
+REQUEST = "a job may not request this: "
+SPENT = "the time that was granted is used up: "
 
 
 @pytest.mark.parametrize(
@@ -416,7 +415,8 @@ def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_
 def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(
     tmp_path: Path,
 ) -> None:
-    stage, slurm = tmp_path / "a.log", tmp_path / "8.log"
+    stage = tmp_path / "a.log"
+    slurm = tmp_path / "8.log"
     (tmp_path / "log").write_text(
         2 * f"Error in rule embed:\n    log: {stage}, {slurm} (check log file(s) for …)\n"
     )

@@ -64,8 +64,11 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     }
     train = {"global_batch": 100, "steps": 4, "token_budget": budget}
     options = PlanOptions.model_validate(tree | {"parallel": parallel, "train": train})
-    detected, least = detected_genes(manifest), min_microbatches(options.parallel)
-    padded, in_order = 0, np.zeros((4, 2, 50), np.int64)  # steps, ranks, cells
+    detected = detected_genes(manifest)
+    least = min_microbatches(options.parallel)
+    # steps, ranks, cells
+    padded = 0
+    in_order = np.zeros((4, 2, 50), np.int64)
     for rank in range(2):
         sizes = {
             "global_batch": 100,
@@ -91,7 +94,8 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
 
 
 def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:
-    counts, options = random_counts(3000, 400), Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
+    counts = random_counts(3000, 400)
+    options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
     planned = corpus_cost([3000], counts.nnz / 3000, Preprocess(), options)[-1]
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]

@@ -93,7 +93,8 @@ def test_random_requests_are_answered_as_by_torch(servers: tuple[int, int], seed
     draw = random.Random(seed)
     clients = [[connect(port) for _ in range(2)] for port in servers]
     for _ in range(400):
-        request, number = draw_request(draw), draw.randrange(2)
+        request = draw_request(draw)
+        number = draw.randrange(2)
         expected, answered = (do(each[number], request) for each in clients)
         assert answered == expected, request
 

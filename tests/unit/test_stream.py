@@ -163,11 +163,13 @@ def test_epochs_differ_and_so_do_seeds(manifest: Manifest) -> None:
 @pytest.mark.parametrize("tokenizer", ["rank", "binned", "continuous"])
 def test_tokens_are_those_of_the_cells_in_the_shards(manifest: Manifest, tokenizer: str) -> None:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 9})
-    stream, alone = stream_of(manifest, tokens=tokens), tokens.load()(tokens)
+    stream = stream_of(manifest, tokens=tokens)
+    alone = tokens.load()(tokens)
     expected = {}
     for rows in open_shards(manifest, "train"):
         for start, stop in pairwise(rows.indptr.tolist()):
-            genes, counts = rows.read_genes(start, stop), rows.read_counts(start, stop)
+            genes = rows.read_genes(start, stop)
+            counts = rows.read_counts(start, stop)
             expected[len(expected)] = alone.tokenize(genes, counts, np.array([0, stop - start]))
     for step in take(stream, stream.steps_per_epoch):
         for batch in step:
@@ -247,7 +249,8 @@ def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
 def test_a_state_of_another_stream_is_refused_with_both_values(
     manifest: Manifest, changes: dict[str, Any], state: dict[str, Any], message: str
 ) -> None:
-    stream, given = stream_of(manifest, **changes), stream_of(manifest).state_dict() | state
+    stream = stream_of(manifest, **changes)
+    given = stream_of(manifest).state_dict() | state
     with pytest.raises(UserError, match=message):
         stream.load_state_dict(given)
     assert len(take(stream, 20)) == 20
@@ -256,7 +259,8 @@ def test_a_state_of_another_stream_is_refused_with_both_values(
 def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: Manifest) -> None:
     stream = stream_of(manifest, shuffle=False, max_cells=150, seed=7)
     assert stream.n_cells == 150
-    first, second = list(stream), list(stream)
+    first = list(stream)
+    second = list(stream)
     stream.close()
     assert len(first) == stream.steps_per_epoch
     assert same(first, second)
@@ -304,7 +308,8 @@ def test_leaving_a_loop_ends_the_thread_that_reads_ahead(manifest: Manifest) -> 
 
 
 def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
-    manifest, before = write_corpus(tmp_path, 400), threads()
+    manifest = write_corpus(tmp_path, 400)
+    before = threads()
     stream = stream_of(manifest)
     batches = iter(stream)
     next(batches)
@@ -320,7 +325,9 @@ def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
 
 
 def test_donors_are_mixed_as_by_a_true_shuffle_though_the_file_is_sorted(tmp_path: Path) -> None:
-    n_donors, each, rng = 16, 128, np.random.default_rng(0)
+    n_donors = 16
+    each = 128
+    rng = np.random.default_rng(0)
     manifest = write_corpus(tmp_path, n_donors * each, 10, cells_per_shard=512)
     shards = [ad.read_h5ad(manifest.shard_path(shard)) for shard in manifest.splits["train"].shards]
     names = np.array([int(name.split(":cell")[1]) for shard in shards for name in shard.obs_names])

@@ -43,7 +43,8 @@ def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batc
 
 
 def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
-    model, batch = _model(objective="sum", parts=PARTS), _cells()
+    model = _model(objective="sum", parts=PARTS)
+    batch = _cells()
     prepared = prepare(model, batch, 128)
     losses = model(prepared)
     masked = _model(objective="masked_value", mask_frac=0.4)
@@ -65,7 +66,8 @@ def test_second_views_are_no_further_cells_of_other_parts() -> None:
     batch = _cells()
     plain, model = (_model(objective="sum", parts=parts) for parts in (PARTS, paired))
     one, both = (prepare(made, batch, 128) for made in (plain, model))
-    shown, n = plain.view(batch, **KEYS), len(batch.lengths)
+    shown = plain.view(batch, **KEYS)
+    n = len(batch.lengths)
     assert torch.equal(both.n_targets, one.n_targets)
     assert torch.equal(both.parts[1].targets, one.parts[1].targets)
     assert torch.equal(both.parts[1].answers, one.parts[1].answers)

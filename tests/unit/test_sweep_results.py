@@ -21,7 +21,8 @@ VALUES = {
 
 def write_runs(folder: Path) -> None:
     for name, values in VALUES.items():
-        n, seed = round(3000 * values["stream.train_frac"]), values["train.seed"]
+        n = round(3000 * values["stream.train_frac"])
+        seed = values["train.seed"]
         loss = 1.5 + 40 * n**-0.5 + (0.002 if seed else -0.002)
         rows = [
             {
@@ -86,10 +87,8 @@ def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
-    sizes, noise = (
-        np.repeat([100, 300, 1000, 3000, 10_000], 2),
-        np.random.default_rng(0).normal(0, 0.003, 10),
-    )
+    sizes = np.repeat([100, 300, 1000, 3000, 10_000], 2)
+    noise = np.random.default_rng(0).normal(0, 0.003, 10)
     law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))["law"]
     assert law["low"] <= 0.45 + 0.005
     assert law["high"] >= 0.45 - 0.005

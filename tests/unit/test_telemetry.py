@@ -18,8 +18,10 @@ def test_without_a_gpu_or_its_package_nothing_is_logged_and_nothing_raised() -> 
 
 
 def test_a_line_has_a_number_for_each_rank_and_only_what_all_ranks_know() -> None:
-    first, second = [*MEMORY, 87.0, 70e9, 650_432.0], [*MEMORY, 3.0, 1.5e9, UNKNOWN]
-    two, one = readings_line("cuda", first + second, 2), readings_line("cuda", first, 1)
+    first = [*MEMORY, 87.0, 70e9, 650_432.0]
+    second = [*MEMORY, 3.0, 1.5e9, UNKNOWN]
+    two = readings_line("cuda", first + second, 2)
+    one = readings_line("cuda", first, 1)
     assert (two["gpu_busy_frac"], two["gpu_used_gb"], "gpu_power_w" in two) == (
         [0.87, 0.03],
         [70.0, 1.5],

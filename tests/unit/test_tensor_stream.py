@@ -18,7 +18,8 @@ from cellmill.config.run import Stream
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError, UserError
 
-CELLS, LANES = 533, {"lanes": 8, "block_cells": 4, "window_blocks": 3}
+CELLS = 533
+LANES = {"lanes": 8, "block_cells": 4, "window_blocks": 3}
 ROOT = Path(__file__).resolve().parents[2]
 LOOPS = re.findall(
     r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.M | re.S
@@ -58,7 +59,8 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> None:
     stream = opened(folder, columns=["bulk_labels"], number_columns=["age"], counts=True)
     found = epochs(stream, 3)
-    manifest, tokens = folder / "results/corpora/pbmc/shards/manifest.json", {"max_tokens": 12}
+    manifest = folder / "results/corpora/pbmc/shards/manifest.json"
+    tokens = {"max_tokens": 12}
     shared = {"global_batch": 32, "token_budget": 32 * 12, "rank": 0, "world": 1, "seed": 0}
     engine = CellStream(
         manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared

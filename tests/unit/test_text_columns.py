@@ -72,7 +72,8 @@ def test_a_cell_without_a_perturbation_is_no_control(kind: str) -> None:
     reader: Any = SimpleNamespace(
         obs=obs, n_obs=3, path=Path("a.h5ad"), obs_column=lambda name, owner: obs[name]
     )
-    reader.var_names, reader.var = [], pd.DataFrame()
+    reader.var_names = []
+    reader.var = pd.DataFrame()
     columns = ObsColumns(perturbation="guide", control="ctrl")
     made = choose_obs(reader, [], columns).obs
     assert made["is_control"].tolist() == [True, False, False]
@@ -88,7 +89,8 @@ def test_text_is_written_plain_so_that_every_version_reads_it(tmp_path: Path, ki
     obs = pd.DataFrame(
         {"donor": column(kind, ["d", None, "e"], names), "whole": column(kind, list("xyx"), names)}
     )
-    path, counts = tmp_path / "a.h5ad", sp.csr_matrix(np.ones((3, 2), np.uint16))
+    path = tmp_path / "a.h5ad"
+    counts = sp.csr_matrix(np.ones((3, 2), np.uint16))
     genes = pd.DataFrame(
         {"symbol": ["g", "h"]}, index=pd.Index(["ENSG00000000003", "ENSG00000000005"])
     )

@@ -180,7 +180,8 @@ def test_a_table_that_has_no_counts_is_one_line(text: str, message: str, tmp_pat
 
 def test_a_wide_table_is_read_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "wide.csv"
-    n_cells, n_genes = 2500, 5000
+    n_cells = 2500
+    n_genes = 5000
     row = ",".join(str(int(number % 20 == 0)) for number in range(n_cells))
     with open(path, "w") as file:
         file.write("," + ",".join(f"cell{number}" for number in range(n_cells)) + "\n")

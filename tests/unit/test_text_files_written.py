@@ -16,7 +16,8 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.preprocess import preprocess_cells
 from cellmill.errors import DataError
 
-N_CELLS, N_GENES = 30, 40
+N_CELLS = 30
+N_GENES = 40
 BARCODES = [
     f"{''.join('ACGT'[int(digit)] for digit in np.base_repr(4**9 + 7919 * i, 4))}-1"
     for i in range(N_CELLS)

@@ -273,7 +273,8 @@ def test_the_rank_order_equals_a_plain_sort_for_any_input_order(
         np.testing.assert_array_equal(moved[a:b], counts[places])
 
 
-GENES, CELLS = 300, 40
+GENES = 300
+CELLS = 40
 KINDS = [
     {"tokenizer": "continuous", "truncation": "random"},
     {"tokenizer": "continuous", "zero_frac": 0.25},
@@ -312,10 +313,8 @@ def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
 def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(
     options: dict[str, Any],
 ) -> None:
-    batch, whole = (
-        made(options),
-        made({**options, "truncation": "top", "zero_frac": 0}, max_tokens=GENES),
-    )
+    batch = made(options)
+    whole = made({**options, "truncation": "top", "zero_frac": 0}, max_tokens=GENES)
     share = options.get("zero_frac", 0)
     chosen, every = (
         zip(*(by_cell(b, array) for array in (b.genes, b.values, b.counts))) for b in (batch, whole)
@@ -380,7 +379,8 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
         stream = stream_of(
             manifest, rank, world, {"lanes": 4}, tokens=tokens, global_batch=20, token_budget=30
         )
-        steps, epochs = iter(stream), []
+        steps = iter(stream)
+        epochs = []
         for _ in range(2):
             batches = chain.from_iterable(islice(steps, stream.steps_per_epoch))
             epochs.append(
@@ -389,7 +389,8 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
         stream.close()
         return epochs
 
-    alone, ranks = streamed(0, 1), [streamed(rank, 2) for rank in range(2)]
+    alone = streamed(0, 1)
+    ranks = [streamed(rank, 2) for rank in range(2)]
     for epoch in range(2):
         assert alone[epoch] == ranks[0][epoch] | ranks[1][epoch]
         assert len(alone[epoch]) == 90
@@ -399,7 +400,8 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
 def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_without(
     tmp_path: Path,
 ) -> None:
-    ids, counts = genes_named(GENES), random_counts(30, GENES)
+    ids = genes_named(GENES)
+    counts = random_counts(30, GENES)
     vocabulary = replace(vocabulary_of(ids), variability=VARIABILITY)
     path = write_dataset(tmp_path / "one.h5ad", counts, ids)
     shard = Shard(val_frac=0, test_frac=0)
@@ -421,7 +423,8 @@ def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_w
         for batch in step
         for genes in by_cell(batch, batch.genes)
     ]
-    every, totals = np.arange(GENES, dtype=np.int32), np.zeros(2, np.int64)
+    every = np.arange(GENES, dtype=np.int32)
+    totals = np.zeros(2, np.int64)
     columns = GeneColumns(every, np.ones(GENES, bool), False)
     [batch] = tokens_of([counts], columns, vocabulary, tokens, np.ones(30, bool), totals)
     assert sorted(streamed) == sorted(by_cell(batch, batch.genes))

@@ -137,9 +137,12 @@ def file_id(train: Path) -> str:
 
 def leveldb_records(path: Path) -> Iterator[bytes]:
     """Records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
-    data, at, whole = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    whole = b""
     while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
+        left = 32768 - at % 32768
+        if left < 7:
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)

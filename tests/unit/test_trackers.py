@@ -61,7 +61,8 @@ def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(
     train: Path, capfd: Any
 ) -> None:
     track = options(train, tracker_a={}, observer_a={})
-    seen, observed = train / "tracker_a.calls", train / "observer_a.calls"
+    seen = train / "tracker_a.calls"
+    observed = train / "observer_a.calls"
     checkpoint = train / "checkpoints" / "step-00000002"
 
     def until_it_is_stopped() -> None:
@@ -129,7 +130,8 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
         began = time.monotonic()
     assert time.monotonic() - began < 60, "a tracker that hangs holds the training"
     assert ["finish", "done"] in calls(train / "tracker_a.calls")
-    tail, rest = "; metrics.jsonl is complete", ", and `cellmill follow one --to {}` sends the rest"
+    tail = "; metrics.jsonl is complete"
+    rest = ", and `cellmill follow one --to {}` sends the rest"
     problems = {
         "tracker 'tracker_b'": "failed and is dropped: ValueError: no account *** at https://***@host",
         "tracker 'tracker_c'": "did not finish within 3 s",
@@ -167,7 +169,8 @@ def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(t
     track = options(train, tracker_a={}, tracker_c={"does": "hang"})
     append(train, 1, 2)
     sent = train / "track" / "tracker_a" / "sent.json"
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         with followed(train, track):
             # it has noted what it sent
             while '"step": 2' not in (sent.read_text() if sent.exists() else ""):

@@ -191,10 +191,8 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(
         two.obs["type_id"] = ids.where(ids != IDS[0], "CL:0000624")
 
     result = datasets.evaluate(tmp_path / "out", relabel, label="type_id")["two"]["transfer"]
-    row, known = (
-        _rows(result)[LINEAR],
-        datasets.cells["two"].obs["type_id"].astype(str).to_numpy() != IDS[0],
-    )
+    row = _rows(result)[LINEAR]
+    known = datasets.cells["two"].obs["type_id"].astype(str).to_numpy() != IDS[0]
     assert result["figures"]["new_classes"] == {"CL:0000624": int((~known).sum())}
     profiles = [log_normalise(sp.csr_matrix(datasets.cells[name].X)) for name in ("one", "two")]
     fitted = regression(sparse=True)
@@ -244,7 +242,8 @@ def test_copies_and_cells_of_new_labels_are_counted_apart(
     datasets: Datasets, tmp_path: Path
 ) -> None:
     def change(two: ad.AnnData) -> None:
-        counts, text = sp.csr_matrix(two.X).tolil(), two.obs["cell_type"].astype(str)
+        counts = sp.csr_matrix(two.X).tolil()
+        text = two.obs["cell_type"].astype(str)
         counts[:7] = sp.csr_matrix(datasets.cells["one"].X)[:7]
         text.iloc[10:40], text.iloc[40:45] = "platypus cell", None
         two.X, two.obs["cell_type"] = counts.tocsr(), text
@@ -256,7 +255,8 @@ def test_copies_and_cells_of_new_labels_are_counted_apart(
         30,
     )
     assert (figures["n_cells"], figures["n_unlabelled"]) == (158, 5)
-    known, asked = sp.csr_matrix([[1, 0], [0, 0]]), sp.csr_matrix([[0, 0], [1, 0], [0, 1]])
+    known = sp.csr_matrix([[1, 0], [0, 0]])
+    asked = sp.csr_matrix([[0, 0], [1, 0], [0, 1]])
     # cells without counts are no copies
     assert copies(known, asked).tolist() == [False, True, False]
     none = datasets.evaluate(

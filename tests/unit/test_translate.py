@@ -23,13 +23,15 @@ eval: {benchmarks: [{name: linear_probe}]}
 def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs = tmp_path / "theirs.yaml"
+    out = tmp_path / "ours.yaml"
     theirs.write_text(THEIRS)
     assert main(["translate", str(theirs), "--out", str(out)]) == 0
     lines = capsys.readouterr().out
     assert out.with_suffix(".tsv").read_text() == "dataset\tpath\none\ta/one.h5ad\ntwo\ttwo.h5ad\n"
     ours = load_config(out)
-    run, vocabulary = ours.runs["translated"], ours.corpora["corpus"].vocabulary
+    run = ours.runs["translated"]
+    vocabulary = ours.corpora["corpus"].vocabulary
     assert (run.train.global_batch, run.train.epochs, run.train.lr, run.train.optimizer.name) == (
         128,
         7,
@@ -62,7 +64,8 @@ def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
 def test_bins_and_sections_that_are_elsewhere_are_taken_over_or_answered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs = tmp_path / "theirs.yaml"
+    out = tmp_path / "ours.yaml"
     theirs.write_text(
         """
 data: {paths: [one.h5ad], census: {organism: Homo sapiens}}

@@ -16,7 +16,8 @@ from cellmill.train.validation import Monitor, Progress, advice, check_best_metr
 from tests.checks import refused
 from tests.models import model_on_cpu
 
-WIDTH, N = 6, 200
+WIDTH = 6
+N = 200
 
 
 class Mesh:
@@ -41,7 +42,8 @@ def _metrics(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     config = check_options(ObjectiveConfig, {"name": "masked_gene"}, "objective")
     objective = SimpleNamespace(config=config, leaves=dict)
     model: Any = SimpleNamespace(vector_width=WIDTH, kept_vectors=None, objective=objective)
-    monitor, mesh = Monitor(model), Mesh()
+    monitor = Monitor(model)
+    mesh = Mesh()
     for cells in torch.arange(len(z)).split(70):
         n = len(cells)
         ends = torch.arange(n + 1, dtype=torch.int32)
@@ -123,12 +125,10 @@ CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
 def test_the_best_step_and_the_end_follow_from_the_values_also_when_resumed_at_each(
     options: dict[str, Any], values: list[float], best: list[int], over: int | None
 ) -> None:
-    train, progress, found, ended = (
-        Train.model_validate({"steps": 99} | options),
-        Progress(),
-        [],
-        None,
-    )
+    train = Train.model_validate({"steps": 99} | options)
+    progress = Progress()
+    found = []
+    ended = None
     for step, value in enumerate(values, start=1):
         progress = Progress(**(asdict(progress) | {"step": step, "val_loss": -value}))
         if progress.judge(value, train):

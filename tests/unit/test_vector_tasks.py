@@ -103,7 +103,8 @@ Cells = tuple[np.ndarray, np.ndarray, np.ndarray]  # vectors, batches, labels
 def cells(apart: float, n: int = 240) -> Cells:
     """Three labels far from each other, three batches `apart` within each."""
     random = np.random.default_rng(0)
-    labels, batches = np.arange(n) % 3, np.arange(n) // 3 % 3
+    labels = np.arange(n) % 3
+    batches = np.arange(n) // 3 % 3
     vectors = random.normal(size=(n, 6))
     vectors[np.arange(n), labels] += 20
     vectors[np.arange(n), 3 + batches] += apart
@@ -123,7 +124,8 @@ def measured(of: Cells) -> dict[str, float]:
 
 
 def test_mixed_batches_score_high_separated_ones_low_and_labels_the_same() -> None:
-    mixed, separated = measured(cells(0)), measured(cells(15))
+    mixed = measured(cells(0))
+    separated = measured(cells(15))
     for name, high, low in (("iLISI", 0.6, 1e-6), ("kBET", 0.9, 1e-6), ("BRAS", 0.9, 0.75)):
         assert mixed[name] > high, name
         assert separated[name] <= low, name
@@ -164,11 +166,13 @@ def test_bras_is_a_silhouette_by_cosine_distance_against_all_other_batches() -> 
     by_label = []
     for label in range(3):
         of = labels == label
-        distances, batch = pairwise_distances(vectors[of], metric="cosine"), batches[of]
+        distances = pairwise_distances(vectors[of], metric="cosine")
+        batch = batches[of]
         s = []
         for cell in range(20):
             same = (batch == batch[cell]) & (np.arange(20) != cell)
-            a, b = distances[cell, same].mean(), distances[cell, batch != batch[cell]].mean()
+            a = distances[cell, same].mean()
+            b = distances[cell, batch != batch[cell]].mean()
             s.append((b - a) / max(a, b))
         if label == 1:
             np.testing.assert_allclose(
@@ -181,14 +185,16 @@ def test_bras_is_a_silhouette_by_cosine_distance_against_all_other_batches() -> 
 def test_batch_variance_is_principal_component_regression_with_all_components() -> None:
     vectors, batches, _ = cells(4)
     components = PCA().fit(vectors)
-    values, one_hot = components.transform(vectors), np.eye(3)[batches][:, 1:]
+    values = components.transform(vectors)
+    one_hot = np.eye(3)[batches][:, 1:]
     r2 = [LinearRegression().fit(one_hot, column).score(one_hot, column) for column in values.T]
     expected = np.dot(r2, components.explained_variance_ratio_)
     terms = mixing.batch_variance(vectors, batches)
     assert terms.mean() == pytest.approx(expected)
     # without the labels, whose shares of the batches vary from draw to draw
     vectors = vectors[:, 3:]
-    terms, random = mixing.batch_variance(vectors, batches), np.random.default_rng(2)
+    terms = mixing.batch_variance(vectors, batches)
+    random = np.random.default_rng(2)
     draws = random.integers(0, len(batches), (300, len(batches)))
     bootstrap = np.std([mixing.batch_variance(vectors[of], batches[of]).mean() for of in draws])
     assert terms.std() / len(batches) ** 0.5 == pytest.approx(bootstrap, rel=0.2)
@@ -200,7 +206,8 @@ def test_means_of_labels_weigh_labels_alike_and_leave_out_those_without_a_number
     assert made is not None
     assert made.mean() == 0.5
     assert mixing.mean_of_labels(np.full(3, np.nan), np.zeros(3)) is None
-    widths, batches = np.array([0.2, 0.4, 0.9, 0.9]), np.array([0, 0, 0, 1])
+    widths = np.array([0.2, 0.4, 0.9, 0.9])
+    batches = np.array([0, 0, 0, 1])
     found = mixing.isolated_labels(widths, batches, np.array([0, 0, 1, 1]))
     assert found is not None
     assert found.mean() == pytest.approx(0.3)
@@ -231,7 +238,8 @@ def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(
         "PCA50, Harmony",
         "random",
     ]
-    own, random = rows["embedding"], rows["random"]
+    own = rows["embedding"]
+    random = rows["random"]
     assert all(key.split(":")[0] in ("batch", "bio", "name", "kind") for key in own)
     assert random["batch: iLISI"] > own["batch: iLISI"] + 0.3
     assert own["bio: label ASW"] > random["bio: label ASW"] + 0.1

@@ -28,7 +28,8 @@ from cellmill.planner.size import measure
 from tests.checks import check_gradients, loss_by_shares
 from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, spec
 
-N_GENES, LONG_CELLS = 200, Tokens.model_validate({"max_tokens": 128})
+N_GENES = 200
+LONG_CELLS = Tokens.model_validate({"max_tokens": 128})
 EVERY_VIEW = pytest.mark.parametrize("view", ["drop", "thin", "drop_thin"])
 
 
@@ -73,7 +74,8 @@ def _hidden(view: ViewBatch) -> torch.Tensor:
 @EVERY_VIEW
 def test_values_of_the_view_are_those_of_a_cell_that_has_the_shown_counts_alone(view: str) -> None:
     batch = _batch()
-    drawn, shown = _view(batch, view), _whole(batch) - _hidden(_view(batch, view))
+    drawn = _view(batch, view)
+    shown = _whole(batch) - _hidden(_view(batch, view))
     for index, (genes, values) in enumerate(
         zip(drawn.genes.split(drawn.lengths), drawn.values.split(drawn.lengths))
     ):
@@ -85,7 +87,8 @@ def test_values_of_the_view_are_those_of_a_cell_that_has_the_shown_counts_alone(
 
 
 def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_some() -> None:
-    whole, hidden = _whole(_batch()), _hidden(_view(_batch(), "drop"))
+    whole = _whole(_batch())
+    hidden = _hidden(_view(_batch(), "drop"))
     assert ((hidden == 0) | (hidden == whole)).all()
     thinned = _hidden(_view(_batch(), "thin"))
     assert ((thinned >= 0) & (thinned <= whole)).all()
@@ -93,7 +96,8 @@ def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_som
 
 
 def test_dropping_and_thinning_have_a_share_of_their_own() -> None:
-    whole, options = _whole(_batch()), {"min_hidden_frac": 0.3, "max_hidden_frac": 0.9}
+    whole = _whole(_batch())
+    options = {"min_hidden_frac": 0.3, "max_hidden_frac": 0.9}
     hidden = [_hidden(_view(_batch(), "drop_thin", step, **options)) for step in range(60)]
     shown = torch.stack([1 - each.sum(1) / whole.sum(1) for each in hidden])
     # of one share for both it would be 0.19
@@ -106,14 +110,14 @@ def test_dropping_and_thinning_have_a_share_of_their_own() -> None:
 
 @pytest.mark.parametrize("view", ["drop", "thin"])
 def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
-    batch, shares = _batch(), []
+    batch = _batch()
+    shares = []
     for step in range(60):
-        hidden, whole = (
-            _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9)),
-            _whole(batch),
-        )
+        hidden = _hidden(_view(batch, view, step, min_hidden_frac=0.3, max_hidden_frac=0.9))
+        whole = _whole(batch)
         if view == "drop":
-            hidden, whole = hidden > 0, whole > 0
+            hidden = hidden > 0
+            whole = whole > 0
         shares.append(hidden.sum(1) / whole.sum(1))
     found = torch.stack(shares)[:, torch.tensor(_batch().cu_seqlens).diff() > 60]
     assert found.mean().item() == pytest.approx(0.6, abs=0.02)
@@ -122,7 +126,8 @@ def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
 
 @EVERY_VIEW
 def test_a_cells_view_depends_on_seed_step_and_cell_alone(view: str) -> None:
-    batch, whole = _batch(), _hidden(_view(_batch(), view))
+    batch = _batch()
+    whole = _hidden(_view(_batch(), view))
     parts = [_hidden(_view(part, view)) for part in split_batch(batch, 300)]
     assert len(parts) > 3
     assert torch.equal(torch.cat(parts), whole)
@@ -148,7 +153,8 @@ def test_a_thinned_cell_is_a_draw_by_a_generator_of_its_own() -> None:
 @EVERY_VIEW
 def test_the_target_may_be_the_whole_cell(view: str) -> None:
     batch = _batch()
-    drawn, hidden = _view(batch, view, target="all"), _view(batch, view)
+    drawn = _view(batch, view, target="all")
+    hidden = _view(batch, view)
     assert torch.equal(_hidden(drawn), _whole(batch))
     assert torch.equal(drawn.genes, hidden.genes)
 
@@ -222,7 +228,8 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     plain, paired = (
         _model("profile", view=view, view_loss=on).view(batch, **KEYS) for on in (None, "vicreg")
     )
-    n, shown = len(batch.lengths), len(plain.genes)
+    n = len(batch.lengths)
+    shown = len(plain.genes)
     assert paired.lengths[:n] == plain.lengths
     assert torch.equal(paired.genes[:shown], plain.genes)
     assert torch.equal(paired.values[:shown], plain.values)
@@ -268,11 +275,9 @@ def test_bits_are_splitmix64_folded_over_the_keys() -> None:
 
 
 def test_bits_of_tokens_are_those_of_all_their_keys() -> None:
-    cells, cell, place = (
-        torch.tensor([2**40, -3, 9]),
-        torch.tensor([0, 0, 1, 2, 2]),
-        torch.tensor([0, 1, 0, 0, 1]),
-    )
+    cells = torch.tensor([2**40, -3, 9])
+    cell = torch.tensor([0, 0, 1, 2, 2])
+    place = torch.tensor([0, 1, 0, 0, 1])
     assert torch.equal(
         keyed_token_bits(cells, cell, 5, -1, place, 3), keyed_bits(cells[cell], 5, -1, place, 3)
     )

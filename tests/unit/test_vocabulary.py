@@ -75,7 +75,8 @@ def test_cells_are_counted_exactly_and_medians_pooled_over_files(
 
 
 def test_genes_that_a_model_has_take_its_medians(simulated: Path, tmp_path: Path) -> None:
-    own, path = build_vocabulary([simulated]), tmp_path / "theirs.tsv"
+    own = build_vocabulary([simulated])
+    path = tmp_path / "theirs.tsv"
     theirs = replace(
         own, gene_ids=[*own.gene_ids[:-1], "ENSG00000999999"], medians=own.medians + np.float32(1)
     )
@@ -137,7 +138,8 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(
 ) -> None:
     tokens = {"tokenizer": "binned", "binning": "quantile_corpus", "bins": 4}
     others: dict[str, Any] = {"stream": {}, "model": {}, "parallel": {}, "train": {"steps": 1}}
-    options, no_shards = TrainOptions.model_validate(others | {"tokens": tokens}), cast(Any, None)
+    options = TrainOptions.model_validate(others | {"tokens": tokens})
+    no_shards = cast(Any, None)
     path = tmp_path / "vocabulary.tsv"
     built(simulated, quantiles=True).write(path)
     quantiles = Vocabulary.read(path).quantiles
@@ -236,7 +238,8 @@ def test_cells_that_have_no_vocabulary_are_refused(
 @pytest.fixture(scope="module")
 def parts(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The simulated cells as two files of other gene orders, and with genes that the other lacks."""
-    folder, data = tmp_path_factory.mktemp("parts"), ad.read_h5ad(simulated)
+    folder = tmp_path_factory.mktemp("parts")
+    data = ad.read_h5ad(simulated)
     halves = data[:250], data[250:, ::-1]
     paths = [folder / "a.h5ad", folder / "b.h5ad"]
     for path, half in zip(paths, halves):
@@ -379,10 +382,8 @@ def cells_of(folder: Path, split: str) -> list[str]:
 def test_only_training_cells_choose_genes_and_give_medians(
     donors: Path, tmp_path: Path, select: str, split: dict[str, Any]
 ) -> None:
-    shard, chosen = (
-        options_of(**split),
-        VocabularyConfig.model_validate({"select": select, "max_genes": 8}),
-    )
+    shard = options_of(**split)
+    chosen = VocabularyConfig.model_validate({"select": select, "max_genes": 8})
     if not chosen.reads_split(shard):
         return
     got = build_vocabulary([donors], chosen, shard)
@@ -416,10 +417,8 @@ def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(
 def test_the_training_cells_are_named_in_file_and_log(
     donors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, out = (
-        VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}}),
-        tmp_path / "v.tsv",
-    )
+    options = VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}})
+    out = tmp_path / "v.tsv"
     for split, line in (
         (
             '{"split_by": "donor", "val_frac": 0.2}',

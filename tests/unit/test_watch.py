@@ -97,7 +97,8 @@ def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration
     tracked_run(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.yaml").write_text("runs: {demo: {corpus: pbmc}}\n")
-    results, config = str(tmp_path / "results"), tmp_path / "config" / "config.yaml"
+    results = str(tmp_path / "results")
+    config = tmp_path / "config" / "config.yaml"
     for name, nearest in (("noe", "one"), ("dmeo", "demo")):
         assert main(["watch", name, "--results", results]) == 2
         message = f"no such run in {results}/runs or {config}; did you mean {nearest!r}?"
@@ -118,7 +119,8 @@ def test_no_line_is_wider_than_the_terminal_and_the_block_is_drawn_in_place(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    pieces, losses = CURVE.split("  "), [2.0, float("nan"), *(1 / step for step in range(1, 400))]
+    pieces = CURVE.split("  ")
+    losses = [2.0, float("nan"), *(1 / step for step in range(1, 400))]
     monkeypatch.setattr(terminal := io.StringIO(), "isatty", lambda: True)
     screen = Screen(terminal)
     screen.show(pieces, losses)

@@ -18,7 +18,8 @@ MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 def cells() -> ad.AnnData:
     """Three cells of two genes with something in every mapping."""
     counts = sp.csr_matrix(np.arange(6, dtype=np.float32).reshape(3, 2))
-    obs, var = pd.DataFrame(index=["c1", "c2", "c3"]), pd.DataFrame(index=["g1", "g2"])
+    obs = pd.DataFrame(index=["c1", "c2", "c3"])
+    var = pd.DataFrame(index=["g1", "g2"])
     pairs = {
         "obsp": {"near": sp.identity(3, format="csr")},
         "varp": {"near": sp.identity(2, format="csr")},

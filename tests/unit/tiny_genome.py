@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 GENES = [f"ENSG{number:011d}" for number in range(1, 13)]
 SYMBOLS = [f"TINY{number}" for number in range(1, 13)]
-_EXON, _INTRON, _READ = 400, 300, 90
+_EXON = 400
+_INTRON = 300
+_READ = 90
 Counts = dict[tuple[str, str], int]
 
 
@@ -45,7 +47,8 @@ def write_genome(folder: Path, with_introns: bool = False, seed: int = 0) -> Tin
     exons = {gene: (bases(_EXON), bases(_EXON)) for gene in GENES}
     introns = {gene: "GT" + bases(_INTRON - 4) + "AG" for gene in GENES}
     spacers = [bases(500) for _ in range(len(GENES) + 1)]
-    chromosome, lines = spacers[0], []
+    chromosome = spacers[0]
+    lines = []
     for gene, symbol, spacer in zip(GENES, SYMBOLS, spacers[1:]):
         start = len(chromosome) + 1
         first, second = exons[gene]
@@ -59,7 +62,9 @@ def write_genome(folder: Path, with_introns: bool = False, seed: int = 0) -> Tin
             lines.append("\t".join(["1", "tiny", kind, str(low), str(high), ".", "+", ".", about]))
         chromosome += spacer
     folder.mkdir(parents=True, exist_ok=True)
-    fasta, gtf, barcodes = folder / "genome.fa", folder / "genes.gtf", folder / "barcodes.txt"
+    fasta = folder / "genome.fa"
+    gtf = folder / "genes.gtf"
+    barcodes = folder / "barcodes.txt"
     fasta.write_text(
         ">1\n" + "\n".join(chromosome[at : at + 60] for at in range(0, len(chromosome), 60)) + "\n"
     )

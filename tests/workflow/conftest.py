@@ -59,7 +59,8 @@ class Project:
         `stdout` is all that a user sees.
         """
         if environment is None and {"-n", "--dry-run"} & {*arguments}:
-            words, out = self.words(*arguments, profile=profile), self.folder.with_name("said.txt")
+            words = self.words(*arguments, profile=profile)
+            out = self.folder.with_name("said.txt")
             running = server()
             assert running.stdin is not None
             assert running.stdout is not None

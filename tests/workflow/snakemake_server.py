@@ -33,6 +33,7 @@ def run(folder: str, words: list[str], out: str) -> None:
 
 
 for line in sys.stdin:
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         run(**json.loads(line))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

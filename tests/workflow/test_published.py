@@ -79,17 +79,20 @@ def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dr
     kind: str, project: Project
 ) -> None:
     folder = project.folder / "given"
-    parent, start = f"{kind}:given", "runs.tuned.init_from: given"
+    parent = f"{kind}:given"
+    start = "runs.tuned.init_from: given"
     assert (
         _line(project, parent)
         == f"{start}: no such folder; give the folder with the published files"
     )
     if kind == "geneformer":
         geneformer_folder(folder, GENES)
-        weights, names = "pytorch_model.bin", "model.safetensors or pytorch_model.bin"
+        weights = "pytorch_model.bin"
+        names = "model.safetensors or pytorch_model.bin"
     else:
         scgpt_folder(folder, ["GAPDH", "CD3D"])
-        weights, names = "best_model.pt", "best_model.pt or model.safetensors"
+        weights = "best_model.pt"
+        names = "best_model.pt or model.safetensors"
     (folder / weights).rename(folder / "elsewhere")
     objective = {"objective": {"name": "masked_gene" if kind == "geneformer" else "masked_value"}}
     assert _line(project, parent, **objective) == (
@@ -182,7 +185,8 @@ def check_run(folder: Path, kind: str) -> None:
     are its model's.
     """
     published = PublishedFolder(kind, Path("published") / kind)
-    run, imported = folder / "results" / "runs" / kind, folder / published.model
+    run = folder / "results" / "runs" / kind
+    imported = folder / published.model
     assert (
         main(
             [

@@ -25,7 +25,8 @@ def matrix() -> ModuleType:
 
 
 def test_the_case_of_every_stage_has_every_rule(tmp_path: Path) -> None:
-    tool, cells = matrix(), tmp_path / "sim.h5ad"
+    tool = matrix()
+    cells = tmp_path / "sim.h5ad"
     words = tool.CELLS.split()
     assert main([*words[1:3], str(cells), *words[4:]]) == 0
     project = make_project(tmp_path / "project", cells, "stages")

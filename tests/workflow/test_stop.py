@@ -26,7 +26,8 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(
         "val_every_steps": 100,
     }
     runs = {"tiny": {"corpus": "sim"}, "stopped": {"corpus": "sim", "train": length}}
-    project, target = finished, STATUS.replace("tiny", "stopped")
+    project = finished
+    target = STATUS.replace("tiny", "stopped")
     project.write_config(runs=runs)
     folder = (project.folder / target).parent
     process = subprocess.Popen(

@@ -65,7 +65,8 @@ def test_presets_are_rows_beside_the_model_on_real_cells_and_scvi_reads_no_held_
     project: Project,
 ) -> None:
     bridges = {"scvi": python_of("scvi", "scvi"), "harmony": python_of("harmony", "harmonypy")}
-    if not (source := SHARED / "cellbench.h5ad").is_file():
+    source = SHARED / "cellbench.h5ad"
+    if not source.is_file():
         pytest.skip(f"the real dataset cellbench is not there: {SHARED} is absent")
     real = ad.read_h5ad(source)[::4]  # 352 cells of 5 lines and 5 batches
     data = project.folder / "data" / "sim.h5ad"
@@ -116,10 +117,13 @@ def test_presets_are_rows_beside_the_model_on_real_cells_and_scvi_reads_no_held_
     ]
     train = np.isin("sim:" + cells.obs_names.to_numpy().astype(object), names_of_train)
     assert train.sum() == n_train
-    counts, other = cells.X.toarray(), np.flatnonzero(~train)[0]  # a held-out or validation cell
+    # a held-out or validation cell
+    counts = cells.X.toarray()
+    other = np.flatnonzero(~train)[0]
     counts[other] = 1
     cells.X = sp.csr_matrix(counts)
-    changed, out = project.folder / "changed" / "sim.h5ad", project.folder / "changed" / "out.h5ad"
+    changed = project.folder / "changed" / "sim.h5ad"
+    out = project.folder / "changed" / "out.h5ad"
     changed.parent.mkdir()
     cells.write_h5ad(changed)
     words = [

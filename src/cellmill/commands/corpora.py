@@ -49,7 +49,8 @@ def convert(
     with CountsReader(source) as reader:
         n_values = largest = 0
         for block in reader.rows():
-            n_values, largest = n_values + block.nnz, max(largest, int(block.data.max(initial=0)))
+            n_values = n_values + block.nnz
+            largest = max(largest, int(block.data.max(initial=0)))
         write_cells(out, reader.obs, reader.var, reader.rows(), n_values, count_dtype(largest))
         reader.warn_if_rounded()
         print(
@@ -87,7 +88,8 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         raise ConfigError(
             f"{config}: no corpus {corpus!r}; {did_you_mean(corpus, list(pipeline.corpora))}"
         )
-    options, datasets = pipeline.corpora[corpus], pipeline.datasets(corpus)
+    options = pipeline.corpora[corpus]
+    datasets = pipeline.datasets(corpus)
     datasets = {name: datasets[name] for name in options.datasets or datasets}
     if cells is not None:
         sizes = [cells // len(datasets) + (i < cells % len(datasets)) for i in range(len(datasets))]
@@ -113,7 +115,8 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
             f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
             f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
         )
-    gigabytes, cpu_hours = {}, {}
+    gigabytes = {}
+    cpu_hours = {}
     for compression in ("gzip", None):
         preprocess = options.preprocess.model_copy(update={"compression": compression})
         stages = corpus_cost(sizes, genes_per_cell, preprocess, options.shard)

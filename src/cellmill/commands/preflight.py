@@ -76,13 +76,15 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             print(shown[-1], flush=True)
         return all(check.verdict != "no" for check in shown[before:])
 
-    parsed, ask = read_profile(profile), cache(ask_slurm)
+    parsed = read_profile(profile)
+    ask = cache(ask_slurm)
     pipeline: Workflow | Check
     try:
         pipeline = load_config(config)
         runs = pipeline.runs
     except ConfigError as error:
-        pipeline, runs = no("configuration", str(error)), {}
+        pipeline = no("configuration", str(error))
+        runs = {}
     facts: dict[str, dict[str, Any]] = {}
     jobs: dict[str, Iterable[Check]] = {}
     # "" for runs that name none
@@ -162,7 +164,8 @@ def check_profile(
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
     yield ok("profile", f"{profile.path}{over}: launcher {machine.launcher}, {processes}")
     if not name:
-        reads, folder = snakemake_finds(typed), profile.path.parent
+        reads = snakemake_finds(typed)
+        folder = profile.path.parent
         if reads is None:
             remedy = f"`cellmill profiles install` links it, or give {folder}"
             yield doubt("profile's name", f"snakemake --profile {typed} does not find it", remedy)
@@ -170,7 +173,8 @@ def check_profile(
             yield doubt(
                 "profile's name", f"snakemake --profile {typed} reads {reads}", f"give {folder}"
             )
-        if unread := ", ".join(profile.unread):
+        unread = ", ".join(profile.unread)
+        if unread:
             yield doubt(
                 "default-resources",
                 f"{unread} does not reach a training, whose rule declares its own",
@@ -184,7 +188,8 @@ def check_profile(
                 f"{plans}, but train has {trains}",
                 f"remove set-resources: plan: {key}",
             )
-    gpus, each = machine.gpus, machine.nproc_per_node
+    gpus = machine.gpus
+    each = machine.nproc_per_node
     remedy = f"{TRAIN} nproc_per_node: {gpus}"
     if gpus and each > gpus:
         yield no("processes", f"{each} on each node for {gpus} GPUs", remedy)
@@ -232,14 +237,16 @@ def check_genes(pipeline: Workflow) -> Iterator[Check]:
         for name, run in pipeline.runs.items():
             for dataset in pipeline.evaluated_on(name) if run.corpus == corpus else ():
                 thresholds[dataset] = max(thresholds.get(dataset, 0.0), run.embed.min_coverage_frac)
-        file, vocabulary = CORPORA / corpus / "vocabulary.tsv", None
+        file = CORPORA / corpus / "vocabulary.tsv"
+        vocabulary = None
         try:
             vocabulary = Vocabulary.read(file) if file.exists() else None
         except UserError as error:
             yield no(
                 f"vocabulary of {corpus}", str(error), "remove it: the rule vocabulary rebuilds it"
             )
-        table, options = pipeline.datasets(corpus), pipeline.corpora[corpus].preprocess
+        table = pipeline.datasets(corpus)
+        options = pipeline.corpora[corpus].preprocess
         for name, threshold in thresholds.items():
             yield _check_dataset(table[name], options, vocabulary, threshold)
 
@@ -247,7 +254,8 @@ def check_genes(pipeline: Workflow) -> Iterator[Check]:
 def _check_dataset(
     dataset: Dataset, options: Preprocess, vocabulary: Vocabulary | None, threshold: float
 ) -> Check:
-    what, path = f"genes of {dataset.dataset}", Path(dataset.path)
+    what = f"genes of {dataset.dataset}"
+    path = Path(dataset.path)
     if is_url(dataset.path):
         return doubt(what, f"{dataset.path} is not fetched here; rule fetch does it")
     if not path.exists():
@@ -351,7 +359,8 @@ def profiles_new(
             site.machine,
             site.device,
         ), written
-    machine, why = site.machine, site.why
+    machine = site.machine
+    why = site.why
     shown_gpus = f"GPUs {named}, " if (named := machine.gpus_per_node or machine.gres) else ""
     processes = (
         f"{machine.nproc_per_node} {'process' if machine.nproc_per_node == 1 else 'processes'}"

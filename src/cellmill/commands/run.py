@@ -52,10 +52,15 @@ def attach(*, run: str, results: Path) -> None:
     """Follow the training of `run`. Raises Stopped if it stopped with its state saved, UserError if
     it failed or if nothing is running.
     """
-    train, queue, job, follower = train_folder(results, run), Queue(TICK_S), None, None
+    train = train_folder(results, run)
+    queue = Queue(TICK_S)
+    job = None
+    follower = None
     holder = holder_of(train)
     if holder is not None and not holder.follows:  # then no job of this run is alive
-        what, who, log = "the training", holder.text, train_log(results, run)
+        what = "the training"
+        who = holder.text
+        log = train_log(results, run)
         if not log.exists():
             raise UserError(
                 f"trained by {who}, which prints where it was started: {log} does not exist"
@@ -63,13 +68,15 @@ def attach(*, run: str, results: Path) -> None:
     elif living := living_jobs(train, queue):
         job = living[0]
         what = who = f"job {job.job_id}"
-        if (folder := Jobs(train).folder(job.name)) is None:
+        folder = Jobs(train).folder(job.name)
+        if folder is None:
             raise UserError(
                 f"{who} has the name {job.name}, but its folder is missing: there is no log"
             )
         log = folder / f"{job.job_id}_0_log.out"
     else:
-        state, newest = state_of(train, job_of(train, None, False)[1], holder), Jobs(train).newest()
+        state = state_of(train, job_of(train, None, False)[1], holder)
+        newest = Jobs(train).newest()
         why = (
             f": {newest.error}" if state == "failed" and newest is not None and newest.error else ""
         )
@@ -103,7 +110,8 @@ def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
 def _report_end(train: Path, what: str, end_state: str) -> None:
     """Print how the training ended. Raises Stopped or UserError if the run is not done."""
     ended = f"{what} ended{f' with {end_state}' if end_state else ''}"
-    folder, newest = TrainFolder(train), Jobs(train).newest()
+    folder = TrainFolder(train)
+    newest = Jobs(train).newest()
     error = newest.error if end_state and newest is not None else None
     if end_state == "COMPLETED" and not error:
         settle(lambda: folder.state() in ("done", "stopped"), train, SETTLE_S, time.sleep)
@@ -127,12 +135,15 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
 def cancel(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
     train = train_folder(results, run)
-    holder, ended = holder_of(train), list[str]()
+    holder = holder_of(train)
+    ended = list[str]()
     if holder is None or holder.follows:  # otherwise no job of this run is alive
-        ended, holder = _cancel_jobs(train), holder_of(train)
+        ended = _cancel_jobs(train)
+        holder = holder_of(train)
     if holder is not None and not ended:  # a training here, or a launcher that is about to submit
         ended = [_end_process(train, holder)]
-    if lost := lost_start(train):
+    lost = lost_start(train)
+    if lost:
         raise UserError("; ".join([*ended, how_to_end(train, lost)]))
     if not ended:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
@@ -144,12 +155,14 @@ def cancel(*, run: str, results: Path) -> None:
 
 def _cancel_jobs(train: Path) -> list[str]:
     """Cancel the run's jobs; return a line for each."""
-    done, jobs = list[str](), Jobs(train)
+    done = list[str]()
+    jobs = Jobs(train)
     # its launcher may just have submitted the next one
     while living := living_jobs(train, Queue(1.0)):
         for job in living:
             print(f"cancelling job {job.job_id}", flush=True)
-            if (folder := jobs.folder(job.name)) is not None:
+            folder = jobs.folder(job.name)
+            if folder is not None:
                 (folder / CANCELLED).touch()  # so that its launcher submits no other
             record = jobs.record(job.job_id, job.name)
             with suppress(KeyboardInterrupt):
@@ -196,7 +209,8 @@ def follow(*, run: str, to: str, results: Path) -> None:
         tracker = options.track.to.get(to) or by_name(TrackerConfig, {to: None})[to]
     except ValueError as error:
         raise UserError(f"--to {error}") from None
-    follower, queue = Follower(train, tracker), Queue(POLL_S)
+    follower = Follower(train, tracker)
+    queue = Queue(POLL_S)
 
     def ended() -> str:
         """The status of a training that has ended; empty, after a moment, while it is queued or
@@ -231,8 +245,10 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
     """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError
     without a log.
     """
-    train, printed = train_folder(results, run), train_log(results, run)
-    newest, local = Jobs(train).newest(), read_local(train)
+    train = train_folder(results, run)
+    printed = train_log(results, run)
+    newest = Jobs(train).newest()
+    local = read_local(train)
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
         newest = None
     holder = holder_of(train)

@@ -49,11 +49,9 @@ def train_folder(results: Path, run: str, may_begin: bool = False) -> Path:
     """The training folder of a run. Raises UserError naming the runs that exist, if `may_begin`
     also those of the configuration; before the first run any name may begin.
     """
-    runs, where, config = (
-        run_names(results),
-        f"{results / 'runs'}",
-        results.parent / "config" / "config.yaml",
-    )
+    runs = run_names(results)
+    where = f"{results / 'runs'}"
+    config = results.parent / "config" / "config.yaml"
     if may_begin and config.exists() and run not in runs:
         runs += (with_sweeps(read_yaml(config)) or {}).get("runs") or ()
         where += f" or {config}"
@@ -116,7 +114,8 @@ KILLED = "stopped (killed)"
 
 def status(*, runs: list[str], results: Path) -> None:
     """Print the table of `runs`, or of all runs under `results`."""
-    stages, workflow = [], results.resolve().parent
+    stages = []
+    workflow = results.resolve().parent
     if (workflow / ".snakemake").is_dir() and shutil.which("squeue") is not None:
         with suppress(CommandError):
             stages = stage_lines(stage_jobs(workflow))
@@ -126,7 +125,8 @@ def status(*, runs: list[str], results: Path) -> None:
         print("\n".join([f"{results / 'runs'}: no run yet", *stages]))
         return
     queued, trouble = query(folders.values())
-    notes, rows = [trouble] if trouble else [], []
+    notes = [trouble] if trouble else []
+    rows = []
     for name, train in folders.items():
         try:
             cells, waits = row(name, train, queued)
@@ -150,7 +150,8 @@ def running_stages(logs: Path) -> list[str]:
     lines = []
     for path in sorted(logs.glob("*/*.log")):
         with suppress(OSError), open(path, "rb") as file:
-            if (age_s := age(path)) < STALE_S:
+            age_s = age(path)
+            if age_s < STALE_S:
                 file.seek(-min(TAIL_BYTES, file.seek(0, 2)), 2)
                 *_, last = ["", *file.read().decode(errors="replace").splitlines()]
                 lines += [f"{last} ({span(age_s)} ago)"] if PROGRESS.fullmatch(last) else []
@@ -179,10 +180,12 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
     """Cells of a run in the table, and a line that says what its job waits for; empty if it only
     has to wait.
     """
-    holder, folder = holder_of(train), TrainFolder(train)
+    holder = holder_of(train)
+    folder = TrainFolder(train)
     job_id, slurm = job_of(train, queued, holder is not None)
     state = state_of(train, slurm, holder)
-    curve, progress = read_lines(train / "metrics.jsonl", TAIL_BYTES), progress_of(train)
+    curve = read_lines(train / "metrics.jsonl", TAIL_BYTES)
+    progress = progress_of(train)
     step = max([line["step"] for line in curve], default=progress.get("step"))
     plan = train.parent / "plan.json"
     steps = progress.get("steps") or (read_json(plan).get("steps") if plan.exists() else None)
@@ -252,7 +255,8 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
         return "running"
     if holder is not None:
         return "queued"  # its launcher is about to submit the next job
-    record, local = Jobs(train).newest(), read_local(train)
+    record = Jobs(train).newest()
+    local = read_local(train)
     if local and (record is None or local[-1]["started_at"] > record.submitted_at):
         return {"FAILED": "failed", None: KILLED, "KILLED": KILLED}.get(local[-1]["how"], "stopped")
     if record is not None:
@@ -287,10 +291,8 @@ def watch(*, run: str, results: Path, every_s: float) -> None:
     """
     if not 0.1 <= every_s <= 3600:
         raise UserError(f"--every-s: expected seconds from 0.1 to 3600, got {every_s:g}")
-    watched, screen = (
-        WatchedRun(run, train_folder(results, run, may_begin=True)),
-        Screen(sys.stdout),
-    )
+    watched = WatchedRun(run, train_folder(results, run, may_begin=True))
+    screen = Screen(sys.stdout)
     with until_interrupted():
         while True:
             state = watched.update()
@@ -317,7 +319,9 @@ class WatchedRun:
     """The curve and the state of a run as far as they are known."""
 
     def __init__(self, name: str, train: Path) -> None:
-        self._name, self._train, self._seen = name, train, False
+        self._name = name
+        self._train = train
+        self._seen = False
         self._tail = CurveTail(train / "metrics.jsonl")
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
         self._steps: int | None = None
@@ -329,7 +333,8 @@ class WatchedRun:
                 raise UserError(f"{self._train}: the run's folder was deleted")
             return "not begun"
         self._seen = True
-        if lines := self._tail.read():  # a resume goes back to the last checkpoint
+        lines = self._tail.read()
+        if lines:  # a resume goes back to the last checkpoint
             self._lines = {
                 key: line for key, line in self._lines.items() if key[0] <= lines[0]["step"]
             }
@@ -345,7 +350,8 @@ class WatchedRun:
     def pieces(self, state: str) -> list[str]:
         """The view in short texts."""
         lines = list(self._lines.values())
-        line, shown = newest("loss", lines), [f"{self._name}: {state}"]
+        line = newest("loss", lines)
+        shown = [f"{self._name}: {state}"]
         if lines:
             step = max(each["step"] for each in lines)
             shown.append(
@@ -383,7 +389,9 @@ class Screen:
     """
 
     def __init__(self, out: TextIO) -> None:
-        self._out, self._drawn, self._last = out, 0, ""
+        self._out = out
+        self._drawn = 0
+        self._last = ""
 
     def show(self, pieces: list[str], losses: list[float]) -> None:
         if self._out.isatty():
@@ -421,6 +429,7 @@ def bars(losses: list[float], columns: int) -> str:
         finite[len(finite) * at // width : len(finite) * (at + 1) // width] for at in range(width)
     ]
     means = [sum(part) / len(part) for part in parts if part]
-    lowest, highest = min(means, default=0.0), max(means, default=0.0)
+    lowest = min(means, default=0.0)
+    highest = max(means, default=0.0)
     scale = (len(BARS) - 1) / (highest - lowest) if highest > lowest else 0.0
     return "".join(BARS[round((mean - lowest) * scale)] for mean in means)

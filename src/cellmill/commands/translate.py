@@ -76,7 +76,8 @@ def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
         _put(config, "vocabulary.select", "seurat")
 
     factors = [given.get(f"training.{key}") or default for key, default in BATCH.items()]
-    if wrong := [value for value in factors if type(value) is not int]:
+    wrong = [value for value in factors if type(value) is not int]
+    if wrong:
         raise ConfigError(
             f"training: expected a whole number for {', '.join(BATCH)}, got {wrong[0]!r}"
         )
@@ -114,7 +115,8 @@ def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
 
 def _translate_key(config: dict[str, Any], key: str, value: Any) -> tuple[str, str]:
     """Put one key into `config`, and return what became of it."""
-    if (here := TABLES["same"].get(key)) is not None:
+    here = TABLES["same"].get(key)
+    if here is not None:
         if value is None:
             return "dropped", f"null: {here} has its default"
         _put(config, here, value)

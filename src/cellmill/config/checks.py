@@ -25,7 +25,9 @@ def check_together(options: TrainOptions) -> None:
 
 
 def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
-    model, objective, tokens = options.model, options.objective, options.tokens
+    model = options.model
+    objective = options.objective
+    tokens = options.tokens
     for part in objective.each():
         if part.name not in model.objectives and model.family not in part.families:
             key = (
@@ -48,7 +50,8 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
         yield f"tokens.zero_frac: objective {without[0]} has no use for genes without counts; set it to 0"
     if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
         yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
-    if labels := sorted({*objective.supervised_by} & {*tokens.covariates}):
+    labels = sorted({*objective.supervised_by} & {*tokens.covariates})
+    if labels:
         yield f"tokens.covariates: {labels[0]} is also the label that the model is trained to predict; leave it out"
     try:
         objective.check_tokens(tokens)
@@ -58,7 +61,10 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
 
 
 def _problems_of_layout(model: FamilyConfig, parallel: Parallel) -> Iterator[str]:
-    tp, pp, schedule, stages = parallel.tp, parallel.pp, parallel.schedule, parallel.stages
+    tp = parallel.tp
+    pp = parallel.pp
+    schedule = parallel.schedule
+    stages = parallel.stages
     if parallel.sequence_parallel and tp == 1:
         yield "parallel.sequence_parallel requires parallel.tp > 1; set tp, or leave it out"
     if tp > 1 and not model.tp_sizes():
@@ -92,12 +98,10 @@ def _problems_of_layout(model: FamilyConfig, parallel: Parallel) -> Iterator[str
 
 
 def _problems_of_training(options: TrainOptions) -> Iterator[str]:
-    tokens, stream, parallel, train = (
-        options.tokens,
-        options.stream,
-        options.parallel,
-        options.train,
-    )
+    tokens = options.tokens
+    stream = options.stream
+    parallel = options.parallel
+    train = options.train
     if parallel.tf32 and parallel.half_precision:
         yield f"parallel.tf32 has no effect with precision {parallel.precision}; set tf32 to no, or 32-true"
     if parallel.cpu_offload == "full" and parallel.strategy == "ddp":
@@ -113,7 +117,8 @@ def _problems_of_training(options: TrainOptions) -> Iterator[str]:
         yield "stream.labelled_frac requires stream.weight_by, an obs column of labels; set both, or neither"
     if tokens.max_tokens > train.token_budget:
         yield f"tokens.max_tokens {tokens.max_tokens} exceeds train.token_budget {train.token_budget}; lower max_tokens"
-    batch, lanes = train.global_batch, stream.lanes
+    batch = train.global_batch
+    lanes = stream.lanes
     if batch % lanes:
         fitting = max(1, round(batch / lanes)) * lanes
         yield f"train.global_batch: expected a multiple of stream.lanes {lanes}, got {batch}; set {fitting}"
@@ -129,11 +134,9 @@ def check_nodes(
     layouts = [
         layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts
     ]
-    groups, lanes, batch = (
-        [sizes.dp for sizes in layouts],
-        options.stream.lanes,
-        options.train.global_batch,
-    )
+    groups = [sizes.dp for sizes in layouts]
+    lanes = options.stream.lanes
+    batch = options.train.global_batch
     if len(groups) > 1 and any(lanes % dp for dp in groups):
         raise ConfigError(
             f"stream.lanes {lanes} is not a multiple of {' and of '.join(map(str, groups))}, the numbers of "
@@ -170,7 +173,8 @@ def check_rows(tokens: Tokens, rows: Any, source: str, counted: bool = False) ->
     latter, without counts.
     """
     if rows.ranked:
-        have, choose = "ranks without counts", "rank"
+        have = "ranks without counts"
+        choose = "rank"
         suits = tokens.value_kind in ("none", "place") and not tokens.sequences
     else:
         have, choose = (

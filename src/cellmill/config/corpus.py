@@ -171,7 +171,6 @@ class Shard(Section):
         if self.train_values and self.split_by is None:
             yield "train_values requires split_by, the obs column of these values; set it, or leave them out"
         # beside train_values the others may all be held out
-        if (held_out := self.val_frac + self.test_frac) > 1 or (
-            held_out == 1 and not self.train_values
-        ):
+        held_out = self.val_frac + self.test_frac
+        if held_out > 1 or (held_out == 1 and not self.train_values):
             yield f"val_frac + test_frac = {held_out:g} leaves no cells for training"

@@ -34,7 +34,8 @@ def check_name(name: Any) -> str:
         raise ValueError(
             f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
         )
-    if not isinstance(read := yaml.safe_load(name) if isinstance(name, str) else name, str):
+    read = yaml.safe_load(name) if isinstance(name, str) else name
+    if not isinstance(read, str):
         raise ValueError(f"the name {name} is {read} in YAML; add a letter to it")
     if len(name) > MAX_NAME:
         raise ValueError(
@@ -143,14 +144,16 @@ class ObsColumns(Section):
     )
 
     def problems(self) -> Iterator[str]:
-        labels, names = self.labels, self.label_names
+        labels = self.labels
+        names = self.label_names
         if self.filter is not None:
             filter_columns(self.filter)
         for key in ("label_name", "label_map"):
             given = getattr(self, key)
             if given is not None and (n := len(given.split("|"))) != len(labels):
                 yield f"{key}: expected one for each label, {len(labels)}, got {n}; separate them by |"
-        if twice := [name for name in names if names.count(name) > 1]:
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
             yield f"label_name: two labels are called {twice[0]!r}; rename one"
         for label, name in zip(labels, names):
             if name != label and (not name or name in RESERVED):
@@ -375,7 +378,8 @@ def read_rows(
     """Line number and filled cells of each row; `known` are all columns it may have. Raises
     ConfigError.
     """
-    if (kind := special_kind(table)) is not None:  # opening a FIFO would wait without end
+    kind = special_kind(table)
+    if kind is not None:  # opening a FIFO would wait without end
         raise ConfigError(f"{table}: expected {what}, got a {kind}")
     try:
         lines = table.read_text(encoding="utf-8-sig").split("\n")  # Excel writes a byte-order mark
@@ -394,7 +398,8 @@ def read_rows(
             raise ConfigError(f"{table}: unknown column {name[:80]!r}; {hint}")
         if header.count(name) > 1:
             raise ConfigError(f"{table}: two columns are called {name!r}; remove one")
-    if lacking := [name for name in required if name not in header]:
+    lacking = [name for name in required if name not in header]
+    if lacking:
         raise ConfigError(
             f"{table}: expected the columns {', '.join(required)}, got no {lacking[0]!r}; add it"
         )
@@ -402,7 +407,8 @@ def read_rows(
     for number, cells in enumerate(rows, start=2):
         if any(cells[len(header) :]):
             raise ConfigError(f"{table}, line {number}: more fields than columns in the header")
-        if row := {name: cell for name, cell in zip(header, cells) if cell}:
+        row = {name: cell for name, cell in zip(header, cells) if cell}
+        if row:
             filled.append((number, row))
     return filled
 
@@ -458,7 +464,8 @@ def read_label_map(path: Path) -> dict[str, MappedLabel]:
             raise ConfigError(
                 f"{path}, line {line}: expected a label in column from, got none; fill it in"
             )
-        if (label := row["from"]) in labels:
+        label = row["from"]
+        if label in labels:
             raise ConfigError(
                 f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one"
             )

@@ -170,7 +170,8 @@ class Evaluate(Section):
         for name in self.classifiers:
             if name not in names("classifier"):
                 raise unknown("classifier", name)
-        if missing := [gate.task for gate in self.gate if gate.task not in self.tasks]:
+        missing = [gate.task for gate in self.gate if gate.task not in self.tasks]
+        if missing:
             yield f"gate: task {missing[0]!r} is not in evaluate.tasks, which are: {', '.join(self.tasks)}"
 
 

@@ -89,7 +89,9 @@ def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str,
     def resolved(name: str, above: tuple[str, ...]) -> Tree:
         if name in done:
             return done[name]
-        run, parent, theirs = runs[name], runs[name].get("init_from"), None
+        run = runs[name]
+        parent = runs[name].get("init_from")
+        theirs = None
         if isinstance(parent, str) and parent not in (*above, name):  # a circle is refused later
             if parent in runs:
                 theirs = resolved(parent, (*above, name))
@@ -115,13 +117,15 @@ def stored_sections(parent: str) -> Tree | None:
     """Sections of the model of a folder, published folder or model of the hub; None if it is not
     there (yet).
     """
-    if (published := PublishedFolder.named_by(parent)) is not None:
+    published = PublishedFolder.named_by(parent)
+    if published is not None:
         try:
             published.files()
         except DataError:
             return None  # `check_inputs` reports it
         return published.sections()
-    if not (path := Path(model_folder_of(parent), "config.json")).is_file():
+    path = Path(model_folder_of(parent), "config.json")
+    if not path.is_file():
         return None
     config = read_json(path)
     if not isinstance(config, dict) or any(
@@ -153,7 +157,8 @@ def unequal_options(
     unequal = {}
     for section, theirs, ours, keys in compared:
         for key in keys:
-            old, new = getattr(theirs, key, None), getattr(ours, key, None)
+            old = getattr(theirs, key, None)
+            new = getattr(ours, key, None)
             if old != new:
                 had = f"the model to start from ({parent}) has {old!r}"
                 unequal[f"{section}.{key}"] = f"{section}.{key} is {new!r}, {had}; make them equal"
@@ -182,18 +187,21 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
                 try:
                     published.files()
                 except DataError as missing:
-                    where, message = ["runs", name, "init_from"], str(missing)
+                    where = ["runs", name, "init_from"]
+                    message = str(missing)
         raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     for name, run in checked.runs.items():
-        if (parent := run.init_from) is None:
+        parent = run.init_from
+        if parent is None:
             continue
         before = vars(checked.runs[parent]) if parent in checked.runs else stored_sections(parent)
         if before is None:
             continue
         with suppress(ValidationError):  # of the model's own file: stage train reports the error
-            if unequal := [*unequal_options(before, vars(run), parent).values()]:
+            unequal = [*unequal_options(before, vars(run), parent).values()]
+            if unequal:
                 raise ConfigError(f"{source}: runs.{name}: {unequal[0]}")
     checked.check_datasets(source)
     return checked
@@ -235,7 +243,8 @@ def with_defaults(tree: Any) -> Tree:
     if not isinstance(tree, dict):
         raise ConfigError(f"expected a mapping of sections, got {type(tree).__name__}")
     known = top_level()
-    if wrong := [str(key) for key in tree if key not in known]:
+    wrong = [str(key) for key in tree if key not in known]
+    if wrong:
         raise ConfigError(unknown_key(wrong[0], known, whole=Workflow))
     merged: Tree = {name: value for name, value in tree.items() if name in Workflow.model_fields}
     merged |= {name: _mapping(tree.get(name), name) for name in sections_of(Workflow)}

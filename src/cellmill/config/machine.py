@@ -44,7 +44,8 @@ def gpus_in(gres: str) -> dict[str, int]:
     """
     gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
-        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip()):
+        match = re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", part.strip())
+        if match:
             gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
     return gpus
 
@@ -142,7 +143,8 @@ class Machine(Section):
         if self.gpus_per_node and self.gres:
             yield f"gpus_per_node {self.gpus_per_node!r} and gres {self.gres!r} request GPUs twice; set one to ''"
         for key, ours in (("sbatch_options", OURS), ("srun_options", OURS_OF_SRUN)):
-            if taken := options_in(getattr(self, key)).keys() & set(ours):
+            taken = options_in(getattr(self, key)).keys() & set(ours)
+            if taken:
                 yield f"{key}: {min(taken)!r} is set by cellmill and cannot be changed here"
         if self.launcher == "slurm" and 60 * self.runtime <= self.save_within_s:
             yield f"save_within_s {self.save_within_s} leaves no time in a runtime of {self.runtime} min; lower it"

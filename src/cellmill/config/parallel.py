@@ -147,7 +147,8 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     fit.
     """
     sharding = "strategy ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
-    tp, pp = parallel.tp, parallel.pp
+    tp = parallel.tp
+    pp = parallel.pp
     _check_divides("pp", pp, world, f"{world} processes")
     stage = world // pp
     _check_divides(

@@ -125,7 +125,8 @@ def model_folder_of(parent: str) -> str:
     """The model folder that an `init_from` other than a run names: of a published folder and the
     hub, the rule's.
     """
-    if (published := PublishedFolder.named_by(parent)) is not None:
+    published = PublishedFolder.named_by(parent)
+    if published is not None:
         return published.model
     return (
         f"results/hub/{parent.removeprefix('hf://')}"
@@ -144,7 +145,8 @@ def geneformer_sections(folder: Path) -> dict[str, Json]:
     """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to
     last layer: the state of <cls> where the dictionary has it (V2), else the mean (V1).
     """
-    path, tokens = published_file(folder, "config.json"), published_file(folder, DICTIONARIES[0])
+    path = published_file(folder, "config.json")
+    tokens = published_file(folder, DICTIONARIES[0])
     config = {
         "model_type": "bert",
         "position_embedding_type": "absolute",

@@ -66,7 +66,9 @@ class JobFiles:
     """
 
     def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:
-        self.workflow, self.corpora, self.runs = workflow, workflow.corpora, workflow.runs
+        self.workflow = workflow
+        self.corpora = workflow.corpora
+        self.runs = workflow.runs
         # true if jobs run, so that files of options are written; known only once all rules are
         self.writes = writes
         self._told: set[Path] = set()  # files of options whose changes were printed
@@ -166,7 +168,8 @@ class JobFiles:
 
     @one_line()
     def dataset(self, wildcards: Wildcards) -> Dataset:
-        known, name = self.datasets[wildcards.corpus], wildcards.dataset
+        known = self.datasets[wildcards.corpus]
+        name = wildcards.dataset
         if name not in known:
             table = self.corpora[wildcards.corpus].table
             raise ConfigError(f"{table}: no dataset {name!r}; {did_you_mean(name, known)}")
@@ -268,8 +271,10 @@ class JobFiles:
 
     def _parents(self, wildcards: Wildcards) -> list[tuple[str, str, str]]:
         """What a training reads of others: a file, and flag and argument of `cellmill train`."""
-        run, found = self.runs[wildcards.run], []
-        if (parent := run.init_from) is not None:
+        run = self.runs[wildcards.run]
+        found = []
+        parent = run.init_from
+        if parent is not None:
             folder = (
                 f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
             )
@@ -340,7 +345,8 @@ class JobFiles:
         """Embeddings by the models of `evaluate.external`: of the first dataset, then of the next
         one.
         """
-        corpus, models = self._corpus(wildcards), self.runs[wildcards.run].evaluate.external.items()
+        corpus = self._corpus(wildcards)
+        models = self.runs[wildcards.run].evaluate.external.items()
         return [
             f"{corpus}/zoo/{model.preset}/{dataset}.h5ad"
             if model.preset
@@ -367,7 +373,8 @@ class JobFiles:
 
         @one_line()
         def file(wildcards: Wildcards) -> str:
-            known, name = self.workflow.evaluated_on(wildcards.run), wildcards.dataset
+            known = self.workflow.evaluated_on(wildcards.run)
+            name = wildcards.dataset
             if name not in known:
                 raise ConfigError(
                     f"run {wildcards.run} is not evaluated on dataset {name!r}; {did_you_mean(name, known)}"
@@ -379,7 +386,8 @@ class JobFiles:
     @one_line()
     def bridge_label(self, wildcards: Wildcards) -> str:
         """obs column of the first label of a dataset."""
-        corpus, name = self.runs[wildcards.run].corpus, wildcards.dataset
+        corpus = self.runs[wildcards.run].corpus
+        name = wildcards.dataset
         labels = self.datasets[corpus][name].label_names
         if not labels:
             table = self.corpora[corpus].table

@@ -43,7 +43,8 @@ def other_words(kind: Literal["keys", "values"]) -> dict[str, str]:
 
 
 def _each_once(values: list[Any]) -> list[Any]:
-    if repeated := [value for index, value in enumerate(values) if value in values[:index]]:
+    repeated = [value for index, value in enumerate(values) if value in values[:index]]
+    if repeated:
         raise ValueError(f"expected each value once, got {repeated[0]} twice; leave one out")
     return values
 
@@ -112,7 +113,8 @@ def description(section: type[BaseModel], name: str) -> str:
     """
     if name == getattr(section, "key", None):
         return summary(section)
-    if (given := section.model_fields[name].description) is not None:
+    given = section.model_fields[name].description
+    if given is not None:
         return given
     owner = next(base for base in section.__mro__ if name in vars(base).get("__annotations__", ()))
     return _texts_below(owner.__module__).get((owner.__name__, name), "")

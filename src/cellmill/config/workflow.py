@@ -76,11 +76,13 @@ def expand(
             str(axis): _points(str(axis), given, f"{where}.over.{axis}")
             for axis, given in over.items()
         }
-        if taken_names := sorted(axes.keys() & _COLUMNS):
+        taken_names = sorted(axes.keys() & _COLUMNS)
+        if taken_names:
             raise ConfigError(
                 f"{where}.over.{taken_names[0]}: is a column of results.csv; give the axis another name"
             )
-        if (n := prod(map(len, axes.values()))) > MOST_RUNS:
+        n = prod(map(len, axes.values()))
+        if n > MOST_RUNS:
             raise ConfigError(
                 f"{where}: {n:,} runs; leave out values, or make sweeps of at most {MOST_RUNS:,}"
             )
@@ -197,7 +199,8 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         check_together(self)
-        if not_kept := sorted({*self.evaluate_steps} - {*self.train.keep_steps}):
+        not_kept = sorted({*self.evaluate_steps} - {*self.train.keep_steps})
+        if not_kept:
             raise ValueError(
                 f"evaluate_steps: {not_kept[0]} is not in train.keep_steps; add it there"
             )
@@ -292,7 +295,8 @@ class Workflow(Section):
         if run.trunk not in self.runs:
             yield f".trunk: no run {run.trunk!r}; {did_you_mean(run.trunk, self.runs)}"
         trunk = self.runs[run.trunk]
-        kept, last = trunk.train.keep_steps, trunk.train.steps
+        kept = trunk.train.keep_steps
+        last = trunk.train.steps
         if step not in kept:
             yield f".trunk_step: {step} is not in train.keep_steps of {run.trunk} ({kept}); add it there"
         if isinstance(last, int) and last < step:
@@ -300,7 +304,8 @@ class Workflow(Section):
         if isinstance(run.train.steps, int) and run.train.steps <= step:
             yield f".train.steps: expected more than its trunk_step, {step}, got {run.train.steps}"
         for key in ("corpus", "init_from"):
-            if (own := getattr(run, key)) != (expected := getattr(trunk, key)):
+            own = getattr(run, key)
+            if own != (expected := getattr(trunk, key)):
                 yield f".{key}: expected {expected}, as its trunk {run.trunk}, got {own}"
 
     def swept(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -327,12 +332,14 @@ class Workflow(Section):
             for name, run in self.runs.items()
         ]
         for where, corpus, names in chosen:
-            known, table = self.datasets(corpus), self.corpora[corpus].table
+            known = self.datasets(corpus)
+            table = self.corpora[corpus].table
             for name in names or ():
                 if name not in known:
                     yield f"{where}.datasets: no dataset {name!r} in {table}; {did_you_mean(name, known)}"
         for name, run in self.runs.items():
-            known, trained = self.datasets(run.corpus), self.trained_on(run.corpus)
+            known = self.datasets(run.corpus)
+            trained = self.trained_on(run.corpus)
             for external, model in run.evaluate.external.items():
                 where = f"runs.{name}.evaluate.external.{external}: preset {model.preset}"
                 for dataset in self.evaluated_on(name) if model.preset else ():

@@ -46,10 +46,12 @@ def select_columns(
     columns = target.take(block.indices)  # a third of the time of target[block.indices]
     keep = columns >= 0 if (target < 0).any() else None
     if keep is None or keep.all():
-        indptr, data = block.indptr, block.data
+        indptr = block.indptr
+        data = block.data
     else:
         indptr = np.concatenate([[0], np.cumsum(keep)])[block.indptr]
-        columns, data = columns[keep], block.data[keep]
+        columns = columns[keep]
+        data = block.data[keep]
     moved = sp.csr_matrix((data, columns, indptr), shape=(block.shape[0], n_columns))
     return moved if moved.has_canonical_format else sum_repeated(moved, what)
 
@@ -107,7 +109,8 @@ def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty,
     start at `indptr`.
     """
-    sums, filled = np.zeros(len(indptr) - 1, np.int64), np.flatnonzero(indptr[1:] > indptr[:-1])
+    sums = np.zeros(len(indptr) - 1, np.int64)
+    filled = np.flatnonzero(indptr[1:] > indptr[:-1])
     if len(filled):
         sums[filled] = np.add.reduceat(values, indptr[:-1][filled], dtype=np.int64)
     return sums
@@ -126,7 +129,8 @@ def counts_per_10k(
     `counts`, `(nonzeros,)`, are of any integer type, above zero. Rows, which may be empty, start at
     `indptr`, `(cells + 1,)`, the first at 0.
     """
-    values, scale = counts.astype(dtype), scale_of_totals(row_sums(counts, indptr), dtype)
+    values = counts.astype(dtype)
+    scale = scale_of_totals(row_sums(counts, indptr), dtype)
     # a loop, because a temporary as long as the counts costs more in allocation than the arithmetic
     for start, stop, factor in zip(indptr[:-1].tolist(), indptr[1:].tolist(), scale):
         values[start:stop] *= factor
@@ -135,7 +139,8 @@ def counts_per_10k(
 
 def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.ndarray:
     """Factor, `(cells,)` of `dtype`, that makes sums of counts 10,000; 0 for a cell without counts."""
-    scale, filled = np.zeros(len(totals), dtype), totals.nonzero()[0]
+    scale = np.zeros(len(totals), dtype)
+    filled = totals.nonzero()[0]
     scale[filled] = dtype(TARGET_SUM) / totals[filled].astype(dtype)
     return scale
 
@@ -167,12 +172,16 @@ def rank_order_rows(
     in all.
     """
     genes = genes.astype(np.int32, copy=False)
-    ascending, borders = genes[1:] > genes[:-1], starts[1:-1]
+    ascending = genes[1:] > genes[:-1]
+    borders = starts[1:-1]
     ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True
     if not ascending.all():  # ties of the key are broken by position
         order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
-        genes, counts = genes[order], counts[order]
-    ranked, ranked_counts, edges = np.empty_like(genes), np.empty_like(counts), starts.tolist()
+        genes = genes[order]
+        counts = counts[order]
+    ranked = np.empty_like(genes)
+    ranked_counts = np.empty_like(counts)
+    edges = starts.tolist()
     for first in range(0, len(edges) - 1, _RANKED):
         borders_of_part = edges[first : first + _RANKED + 1]
         part = slice(borders_of_part[0], borders_of_part[-1])

@@ -110,7 +110,8 @@ def split_by_value(
     for too few, or one that no cell has.
     """
     code, unique = pd.factorize(values, sort=True)
-    if missing := sorted({*train_values} - {*unique}):
+    missing = sorted({*train_values} - {*unique})
+    if missing:
         hint = did_you_mean(missing[0], unique.tolist())
         raise DataError(
             f"shard.train_values: no cell of the corpus has {column} {missing[0]!r}; {hint}"

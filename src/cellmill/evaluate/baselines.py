@@ -31,7 +31,8 @@ class BaselineCache:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        self.file, self.known = file, _read(file)
+        self.file = file
+        self.known = _read(file)
         # predictions from features that no other run has: never saved
         self.of_model: dict[str, np.ndarray] = {}
         self._n_read = len(self.known)
@@ -68,16 +69,19 @@ class CachedClassifiers:
         features: Any,
         labels: np.ndarray,
     ) -> None:
-        self._known, self._classifiers = known, classifiers
+        self._known = known
+        self._classifiers = classifiers
         self._classes, of_cell = np.unique(labels, return_inverse=True)
         self._fitted = cache(lambda name: fit(classifiers[name], features, of_cell))
         self._digest = _digest(VERSIONS, features, self._classes, of_cell)
 
     def predict(self, features: Any) -> dict[str, np.ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""
-        found, of_cells = {}, _digest(self._digest, features)
+        found = {}
+        of_cells = _digest(self._digest, features)
         for name, classifier in self._classifiers.items():
-            if (key := _digest(f"{name}: {classifier!r} on {of_cells}")) not in self._known:
+            key = _digest(f"{name}: {classifier!r} on {of_cells}")
+            if key not in self._known:
                 self._known[key] = self._classes[self._fitted(name).predict(features)]
             found[name] = self._known[key]
         return found

@@ -53,7 +53,8 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     int from 0.
     """
     logits = logits.astype(np.float64)
-    fold, scaled = np.arange(len(labels)) % FOLDS, logits.copy()
+    fold = np.arange(len(labels)) % FOLDS
+    scaled = logits.copy()
     for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
         if not held_out.all():
             scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
@@ -135,7 +136,9 @@ def calibration_of(
         max_cells=options.train.val_cells,
         columns=options.obs_columns(),
     )
-    at, vectors, labels = [*options.obs_columns()].index(objective.config.label_column), [], []
+    at = [*options.obs_columns()].index(objective.config.label_column)
+    vectors = []
+    labels = []
     with torch.inference_mode():
         for batch in (batch for step in stream for batch in step):
             assert batch.levels is not None

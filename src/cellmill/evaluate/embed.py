@@ -125,12 +125,14 @@ def tokens_of(
     the counts of their tokens; `per_cell` are rows of further fields, such as levels, of all cells
     of the file.
     """
-    inverse, first = inverse_medians(vocabulary.medians), 0
+    inverse = inverse_medians(vocabulary.medians)
+    first = 0
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
         n = raw.shape[0]
         kept = np.arange(n) if chosen is None else np.flatnonzero(chosen[first : first + n])
-        cells, first = kept + first, first + n
+        cells = kept + first
+        first = first + n
         if not len(kept):
             continue
         raw = raw[kept] if len(kept) < n else raw
@@ -143,10 +145,12 @@ def tokens_of(
             )
             totals += block.data.sum(dtype=np.int64), measured.sum(dtype=np.int64)
         nonempty = np.diff(block.indptr) > 0
-        block, cells = select_rows(block, nonempty), cells[nonempty].astype(np.int64)
+        block = select_rows(block, nonempty)
+        cells = cells[nonempty].astype(np.int64)
         starts = block.indptr.astype(np.int64)
         if columns.ordered:
-            genes, counts = columns.target[block.indices], block.data
+            genes = columns.target[block.indices]
+            counts = block.data
         else:
             genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
         yield tokenizer.batch(genes, counts, starts, cells, counted).with_rows(per_cell)
@@ -168,11 +172,9 @@ def embed_cells(
     """
     chosen = np.ones(reader.n_obs, dtype=bool) if chosen is None else chosen
     check_rows(tokens, reader, str(reader.path))
-    columns, totals, of_columns = (
-        match_columns(reader, vocabulary),
-        np.zeros(2, np.int64),
-        np.zeros(reader.n_vars),
-    )
+    columns = match_columns(reader, vocabulary)
+    totals = np.zeros(2, np.int64)
+    of_columns = np.zeros(reader.n_vars)
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
 
     def rows() -> Iterator[sp.csr_matrix]:
@@ -193,7 +195,8 @@ def embed_cells(
     ]
     if np.isnan(vectors).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
-    if (frac := float(totals[0] / totals[1])) < (least := section.min_coverage_frac):
+    frac = float(totals[0] / totals[1])
+    if frac < (least := section.min_coverage_frac):
         raise DataError(
             f"{reader.path}: {frac:.1%} of its counts fall on genes that the model knows, embed.min_coverage_frac is "
             f"{least:g}; {_advice(columns, '--min-coverage-frac')}"
@@ -271,17 +274,20 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
 def limits_of(embedding: Embedding) -> list[str]:
     """Lines on what limits the use of the vectors."""
     lines = [*embedding.gene_notes]
-    if line := lost_counts(embedding.lost_frac, embedding.lost_names):
+    line = lost_counts(embedding.lost_frac, embedding.lost_names)
+    if line:
         lines.append(line)
     if embedding.genes.expressed_frac < FEW:
         lines.append(
             f"warning: it measures {embedding.genes}: compare its vectors with each other only"
         )
-    if names := ", ".join(embedding.absent_columns):
+    names = ", ".join(embedding.absent_columns)
+    if names:
         lines.append(
             f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes that "
             "of an unknown value"
         )
-    if n := embedding.n_without_genes:
+    n = embedding.n_without_genes
+    if n:
         lines.append(f"{n:,} cells have no gene that the model knows: their rows are NaN")
     return lines

@@ -39,7 +39,8 @@ OF_TRAINING = f"PCA{COMPONENTS} of the training cells"
 REGRESSION = "logistic regression"
 RANKED = "rank-z genes, ANOVA"
 RANKED_GENES = 500
-VARIABLE_GENES, BINS = 2000, 20
+VARIABLE_GENES = 2000
+BINS = 20
 ROW_BLOCK = 4096  # cells read at once
 COMPARED = 512  # cells compared with all fitted ones at once
 SHOWN_CLASSES = 8  # in a line of the log
@@ -71,7 +72,8 @@ def features_of_counts(
     """Features by name, `(cells, width)`; only those of all genes are sparse. A known `embedding`
     is taken.
     """
-    model, columns = context.model, context.columns
+    model = context.model
+    columns = context.columns
     profiles = summed(counts) if columns.ordered else counts
     known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
     return {
@@ -132,11 +134,9 @@ class RankedGenes:
         self.above = genes.astype(np.float64)
         self.above.eliminate_zeros()
         (n, width), expressed = genes.shape, np.diff(self.above.indptr)
-        cell, absent, middle = (
-            np.repeat(np.arange(n), expressed),
-            width - expressed,
-            (width + 1) / 2,
-        )
+        cell = np.repeat(np.arange(n), expressed)
+        absent = width - expressed
+        middle = (width + 1) / 2
         ranks = absent[cell] + pd.Series(self.above.data).groupby(cell).rank().to_numpy()
         lowest = (absent + 1) / 2
         variance = (np.bincount(cell, ranks**2, n) + absent * lowest**2) / width - middle**2
@@ -149,11 +149,9 @@ class RankedGenes:
         their order: dense.
         """
         of_class = np.unique(labels, return_inverse=True)[1]
-        member, above, zero = (
-            np.eye(of_class.max() + 1)[of_class].T,
-            self.above[cells],
-            self.zero[cells],
-        )
+        member = np.eye(of_class.max() + 1)[of_class].T
+        above = self.above[cells]
+        zero = self.zero[cells]
         sums = member @ above + (member @ zero)[:, None]
         squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero
         of_classes = (sums**2 / member.sum(1)[:, None]).sum(0)
@@ -233,11 +231,9 @@ def fit_all(
     With a classifier of another package, whose code may change, no prediction is saved. Genes by
     rank have the standardised regression alone.
     """
-    baselines, most, installed = (
-        context.baselines,
-        min(neighbors, len(labels)),
-        context.options.classifiers,
-    )
+    baselines = context.baselines
+    most = min(neighbors, len(labels))
+    installed = context.options.classifiers
     return {
         kind: CachedClassifiers(
             baselines.of_model if kind.startswith(OF_THE_MODEL) or installed else baselines.known,
@@ -278,7 +274,9 @@ def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
 
 def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
     """Counts of the cells with these indices, in the order of the file."""
-    mask, blocks, first = np.isin(np.arange(reader.n_obs), cells), [], 0
+    mask = np.isin(np.arange(reader.n_obs), cells)
+    blocks = []
+    first = 0
     for block in reader.rows(ROW_BLOCK):
         blocks.append(block[np.flatnonzero(mask[first : first + block.shape[0]])])
         first += block.shape[0]
@@ -291,23 +289,20 @@ def halves(context: Context) -> np.ndarray:
 
     Evaluated cells of labels with at least `folds` cells are divided into two stratified halves.
     """
-    column, seed, scored = (
-        context.roles["label"],
-        context.options.seed,
-        np.flatnonzero(context.scored),
-    )
+    column = context.roles["label"]
+    seed = context.options.seed
+    scored = np.flatnonzero(context.scored)
     chosen = choose_cells(column.iloc[scored], context.options.folds, seed)
-    cells, labels = scored[chosen.cells], chosen.labels
+    cells = scored[chosen.cells]
+    labels = chosen.labels
     found = np.full(context.reader.n_obs, "", dtype=labels.dtype)
     if len(chosen.classes) < 2:
         return found
     counts = read_rows(context.reader, cells)
     genes = log_normalise(summed(counts) if context.columns.ordered else counts)
     order = seeded(seed, 6).permutation(len(labels))
-    half, classifier = (
-        np.ones(len(labels), bool),
-        {REGRESSION: LogisticRegression(standardised=True)},
-    )
+    half = np.ones(len(labels), bool)
+    classifier = {REGRESSION: LogisticRegression(standardised=True)}
     half[order[np.argsort(labels[order], kind="stable")][1::2]] = False
     with small_problems():
         for tested in (half, ~half):
@@ -365,7 +360,8 @@ def labelled_cells(
     ):
         if classes or heading == column.name:
             print(f"{context.dataset}: {task}: {heading}: {_listed(classes)}", flush=True)
-    if (n := len(chosen.classes)) < 2:
+    n = len(chosen.classes)
+    if n < 2:
         raise Skipped(
             f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or more; "
             f"raise shard.test_frac or lower {needed_by}",
@@ -387,7 +383,8 @@ def _listed(classes: dict[str, int]) -> str:
 
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:
     """The labelled cells of classes with at least `fewest` cells."""
-    text, missing = text_values(labels), labels.isna().to_numpy()
+    text = text_values(labels)
+    missing = labels.isna().to_numpy()
     known = np.flatnonzero(~missing)
     drawn = draw_cells(known, max_cells, seed, 0)
     counts = tally(text[drawn])

@@ -51,7 +51,8 @@ def knock_out_genes(
     cells = draw_cells(np.arange(reader.n_obs), section.cells, section.seed, key=0)
     drawn = np.isin(np.arange(reader.n_obs), cells)
     embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
-    counts, levels = read_rows(reader, cells), levels_of(reader, network)
+    counts = read_rows(reader, cells)
+    levels = levels_of(reader, network)
     whole = _unit(embedding.vectors)
 
     profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
@@ -94,7 +95,8 @@ def knock_out_genes(
     rows: list[dict[str, Any]] = []
     for gene, others in nulls.items():
         null = np.array([mean[other] for other in others])
-        null, shift = null[np.isfinite(null)], mean[gene]
+        null = null[np.isfinite(null)]
+        shift = mean[gene]
         about = {
             "symbol": vocabulary.symbols[gene],
             "n_cells": len(found[gene][0]),
@@ -102,7 +104,8 @@ def knock_out_genes(
         }
         compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
         if len(null) and np.isfinite(shift):
-            center, sd = float(null.mean()), float(null.std())
+            center = float(null.mean())
+            sd = float(null.std())
             compared |= {
                 "null_mean": center,
                 "null_sd": sd,

@@ -37,7 +37,8 @@ FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the 
 MAX_STEPS = 100
 # larger features are left to scikit-learn: cells or features, whichever is less, and values (256
 # MiB)
-MAX_SIDE, MAX_VALUES = 2048, 2**25
+MAX_SIDE = 2048
+MAX_VALUES = 2**25
 
 
 class LogisticRegression:
@@ -64,7 +65,9 @@ class LogisticRegression:
         """
         centred, (n, width) = not sp.issparse(features), features.shape
         small = min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
-        values, mean, scale = features.astype(np.float64), np.zeros(width), np.ones(width)
+        values = features.astype(np.float64)
+        mean = np.zeros(width)
+        scale = np.ones(width)
         if centred:
             mean = values.mean(0)
             values -= mean
@@ -110,7 +113,8 @@ def _fit(
         solver="newton-cg", max_iter=1000, fit_intercept=intercept
     )
     # two have one logit
-    found, sign = model.fit(features, of_cell).coef_.T, [-0.5, 0.5] if n_classes == 2 else 1.0
+    found = model.fit(features, of_cell).coef_.T
+    sign = [-0.5, 0.5] if n_classes == 2 else 1.0
     return found * sign, model.intercept_ * sign
 
 
@@ -121,7 +125,8 @@ def _whiten(
     function from weights of cells `(classes, cells)` to coefficients `(width, classes)`.
     """
     n, width = features.shape
-    side, square = min(n, width), n <= min(2 * width, MAX_SIDE)
+    side = min(n, width)
+    square = n <= min(2 * width, MAX_SIDE)
     columns = np.empty((n, side + len(more)), order="C" if square and width <= n else "F")
     whitened, columns[:, side:], kernel = columns[:, :side], more, None
     gram = features @ features.T if width > n else features.T @ features
@@ -164,7 +169,9 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
     Weights and what they add to the logits, their product with UUᵀ, are kept side by side: `(2,
     classes, cells)`.
     """
-    n, share, both = len(whitened), CURVATURE / len(whitened), np.zeros((2, *targets.shape))
+    n = len(whitened)
+    share = CURVATURE / len(whitened)
+    both = np.zeros((2, *targets.shape))
     between = np.empty((len(targets), whitened.shape[1]))
 
     def multiply(weights: np.ndarray, out: np.ndarray) -> None:
@@ -197,7 +204,8 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
         ):
             break
         step = _newton_step(multiply, probabilities, gradient, norm)
-        slope, length = np.vdot(gradient[1], step[0]), 1.0
+        slope = np.vdot(gradient[1], step[0])
+        length = 1.0
         while True:
             new = both + length * step
             new_value, probabilities = loss(*new)
@@ -205,7 +213,8 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
             if new_value <= value + 1e-4 * length * slope + 1e-12:
                 break
             length /= 2
-        both, value = new, new_value
+        both = new
+        value = new_value
     else:
         warnings.warn(f"after {MAX_STEPS} steps", ConvergenceWarning, stacklevel=2)
     return np.asarray(both[0])
@@ -224,10 +233,15 @@ def _newton_step(
     """
     weights = probabilities / probabilities.shape[1]
     own = weights - CURVATURE / probabilities.shape[1]
-    left, direction, moved = -gradient, np.zeros_like(gradient), np.zeros_like(gradient)
-    curved, shared = np.empty_like(own), np.empty_like(own)
+    left = -gradient
+    direction = np.zeros_like(gradient)
+    moved = np.zeros_like(gradient)
+    curved = np.empty_like(own)
+    shared = np.empty_like(own)
     (residual, image), (along, seen) = left, direction
-    all_left, all_along, all_moved = left.ravel(), direction.ravel(), moved.ravel()
+    all_left = left.ravel()
+    all_along = direction.ravel()
+    all_moved = moved.ravel()
     flat_residual, flat_image, flat_seen, flat_curved = (
         one.ravel() for one in (residual, image, seen, curved)
     )

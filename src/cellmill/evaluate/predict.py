@@ -39,7 +39,9 @@ from cellmill.models.family import Model
 from cellmill.models.objectives.labels import Classification, softmax
 
 MOST_NAMES = 20  # labels that are named, the most frequent
-LABEL, PROBABILITY = "cellmill_label", "cellmill_probability"  # obs
+# obs
+LABEL = "cellmill_label"
+PROBABILITY = "cellmill_probability"
 REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
 SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
@@ -121,7 +123,8 @@ def thresholds_of(
     Raises ConfigError for a model without heads, which it calls `name`, and for an accuracy out of
     reach.
     """
-    heads, smallest = classifiers_of(model, config), {}
+    heads = classifiers_of(model, config)
+    smallest = {}
     if not heads and not regressions_of(model.objective):
         raise ConfigError(
             f"{name}: it predicts no labels; export a run with objective classification or regression"
@@ -130,7 +133,8 @@ def thresholds_of(
         smallest[end] = section.min_probability or 0.0
         if section.min_accuracy is None:
             continue
-        if (calibration := classifier["calibration"]) is None:
+        calibration = classifier["calibration"]
+        if calibration is None:
             why = classifier.get("uncalibrated", NO_VALIDATION)
             raise ConfigError(
                 f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability"
@@ -349,7 +353,9 @@ def count_labels(
     texts = label_texts(found, labels)
     given = texts[~pd.isna(texts)]
     unknown = {label: n for label, n in tally(given).items() if label not in labels}
-    n, n_unknown, problem = len(given), sum(unknown.values()), ""
+    n = len(given)
+    n_unknown = sum(unknown.values())
+    problem = ""
     named = _listed([f"{label!r} {n:,}" for label, n in unknown.items()])
     if not n:
         problem = "no cell has a label"

@@ -31,8 +31,11 @@ from cellmill.evaluate.predict import (
 )
 from cellmill.files import atomic_path
 
-KEY, ABOUT = "X_cellmill", "cellmill"  # in obsm and uns
-OWN, EXTERNAL = f"obsm[{KEY!r}]", "obsm['X_emb']"
+# in obsm and uns
+KEY = "X_cellmill"
+ABOUT = "cellmill"
+OWN = f"obsm[{KEY!r}]"
+EXTERNAL = "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
 # beginnings of the names of obs columns of `predict`
@@ -121,7 +124,8 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
         raise DataError(f"{path}: no such file; run embed first")
     with open_h5(path, AGAIN) as file:
         _, _, vectors, about = _read(file, str(path), (OWN,), names, "the dataset", f"; {AGAIN}")
-    if (digest := str(about.get("model_digest"))) != model_digest:
+    digest = str(about.get("model_digest"))
+    if digest != model_digest:
         raise DataError(
             f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}"
         )
@@ -130,7 +134,8 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
             f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {AGAIN}"
         )
     finite = np.isfinite(vectors)
-    if (wrong := (finite.any(axis=1) != finite.all(axis=1)) | np.isinf(vectors).any(axis=1)).any():
+    wrong = (finite.any(axis=1) != finite.all(axis=1)) | np.isinf(vectors).any(axis=1)
+    if wrong.any():
         raise DataError(
             f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {AGAIN}"
         )

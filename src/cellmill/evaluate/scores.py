@@ -75,13 +75,16 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
     scores = np.full(predicted.shape, np.nan)
     for row, classes in zip(scores, predicted):
         tested = classes != NOT_TESTED
-        seen, guessed = labels[tested], classes[tested]
+        seen = labels[tested]
+        guessed = classes[tested]
         if metric == "accuracy":
             row[tested] = seen == guessed
             continue
         # F1 plus its derivative by the weight of each cell, times the number of cells
-        names, weighted = np.union1d(seen, guessed), metric == "weighted_f1"
-        is_class, called = seen[:, None] == names, guessed[:, None] == names
+        names = np.union1d(seen, guessed)
+        weighted = metric == "weighted_f1"
+        is_class = seen[:, None] == names
+        called = guessed[:, None] == names
         sizes = is_class.sum(0) + called.sum(0)
         f1 = 2 * (is_class & called).sum(0) / sizes
         share = is_class.mean(0) if weighted else np.full(len(names), 1 / len(names))
@@ -274,7 +277,8 @@ class ScoreColumn:
         sign = -1 if self.lower_is_better else 1
         name, ceiling = self.ceiling
         zero_name, zero = max(self.trivial.items(), key=lambda one: sign * np.nanmean(one[1]))
-        if not (known := np.isfinite(zero + ceiling)).any():
+        known = np.isfinite(zero + ceiling)
+        if not known.any():
             return None
         gap = Gap(
             self.heading,

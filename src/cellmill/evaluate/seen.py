@@ -89,7 +89,8 @@ def find_equal_cells(
     if not among.any():
         return found
     for corpus in corpora:
-        genes, known = corpus.genes, corpus.hashes
+        genes = corpus.genes
+        known = corpus.hashes
         try:
             target = match_columns(reader, genes).target
         except DataError:
@@ -102,7 +103,8 @@ def find_equal_cells(
         gene_hashes = hash_genes(genes.gene_ids)
         last = 0
         for raw in reader.rows(HASHED_ROWS):
-            first, last = last, last + raw.shape[0]
+            first = last
+            last = last + raw.shape[0]
             rows = np.flatnonzero(among[first:last])
             if not len(rows):
                 continue
@@ -210,10 +212,12 @@ def _verified(path: Path) -> Manifest:
 
 def _ancestors(record: dict[str, Any], options: TrainOptions, train: Path) -> Iterator[Ancestor]:
     """Models that a run started from or learnt from."""
-    if (parent := record.get("init_from")) is not None:
+    parent = record.get("init_from")
+    if parent is not None:
         yield parent, next(iter(_existing(Path(parent), train)), None)
     for part in options.objective.each():
-        if (teacher := getattr(part, "teacher", None)) is not None:
+        teacher = getattr(part, "teacher", None)
+        if teacher is not None:
             folder = train.parents[1] / teacher / "model"
             yield f"its teacher {teacher}", folder if folder.is_dir() else None
 

@@ -98,11 +98,10 @@ _ROWS = 4096  # cells per read
 
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     """Statistics over the first MAX_TRAIN_CELLS cells of the training shards."""
-    n_genes, n_cells = manifest.n_genes, 0
-    total, by_rank = (
-        np.zeros(n_genes),
-        np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64),
-    )
+    n_genes = manifest.n_genes
+    n_cells = 0
+    total = np.zeros(n_genes)
+    by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
     for genes, counts, starts in _blocks(manifest, MAX_TRAIN_CELLS):
         made = tokenizer.batch(genes, counts, starts, np.arange(len(starts) - 1))
@@ -148,7 +147,8 @@ def _blocks(
                 return
             starts = shard.indptr[first : first + _ROWS + 1].astype(np.int64)
             span = int(starts[0]), int(starts[-1])
-            genes, counts = shard.read_genes(*span), shard.read_counts(*span)
+            genes = shard.read_genes(*span)
+            counts = shard.read_counts(*span)
             # scipy would crash on these
             if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:
                 raise DataError(
@@ -186,7 +186,8 @@ class TrainedCells:
         """
         unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
         copies = self.copies(reader, unnamed)
-        if n := int(copies.sum()):
+        n = int(copies.sum())
+        if n:
             line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
             print(f"{dataset}: {line}", flush=True)
         return unnamed & ~copies, n
@@ -198,7 +199,8 @@ class TrainedCells:
         return find_equal_cells(reader, self._corpora, among)
 
 
-PCA_CELLS, COMPONENTS = 10_000, 50
+PCA_CELLS = 10_000
+COMPONENTS = 50
 # of a component, relative to the first: of rounding errors below 1e-4, of the 50th usually above
 # 1e-2
 NO_SPREAD = 3e-4
@@ -226,12 +228,12 @@ class PrincipalComponents(BaseEstimator):
 
     def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> np.ndarray:
         """Fit to `cells`, `(n, features)`, and return their components."""
-        mean, smaller = mean_variance_axis(cells, axis=0)[0], min(cells.shape)
-        project, combine = (
-            lambda x: cells @ x - mean @ x,
-            lambda x: cells.T @ x - np.multiply.outer(mean, x.sum(0)),
-        )
-        if is_wide := cells.shape[0] < cells.shape[1]:
+        mean = mean_variance_axis(cells, axis=0)[0]
+        smaller = min(cells.shape)
+        project = lambda x: cells @ x - mean @ x
+        combine = lambda x: cells.T @ x - np.multiply.outer(mean, x.sum(0))
+        is_wide = cells.shape[0] < cells.shape[1]
+        if is_wide:
             project, combine = combine, project
         gram = LinearOperator((smaller, smaller), lambda x: combine(project(x)), dtype=cells.dtype)
         start = np.random.RandomState(0).uniform(-1, 1, smaller)
@@ -243,10 +245,8 @@ class PrincipalComponents(BaseEstimator):
         left, right = (basis @ right.T, left.T) if is_wide else (left, right @ basis.T)
         left, right = svd_flip(left, right, u_based_decision=False)
         rank = max(1, int((lengths > NO_SPREAD * lengths[0]).sum()))
-        self.components_, self.explained_variance_ = (
-            right[:rank],
-            lengths[:rank] ** 2 / (cells.shape[0] - 1),
-        )
+        self.components_ = right[:rank]
+        self.explained_variance_ = lengths[:rank] ** 2 / (cells.shape[0] - 1)
         self._center = mean @ self.components_.T
         return np.asarray(left[:, :rank] * lengths[:rank])
 
@@ -359,7 +359,8 @@ class Context:
     @property
     def supervised(self) -> str | None:
         """Addition to the model's name in tables and verdicts if it was trained with labels."""
-        columns, label = self.model.supervised_by, self.roles.get("label")
+        columns = self.model.supervised_by
+        label = self.roles.get("label")
         if label is not None and str(label.name) in columns:
             return f"supervised by this label ({label.name})"
         return f"supervised by {', '.join(columns)}" if columns else None

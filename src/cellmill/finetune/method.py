@@ -108,7 +108,8 @@ def check_trains(method: Method, names: Iterable[str]) -> None:
         raise ConfigError(
             f"finetune.method {method.config.method} trains no parameter of this model; set another"
         )
-    if (first := min(map(method.first_step, trained))) > 0:
+    first = min(map(method.first_step, trained))
+    if first > 0:
         raise ConfigError(
             f"finetune.method {method.config.method} trains no parameter of this model in its first {first} steps: the "
             "objective has no heads; let the trunk begin with step 0"
@@ -127,7 +128,8 @@ class Depth:
 
     @classmethod
     def of(cls, model: Model) -> Self:
-        plan, heads = model.plan, frozenset(model.heads or ())
+        plan = model.plan
+        heads = frozenset(model.heads or ())
         return cls(
             heads,
             model.behind_blocks(),
@@ -152,7 +154,8 @@ def group_rates(method: Method, model: Model) -> dict[str, tuple[float, int]]:
     """Return factor of the scheduled rate and first step of heads, trunk, embeddings, `block_N`;
     empty if alike.
     """
-    depth, trains = Depth.of(model), trained_names(method, model)
+    depth = Depth.of(model)
+    trains = trained_names(method, model)
     rates: dict[str, tuple[float, int]] = {}
     for name in (plain_name(name) for name, _ in model.named_parameters()):
         if trains(name):
@@ -216,7 +219,8 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base: nn.Module, rank: int, scale: float) -> None:
         super().__init__()
-        self.base, self.scale = base, scale
+        self.base = base
+        self.scale = scale
         weight: Any = base.weight
         n_out, n_in = weight.shape[::-1] if is_transposed(base) else weight.shape
         self.a = with_std(nn.Linear(n_in, rank, bias=False), n_in**-0.5)
@@ -251,7 +255,8 @@ class Lora(Method):
             raise ConfigError(
                 "finetune.method lora: the model's blocks have no linear layers to adapt; set another"
             )
-        names, targets = dict.fromkeys(path.split(".")[-1] for path in known), self.config.targets
+        names = dict.fromkeys(path.split(".")[-1] for path in known)
+        targets = self.config.targets
         for target in targets or ():
             if target not in names and target not in known:
                 raise ConfigError(
@@ -274,7 +279,8 @@ class Lora(Method):
             )
         styles = dict(model.plan.tensor)
         for path in (f"{model.plan.blocks}.*.{layer}" for layer in layers):
-            if (style := styles.pop(path, None)) is not None:
+            style = styles.pop(path, None)
+            if style is not None:
                 styles |= zip((f"{path}.base", f"{path}.a", f"{path}.b"), STYLES[style])
         model.plan = replace(model.plan, tensor=styles)
 

@@ -105,7 +105,9 @@ def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:
 
     Meanwhile the line is in a file: the job may reach its time limit first.
     """
-    began, error, said = time.monotonic(), Path(os.environ[ERROR_FILE]), ""
+    began = time.monotonic()
+    error = Path(os.environ[ERROR_FILE])
+    said = ""
     while late := [
         host for number, host in enumerate(node.hosts) if not store.check([f"{NODES}/{number}"])
     ]:
@@ -151,11 +153,9 @@ def run() -> None:
     """Run torchrun. Its messages and tracebacks go to the node's log in a cluster job, otherwise
     nowhere.
     """
-    given, host, log = (
-        os.environ[ERROR_FILE],
-        socket.gethostname(),
-        os.environ.get(NODE_LOG, os.devnull),
-    )
+    given = os.environ[ERROR_FILE]
+    host = socket.gethostname()
+    log = os.environ.get(NODE_LOG, os.devnull)
     logging.raiseExceptions = False  # the disk may be full
     for name in ("torch", "torch.distributed"):
         logging.getLogger(name).handlers = [logging.FileHandler(log, delay=True)]

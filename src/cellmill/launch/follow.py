@@ -51,7 +51,9 @@ class Tail:
     TO_SAVE = "^(SIGUSR2: saving)$"
 
     def __init__(self, path: Path, echo: bool = True) -> None:
-        self.path, self.echo, self.position = path, echo, 0
+        self.path = path
+        self.echo = echo
+        self.position = 0
         self._begun = False
         self.not_launched: re.Match[str] | None = None
         """srun's message about a task that it could not launch in the present start: tasks, or
@@ -73,7 +75,8 @@ class Tail:
         for number, part in enumerate(text.split(BEGINS)):
             if number > 0:
                 # srun's message may come before the first line of its own start
-                self.not_launched, self._begun = None if self._begun else self.not_launched, True
+                self.not_launched = None if self._begun else self.not_launched
+                self._begun = True
             self.not_launched = NOT_LAUNCHED.search(part) or self.not_launched
 
     def last(self, pattern: str) -> str:
@@ -108,8 +111,12 @@ class JobFollower:
     nodes: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self._printed, self._ended, self._gone_since, self._silent_since = "", False, 0.0, 0.0
-        self._began, self._next_poll = time.monotonic(), 0.0
+        self._printed = ""
+        self._ended = False
+        self._gone_since = 0.0
+        self._silent_since = 0.0
+        self._began = time.monotonic()
+        self._next_poll = 0.0
         self._released = False
 
     @classmethod
@@ -190,7 +197,9 @@ class JobFollower:
                 state = JobState(NOT_LISTED)
             elif state.name == NOT_LISTED:
                 return
-        self.state, self.nodes, self._ended = state, state.nodes or self.nodes, not state.alive
+        self.state = state
+        self.nodes = state.nodes or self.nodes
+        self._ended = not state.alive
         if state.name == "PENDING" and state.reason.replace("_", " ") == HELD_AFTER_FAILED_START:
             self._release()
         text = state.name
@@ -273,7 +282,8 @@ def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.slee
     request. Returns its final state. Raises UserError if it has not ended within `CANCEL_S`.
     """
     queue = Queue(TICK_S)
-    complaint, deadline = queue.cancel(job_id, name), time.monotonic() + CANCEL_S
+    complaint = queue.cancel(job_id, name)
+    deadline = time.monotonic() + CANCEL_S
     while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
         if time.monotonic() > deadline:
             raise UserError(

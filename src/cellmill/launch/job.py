@@ -106,7 +106,10 @@ class Restarts:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.done, self._from = job, 0, -1  # the step that the last start resumed from
+        # the step that the last start resumed from
+        self.job = job
+        self.done = 0
+        self._from = -1
 
     def again(self, code: int) -> bool:
         """True if the job is to be restarted after an agent ended with exit `code`; prints the
@@ -120,7 +123,8 @@ class Restarts:
         if not job.error_file or error.exists():
             return False
         hang = error.with_name(HANG)
-        before, step = self._from, 0
+        before = self._from
+        step = 0
         # before the first checkpoint there may be no file
         with suppress(DataError, KeyError, TypeError):
             step = int(read_json(Path(job.state_file))["step"])
@@ -157,7 +161,8 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
     if signals ended it before its state was saved.
     """
     agents: list[subprocess.Popen[bytes]] = []
-    signals, restarts = 0, Restarts(job)
+    signals = 0
+    restarts = Restarts(job)
     processes = job.nodes * job.nproc_per_node
     environment = agent_environment(processes, job.nodes * job.cores, job.error_file)
     command = job.command() if processes > 1 else [sys.executable, "-m", job.module, *job.arguments]
@@ -231,7 +236,8 @@ def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[],
     """Wait for all processes; return the exit code of the one that failed first, or 0. The others
     are ended with it: they would wait for it forever.
     """
-    code, called = 0, time.monotonic()
+    code = 0
+    called = time.monotonic()
     while any(process.poll() is None for process in processes):
         if time.monotonic() - called > 1:
             called = time.monotonic()

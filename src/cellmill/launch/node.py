@@ -72,14 +72,15 @@ class NodeTask:
     """
 
     def __init__(self, path: Path) -> None:
-        task, slurm = read_json(path), os.environ
-        self.rank, self.hosts = int(slurm["SLURM_NODEID"]), expand(slurm["SLURM_STEP_NODELIST"])
-        self.job_id, self.folder, self.error = (
-            slurm.get("SLURM_JOB_ID", ""),
-            path.parent,
-            path.with_name("error.txt"),
-        )
-        self.secret, self.interface = task["secret"], task["interface"]
+        task = read_json(path)
+        slurm = os.environ
+        self.rank = int(slurm["SLURM_NODEID"])
+        self.hosts = expand(slurm["SLURM_STEP_NODELIST"])
+        self.job_id = slurm.get("SLURM_JOB_ID", "")
+        self.folder = path.parent
+        self.error = path.with_name("error.txt")
+        self.secret = task["secret"]
+        self.interface = task["interface"]
         self.job = replace(Job(**task["job"]), nodes=len(self.hosts), error_file=str(self.error))
         self.own: Claim | None = None  # of the first node
         self.attempt: dict[str, Any] = {
@@ -109,13 +110,13 @@ class NodeTask:
                 for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE, HANG))):
                     line.unlink(missing_ok=True)
                 self._note(started_at=time.time())
-            if lacks := lacking_interface(
-                self.interface, [name for _, name in socket.if_nameindex()]
-            ):
+            lacks = lacking_interface(self.interface, [name for _, name in socket.if_nameindex()])
+            if lacks:
                 reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
                 write_text(self.error, reason)
                 raise NodeFailed(reason)
-            kills_before, restarts = oom_kills(), Restarts(self.job)
+            kills_before = oom_kills()
+            restarts = Restarts(self.job)
             code = self.run_agent(0, stop)
             while (
                 code and not stop.received and oom_kills() == kills_before and restarts.again(code)

@@ -98,7 +98,8 @@ class Queue:
                 jobs = {job.job_id: job for job in self._listed(0)}
         except CommandError as error:
             return JobState(UNKNOWN, str(error))
-        if job := jobs.get(job_id):
+        job = jobs.get(job_id)
+        if job:
             return job.state if job.name == name else JobState(OTHER_JOB)
         try:
             words = ask(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"]).split()
@@ -113,7 +114,8 @@ class Queue:
     def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
         """Jobs alive now whose name is one of `ours`. Raises CommandError without a usable answer."""
         jobs = [job for job in self._listed(0) if ours(job.name)]
-        if odd := next((job for job in jobs if job.state.name == UNKNOWN), None):
+        odd = next((job for job in jobs if job.state.name == UNKNOWN), None)
+        if odd:
             raise CommandError(odd.state.reason)
         return [job for job in jobs if job.state.alive]
 
@@ -180,7 +182,8 @@ def parse(answer: str) -> list[QueuedJob]:
     foreign = []
     passed_over = False
     for line in map(str.strip, answer.splitlines()):
-        if match := re.fullmatch(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)", line):
+        match = re.fullmatch(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)", line)
+        if match:
             number, word, reason, nodes, name = match.groups()
             state = JobState(word, "" if reason == "None" else reason, nodes)
             if word not in ALIVE | ENDED:
@@ -233,7 +236,8 @@ _LISTED = 5
 
 def stage_jobs(folder: Path) -> list[QueuedJob]:
     """Queued jobs of the stages of the workflow in `folder`. Raises CommandError without an answer."""
-    jobs, here = [], folder.resolve()
+    jobs = []
+    here = folder.resolve()
     answer = ask(["squeue", "-a", "-h", "-u", str(os.getuid()), "-o", "%i|%T|%r|%l|%D|%k|%Z"])
     for line in answer.splitlines():
         cells = line.strip().split("|", 6)
@@ -257,7 +261,8 @@ def stage_lines(jobs: Sequence[QueuedJob]) -> list[str]:
         groups[job.name, job.state].append(job)
     lines = []
     for (stage, state), same in groups.items():
-        first, ids = same[0], ", ".join(job.job_id for job in same[:_LISTED])
+        first = same[0]
+        ids = ", ".join(job.job_id for job in same[:_LISTED])
         named = (
             f"job {ids}"
             if len(same) == 1
@@ -284,13 +289,15 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
         )
         refusals = set[tuple[str, str]]()
         for error in errors:
-            stage, jobid = error.partition(":")[0], error.partition("jobid: ")[2].partition("\n")[0]
+            stage = error.partition(":")[0]
+            jobid = error.partition("jobid: ")[2].partition("\n")[0]
             if (stage, jobid) in refusals and "    message: None\n" in error:
                 # Snakemake before 9.27 repeats its errors at the end, without sbatch's answer
                 continue
-            if refused := re.search(
+            refused = re.search(
                 r"SLURM sbatch failed\. The error message was '(.*?)'\.$", error, re.M | re.S
-            ):
+            )
+            if refused:
                 said = " ".join(refused[1].replace("sbatch: error: ", "").split())
                 remedy = (
                     f"the request is in the profile, set-resources: {stage} or default-resources"
@@ -322,8 +329,10 @@ class StageWatch:
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        self.folder, self.tell = folder, tell
-        self._reported, self._before = set[tuple[str, str]](), set[str]()
+        self.folder = folder
+        self.tell = tell
+        self._reported = set[tuple[str, str]]()
+        self._before = set[str]()
 
     def start(self) -> None:
         """Begin to watch, if there is a SLURM."""

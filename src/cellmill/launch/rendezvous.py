@@ -41,7 +41,9 @@ HANDSHAKE_S = 10.0
 RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
 REACH_S = 60.0  # likewise a first node that cannot be reached: agents start in any order
 UNREACHED = "its task has not begun, or the network between the nodes does not let it through"
-_NONCE, _PROOF = 32, 32  # bytes
+# bytes
+_NONCE = 32
+_PROOF = 32
 _RETRY_S = 0.2
 Endpoint = tuple[str, int]  # address and port of one end of a connection
 Streams = tuple[Reader, Writer]
@@ -153,11 +155,13 @@ class Relay:
         """Serve another node's relay. Both prove that they know the secret, over nonces of both and
         the port, so that nobody can pass the proof on.
         """
-        port, nonce = str(writer.get_extra_info("sockname")[1]), secrets.token_bytes(_NONCE)
+        port = str(writer.get_extra_info("sockname")[1])
+        nonce = secrets.token_bytes(_NONCE)
         writer.write(nonce)
         async with asyncio.timeout(HANDSHAKE_S):
             answer = await reader.readexactly(_NONCE + _PROOF)
-        theirs, proof = answer[:_NONCE], answer[_NONCE:]
+        theirs = answer[:_NONCE]
+        proof = answer[_NONCE:]
         if self._store is None or not hmac.compare_digest(
             proof, self.rendezvous.proof("node", port, nonce, theirs)
         ):
@@ -167,7 +171,8 @@ class Relay:
 
     async def _to_first_node(self) -> Streams:
         """A connection through the entrance, as soon as it is there: agents start in any order."""
-        began, host = asyncio.get_running_loop().time(), self.rendezvous.host
+        began = asyncio.get_running_loop().time()
+        host = self.rendezvous.host
         while True:
             for port in self._ports:
                 try:
@@ -178,10 +183,8 @@ class Relay:
                         self._ports = [port, *(other for other in self._ports if other != port)]
                         return connection
                 except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                    unknown, waited = (
-                        isinstance(error, socket.gaierror),
-                        asyncio.get_running_loop().time() - began,
-                    )
+                    unknown = isinstance(error, socket.gaierror)
+                    waited = asyncio.get_running_loop().time() - began
                     if waited < (RESOLVE_S if unknown else REACH_S) or self._said:
                         continue
                     self._said = True
@@ -204,7 +207,8 @@ class Relay:
         reader, writer = await asyncio.open_connection(self.rendezvous.host, port)
         with ExitStack() as on_failure:
             on_failure.callback(writer.close)
-            theirs, ours = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
+            theirs = await reader.readexactly(_NONCE)
+            ours = secrets.token_bytes(_NONCE)
             writer.write(ours + self.rendezvous.proof("node", str(port), theirs, ours))
             expected = self.rendezvous.proof("entrance", str(port), theirs, ours)
             if hmac.compare_digest(await reader.readexactly(_PROOF), expected):

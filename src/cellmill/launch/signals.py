@@ -106,7 +106,8 @@ class Requests:
 
     def note(self, number: int, frame: object) -> None:
         """Handle a signal."""
-        self.first, self.again = self.first or REQUESTS[signal.Signals(number)], True
+        self.first = self.first or REQUESTS[signal.Signals(number)]
+        self.again = True
         self._event.set()
 
 

@@ -58,7 +58,8 @@ class ShortJobs:
     training_s: Callable[[], float | None]
 
     def __post_init__(self) -> None:
-        self._before_s, self._warned = self.training_s() or 0.0, False
+        self._before_s = self.training_s() or 0.0
+        self._warned = False
         self._at_limit = list[tuple[float, int]]()
         """(share of the time without training, steps saved) of each of the last jobs that ended at
         its limit.
@@ -71,7 +72,9 @@ class ShortJobs:
         the job's end, which it does before a preemption too. Raises UserError if the job ended at
         its limit before its first step.
         """
-        limit_s, elapsed_s, after_s = 60.0 * ended.runtime, 0.0, self.training_s()
+        limit_s = 60.0 * ended.runtime
+        elapsed_s = 0.0
+        after_s = self.training_s()
         # the job's own record of its last start; none if missing or damaged
         with suppress(DataError):
             for last in ended.attempts()[-1:]:
@@ -134,9 +137,12 @@ class SlurmLauncher:
     """
 
     def __init__(self, folder: TrainFolder, machine: Machine) -> None:
-        self.folder, self.machine, self.watch = folder, machine, FolderWatch(folder.path)
+        self.folder = folder
+        self.machine = machine
+        self.watch = FolderWatch(folder.path)
         self.slurm = SlurmJobs(Jobs(folder.path), Queue(machine.poll_s), machine)
-        if missing := [name for name in NEEDED if shutil.which(name) is None]:
+        missing = [name for name in NEEDED if shutil.which(name) is None]
+        if missing:
             raise UserError(
                 f"{missing[0]} is not on PATH: run this on a login node of the cluster, or set launcher to local or "
                 "allocation in the profile"
@@ -182,7 +188,8 @@ class SlurmLauncher:
             short = ShortJobs(lambda: training_seconds(self.folder.path))
             if record is not None:
                 say(f"attached to job {record.job_id}; its log: {record.log}")
-                if changes := record.changes(self.machine):
+                changes = record.changes(self.machine)
+                if changes:
                     say(
                         f"warning: the job was submitted for another machine than the profile's "
                         f"({', '.join(changes)}); to change it, interrupt, which saves and cancels the job, and run "
@@ -193,7 +200,8 @@ class SlurmLauncher:
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
                 if self.folder.state() == "done":
                     return
-                why, log = self._why_another(ended), Tail(ended.log)
+                why = self._why_another(ended)
+                log = Tail(ended.log)
                 if log.last(Tail.REFUSED):
                     record = self._after_claim()
                     if self.folder.state() == "done":
@@ -294,11 +302,9 @@ class SlurmLauncher:
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raises UserError or Stopped if there is none."""
-        where, log, job = (
-            f"(job {ended.job_id}, log: {ended.log})",
-            Tail(ended.log),
-            f"job {ended.job_id}",
-        )
+        where = f"(job {ended.job_id}, log: {ended.log})"
+        log = Tail(ended.log)
+        job = f"job {ended.job_id}"
         if ended.error:
             raise UserError(f"{ended.error} {where}")
         if (ended.path / CANCELLED).exists():
@@ -308,9 +314,11 @@ class SlurmLauncher:
             )
         if ended.state == "CANCELLED":
             raise Stopped(f"{job} was cancelled by somebody else; run the same command to resume")
-        if refused := log.last(Tail.REFUSED):
+        refused = log.last(Tail.REFUSED)
+        if refused:
             return refused
-        if failed := log.last(Tail.FAILED_SETUP):
+        failed = log.last(Tail.FAILED_SETUP)
+        if failed:
             raise UserError(f"{failed} {where}")
         if ended.state == "COMPLETED" and self.folder.state() == "stopped":
             return f"{job} stopped and saved before its time limit or a preemption"
@@ -319,7 +327,8 @@ class SlurmLauncher:
                 "raise set-resources: train: mem_mb in the profile, or lower train.token_budget"
             )
             raise UserError(f"the job ran out of memory: {remedy} {where}")
-        if (free := shutil.disk_usage(path := self.folder.path).free) < 1 << 20:
+        free = shutil.disk_usage(path := self.folder.path).free
+        if free < 1 << 20:
             raise UserError(
                 f"{path}: no space left ({free} bytes); make room and run the same command {where}"
             )
@@ -336,10 +345,13 @@ class SlurmLauncher:
             for each in sorted(ended.path.glob(f"{ended.job_id}_*_log.out"))
         ]
         # the signal is the cause
-        if first := next(filter(None, killed), None) or error_line(ended.path, CONNECTION):
+        first = next(filter(None, killed), None) or error_line(ended.path, CONNECTION)
+        if first:
             return f"{job} ended with FAILED: {first}"
-        if failed := log.last(Tail.FAILED_IMPORT):
+        failed = log.last(Tail.FAILED_IMPORT)
+        if failed:
             raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
-        if refused := log.last(Tail.SRUN_OPTIONS):
+        refused = log.last(Tail.SRUN_OPTIONS)
+        if refused:
             raise UserError(f"{refused}; change srun_options in the profile {where}")
         return f"{job} ended with FAILED and no process said why, log: {ended.log}"

@@ -25,8 +25,12 @@ _MAGIC = 0x3C85F7CE  # the first request of a client
 _MOST_KEYS = 128 * 1024  # in one request, as in torch
 _MOST_KEY = 8 * 1024  # bytes
 _MOST_VALUE = 8 * 1024 * 1024  # bytes
-_READY, _NOT_READY = b"\0", b"\1"  # answers of check
-_STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"  # answers of wait, barrier and cancel
+# answers of check
+_READY = b"\0"
+_NOT_READY = b"\1"
+# answers of wait, barrier and cancel
+_STOP_WAITING = b"\0"
+_WAIT_CANCELED = b"\1"
 OPERATIONS = (
     *(
         "validate",

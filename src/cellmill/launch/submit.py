@@ -155,7 +155,8 @@ class SlurmJobs:
 
     def alive(self) -> list[QueuedJob]:
         """Jobs of this folder that SLURM has. Waits for an answer; raises UserError if none comes."""
-        deadline, warned = time.monotonic() + self.patience_s, False
+        deadline = time.monotonic() + self.patience_s
+        warned = False
         while True:
             try:
                 return self.queue.named(self.jobs.owns)
@@ -172,7 +173,8 @@ class SlurmJobs:
     def find(self) -> JobRecord | None:
         """The record of the job of this folder that SLURM has; a job without a record gets one."""
         for queued in self.alive():
-            if (record := self.jobs.record(queued.job_id, queued.name)) is not None:
+            record = self.jobs.record(queued.job_id, queued.name)
+            if record is not None:
                 return record
             folder = self.jobs.folder(queued.name)
             if folder is None:
@@ -197,7 +199,8 @@ class SlurmJobs:
         answer stays: its job may be accepted late, and then ends at once if another one has claimed
         the run.
         """
-        deadline, warned = time.monotonic() + self.patience_s, set[bool]()
+        deadline = time.monotonic() + self.patience_s
+        warned = set[bool]()
         path = str(self.jobs.path.resolve())
         if "%" in path or "\\" in path:
             raise UserError(
@@ -215,7 +218,8 @@ class SlurmJobs:
                 say(f"submitted job {record.job_id}; its log: {record.log}")
                 return record
             except BlockingIOError:
-                unreachable, complaint = True, NO_PROCESS
+                unreachable = True
+                complaint = NO_PROCESS
             except (FailedJobError, FailedSubmissionError) as error:
                 lines = [line.strip() for line in str(error).splitlines()]
                 errors = [
@@ -226,7 +230,8 @@ class SlurmJobs:
             line = f"warning: sbatch: {complaint}; trying again"
             if not unreachable:
                 shutil.rmtree(folder, ignore_errors=True)
-                if (quota := QUOTA.search(complaint)) is None:
+                quota = QUOTA.search(complaint)
+                if quota is None:
                     raise UserError(
                         f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
                     )
@@ -297,7 +302,8 @@ def run_once(
                 cancel_job(left.job_id, left.name)
             record = slurm.submit(job)
             follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
-            queued_s, submitted = 0.0, time.monotonic()
+            queued_s = 0.0
+            submitted = time.monotonic()
             waiting_since: float | None = submitted
             for state in follower.states(received.wait):
                 now = time.monotonic()
@@ -306,7 +312,8 @@ def run_once(
                     follower.cancel()
                     raise KeyboardInterrupt
                 if state.name in ("RUNNING", "COMPLETING"):
-                    queued_s, waiting_since = queued_s or now - submitted, None
+                    queued_s = queued_s or now - submitted
+                    waiting_since = None
                 elif state.name:
                     waiting_since = waiting_since or now  # a preempted job waits again
                     if now - waiting_since > wait_s:

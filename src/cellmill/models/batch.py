@@ -62,7 +62,8 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
     """Put `before` tokens of id `token` before each cell's and `after` behind them, with value and
     count 0.
     """
-    more, cell = before + after, positions(batch)[0]
+    more = before + after
+    cell = positions(batch)[0]
     moved_to = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
     cells = torch.arange(
         len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype
@@ -116,7 +117,8 @@ def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in
     the cell.
     """
-    n, starts = len(batch.genes), batch.cu_seqlens[:-1].long()
+    n = len(batch.genes)
+    starts = batch.cu_seqlens[:-1].long()
     cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n)
     return cell, torch.arange(n, device=batch.genes.device) - starts[cell]
 
@@ -144,7 +146,8 @@ class EncoderBatch(Batch):
         shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
         given = {name: getattr(batch, name) for name in shared} | {"keys": keys}
         given |= dict.fromkeys({f.name for f in fields(Batch)} - {*SHOWN})
-        if (hidden := own.get("value_hidden")) is None:
+        hidden = own.get("value_hidden")
+        if hidden is None:
             hidden = own["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool)
         return cls(**given | {"value_known": ~hidden} | own)
 
@@ -188,7 +191,9 @@ class EncoderBatch(Batch):
         return sums / n.clamp(min=1)
 
 
-CLS, EOS = -1, -2  # token ids; row -1 - id of `end_embedding`
+# token ids; row -1 - id of `end_embedding`
+CLS = -1
+EOS = -2
 
 
 def with_ends(batch: Batch, n_ends: int) -> Batch:

@@ -42,7 +42,8 @@ def attention(
         and q.shape[-1] <= 256
     )
     if suits and _has_flash(q.device):
-        longest, window = max(lengths), (-1, 0 if causal else -1)
+        longest = max(lengths)
+        window = (-1, 0 if causal else -1)
         # only here: the module imports torch's compiler, half a second
         varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
         return cast(
@@ -95,12 +96,10 @@ class Block(nn.Module):
         causal: bool = False,
     ) -> None:
         super().__init__()
-        self.head_width, self.dropout, self.index, self.causal = (
-            hidden // heads,
-            dropout,
-            index,
-            causal,
-        )
+        self.head_width = hidden // heads
+        self.dropout = dropout
+        self.index = index
+        self.causal = causal
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
@@ -163,7 +162,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, hidden: int, ffn_hidden: int, dropout: float, index: int) -> None:
         super().__init__()
-        self.dropout, self.index = dropout, index
+        self.dropout = dropout
+        self.index = index
         self.norm = nn.LayerNorm(hidden)
         self.up = with_std(nn.Linear(hidden, ffn_hidden), hidden**-0.5)
         self.down = with_std(nn.Linear(ffn_hidden, hidden), ffn_hidden**-0.5)

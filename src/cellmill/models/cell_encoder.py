@@ -59,7 +59,8 @@ class CovariatePrefix:
         """Return `batch` with a token per column before each cell; `keys`, seed and step, draw
         unknown levels.
         """
-        device, n_columns = batch.genes.device, len(self.columns)
+        device = batch.genes.device
+        n_columns = len(self.columns)
         place = torch.arange(n_columns, device=device)
         if batch.levels is None:
             numbers = batch.cells.new_zeros(len(batch.cells), n_columns)
@@ -82,15 +83,14 @@ def mean_state(
     """(T, H) -> (C, H) float32: mean over the tokens of genes, `of_gene` (T,) or all but
     covariates; zeros for none.
     """
-    lengths, states, cells = (
-        prepared.cu_seqlens.diff(),
-        states.float(),
-        (prepared.cell, prepared.cu_seqlens),
-    )
+    lengths = prepared.cu_seqlens.diff()
+    states = states.float()
+    cells = (prepared.cell, prepared.cu_seqlens)
     if prepared.covariate_rows is not None:
         of_gene = prepared.covariate_rows == 0
     if of_gene is not None:
-        lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]
+        lengths = segment_sum(of_gene.float(), *cells)
+        states = states * of_gene[:, None]
     return segment_sum(states, *cells) / lengths.clamp(min=1)[:, None]
 
 
@@ -105,7 +105,8 @@ def attended_state(
     """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)); zeros
     for none.
     """
-    states, cell = states.float(), prepared.cell
+    states = states.float()
+    cell = prepared.cell
     scores = (states @ query.float()).float() * states.shape[1] ** -0.5  # autocast computes bf16
     largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
     largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")  # cancels: no gradient
@@ -194,8 +195,10 @@ class TokenEncoder(CellEncoder):
 
     def __init__(self, width: int, n_genes: int, objective: Objective) -> None:
         super().__init__(objective)
-        self.width, self.n_tokens = width, n_genes + len(SPECIAL)
-        self.enter, self.enter_keys = Entry(), Entry()
+        self.width = width
+        self.n_tokens = n_genes + len(SPECIAL)
+        self.enter = Entry()
+        self.enter_keys = Entry()
         self.gene_embedding = nn.Embedding(self.n_tokens, width)
 
     def through(

@@ -134,26 +134,30 @@ def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
     state = model.state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
-    if wrong := sorted(
+    wrong = sorted(
         name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)
-    ):
+    )
+    if wrong:
         name = wrong[0]
         raise unusable(
             weights,
             f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
             f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
         )
-    if wrong := [
+    wrong = [
         name
         for name, tensor in state.items()
         if tensor.is_floating_point() != (name in file.float32)
-    ]:
+    ]
+    if wrong:
         raise unusable(weights, f"{wrong[0]}: expected float32, got another type")
-    if (digest := sha256_file(weights)) != (stored := config["weights_sha256"]):
+    digest = sha256_file(weights)
+    if digest != (stored := config["weights_sha256"]):
         problem = f"its SHA-256 is {digest[:12]}, config.json has {stored[:12]}: damaged, or another model's weights"
         raise unusable(weights, problem)
     tensors = {name: file.read(name, ()) for name in file.shapes}
-    if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if wrong:
         raise unusable(weights, f"{wrong[0]} has values that are not finite")
     model = to_empty(model, "cpu")  # after the checks: a damaged config.json may ask for any size
     model.load_state_dict(tensors, assign=True)
@@ -260,10 +264,8 @@ def mean_gene_row(weights: Path, name: str) -> torch.Tensor:
     """
     file = WeightsFile(weights)
     shape = file.shapes[name]
-    total, rows = (
-        torch.zeros(shape[1:], dtype=torch.float64),
-        max(1, PIECE // max(1, shape[1:].numel())),
-    )
+    total = torch.zeros(shape[1:], dtype=torch.float64)
+    rows = max(1, PIECE // max(1, shape[1:].numel()))
     for first in range(len(SPECIAL), shape[0], rows):
         total += file.read(name, (slice(first, min(first + rows, shape[0])),)).double().sum(0)
     return (total / (shape[0] - len(SPECIAL))).float()
@@ -273,7 +275,8 @@ class _Source:
     """Tensors of an exported model, by name, as `model` with `vocabulary` takes them over."""
 
     def __init__(self, folder: Path, model: Model, vocabulary: Vocabulary) -> None:
-        self.folder, self.model = folder, model
+        self.folder = folder
+        self.model = model
         self.file = WeightsFile(folder / WEIGHTS)
         genes = torch.from_numpy(
             Vocabulary.read(folder / "vocabulary.tsv").rows_of(vocabulary.gene_ids)
@@ -288,13 +291,17 @@ class _Source:
         """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the
         tensor.
         """
-        if (theirs := self.file.shapes.get(name)) is None:
+        theirs = self.file.shapes.get(name)
+        if theirs is None:
             return None
         rows = None
-        if (column := self.model.level_rows.get(name)) is not None:
-            ours, levels = self.model.objective.levels[column], self.levels.get(column, ())
+        column = self.model.level_rows.get(name)
+        if column is not None:
+            ours = self.model.objective.levels[column]
+            levels = self.levels.get(column, ())
             # a table may begin with rows of no level
-            first, their_first = len(empty) - len(ours), theirs[0] - len(levels)
+            first = len(empty) - len(ours)
+            their_first = theirs[0] - len(levels)
             known = {level: their_first + row for row, level in enumerate(levels)}
             begin = range(first) if known and first == their_first else [-1] * first
             rows = torch.tensor([*begin, *(known.get(level, -1) for level in ours)])
@@ -329,7 +336,8 @@ def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[
     read their own part of the model alone, and all layouts have the same bits. The table of given
     gene vectors has no mean: a gene without a vector has none.
     """
-    model, file = build(spec), WeightsFile(folder / WEIGHTS)
+    model = build(spec)
+    file = WeightsFile(folder / WEIGHTS)
     shapes = {
         name: tensor.shape[1:]
         for name, tensor in named_tensors(model)

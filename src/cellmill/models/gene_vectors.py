@@ -133,12 +133,16 @@ def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
     """A gene and its numbers a line, below a header or not: the first line is one if it has
     anything but numbers.
     """
-    names, rows, width = [], [], 0
+    names = []
+    rows = []
+    width = 0
     separator, separated = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator)
         for fields in filter(None, reader):
-            first, width, line = not width, width or len(fields), f"{path}, line {reader.line_num}"
+            first = not width
+            width = width or len(fields)
+            line = f"{path}, line {reader.line_num}"
             if len(fields) != width or width < 2:
                 expected = (
                     f"{width} columns as in the first line"

@@ -37,7 +37,8 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
     Raises UserError.
     """
     name, revision = split_name(repo)
-    if not (token := _token()):
+    token = _token()
+    if not token:
         raise ConfigError(
             "HF_TOKEN is not set; set it to a token of the hub that may write (it is read from nowhere else)"
         )

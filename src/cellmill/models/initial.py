@@ -90,7 +90,8 @@ def initial_values(model: nn.Module) -> dict[str, Fill]:
         ]:
             full_name = f"{path}.{name}" if path else name
             own = getattr(module, "initial_value", lambda name: None)(name)
-            if (fill := own or default_fill(module, name)) is None:
+            fill = own or default_fill(module, name)
+            if fill is None:
                 raise TypeError(
                     f"no initial value for {full_name} of {type(module).__name__}; define initial_value(name) on it"
                 )

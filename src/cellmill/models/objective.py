@@ -66,7 +66,8 @@ class Objective:
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
-        self.config, self.tokens = config, tokens
+        self.config = config
+        self.tokens = tokens
         self.number_columns = sorted(config.columns().numbers)
         """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
         # end of the names of its heads, where a sum has several parts of one objective

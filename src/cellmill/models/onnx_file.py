@@ -88,7 +88,8 @@ def _cells(
     a fixed seed.
     """
     lengths = tuple(min(n, n_genes, tokens.max_tokens) for n in lengths)
-    draw, longest = torch.Generator().manual_seed(0), max(lengths)
+    draw = torch.Generator().manual_seed(0)
+    longest = max(lengths)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
     genes = torch.stack([torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]) + len(
         SPECIAL

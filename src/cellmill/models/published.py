@@ -39,7 +39,8 @@ from cellmill.models.export import initial_tensors, write_model
 from cellmill.parallel.materialize import named_tensors
 
 # medians that we can store
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
 Names = Mapping[str, tuple[str, ...]]  # our module -> the names that a file may have for it
 BERT_LAYER: Names = {
     "out": ("attention.output.dense",),
@@ -96,8 +97,10 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
     config_path, path, vocab_path = PublishedFolder("scgpt", folder).files()
-    sections, weights = scgpt_sections(folder), _Weights(path)
-    if more := [name for name in weights.tensors if name.startswith(("dsbn.", "bn."))]:
+    sections = scgpt_sections(folder)
+    weights = _Weights(path)
+    more = [name for name in weights.tensors if name.startswith(("dsbn.", "bn."))]
+    if more:
         raise DataError(
             f"{path}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained"
         )
@@ -133,7 +136,8 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
     tokens, medians = (read_numbers(published_file(folder, pattern)) for pattern in DICTIONARIES)
     _check_tokens(folder / "token_dictionary", tokens, SPECIAL)
     genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
-    if wrong := [name for name in genes if not SMALLEST <= medians[name] <= LARGEST]:
+    wrong = [name for name in genes if not SMALLEST <= medians[name] <= LARGEST]
+    if wrong:
         raise DataError(
             f"{folder}: gene_median_dictionary: {wrong[0]}: expected a median above 0, got {medians[wrong[0]]!r}"
         )
@@ -159,7 +163,8 @@ def _genes_of_symbols(
             chosen[gene] = name
     if not chosen:
         raise DataError(f"{path}: no gene symbol of {organism}; its first is {names[:1]}")
-    ids, seen = sorted(chosen), mapped.coverage
+    ids = sorted(chosen)
+    seen = mapped.coverage
     line = (
         f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
         f"{seen.ambiguous:,} ambiguous)"
@@ -215,7 +220,8 @@ class _Weights:
     def table(self, name: str, tokens: Sequence[int], source: str) -> torch.Tensor:
         """A table with a row for each of `tokens`. Raises DataError if it has fewer."""
         rows = self.take(name)
-        if (largest := max(tokens)) >= len(rows):
+        largest = max(tokens)
+        if largest >= len(rows):
             raise DataError(
                 f"{self.path}: has {len(rows):,} tokens, {source} goes to {largest:,}; it is another model's"
             )
@@ -242,10 +248,12 @@ class _Weights:
         H.
         """
         for index in range(model.layers):
-            layer, block = f"{layers}.{index}.", f"blocks.{index}."
+            layer = f"{layers}.{index}."
+            block = f"blocks.{index}."
             for kind in ("weight", "bias"):
                 parts = qkv(layer, kind)
-                if wrong := [len(x) for x in parts if len(x) % model.heads]:
+                wrong = [len(x) for x in parts if len(x) % model.heads]
+                if wrong:
                     raise DataError(
                         f"{self.path}: expected queries, keys and values of {model.heads} equal heads, got {wrong[0]} "
                         "rows; its configuration is another model's"
@@ -291,7 +299,8 @@ def _of_scgpt(
 ) -> dict[str, torch.Tensor]:
     """Tensors by our names; `rows` are tokens of our vocabulary's genes."""
     table = found.table("encoder.embedding.weight", [*tokens.values()], "vocab.json")
-    pad, cls = table[tokens["<pad>"]], table[tokens["<cls>"]]
+    pad = table[tokens["<pad>"]]
+    cls = table[tokens["<cls>"]]
 
     def qkv(layer: str, kind: str) -> Sequence[torch.Tensor]:
         return found.take(*(f"{layer}{name}{kind}" for name in SCGPT_QKV)).chunk(3)
@@ -312,7 +321,8 @@ class _Dtype:
     """Stand-in for numpy.dtype: its letter and size, such as f8, and its byte order."""
 
     def __init__(self, code: Any, *_: Any) -> None:
-        self.code, self.order = str(code), "<"
+        self.code = str(code)
+        self.order = "<"
 
     def __setstate__(self, state: Any) -> None:
         self.order = ">" if state[1] == ">" else "<"
@@ -418,7 +428,8 @@ def _write(
         name: tensors.get(name, initial).float().contiguous()
         for name, initial in initial_tensors(model, 0, None, genes)
     }
-    if wrong := [name for name, tensor in written.items() if not tensor.isfinite().all()]:
+    wrong = [name for name, tensor in written.items() if not tensor.isfinite().all()]
+    if wrong:
         raise DataError(
             f"{source['weights']}: {wrong[0]} has values that are not finite; copy the file again"
         )

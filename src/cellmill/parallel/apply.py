@@ -66,7 +66,8 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     """
     if mesh.dp_world == 1 or (parallel.strategy == "ddp" and mesh.model_parallel_size == 1):
         return
-    policy, offload = MixedPrecisionPolicy(), OffloadPolicy()
+    policy = MixedPrecisionPolicy()
+    offload = OffloadPolicy()
     if parallel.half_precision:
         policy = MixedPrecisionPolicy(
             param_dtype=COMPUTE_DTYPE[parallel.precision], reduce_dtype=torch.float32
@@ -183,7 +184,8 @@ def apply_tensor_parallel(
     """
     if parallel.tp == 1:
         return
-    share, whole = Shard(0), Replicate()
+    share = Shard(0)
+    whole = Replicate()
     known: dict[Style, ParallelStyle] = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
     if parallel.sequence_parallel:
         known = {

@@ -107,7 +107,8 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.zeros(x.shape, device=x.device) if needed else None
             for x, needed in zip(vectors, to_vectors)
         ]
-        rows, offset = table.to(dtype), vectors[0].to(dtype)
+        rows = table.to(dtype)
+        offset = vectors[0].to(dtype)
         for start in range(0, len(states), chunk):
             part = states[start : start + chunk].to(dtype)
             logits = F.linear(part, rows, offset).float()
@@ -173,7 +174,8 @@ class _Targets(ABC):
         """
         rows = len(table)
         if is_dtensor(table):
-            self.first_row, self.group = first_row(table), table.device_mesh.get_group()
+            self.first_row = first_row(table)
+            self.group = table.device_mesh.get_group()
             # equal on every rank, so that all have the same chunks
             rows = -(-rows // table.device_mesh.size())
             states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]
@@ -236,8 +238,10 @@ class _Answers(_Targets):
     def loss(
         self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        answers, rows = self.answers[start : start + len(logits)] - self.first_row, logits.shape[1]
-        inside, row = (answers >= 0) & (answers < rows), answers.clamp(0, max(rows - 1, 0))[:, None]
+        answers = self.answers[start : start + len(logits)] - self.first_row
+        rows = logits.shape[1]
+        inside = (answers >= 0) & (answers < rows)
+        row = answers.clamp(0, max(rows - 1, 0))[:, None]
 
         def subtract() -> None:
             logits.scatter_(1, row, logits.gather(1, row) - inside.to(logits.dtype)[:, None])
@@ -251,7 +255,9 @@ class _Profiles(_Targets):
     def __init__(
         self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        self.starts, self.genes, self.weights = starts, genes, weights
+        self.starts = starts
+        self.genes = genes
+        self.weights = weights
         self.ends = [0, *accumulate(entries)]
 
     def entries(self, start: int, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -290,7 +296,8 @@ class _Counts(_Profiles):
         normalizer = logits.exp().sum(1)
         self.all_reduce(normalizer)
         logits.sub_(normalizer.log()[:, None])  # log-softmax
-        sums, of_inverse = logits.new_zeros(2, len(logits)), torch.zeros_like(inverse)
+        sums = logits.new_zeros(2, len(logits))
+        of_inverse = torch.zeros_like(inverse)
         probabilities = logits.exp()
         if logits.shape[1]:
             sums[0], of_mean, of_inverse = self._of_rows(start, logits, probabilities, inverse)
@@ -308,15 +315,19 @@ class _Counts(_Profiles):
         """
         cell, row, counts, inside = self.entries(start, log_p)
         starts = self.starts[start : start + len(log_p) + 1] - self.ends[start]
-        sums, k, at = segment_sum(counts, cell, starts), counts * inside, (cell, row)
+        sums = segment_sum(counts, cell, starts)
+        k = counts * inside
+        at = (cell, row)
         share = (1 / sums)[:, None]
         means = probabilities * sums[:, None]
-        total, log_ratio = means + inverse, torch.log1p(means / inverse)
+        total = means + inverse
+        log_ratio = torch.log1p(means / inverse)
         loss = (inverse * log_ratio * share).sum(1)
         of_mean = inverse * means / total * share
         of_inverse = inverse * (log_ratio - means / total) * share
         # counts above 0: log-probabilities of their own, gathered and added where they belong
-        r, part = inverse[row], share[cell, 0] * inside
+        r = inverse[row]
+        part = share[cell, 0] * inside
         log_mean = log_p[at] + sums.log()[cell]
         gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
         detected = part * (gammas + k * (total[at].log() - log_mean))

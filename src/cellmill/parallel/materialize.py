@@ -74,7 +74,8 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[s
     """Copy own parts into parameters and buffers by plain name; returns the names. No
     communication.
     """
-    targets, filled = dict(named_tensors(model)), set()
+    targets = dict(named_tensors(model))
+    filled = set()
     for name, part in tensors:
         target = targets[name]
         own = target.to_local() if is_dtensor(target) else target

@@ -72,7 +72,8 @@ class Mesh:
         """
         if self.dp_world * self.model_parallel_size > 1:
             dist.all_reduce(tensor)
-        if (peers := self.model_parallel_size) > 1:
+        peers = self.model_parallel_size
+        if peers > 1:
             tensor.div_(peers) if tensor.is_floating_point() else tensor.floor_divide_(peers)
         return tensor
 
@@ -162,8 +163,10 @@ class PipelineStages(nn.Module):
 
     def __init__(self, parts: Mapping[int, nn.Module], stages: int) -> None:
         super().__init__()
-        self.numbers, self.parts = list(parts), nn.ModuleList(parts.values())
-        self.first, self.last = parts.get(0), parts.get(stages - 1)
+        self.numbers = list(parts)
+        self.parts = nn.ModuleList(parts.values())
+        self.first = parts.get(0)
+        self.last = parts.get(stages - 1)
         self.tied = (
             frozenset()
             if self.last is None

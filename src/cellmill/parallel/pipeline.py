@@ -38,7 +38,8 @@ class PipelineModel(StepModel):
 
     def __init__(self, stages: PipelineStages, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__(stages.parts[0], parallel, mesh)
-        self.stages, self.parallel = stages, parallel
+        self.stages = stages
+        self.parallel = parallel
         self.group = mesh.pp.get_group()
         if (
             parallel.schedule in V_SHAPED
@@ -94,7 +95,8 @@ class PipelineModel(StepModel):
         sent: list[dist.Work] = []
         own: list[torch.Tensor] = []
         for number, part in zip(self.stages.numbers, self.stages.parts):
-            before, after = self._process_of(number - 1), self._process_of(number + 1)
+            before = self._process_of(number - 1)
+            after = self._process_of(number + 1)
             own, earlier = [], own
             for chunk, prepared in enumerate(micro_batches):
                 cast(_Forward, part.forward).chunk = chunk
@@ -188,7 +190,8 @@ class PipelineModel(StepModel):
 
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage, into both copies."""
-        first, last = self.stages.first, self.stages.last
+        first = self.stages.first
+        last = self.stages.last
         if first is not None and last is not None:
             theirs = tied_parameters(last)
             for name, parameter in _trained(tied_parameters(first)):
@@ -241,10 +244,14 @@ class _Forward:
 
     def __init__(self, part: Any, number: int, pipeline: PipelineModel) -> None:
         # not an attribute of the module, which would register its own parent as a child
-        self.part, self.number, self.pipeline, self.chunk = part, number, pipeline, 0
+        self.part = part
+        self.number = number
+        self.pipeline = pipeline
+        self.chunk = 0
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        pipeline, part = self.pipeline, self.part
+        pipeline = self.pipeline
+        part = self.part
         prepared = pipeline._prepared[self.chunk]
         with pipeline.autocast():
             x = args[0] if args else part.begin(prepared)

@@ -25,7 +25,8 @@ class StepModel(nn.Module, ABC):
 
     def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__()
-        self.device, self.precision = mesh.device, parallel.precision
+        self.device = mesh.device
+        self.precision = parallel.precision
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
         # FSDP2 casts by itself; autocast keeps the residual stream in float32
         self.autocast_dtype = (
@@ -71,7 +72,9 @@ class ParallelModel(StepModel):
 
     def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__(model, parallel, mesh)
-        self.core, self.scale, device = model, 1.0, mesh.device
+        self.core = model
+        self.scale = 1.0
+        device = mesh.device
         self.reduces_each = parallel.reduces_each_micro_batch
         self.outer: nn.Module = model
         if parallel.strategy == "ddp" and mesh.dp_world > 1 and mesh.model_parallel_size == 1:
@@ -136,7 +139,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
     # one group for each mesh: torch's norm takes no list of tensors on different meshes
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if (gradient := parameter.grad) is None:
+        gradient = parameter.grad
+        if gradient is None:
             continue
         if (
             isinstance(gradient, DTensor)

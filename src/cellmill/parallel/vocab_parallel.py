@@ -98,8 +98,10 @@ def own_rows(
     """Return (N, H) states, (local V, H) table and (local V,) parts of `vectors` (bias, …) as plain
     tensors.
     """
-    mesh, dt = table.device_mesh, torch.distributed.tensor
-    share, whole = [dt.Shard(0)], [dt.Replicate()]
+    mesh = table.device_mesh
+    dt = torch.distributed.tensor
+    share = [dt.Shard(0)]
+    whole = [dt.Replicate()]
     # each rank's rows contribute a partial gradient of the replicated states
     states = dt.DTensor.from_local(states, mesh, whole).to_local(grad_placements=[dt.Partial()])
     own = (

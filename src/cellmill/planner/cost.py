@@ -70,7 +70,9 @@ def layout_words(sizes: dict[str, Any]) -> str:
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
 CALL_S = 14e-6
-RING_S, TREE_S = (1.9e-6, 4.0e-6), (1.25e-6, 8.5e-6)  # per hop inside a node, and between nodes
+# per hop inside a node, and between nodes
+RING_S = (1.9e-6, 4.0e-6)
+TREE_S = (1.25e-6, 8.5e-6)
 BACKWARD_FRAC = 2 / 3  # of a step's computation
 
 
@@ -189,15 +191,14 @@ def cost(
         whole.flops.of(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
     )
     own_cells = work.cells_per_step / model.layout.dp
-    tokens, pairs = own_cells * cells.tokens_per_cell, own_cells * cells.pairs_per_cell
+    tokens = own_cells * cells.tokens_per_cell
+    pairs = own_cells * cells.pairs_per_cell
     # computed by a pipeline like any other token, in cells of PAD_CELL
     more = work.padding * tokens
     load = tokens + more, pairs + PAD_CELL * more, own_cells + more / PAD_CELL
-    micro_batches, peak, plan = (
-        work.micro_batches_per_step,
-        device.flops(options.parallel),
-        options.plan,
-    )
+    micro_batches = work.micro_batches_per_step
+    peak = device.flops(options.parallel)
+    plan = options.plan
     of_ranks = (traffic_of(model, rank, load[0], micro_batches) for rank in range(model.layout.pp))
     traffic = max(of_ranks, key=lambda parts: sum(part.sent_bytes for part in parts))
     inside = device.intra_node_gbs if plan.intra_node_gbs is None else plan.intra_node_gbs
@@ -225,12 +226,10 @@ DEFAULT_BATCH, DEFAULT_LR = (
 
 def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
     """Return the content of plan.json."""
-    options, work, time, links = (
-        cost.options,
-        cost.work,
-        cost.time,
-        ("intra_node_bytes", "inter_node_bytes"),
-    )
+    options = cost.options
+    work = cost.work
+    time = cost.time
+    links = ("intra_node_bytes", "inter_node_bytes")
     of_work = (
         "steps",
         "steps_per_epoch",
@@ -242,7 +241,8 @@ def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
     collectives = [
         asdict(part) | {name: getattr(part, name) for name in links} for part in cost.traffic
     ]
-    train, scaled_lr = options.train, None
+    train = options.train
+    scaled_lr = None
     if train.lr == DEFAULT_LR and (ratio := train.global_batch / DEFAULT_BATCH) != 1:
         # by the square root (Adam; Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017)
         scaled_lr = [train.lr * math.sqrt(ratio), train.lr * ratio]
@@ -289,12 +289,10 @@ def table(plan: dict[str, Any]) -> str:
 
 
 def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    memory, sizes, link, step = (
-        plan["memory"],
-        plan["layout"],
-        plan["communication"]["link_bytes"],
-        plan["step"],
-    )
+    memory = plan["memory"]
+    sizes = plan["layout"]
+    link = plan["communication"]["link_bytes"]
+    step = plan["step"]
     yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
     cut = ""
     if plan["cut_cells_frac"]:
@@ -303,7 +301,8 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "cells",
         f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}",
     )
-    per_epoch, auto = plan["steps_per_epoch"], ""
+    per_epoch = plan["steps_per_epoch"]
+    auto = ""
     if plan["auto_steps"]:
         enough = AUTO_EPOCHS * per_epoch
         auto = f"; auto: {AUTO_EPOCHS} epochs"
@@ -333,7 +332,8 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "assumed", assumption(plan["device"])
     largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"
     yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
-    inside, between = amount(link["intra_node"]), amount(link["inter_node"])
+    inside = amount(link["intra_node"])
+    between = amount(link["inter_node"])
     yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
     if step is None:
         yield from (("step time", UNKNOWN), ("hours", UNKNOWN))
@@ -348,7 +348,8 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 "copies between host and device of cpu_offload, and AdamW on the host",
             )
     if plan["validations"]:
-        share, hint = plan["validation_frac"], ""
+        share = plan["validation_frac"]
+        hint = ""
         if share is not None:
             hint = f", {share:.0%} of the hours"
             hint += (

@@ -68,7 +68,8 @@ def known_device(product: str) -> str:
         for name in DEVICES
         if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)
     )
-    device, memory = next(named, ""), re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
+    device = next(named, "")
+    memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
     return sized if memory and (sized := f"{device}-{memory[1]}gb") in DEVICES else device
 
 

@@ -28,7 +28,8 @@ def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, s
 
     Raises ConfigError where the run cannot be trained on them, DataError for a damaged manifest.
     """
-    shards, columns = Manifest.read(manifest), options.read_columns()
+    shards = Manifest.read(manifest)
+    columns = options.read_columns()
     check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
     n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
     check_levels(options, shards.levels(columns), n_cells)
@@ -161,7 +162,8 @@ def check_levels(
             )
     for option, name, named in options.objective.columns().named:
         known = [level for level in levels[name] if level != MISSING]
-        if unknown := [level for level in named if level not in known]:
+        unknown = [level for level in named if level not in known]
+        if unknown:
             raise ConfigError(
                 f"{option}: no cell of the corpus has {name} {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
             )

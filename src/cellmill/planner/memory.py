@@ -55,10 +55,8 @@ class Stage:
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""
-        begin, finish = (
-            self.size.begin.activations_per_token,
-            self.size.finish.activations_per_token,
-        )
+        begin = self.size.begin.activations_per_token
+        finish = self.size.finish.activations_per_token
         return self.blocks * per_block + (self.first * begin + self.last * finish)
 
 
@@ -88,10 +86,8 @@ class PlannedModel:
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
         size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
-        states, keeps_average = (
-            options.train.optimizer.states_per_parameter,
-            options.train.ema_decay is not None,
-        )
+        states = options.train.optimizer.states_per_parameter
+        keeps_average = options.train.ema_decay is not None
         return cls(
             size, parallel, layout(parallel, world, local_world), local_world, keeps_average, states
         )
@@ -127,9 +123,11 @@ class PlannedModel:
 
     def counts(self, rank: int) -> Counts:
         """Counts summed over the stages of pipeline rank `rank`."""
-        size, stages = self.size, self.stages(rank)
+        size = self.size
+        stages = self.stages(rank)
         blocks = sum(stage.blocks for stage in stages)
-        first, last = sum(stage.first for stage in stages), sum(stage.last for stage in stages)
+        first = sum(stage.first for stage in stages)
+        last = sum(stage.last for stage in stages)
         tied = self.parallel.stages == 1  # one stage has tied parameters once
         outside = (
             first * size.begin.parameters
@@ -199,7 +197,8 @@ def host_bytes(model: PlannedModel) -> tuple[int, int]:
     their state and average, and, beside a GPU, for the copy of a checkpoint weights, their state
     and average.
     """
-    offload, staged = model.parallel.cpu_offload, model.states + model.keeps_average
+    offload = model.parallel.cpu_offload
+    staged = model.states + model.keeps_average
     offloaded = 1 + model.states + (model.keeps_average and offload == "full")
 
     def copies(number: int) -> int:
@@ -228,8 +227,12 @@ def peak_memory(
 
 def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> Iterator[Memory]:
     """Memory at the beginning and at the end of the backward pass."""
-    size, parallel, own = model.size, model.parallel, model.counts(rank)
-    block, element, offload = size.block, model.element_bytes, parallel.cpu_offload
+    size = model.size
+    parallel = model.parallel
+    own = model.counts(rank)
+    block = size.block
+    element = model.element_bytes
+    offload = parallel.cpu_offload
     trained_shard = -(-own.trained // model.shards)
     received = (
         (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
@@ -266,13 +269,12 @@ def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) ->
             yield Memory(**ended, gradients=FLOAT32 * own.trained, gathered=gathered)
         return
     shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
-    accumulated, sent = 0, 0
+    accumulated = 0
+    sent = 0
     # a block is scattered while the shards are kept
     if micro_batches > 1 and parallel.reduces_each_micro_batch:
-        accumulated, sent = (
-            shard_gradients,
-            FLOAT32 * (block.trained + -(-block.trained // model.shards)),
-        )
+        accumulated = shard_gradients
+        sent = FLOAT32 * (block.trained + -(-block.trained // model.shards))
     elif micro_batches > 1:
         accumulated = FLOAT32 * own.trained
     # the next block is gathered during one
@@ -313,7 +315,8 @@ def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float
     """Elements per token at the beginning of a backward pass: kept ones, and the workspace of one
     block.
     """
-    size, stages = model.size, model.stages(rank)
+    size = model.size
+    stages = model.stages(rank)
     kept_by = {
         None: size.block.activations_per_token,
         "selective": size.selective_per_token,
@@ -409,13 +412,12 @@ def _sent(
     """Kind of collective, mesh axis, payload bytes and number of calls: data, tensor, then pipeline
     parallel.
     """
-    size, own, parallel, n_bytes = (
-        model.size,
-        model.counts(rank),
-        model.parallel,
-        model.element_bytes * tokens,
-    )
-    gradients, root = FLOAT32 * own.trained, int(own.outside > 0)
+    size = model.size
+    own = model.counts(rank)
+    parallel = model.parallel
+    n_bytes = model.element_bytes * tokens
+    gradients = FLOAT32 * own.trained
+    root = int(own.outside > 0)
     if model.is_sharded:
         # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all
         # for a whole step
@@ -439,7 +441,8 @@ def _sent(
         own.last and size.finish.sums_per_token > 0
     )
     yield "all-reduce", "tp", n_bytes * outside, ends * micro_batches
-    sums, recomputed = size.block.sums_per_token, parallel.activation_checkpointing == "full"
+    sums = size.block.sums_per_token
+    recomputed = parallel.activation_checkpointing == "full"
     # recomputation stops at the last tensor that the backward pass needs, before the block's last
     # reduction
     payload = n_bytes * own.blocks * (2 * sums + (sums / 2 if recomputed else 0))

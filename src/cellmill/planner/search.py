@@ -49,7 +49,8 @@ def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware
     """Return the processes that `machine` gives a run; of a range of nodes the fewest, which need
     most memory.
     """
-    if memory_gb := options.plan.memory_gb or device_named(device).memory_gb:
+    memory_gb = options.plan.memory_gb or device_named(device).memory_gb
+    if memory_gb:
         whole = round(memory_gb * GB)
     else:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.nproc_per_node
@@ -93,7 +94,8 @@ def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) 
     """Return the most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if
     none fits.
     """
-    sizes, limit = range(1, MAX_TOKENS + 1), hardware.usable_bytes
+    sizes = range(1, MAX_TOKENS + 1)
+    limit = hardware.usable_bytes
     return bisect_right(
         sizes, limit, key=lambda tokens: memory_needed(options, cells, hardware, tokens).total
     )
@@ -126,7 +128,8 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         kept = [*kept, "use fsdp with parallel.sharding_strategy FULL_SHARD"]
         yield kept, sharded, hardware
     options = sharded
-    parallel, sizes = options.parallel, options.model.tp_sizes().values()
+    parallel = options.parallel
+    sizes = options.model.tp_sizes().values()
     common = (
         math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *sizes) if sizes else 1
     )
@@ -186,8 +189,10 @@ class Suggestions:
 
 def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
     """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
-    known, hardware = device_named(device), hardware_of(options, machine, device)
-    fitting, too_large = [], []
+    known = device_named(device)
+    hardware = hardware_of(options, machine, device)
+    fitting = []
+    too_large = []
     refused: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for parallel in layouts(options, hardware):
@@ -227,7 +232,9 @@ def _rank(found: Cost) -> tuple[float, ...]:
     """Sort key, smaller is better: hours within SIMILAR, bytes to other nodes and inside the node,
     axes, memory.
     """
-    parallel, sent, hours = found.options.parallel, link_bytes(found.traffic), found.hours
+    parallel = found.options.parallel
+    sent = link_bytes(found.traffic)
+    hours = found.hours
     speed = 0.0 if hours is None else round(math.log(hours) / SIMILAR)
     return (
         speed,
@@ -240,7 +247,8 @@ def _rank(found: Cost) -> tuple[float, ...]:
 
 def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, without duplicates that come to the same."""
-    kept, seen = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"}), set()
+    kept = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
+    seen = set()
     largest = (
         min(MAX_PIPELINE, *options.model.pp_sizes().values()) if options.model.pp_sizes() else 1
     )
@@ -283,7 +291,8 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
     """Return the best layouts as lines of text, why others are missing, and the YAML of the best
     one.
     """
-    nodes, nproc = machine.node_counts[0], machine.nproc_per_node
+    nodes = machine.node_counts[0]
+    nproc = machine.nproc_per_node
     lines = [
         f"{nodes:,} nodes x {nproc} {device}; memory per process, bytes sent per process and step",
         "",
@@ -291,17 +300,20 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
     head = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
     lines += [head if suggestions.fitting else "no layout fits"]
     for found in suggestions.fitting[:SHOWN]:
-        parallel, sent = found.options.parallel, link_bytes(found.traffic)
+        parallel = found.options.parallel
+        sent = link_bytes(found.traffic)
         hours = "unknown" if found.hours is None else f"{found.hours:,.3g}"
         mfu = "?" if found.mfu is None else f"{found.mfu:.0%}"
         words = layout_words(parallel.model_dump() | vars(found.model.layout))
         words += ", sequence_parallel" if parallel.sequence_parallel else ""
         if parallel.activation_checkpointing:
             words += f", recompute {parallel.activation_checkpointing}"
-        intra, inter = amount(sent["intra_node"]), amount(sent["inter_node"])
+        intra = amount(sent["intra_node"])
+        inter = amount(sent["inter_node"])
         lines.append(ROW.format(amount(found.memory.total), hours, mfu, intra, inter, words))
     lines += ["", f"{len(suggestions.fitting)} layouts fit"]
-    if too_large := suggestions.too_large:
+    too_large = suggestions.too_large
+    if too_large:
         lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if suggestions.fitting:

@@ -209,7 +209,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
     passes = {n: _Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
-    large, smaller = passes[WORKSPACE_TOKENS[-1]], passes[WORKSPACE_TOKENS[-2]]
+    large = passes[WORKSPACE_TOKENS[-1]]
+    smaller = passes[WORKSPACE_TOKENS[-2]]
     # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to
     # the workspace
     kept_by_finish = (large.kept_by_finish - smaller.kept_by_finish) / (
@@ -217,7 +218,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     )
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
-    counts, blocks = _parts(full), len(list(full.get_submodule(full.plan.blocks).children()))
+    counts = _parts(full)
+    blocks = len(list(full.get_submodule(full.plan.blocks).children()))
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
 
     def part(name: str, kept: float, window: Window) -> PartSize:
@@ -291,11 +293,9 @@ def _build(
 
 def _parts(model: Model) -> dict[str, list[int]]:
     """[parameters, trained parameters] of this rank by part of the model."""
-    begin, finish, blocks = (
-        set(model.plan.begin),
-        set(model.plan.finish),
-        model.plan.blocks.split(".")[0],
-    )
+    begin = set(model.plan.begin)
+    finish = set(model.plan.finish)
+    blocks = model.plan.blocks.split(".")[0]
     counts = {part: [0, 0] for part in ("begin", "blocks", "finish", "tied")}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
@@ -331,7 +331,8 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     per_cell: dict[str, Any] = (
         {"levels": np.arange(cells, dtype=np.int32)[:, None] % known + 1} if spec.levels else {}
     )
-    if columns := len(spec.objective.columns().numbers):
+    columns = len(spec.objective.columns().numbers)
+    if columns:
         per_cell["numbers"] = np.zeros((cells, columns))
     for vectors in filter(None, (getattr(part, "vectors", None) for part in spec.objective.each())):
         per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
@@ -371,7 +372,8 @@ class Window:
         """
         changes: Counter[int] = Counter()
         for storage in self.allocations:
-            born, died = storage.born, storage.died
+            born = storage.born
+            died = storage.died
             if born >= self.end or (died is None and born >= self.start and storage.key in without):
                 continue
             if born >= self.start:
@@ -444,7 +446,8 @@ class _Passes:
     ) -> None:
         cell_tokens = max(1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // halves)
         batch = _sample(spec, cell_tokens, tokens)
-        self.tokens, self.cells = int(batch.cu_seqlens[-1]), len(batch.cu_seqlens) - 1
+        self.tokens = int(batch.cu_seqlens[-1])
+        self.cells = len(batch.cu_seqlens) - 1
         self.pairs_per_token = float(
             np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens
         )

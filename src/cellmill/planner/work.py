@@ -75,7 +75,9 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
 
 
 def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
-    train, parallel, n_cells = options.train, options.parallel, cells.n
+    train = options.train
+    parallel = options.parallel
+    n_cells = cells.n
     epoch = epoch_of(options, n_cells)
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
@@ -128,7 +130,10 @@ def count_micro_batches(
     lengths = cells.lengths
     share = -(-min(global_batch, len(lengths)) // world)
     sampled = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // world))
-    counts, largest, tokens, padded = [], 0, 0, 0
+    counts = []
+    largest = 0
+    tokens = 0
+    padded = 0
     for first in range(0, len(lengths), global_batch)[:sampled]:
         batch = lengths[first : first + global_batch]
         ranks = [batch[at : at + share] for at in range(0, len(batch), share)]
@@ -138,7 +143,8 @@ def count_micro_batches(
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
                 longest = int(np.add.reduceat(rank, cut_evenly(rank, number)[:-1]).max())
-                largest, tokens = max(largest, longest), tokens + int(rank.sum())
+                largest = max(largest, longest)
+                tokens = tokens + int(rank.sum())
                 padded += number * pipeline_tokens(longest, token_multiple)
     if microbatch_multiple == 1:
         return counts, min(token_budget, share * int(lengths.max())), 0.0
@@ -178,8 +184,10 @@ def corpus_cost(
 ) -> list[StageCost]:
     """Costs of the stages of a corpus of datasets with these numbers of cells."""
     total = sum(cells)
-    values, largest = total * genes_per_cell, max(cells) * genes_per_cell
-    ns, n_shards = NS_PER_VALUE[preprocess.compression], max(1, ceil(total / shard.cells_per_shard))
+    values = total * genes_per_cell
+    largest = max(cells) * genes_per_cell
+    ns = NS_PER_VALUE[preprocess.compression]
+    n_shards = max(1, ceil(total / shard.cells_per_shard))
     hours = {stage: values * own / 3.6e12 for stage, own in ns.items()}
     shard_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, total) * genes_per_cell / 1e6
     shard_mb += OFFSET_BYTES_PER_CELL * total / 1e6

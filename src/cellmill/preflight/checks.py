@@ -47,7 +47,9 @@ class Check:
         return replace(self, what=f"{what}, {self.what}", remedy=remedy)
 
 
-ok, no, doubt = partial(Check, "ok"), partial(Check, "no"), partial(Check, "?")
+ok = partial(Check, "ok")
+no = partial(Check, "no")
+doubt = partial(Check, "?")
 
 
 def judged(fits: bool, what: str, text: str, remedy: str) -> Check:
@@ -58,20 +60,20 @@ def judged(fits: bool, what: str, text: str, remedy: str) -> Check:
 def check_launcher(machine: Machine) -> Check:
     """Check that the launcher finds what it needs on this machine."""
     if machine.launcher == "local":
-        cores, processes = (
-            len(os.sched_getaffinity(0)),
-            machine.node_counts[-1] * machine.nproc_per_node,
-        )
+        cores = len(os.sched_getaffinity(0))
+        processes = machine.node_counts[-1] * machine.nproc_per_node
         return ok("launcher", f"local: {processes} processes on this machine's {cores} cores")
     if machine.launcher == "slurm":
-        if missing := [name for name in NEEDED if shutil.which(name) is None]:
+        missing = [name for name in NEEDED if shutil.which(name) is None]
+        if missing:
             text = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on PATH"
             remedy = (
                 f"run this on a login node of the cluster, or {TRAIN} launcher: local or allocation"
             )
             return no("commands", text, remedy)
         return ok("commands", ", ".join(NEEDED))
-    job_id, nodes = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
+    job_id = os.environ.get("SLURM_JOB_ID")
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
     if job_id is None:
         remedy = f"use salloc or sbatch, or {TRAIN} launcher: slurm"
         return no("launcher", "allocation: not inside a SLURM job", remedy)
@@ -122,11 +124,13 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
         there = f"there is no {unknown[0]!r}" if unknown else "there is no default partition"
         yield no("partition", there, f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}")
         return
-    shown, fitting = list[Check](), None
+    shown = list[Check]()
+    fitting = None
     for name in requested:
         checks = list(_check_partition(machine, known[name], facts))
         if all(check.verdict != "no" for check in checks):
-            shown, fitting = checks, known[name]
+            shown = checks
+            fitting = known[name]
             break
         shown = shown or checks
     yield from shown
@@ -142,7 +146,9 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
 
 
 def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) -> Iterator[Check]:
-    name, fewest, up = partition.name, machine.node_counts[0], partition.up
+    name = partition.name
+    fewest = machine.node_counts[0]
+    up = partition.up
     if partition.state != "up":
         yield no("partition", f"{name} is {partition.state}", f"{TRAIN} slurm_partition: another")
         return
@@ -188,7 +194,8 @@ def _with_gpus(machine: Machine, partition: Partition) -> list[Node]:
 
 def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmFacts) -> str:
     """Keys that SLURM's refusal is about, with the values that it accepts."""
-    nodes, fewest = _with_gpus(machine, partition), machine.node_counts[0]
+    nodes = _with_gpus(machine, partition)
+    fewest = machine.node_counts[0]
     features = sorted(frozenset().union(*(node.features for node in nodes)))
     for word, key, known in (
         ("invalid account", "slurm_account", sorted(facts.accounts)),
@@ -271,13 +278,16 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
         except ConfigError as error:
             yield no(what, str(error))
             continue
-        attempt, problem = attempts[-1], _problem(machines[-1], facts)
+        attempt = attempts[-1]
+        problem = _problem(machines[-1], facts)
         if problem is None:  # a request grows with the attempt: if the last one fits, all do
             yield ok(what, f"fits {request_text(machines[0])}")
             continue
         for earlier, machine in zip(attempts, machines[:-1]):
-            if found := _problem(machine, facts):
-                attempt, problem = earlier, found
+            found = _problem(machine, facts)
+            if found:
+                attempt = earlier
+                problem = found
                 break
         keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace(
             "gpus_per_node", "gpu"
@@ -301,7 +311,8 @@ def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     """The request of a stage's job, as the executor plugin makes it. Raises ConfigError naming a
     value that is wrong. What depends on the input files is unknown here, and left out.
     """
-    options, path = profile.options, profile.path
+    options = profile.options
+    path = profile.path
     given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
     known = {"attempt": attempt, "threads": THREADS.get(stage, 1) if given is None else given.value}
     resources = _evaluated(entries_of(options, "default-resources", path), known)
@@ -309,11 +320,13 @@ def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     own = entries_of(options, "set-resources", path, stage)
     resources |= _evaluated([entry.removeprefix(f"{stage}:") for entry in own], known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}
-    if number := resources.get("gpu"):
+    number = resources.get("gpu")
+    if number:
         machine["gpus_per_node"] = ":".join(
             filter(None, (str(resources.get("gpu_model") or ""), str(number)))
         )
-    if qos := options.get("slurm-qos"):
+    qos = options.get("slurm-qos")
+    if qos:
         machine["qos"] = qos
     machine |= {
         "launcher": "slurm",

@@ -70,7 +70,8 @@ def choose_training(facts: SlurmFacts, request: Request) -> tuple[Offer, str]:
     of it.
     """
     among = facts.usable()
-    if name := request.partition:
+    name = request.partition
+    if name:
         if name not in facts.partitions:
             known = ", ".join(sorted(facts.partitions))
             raise UserError(f"--partition {name}: there is none; expected one of {known}")
@@ -219,7 +220,8 @@ class Site:
         """
         texts = {}
         for stage, declared in DECLARED.items():
-            keys, place = dict(self.gpu if stage in ON_A_GPU else {}), self.place(stage)
+            keys = dict(self.gpu if stage in ON_A_GPU else {})
+            place = self.place(stage)
             for key, limit in (("mem_mb", place.mem_mb), ("runtime", place.limit_min)):
                 base, per = declared[key]
                 if limit is not None and (per is not None or base * (1 + RETRIES) > limit):
@@ -227,7 +229,9 @@ class Site:
                     keys[key] = limit if limit <= base else f"min({sized} * attempt, {limit})"
             if keys:
                 texts[stage] = _flow(keys)
-        lines, anchors, number_of = [], dict[str, str](), Counter(texts.values())
+        lines = []
+        anchors = dict[str, str]()
+        number_of = Counter(texts.values())
         for stage, text in texts.items():
             line = f"{stage}: *{anchors[text]}" if text in anchors else f"{stage}: {text}"
             if text not in anchors and number_of[text] > 1:
@@ -303,7 +307,8 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
 
     def place(partition: Partition, nodes: list[Node], qos: str) -> Place:
         """The partition with the most that a job of one node may request there."""
-        memory, cpus = [node.usable_mb for node in nodes], max(node.cpus for node in nodes)
+        memory = [node.usable_mb for node in nodes]
+        cpus = max(node.cpus for node in nodes)
         limit_min, _ = facts.limit(partition, account, qos)
         return Place(partition.name, qos, limit_min, max(memory) if all(memory) else 0, cpus)
 
@@ -455,7 +460,8 @@ def _device(offer: Offer) -> Reasoned:
         return "cpu", ""
     features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))
     for name, source in ((offer.kind, "type"), *((feature, "feature") for feature in features)):
-        if known := known_device(name):
+        known = known_device(name)
+        if known:
             slice_ = "; a slice has less memory than it assumes" if offer.sliced else ""
             # such as gpu_40gb beside a100; 40g may be the network's
             named = [feature for feature in features if "gb" in feature.lower() and sizes_of(known)]

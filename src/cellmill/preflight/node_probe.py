@@ -35,15 +35,21 @@ from cellmill.train.staging import driver_version
 
 CONNECT_WITHIN_S = 120
 WRITTEN_BYTES = 64 << 20
-CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20
-WARM_UP, TIMED = 2, 5  # all-reduces
+CPU_BYTES = 16 << 20
+GPU_BYTES = 256 << 20
+# all-reduces
+WARM_UP = 2
+TIMED = 5
 
 
 def main(folder: Path) -> None:
     """Report, then measure. Collective: every process that torchrun started."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    node, nodes = rank // local_world, world // local_world
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    node = rank // local_world
+    nodes = world // local_world
     if local_rank == 0:
         write_json(folder / f"node-{node:03}.json", facts(folder, node))
     store = connect(world)

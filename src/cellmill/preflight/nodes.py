@@ -39,7 +39,8 @@ _FABRIC = ("ib", "hsn")  # interfaces of InfiniBand and Slingshot
 def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     """Verdict on the job; if it failed, how far it came. `hosts` are those that reported."""
     job = f"job {end.job_id}" if end.job_id else "its processes"
-    where, log = f" on {end.nodes}" if end.nodes else "", f" (log: {end.log})" if end.log else ""
+    where = f" on {end.nodes}" if end.nodes else ""
+    log = f" (log: {end.log})" if end.log else ""
     if complete:
         return ok(
             "job",
@@ -51,7 +52,9 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
         problem = "left nothing here"
         if end.lost is not None:
             tasks, reason = end.lost
-            problem, silent = f"could not start: {reason}", [tasks]  # the name of a node, or
+            # the name of a node, or
+            problem = f"could not start: {reason}"
+            silent = [tasks]
             # numbers: one task on each node, in the nodes' order
             if re.fullmatch(r"[\d,-]+", tasks):
                 nodes = dict(enumerate(expand(end.nodes)))
@@ -91,7 +94,8 @@ def judge_nodes(
     machine: Machine, device: str, nodes: list[dict[str, Any]], token: str
 ) -> Iterator[Check]:
     """Verdicts on the nodes' reports; `token` is what this machine wrote, `device` the plan's."""
-    if blind := [node["host"] for node in nodes if node["token"] != token]:
+    blind = [node["host"] for node in nodes if node["token"] != token]
+    if blind:
         yield no(
             "shared folder",
             f"{', '.join(blind)} did not see a file that this machine had written and fsynced",
@@ -110,7 +114,8 @@ def judge_nodes(
 
 def judge_disk(nodes: list[dict[str, Any]]) -> Check:
     """Verdict on the write speed of checkpoints, with all nodes writing at once."""
-    if failed := next((node for node in nodes if node["write_error"]), None):
+    failed = next((node for node in nodes if node["write_error"]), None)
+    if failed:
         problem = f"{failed['host']} cannot write {failed['written_bytes'] >> 20} MB here: {failed['write_error']}"
         return no("write speed", problem, "make room, or work in another folder")
     slowest = max(nodes, key=lambda node: float(node["write_s"]))
@@ -153,7 +158,8 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     if not machine.gpus and not any(node["gpus"] for node in nodes):
         return ok("GPUs", "none requested and none visible: processes compute on CPU cores")
     for node in nodes:
-        shown, host = len(node["gpus"]), node["host"]
+        shown = len(node["gpus"])
+        host = node["host"]
         if shown < machine.nproc_per_node and node["cuda"] is None:
             remedy = f"install a build with CUDA, or {TRAIN} modules or container with one, or device: cpu"
             return no("GPUs", f"torch {node['torch']} on {host} is built without CUDA", remedy)
@@ -171,7 +177,8 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
             f"{text}: the slowest sets the pace",
             f"{TRAIN} constraint or gpus_per_node: one type",
         )
-    product, kind = known_device(products[0]), device.partition("-")[0]
+    product = known_device(products[0])
+    kind = device.partition("-")[0]
     if kind not in products[0].lower():
         return doubt(
             "GPUs", f"{text}, but the plan assumes {device}", "set-resources: plan: device"
@@ -194,7 +201,8 @@ def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
     for node in nodes:
         if node["seen"] is None or node["head_time"] is None:
             return
-        low, high = node["time"] - node["seen"], node["time"] - node["head_time"]
+        low = node["time"] - node["seen"]
+        high = node["time"] - node["head_time"]
         skew, direction = (low, "ahead of") if low > 0 else (-high, "behind")
         if skew > CLOCK_S:
             problem = f"{node['host']} is at least {skew:.1f} s {direction} this machine"
@@ -209,7 +217,8 @@ def judge_allreduce(
     interface: str, nodes: list[dict[str, Any]], measured: dict[str, Any]
 ) -> Iterator[Check]:
     """Verdict on the bus bandwidth inside nodes and between them, and the network that carried it."""
-    backend, between = measured["backend"], measured["between"]
+    backend = measured["backend"]
+    between = measured["between"]
     how = f"{measured['bytes'] >> 20} MB by {backend}"
     speeds = [(entry["bus_gb_per_s"], entry["host"]) for entry in measured["inside"]]
     inside = [(speed, host) for speed, host in speeds if speed is not None]
@@ -226,7 +235,8 @@ def judge_allreduce(
         {name for node in nodes for name in node["interfaces"] if name.startswith(_FABRIC)}
     )
     over = f" over {', '.join(used)}" if used else ""
-    what, text = "all-reduce between nodes", f"{between:.3g} GB/s bus bandwidth{over}, {how}"
+    what = "all-reduce between nodes"
+    text = f"{between:.3g} GB/s bus bandwidth{over}, {how}"
     # RDMA devices have names such as mlx5_0: only the node's Ethernet is slow
     if fabric and not interface and any(name.startswith(("eth", "en", "bond")) for name in used):
         yield doubt(
@@ -256,7 +266,9 @@ def check_job(
     """Run the job of a preflight, then judge. `record` gets how the job ran and the nodes' reports.
     Raises KeyboardInterrupt if a signal ended it.
     """
-    token, seen, over = secrets.token_hex(8), dict[str, float](), threading.Event()
+    token = secrets.token_hex(8)
+    seen = dict[str, float]()
+    over = threading.Event()
     threads = list[threading.Thread]()
 
     def write_time(path: Path) -> None:
@@ -276,8 +288,10 @@ def check_job(
         write_time(path)  # before anything is started there
         threads.append(threading.Thread(target=beat, args=(path,), daemon=True))
         threads[-1].start()
-        arguments, error = [str(path.resolve())], str(path.resolve() / "error.txt")
-        module, nodes = "cellmill.preflight.node_probe", machine.node_counts[-1]
+        arguments = [str(path.resolve())]
+        error = str(path.resolve() / "error.txt")
+        module = "cellmill.preflight.node_probe"
+        nodes = machine.node_counts[-1]
         return Job(module, arguments, nodes, machine.nproc_per_node, error_file=error)
 
     limits = {"runtime": JOB_MIN, "save_within_s": SAVE_WITHIN_S}

@@ -126,7 +126,8 @@ def find_profile(name: str) -> Path:
     """
     here = Path("profiles") / name
     path = snakemake_finds(str(here)) if Path(name).name == name and here.exists() else None
-    if path := path or snakemake_finds(name):
+    path = path or snakemake_finds(name)
+    if path:
         return path
     dirs = get_appdirs()
     folders = [Path("profiles"), Path.cwd(), Path(dirs.user_config_dir), Path(dirs.site_config_dir)]
@@ -153,10 +154,12 @@ def read_profile(name: str) -> Profile:
     wrong.
     """
     path = find_profile(name)
-    options, over = _parse(path), None
+    options = _parse(path)
+    over = None
     file = workflow_profile("default")
     if file is not None and file.resolve() != path.resolve():
-        options, over = options | _parse(file), file
+        options = options | _parse(file)
+        over = file
     threads = parse_set_threads(entries_of(options, "set-threads", path)).get("train")
     entries: Rules = defaultdict(dict)
     for entry in entries_of(options, "set-resources", path):
@@ -166,7 +169,8 @@ def read_profile(name: str) -> Profile:
         if _is_ours(rule):
             where = f"{path}: set-resources: {rule}"
             values = _checked(assignment, 1 if threads is None else threads.value, where)
-            if twice := entries[rule].keys() & values:
+            twice = entries[rule].keys() & values
+            if twice:
                 raise ConfigError(f"{where}: {twice.pop()} is given twice, in two units")
             entries[rule] |= values
     entries_of(options, "default-resources", path)  # a mapping too
@@ -256,7 +260,8 @@ def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
         else:
             advice = f"Snakemake reads {text!r} as Python; {quotes}, for a text"
         raise ConfigError(f"{where}: {key}: {advice}") from None
-    if negative := [value for value in values.values() if isinstance(value, int) and value < 0]:
+    negative = [value for value in values.values() if isinstance(value, int) and value < 0]
+    if negative:
         raise ConfigError(f"{where}: {key}: Snakemake reads {text!r} as {negative[0]}; {quotes}")
     return values
 
@@ -281,7 +286,8 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
         }
     )
     train = {key: value for key, value in profile.train.items() if key in _DEFAULTS}
-    given, rules = profile.rules | {"train": train}, {}
+    given = profile.rules | {"train": train}
+    rules = {}
     for entry in given | typed:
         rule, dot, _ = entry.partition(".")
         hidden = typed.get(rule, {}) if dot else {}

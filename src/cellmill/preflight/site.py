@@ -138,7 +138,8 @@ def ask_slurm() -> SlurmFacts:
     not answer.
     """
     try:
-        rules, nodes = _records("partition", "PartitionName"), _records("node", "NodeName")
+        rules = _records("partition", "PartitionName")
+        nodes = _records("node", "NodeName")
         pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
         configuration = {key.strip(): value.strip() for key, equals, value in pairs if equals}
         partitions = _partitions(rules, nodes, configuration)
@@ -200,7 +201,8 @@ def _partitions(
         for name, rule in rules.items()
     }
     for node in nodes.values():
-        state, memory_mb = node.get("State", ""), limit(node.get("RealMemory")) or 0
+        state = node.get("State", "")
+        memory_mb = limit(node.get("RealMemory")) or 0
         # SLURM before 21.08 writes IDLE* for IDLE+NOT_RESPONDING
         is_up = "*" not in state and not _DOWN & set(re.findall("[A-Z_]+", state))
         gpus = gpus_in(node.get("Gres", ""))

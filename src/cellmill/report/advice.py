@@ -12,7 +12,9 @@ from cellmill.runs.folder import COLLAPSED
 WEAK = ("masked_gene", "masked_value", "next_gene")
 """Objectives whose embeddings were behind the baselines almost everywhere (benchmarks/quality.tsv).
 """
-WIDE, WIDE_LR = 512, 0.0025  # `profile` of this width lost accuracy with a rate above
+# `profile` of this width lost accuracy with a rate above
+WIDE = 512
+WIDE_LR = 0.0025
 
 
 def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
@@ -23,7 +25,8 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     ahead, level or behind.
     """
     options = (run.record or {}).get("options", {})
-    objective, model = options.get("objective", {}).get("name"), options.get("model", {})
+    objective = options.get("objective", {}).get("name")
+    model = options.get("model", {})
     if objective in WEAK:
         yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
     if (
@@ -33,9 +36,11 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     ):
         yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
     if not run.supervised_by:
-        plan, exported = run.plan or {}, (run.evaluation or {}).get("model", {}).get("step")
+        plan = run.plan or {}
+        exported = (run.evaluation or {}).get("model", {}).get("step")
         enough = max(AUTO_EPOCHS * plan.get("steps_per_epoch", 0), AUTO_MIN_STEPS)
-        if (steps := plan.get("steps", enough)) < enough:
+        steps = plan.get("steps", enough)
+        if steps < enough:
             yield (
                 f"set train.steps: auto, {enough:,} in place of {steps:,}: at 32 cells a step it added up to 0.06 with "
                 "few genes, and up to 0.03 on whole cells"

@@ -113,7 +113,8 @@ def remake_commands(kind: str, folder: Path) -> dict[str, str]:
     commands = {}
     for path in (path for pattern in MADE[kind] for path in sorted(folder.glob(pattern))):
         file = path.relative_to(folder).as_posix()
-        target, trained = shlex.quote(f"{results}/{file}"), shlex.quote(f"{results}/train")
+        target = shlex.quote(f"{results}/{file}")
+        trained = shlex.quote(f"{results}/train")
         commands[file] = f"snakemake --profile PROFILE --force {target}"
         if file == "train/status.json":
             commands[file] = f"mv {trained} {trained}.old && snakemake --profile PROFILE {target}"

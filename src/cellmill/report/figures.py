@@ -96,7 +96,8 @@ class Drawings:
 
     def draw(self, figure: Figure) -> Markup:
         """The `<figure>` element with the static picture; the same numbers give the same bytes."""
-        number, title = len(self.figures), escape(figure.title)
+        number = len(self.figures)
+        title = escape(figure.title)
         spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
         # the figure has a label, and each mark's would be half of the bytes
         spec["config"] = CONFIG | {"aria": False}
@@ -157,7 +158,8 @@ def compressed(png: bytes) -> bytes:
     pixels = b""
     while png[end + 4 : end + 8] == b"IDAT":
         size = int.from_bytes(png[end : end + 4], "big")
-        pixels, end = pixels + png[end + 8 : end + 8 + size], end + size + 12
+        pixels = pixels + png[end + 8 : end + 8 + size]
+        end = end + size + 12
     chunk = b"IDAT" + zlib.compress(zlib.decompress(pixels), 9)
     framed = (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
     return png[:begin] + framed + png[end:]
@@ -232,14 +234,16 @@ def histogram(
     Only bins of the central 99.5 % of cells are drawn, or one outlier would squeeze them; the title
     counts the others.
     """
-    below, tail = np.cumsum(before), TAILS_FRAC / 2 * sum(before)
+    below = np.cumsum(before)
+    tail = TAILS_FRAC / 2 * sum(before)
     drawn = (below > tail) & (below - before < below[-1] - tail)
     rows = [
         {"from": _short(low), "to": _short(high), "before": int(was), "kept": int(kept)}
         for low, high, was, kept, inside in zip(edges[:-1], edges[1:], before, after, drawn)
         if inside
     ]
-    if beyond := int(sum(before) - sum(row["before"] for row in rows)):
+    beyond = int(sum(before) - sum(row["before"] for row in rows))
+    if beyond:
         name += f" ({beyond:,} cells beyond)"
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
     x = _number("from", scale=scale, title=name, axis={"grid": False})
@@ -267,7 +271,8 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
             sd = point["sd"] or 0.0
             rows.append({"name": name, "of": "runs", "size": point["size"], "value": _short(point["mean"]),
                          "low": _short(point["mean"] - sd), "high": _short(point["mean"] + sd)})  # fmt: skip
-        if (law := line.get("law")) is not None:
+        law = line.get("law")
+        if law is not None:
             sizes = [point["size"] for point in line["points"]]
             for x in np.geomspace(min(sizes), max(sizes), 40).tolist():
                 y = law["floor"] + law["factor"] * x ** -law["exponent"]

@@ -95,7 +95,8 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     """
     scores: dict[str, dict[str, Scores]] = {}  # by dataset and run
     for run, dataset, entry in evaluated_datasets(runs):
-        if of_run := scores_of(entry["tasks"]):
+        of_run = scores_of(entry["tasks"])
+        if of_run:
             scores.setdefault(dataset, {})[run.name] = of_run
     rankings = {dataset: rank(of_runs) for dataset, of_runs in scores.items()}
     found: list[Standing] = []
@@ -108,10 +109,13 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
         }
         if not rows:
             continue
-        ranking, n_runs = rankings[dataset], len(scores[dataset])
+        ranking = rankings[dataset]
+        n_runs = len(scores[dataset])
         shown = ranking.tasks or [*rows]
         task = "probe" if "probe" in shown else shown[0]
-        table, row, baseline = tables[task], rows[task], tables[task].best_of("baseline")
+        table = tables[task]
+        row = rows[task]
+        baseline = tables[task].best_of("baseline")
         verdicts: dict[tuple[Any, ...], tuple[str, Mapping[str, Any]]] = {}
         for name, result in entry["tasks"].items():
             for one in against_best(result):  # the same one of two tasks, as of whole cells, is one
@@ -226,7 +230,8 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     libraries, which is what a CPU shows, has a row of its own. Fractions have two digits, as many
     as times, memory and ranks are known to.
     """
-    plan, status = run.plan or {}, run.status or {}
+    plan = run.plan or {}
+    status = run.status or {}
     last = {key: value for line in run.lines for key, value in line.items()}
 
     def peak(key: str) -> tuple[float | None, int | None]:
@@ -293,7 +298,8 @@ def _cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours where it had no GPU; None before its training has ended."""
     totals = (run.cost or {}).get("totals") or {}
     for key, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
-        if hours := totals.get(key):
+        hours = totals.get(key)
+        if hours:
             return f"{float(f'{hours:.2g}'):g} {unit}"
     return None
 
@@ -319,7 +325,8 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
                 for row in TaskTable(entry).points():
                     if row.kind == "model":
                         series.setdefault(row.name, []).append((step, row.value))
-        if baseline := final.best_of("baseline"):
+        baseline = final.best_of("baseline")
+        if baseline:
             ends = min(evaluations), max(evaluations)
             series[f"{baseline.name} (best baseline)"] = [(step, baseline.value) for step in ends]
         if any(len(points) > 1 for points in series.values()):
@@ -343,7 +350,8 @@ def render(
     corpora share a name.
     """
     for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
             raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
     environment = Environment(
         loader=PackageLoader("cellmill", "report"), autoescape=True, undefined=StrictUndefined,

@@ -52,7 +52,8 @@ def scores_of(tasks: Mapping[str, Any]) -> Scores:
     found: Scores = {}
     for task, result in tasks.items():
         table = TaskTable(result)
-        best, baseline = table.best_of("model"), table.best_of("baseline")
+        best = table.best_of("model")
+        baseline = table.best_of("baseline")
         if best is None:
             continue
         row = next(row for row in table.rows if row["name"] == best.name)

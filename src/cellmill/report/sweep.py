@@ -28,14 +28,17 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     """The `law` of losses `y` of runs of sizes `x` (floor, factor, exponent, and low and high, the
     95 % interval of the exponent), or as `no_law` the reason why the data support none.
     """
-    sizes, losses = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    if (n := len(np.unique(sizes))) < FEWEST_SIZES:
+    sizes = np.asarray(x, np.float64)
+    losses = np.asarray(y, np.float64)
+    n = len(np.unique(sizes))
+    if n < FEWEST_SIZES:
         return {"no_law": f"{n} sizes; a law with a floor needs {FEWEST_SIZES}"}
     if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
         return {"no_law": "losses or sizes that are not positive"}
     # around which the factor is fitted: else it moves with the exponent
     scale = float(np.exp(np.log(sizes).mean()))
-    lowest, span = losses.min(), np.ptp(losses) + 1e-9
+    lowest = losses.min()
+    span = np.ptp(losses) + 1e-9
     # floors, exponents
     grid = product((lowest * 0.3, lowest * 0.7, lowest * 0.98), (0.1, 0.3, 0.7, 1.2))
     starts = [np.array([np.log(span), np.log(floor), exponent]) for floor, exponent in grid]
@@ -56,7 +59,8 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
 
 def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
     """log factor, log floor and exponent of the best fit."""
-    log_x, log_y = np.log(sizes), np.log(losses)
+    log_x = np.log(sizes)
+    log_y = np.log(losses)
 
     def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         log_factor, log_floor, exponent = parameters
@@ -64,7 +68,8 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         predicted = np.logaddexp(*parts)
         off = predicted - log_y
         loss = np.where(np.abs(off) <= DELTA, off**2 / (2 * DELTA), np.abs(off) - DELTA / 2).sum()
-        slope, share = np.clip(off / DELTA, -1, 1), np.exp(parts[0] - predicted)
+        slope = np.clip(off / DELTA, -1, 1)
+        share = np.exp(parts[0] - predicted)
         return float(loss), np.array([slope @ share, slope @ (1 - share), -(slope * share) @ log_x])
 
     bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, STEEPEST)]
@@ -86,7 +91,8 @@ Measure = tuple[str, str, str, str]
 
 def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:
     """One row for each value that the run was judged by; `values` are those of the sweep's axes."""
-    plan, totals = run.plan or {}, (run.cost or {}).get("totals", {})
+    plan = run.plan or {}
+    totals = (run.cost or {}).get("totals", {})
     about = {"run": run.name, **values}
     about |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
     about |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
@@ -97,7 +103,8 @@ def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:
         named = {"dataset": dataset, "task": task, "name": name, "kind": kind, "metric": metric}
         rows.append({**about, **named, "value": value, "sd": sd})
 
-    if (loss := (run.status or {}).get("best_val_loss")) is not None:
+    loss = (run.status or {}).get("best_val_loss")
+    if loss is not None:
         add(LOSS, "model", loss)
     for _, dataset, entry in evaluated_datasets([run]):
         for task, result in entry["tasks"].items():
@@ -116,7 +123,8 @@ def curves(rows: Sequence[Row], axes: Sequence[str]) -> list[dict[str, Any]]:
     validation losses or why there is none.
     """
     valued = [row for row in rows if row["value"] is not None]
-    by_measure, measures = _grouped(valued, MEASURE), _best_measures(valued)
+    by_measure = _grouped(valued, MEASURE)
+    measures = _best_measures(valued)
     # with the highest mean over the runs
     baselines: dict[tuple[str, str, str], dict[str, Any]] = {}
     of_baselines = [row for row in valued if row["kind"] == "baseline"]

@@ -66,7 +66,8 @@ class TaskTable:
         baselines = [row for row in self.rows if row.get("kind") == "baseline"]
         best = set()
         for key in (column.key for column in self.columns if column.sd_key is not None):
-            if having := [row for row in baselines if row.get(key) is not None]:
+            having = [row for row in baselines if row.get(key) is not None]
+            if having:
                 best.add((max(having, key=lambda row: row[key])["name"], key))
         return best
 
@@ -94,7 +95,8 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[Column]:
     """
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("name", "kind"))
     for key in keys:
-        values, stem = [row.get(key) for row in rows], key.removesuffix("_mean")
+        values = [row.get(key) for row in rows]
+        stem = key.removesuffix("_mean")
         if any(isinstance(value, list) for value in values):
             continue
         if not any(isinstance(value, float) or value for value in values):
@@ -141,10 +143,8 @@ def against_best(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 continue
             # all are worse than the untrained network
             line = min(others, key=lambda line: abs(line["mean"]))
-            between, lower = (
-                (verdict["compared"], line["against"], verdict["metric"]),
-                verdict["difference"] < 0,
-            )
+            between = (verdict["compared"], line["against"], verdict["metric"])
+            lower = verdict["difference"] < 0
             best |= asdict(
                 compare(*between, line["mean"], (line["low"], line["high"]), lower_is_better=lower)
             )
@@ -190,7 +190,8 @@ def compare_runs(runs: list[ReportedRun]) -> list[dict[str, Any]]:
                     features = name.partition(" + ")[0]
                     values[features] = max(value, values.get(features, value))
             lines.append((run_name, dataset, values))
-        if names := list(dict.fromkeys(name for _, _, values in lines for name in values)):
+        names = list(dict.fromkeys(name for _, _, values in lines for name in values))
+        if names:
             best_of = any(
                 " + " in row["name"] for _, _, result in results for row in result["rows"]
             )

@@ -55,7 +55,8 @@ class Start:
 
 def _start(state: str, queued_at: float, started_at: float, ended_at: float, **held: Any) -> Start:
     """A start by the run's own files; `held` has the other fields."""
-    waited_s, elapsed_s = max(0.0, started_at - queued_at), ended_at - started_at
+    waited_s = max(0.0, started_at - queued_at)
+    elapsed_s = ended_at - started_at
     times: dict[str, Any] = {
         "submitted_at": queued_at,
         "started_at": started_at,
@@ -70,10 +71,13 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         attempts = record.attempts()
     except DataError:  # truncated by a full disk
         attempts = []
-    starts, queued_at = list[Start](), record.submitted_at
+    starts = list[Start]()
+    queued_at = record.submitted_at
     job: dict[str, Any] = {"job_id": record.job_id, "partition": record.slurm_partition}
     for attempt in attempts:
-        ended, state, nodes = attempt["ended_at"], record.state, len(attempt["hosts"])
+        ended = attempt["ended_at"]
+        state = record.state
+        nodes = len(attempt["hosts"])
         if attempt is not attempts[-1]:
             state = "REQUEUED"
         elif record.ended_at is None and ended is None:
@@ -87,7 +91,8 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         queued_at = ended_at  # a requeued job waits again from its end
     if starts:
         return starts
-    nodes, waited = int(record.nodes.partition("-")[0]), record.state not in RAN
+    nodes = int(record.nodes.partition("-")[0])
+    waited = record.state not in RAN
     held = {
         "processes": record.nproc_per_node,
         "gpus": record.gpus_per_node,
@@ -159,7 +164,8 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
     as under `allocation` (likewise).
     """
     by_job = {(record.job_id, record.name): record for record in records}
-    starts, rows = defaultdict[str, list[Start]](list), list[list[dict[str, str]]]()
+    starts = defaultdict[str, list[Start]](list)
+    rows = list[list[dict[str, str]]]()
     for line in answer.splitlines():
         cells = line.split("|", len(_FIELDS) - 1)
         if len(cells) != len(_FIELDS) or not re.match(r"\d+", cells[0]):
@@ -168,12 +174,14 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
             rows.append([])
         rows[-1].append(dict(zip(_FIELDS, cells)))
     for row, *steps in rows:
-        if (record := by_job.get((row["JobID"], row["JobName"]))) is None:
+        record = by_job.get((row["JobID"], row["JobName"]))
+        if record is None:
             continue
         times = (row[name] for name in ("Submit", "Start", "End"))
         # Unknown, None
         submitted, started, ended = (float(text) if text.isdigit() else None for text in times)
-        nodes, gpus = int(_number(row["NNodes"])), re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
+        nodes = int(_number(row["NNodes"]))
+        gpus = re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
         if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
             started = None
         memory = [_number(step["MaxRSS"]) for step in steps if step["MaxRSS"]]
@@ -232,7 +240,8 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
         "how": None,
     }
     write_if_room(file, [*earlier, entry])
-    before, how = resource.getrusage(resource.RUSAGE_CHILDREN), "FAILED"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    how = "FAILED"
     try:
         yield
         how = "COMPLETED"
@@ -261,7 +270,8 @@ def local_starts(train: Path) -> list[Start]:
     """Starts of the run in `train` on this machine."""
     starts = []
     for entry in read_local(train):
-        began, ended = entry["started_at"], entry["ended_at"] or _last_sign_of_life(entry, train)
+        began = entry["started_at"]
+        ended = entry["ended_at"] or _last_sign_of_life(entry, train)
         held = {name: entry[name] for name in ("processes", "gpus", "cpus", "cpu_s")}
         held |= {"job_id": "", "partition": LOCAL, "nodes": 1}
         starts.append(_start(entry["how"] or "RUNNING", began, began, ended, **held))
@@ -340,7 +350,8 @@ def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | 
 
 def sentence(cost: dict[str, Any]) -> str:
     """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
-    totals, starts = cost["totals"], cost["jobs"]
+    totals = cost["totals"]
+    starts = cost["jobs"]
     on_gpus = any(start["gpus"] for start in starts)
     hours, unit = (
         (totals["gpu_hours"], "GPU-hours") if on_gpus else (totals["cpu_core_hours"], "core-hours")
@@ -370,17 +381,16 @@ def _totals(
     """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks
     a job.
     """
-    unknown, totals = dict[str, str](), dict[str, float | None]()
+    unknown = dict[str, str]()
+    totals = dict[str, float | None]()
 
     def hours(start: Start, number: float | None) -> float | None:
         return (
             None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
         )
 
-    ran, why_not = (
-        [start for start in starts if start.elapsed_s],
-        why_not or "not in its accounting",
-    )
+    ran = [start for start in starts if start.elapsed_s]
+    why_not = why_not or "not in its accounting"
     for name, found, reason in (
         ("gpu_hours", [(start, hours(start, start.gpus)) for start in starts], LOST),
         ("cpu_core_hours", [(start, hours(start, start.cpus)) for start in starts], LOST),
@@ -397,11 +407,9 @@ def _totals(
             unknown[name], totals[name] = f"unknown for {', '.join(lacking)}: {reason}", None
         else:
             totals[name] = max(known, default=0.0) if name == "max_memory_gb" else sum(known)
-    elapsed, cores, cpu_s = (
-        totals["elapsed_s"],
-        totals["cpu_core_hours"],
-        totals["cpu_efficiency_frac"],
-    )
+    elapsed = totals["elapsed_s"]
+    cores = totals["cpu_core_hours"]
+    cpu_s = totals["cpu_efficiency_frac"]
     if training_s is None:
         unknown["training_efficiency_frac"] = "metrics.jsonl has no rates"
     elif not elapsed:

@@ -77,7 +77,8 @@ class Checkpoint:
             file = self.path / name
             if not file.is_file():
                 return f"{file}: missing; the checkpoint is damaged"
-            if (found := file.stat().st_size) != size:
+            found = file.stat().st_size
+            if found != size:
                 return f"{file}: expected {size} bytes, got {found}; the checkpoint is damaged"
             if (contents or name in SMALL) and sha256_file(file) != sha256:
                 return f"{file}: changed since it was written (SHA-256 differs); the checkpoint is damaged"
@@ -142,7 +143,8 @@ class TrainFolder:
         damage = damage or (lambda checkpoint: checkpoint.damage(contents))
         damaged: list[str] = []
         for checkpoint in reversed(self.checkpoints() if checkpoints is None else checkpoints):
-            if (line := damage(checkpoint)) is None:
+            line = damage(checkpoint)
+            if line is None:
                 return checkpoint, damaged
             damaged.append(line)
         if damaged:
@@ -159,7 +161,8 @@ class TrainFolder:
         newest, _ = self.newest_whole()
         if newest is None:
             raise DataError(f"{self.checkpoint_folder}: no checkpoint; train the run first")
-        if (best_step := newest.state()["progress"]["best_step"]) in (None, newest.step):
+        best_step = newest.state()["progress"]["best_step"]
+        if best_step in (None, newest.step):
             return newest
         return self.of_step(
             best_step, "the best checkpoint is missing; set consolidate.checkpoint: last"
@@ -175,7 +178,8 @@ class TrainFolder:
                 f"{self.checkpoint_folder}: no checkpoint of step {step}; there are those of steps "
                 f"{', '.join(map(str, checkpoints)) or 'none'}; {remedy}"
             )
-        if line := checkpoints[step].damage():
+        line = checkpoints[step].damage()
+        if line:
             raise DataError(line)
         return checkpoints[step]
 
@@ -252,7 +256,8 @@ class TrainFolder:
         alone: a resume trusts its files. Raises DataError naming another owner.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        if (owner := self.path.stat().st_uid) != os.getuid():
+        owner = self.path.stat().st_uid
+        if owner != os.getuid():
             raise DataError(
                 f"{self.path}: this run belongs to {user_name(owner)}; give yours another name, or use a checkout of "
                 "your own"
@@ -310,7 +315,8 @@ def progress_of(train: Path) -> dict[str, Any]:
     """Step, cells and steps by state.json or the last checkpoint, whichever is newer; empty before
     the first start.
     """
-    file, known = train / "state.json", dict[str, Any]()
+    file = train / "state.json"
+    known = dict[str, Any]()
     if file.exists():
         known = read_json(file)
         if not isinstance(known, dict):
@@ -332,7 +338,8 @@ def training_seconds(train: Path) -> float | None:
     lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
     if not lines:
         return None
-    known, record = progress_of(train), train / "run.json"
+    known = progress_of(train)
+    record = train / "run.json"
     if known.get("step") and known.get("cells"):
         cells = known["cells"] / known["step"]
     elif record.exists():  # before the first checkpoint

@@ -134,7 +134,9 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
     if checkpoint is None:
         return False
-    state, step, data = checkpoint.state(), checkpoint.step, record["fingerprint"]
+    state = checkpoint.state()
+    step = checkpoint.step
+    data = record["fingerprint"]
     changes = changed_keys(state, record["identity"], str(checkpoint.path / "state.json"))
     different = [f"{key} {change}" for key, change in changes.items()]
     afresh = (
@@ -165,10 +167,8 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
             f"{folder.path}: it holds a training of {step} steps, and {state['steps']} steps in all were lowered to "
             f"{steps}; set train.steps above {step}, or {afresh}"
         )
-    patience, stale = (
-        record["identity"].get(PATIENCE),
-        state["progress"].get("stale_validations", 0),
-    )
+    patience = record["identity"].get(PATIENCE)
+    stale = state["progress"].get("stale_validations", 0)
     is_early = patience is not None and stale >= patience
     if step < steps and is_early:
         print(
@@ -200,8 +200,10 @@ def begin_branch(
     optimizer steps. Raises ConfigError if the trunk is another training than the first steps of
     this one, DataError if its checkpoint is missing or damaged.
     """
-    trunk, path = trunk.absolute(), str(folder.path)
-    if (given := re.fullmatch(r"step-(\d{8,})", trunk.name)) is None:
+    trunk = trunk.absolute()
+    path = str(folder.path)
+    given = re.fullmatch(r"step-(\d{8,})", trunk.name)
+    if given is None:
         raise ConfigError(
             f"{trunk}: expected the folder of a checkpoint, such as checkpoints/step-00000480"
         )
@@ -209,11 +211,11 @@ def begin_branch(
         return  # the trunk is not needed any more, and may be gone
     of_trunk = TrainFolder(trunk.parent.parent)
     checkpoint = of_trunk.of_step(int(given[1]))
-    state, source = checkpoint.state(), str(checkpoint.path / "state.json")
+    state = checkpoint.state()
+    source = str(checkpoint.path / "state.json")
     changes = changed_keys(state, record["identity"], source)
-    if different := [
-        f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE
-    ]:
+    different = [f"{key} {change}" for key, change in changes.items() if key not in LENGTH | RATE]
+    if different:
         raise ConfigError(
             f"{path}: it cannot continue {checkpoint.path}, which is of another configuration "
             f"({'; '.join(different)}); make them equal, or set init_from in place of trunk"
@@ -241,7 +243,8 @@ def check_branches(workflow: Workflow, source: str) -> None:
             check_options(TrainOptions, workflow.section("train", which), source)
             for which in (name, run.trunk)
         )
-        now, before = identity(own, None), identity(of_trunk, None)
+        now = identity(own, None)
+        before = identity(of_trunk, None)
         for key in sorted((now.keys() & before.keys()) - LENGTH - RATE):
             # null may be what train takes from the data, and so equal
             if now[key] != before[key] and (

@@ -313,7 +313,8 @@ class Jobs:
         """Recorded submissions, oldest first. Raises DataError naming an unreadable record."""
         records = []
         for folder in self._folders():
-            if (file := folder / "job.json").exists():
+            file = folder / "job.json"
+            if file.exists():
                 try:
                     records.append(JobRecord(path=folder, **read_json(file)))
                 except (DataError, TypeError):
@@ -334,7 +335,8 @@ class Jobs:
 
     def may_be_alive(self) -> bool:
         """True if SLURM must be queried: the newest submission has no end on record, or no record."""
-        folders, newest = self._folders(), self.newest()
+        folders = self._folders()
+        newest = self.newest()
         return bool(folders) and (
             newest is None or newest.path != folders[-1] or newest.ended_at is None
         )

@@ -114,7 +114,9 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
     over (SIGUSR1).
     """
     with open(folder / "lock", "a+", encoding="utf-8") as file:
-        started, signalled, printed = time.monotonic(), False, False
+        started = time.monotonic()
+        signalled = False
+        printed = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +190,8 @@ class Claim:
         """Say that this job lives, if it is time to. Raises Claimed if another job has taken the
         folder over.
         """
-        if (now := time.monotonic()) - self.renewed < RENEW_S:
+        now = time.monotonic()
+        if now - self.renewed < RENEW_S:
             return
         newest = _newest(self.file.parent)
         if newest is not None and newest != self.file:
@@ -230,7 +233,8 @@ def claimant(folder: Path, after_ns: int = 0) -> str:
     """The job that claimed `folder` last, if it still renews its claim and did so after `after_ns`,
     a modification time of the same file system; otherwise empty.
     """
-    if (newest := _newest(folder / "claims")) is None or (sign := _last_sign(newest)) is None:
+    newest = _newest(folder / "claims")
+    if newest is None or (sign := _last_sign(newest)) is None:
         return ""
     job, released = _read(newest)
     return "" if released or sign[1] >= LEASE_S or sign[0] <= after_ns else job
@@ -296,7 +300,8 @@ class FolderWatch:
     """Watches a folder whose lock this process holds; nothing without a lock."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._gone_since = folder.resolve(), 0.0
+        self.folder = folder.resolve()
+        self._gone_since = 0.0
         self._inode, self._device = _inode(self.folder), _device(self.folder)
 
     def gone(self) -> bool:

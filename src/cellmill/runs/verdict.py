@@ -55,10 +55,8 @@ def compare(
 def sentence(verdict: Verdict) -> str:
     """The verdict in words, with the difference and its interval."""
     over = "" if verdict.interval is None else " ({:+.3f} to {:+.3f})".format(*verdict.interval)
-    names, signed = (
-        (verdict.compared, verdict.against),
-        f"{verdict.difference:+.3f} {verdict.metric}{over}",
-    )
+    names = (verdict.compared, verdict.against)
+    signed = f"{verdict.difference:+.3f} {verdict.metric}{over}"
     if verdict.outcome == "undecided":
         few = (
             f"n = {verdict.n}"

@@ -77,11 +77,10 @@ def embed(
     started = time.perf_counter()
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
-        embedding, obs = embed_cells(reader, network, vocabulary, tokens, options.embed), reader.obs
-    seconds, peak_gb = (
-        time.perf_counter() - started,
-        memory_bytes(next(network.parameters()).device)[0] / 1e9,
-    )
+        embedding = embed_cells(reader, network, vocabulary, tokens, options.embed)
+        obs = reader.obs
+    seconds = time.perf_counter() - started
+    peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -128,7 +127,8 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
     with open_dataset(input) as reader:
         obs = reader.obs
     out.parent.mkdir(parents=True, exist_ok=True)
-    written, started = out.with_name(f".{out.stem}.{os.getpid()}.h5ad"), time.perf_counter()
+    written = out.with_name(f".{out.stem}.{os.getpid()}.h5ad")
+    started = time.perf_counter()
     words = command_words(command, str(input), str(written))
     try:
         code = subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
@@ -193,7 +193,9 @@ def generate(
         if known[name] in first:
             raise ConfigError(f"--prompt: {name!r} is there twice")
         first.append(known[name])
-    most, least, of = tokens.max_tokens, max(1, len(first)), "(tokens.max_tokens of the model)"
+    most = tokens.max_tokens
+    least = max(1, len(first))
+    of = "(tokens.max_tokens of the model)"
     for name, right, wanted, given in (
         ("cells", cells >= 1, "at least 1", cells),
         ("top-k", top_k >= 0, "at least 0", top_k),
@@ -230,7 +232,8 @@ def generate(
         adata = _as_anndata(drawn, vocabulary, about)
         write_anndata(file, adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
-    if cut := int((~adata.obs["ended"]).sum()):
+    cut = int((~adata.obs["ended"]).sum())
+    if cut:
         print(
             f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes"
         )
@@ -241,10 +244,8 @@ def _as_anndata(
 ) -> ad.AnnData:
     """Cells x genes of the vocabulary; columns of a row are in the order of generation."""
     lengths = [len(cell.genes) for cell in cells]
-    indptr, indices = (
-        np.cumsum([0, *lengths]),
-        np.concatenate([np.array(cell.genes, np.int32) for cell in cells]),
-    )
+    indptr = np.cumsum([0, *lengths])
+    indices = np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
     values = [np.ones(len(cell.genes)) if cell.values is None else cell.values for cell in cells]
     ranks = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
     x, rank = (
@@ -268,7 +269,8 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
     files = [shards.shard_path(shard) for split in READ for shard in shards.splits[split].shards]
     cells = pd.Index(np.concatenate([read_names(path, "obs") for path in files]))
     table = np.empty((len(cells), 0), np.float32)
-    models, labels = set[str](), set[str]()
+    models = set[str]()
+    labels = set[str]()
     for path in embeddings:
         names, vectors, about = read_vectors(path)
         if not models:  # the first gives the width
@@ -281,7 +283,8 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
         labels |= {*filter(None, str(about.get("supervised_by", "")).split(", "))}
         rows = cells.get_indexer(f"{path.stem}:" + names)
         table[rows[rows >= 0]] = vectors[rows >= 0]
-    train, width = table[: shards.splits["train"].n_obs], table.shape[1]
+    train = table[: shards.splits["train"].n_obs]
+    width = table.shape[1]
     known = train[np.isfinite(train[:, 0])]
     if not len(known):
         raise DataError(

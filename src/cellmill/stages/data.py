@@ -101,7 +101,9 @@ def preprocess(
     notes += describe_controls(qc["controls"]) if "controls" in qc else []
     qc |= {"notes": notes} if notes else {}
     write_json(report, {"dataset": dataset, "source": origin, **qc})
-    cells, genes, coverage = qc["cells"], qc["genes"], qc["coverage"]
+    cells = qc["cells"]
+    genes = qc["genes"]
+    coverage = qc["coverage"]
     dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     print(
         f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}"
@@ -114,7 +116,8 @@ def preprocess(
         print(f"{dataset}: {note}")
     if "counts_frac" in coverage and coverage["organism"] is not None:
         print(f"{dataset}: {coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
-        if line := lost_counts(1 - coverage["counts_frac"], coverage["lost_names"]):
+        line = lost_counts(1 - coverage["counts_frac"], coverage["lost_names"])
+        if line:
             print(f"{dataset}: {line}")
     if coverage.get("reference"):
         print(
@@ -178,7 +181,8 @@ def shard_part(
     named = re.fullmatch(r"([0-9]+)-of-([0-9]+)", part)
     if named is None or not 1 <= int(named[1]) <= int(named[2]):
         raise ConfigError(f"--part: expected a part such as 3-of-8, got {part!r}")
-    number, parts = int(named[1]), int(named[2])
+    number = int(named[1])
+    parts = int(named[2])
     known = Vocabulary.read(vocabulary)
     plan = find_plan(cells, known, options.shard, out.parent)
     written = write_part(plan, cells, known, out.parent.parent, number - 1, parts)

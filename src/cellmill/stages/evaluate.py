@@ -110,7 +110,8 @@ def evaluate(
             f"{len(embeddings)} embeddings and {len(labels)} labels"
         )
     names = [path.stem for path in paths]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
         raise ConfigError(
             f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
         )
@@ -137,7 +138,8 @@ def evaluate(
     try:
         for at, (name, given) in enumerate(files.items()):
             with evaluation.open(name) as (context, unseen, n_copies):
-                reader, cost = context.reader, read_costs(given.embedding)
+                reader = context.reader
+                cost = read_costs(given.embedding)
                 print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
                 context = replace(
                     context,
@@ -155,10 +157,8 @@ def evaluate(
                     },
                 )
                 pictures.append(_start_umap(context, unseen))
-                n_scored, n_chosen = (
-                    int(context.scored.sum()),
-                    reader.n_obs if section.cells == "all" else unseen.sum(),
-                )
+                n_scored = int(context.scored.sum())
+                n_chosen = reader.n_obs if section.cells == "all" else unseen.sum()
                 datasets[name] = {
                     "n_cells": reader.n_obs,
                     "n_scored": n_scored,
@@ -189,7 +189,8 @@ def evaluate(
     write_scores(out.parent / "scores.csv", datasets)
     kept = out.with_name("metrics.failed.json")
     kept.unlink(missing_ok=True)
-    if failed := failures(section.gate, datasets):
+    failed = failures(section.gate, datasets)
+    if failed:
         write_json(kept, metrics)  # beside `out`, which a failed job lacks
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise DataError(f"evaluate.gate: {failed[0]}{more}; all results are in {kept}")
@@ -229,7 +230,9 @@ def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple
     """Start the UMAP of the cells that have an embedding; the result waits for its rows of
     umap.tsv.
     """
-    names, vectors, seed = context.reader.obs.index, context.vectors, context.options.seed
+    names = context.reader.obs.index
+    vectors = context.vectors
+    seed = context.options.seed
     cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
     projected = _beside().submit(project, vectors[cells], seed)
     labels, batches = (
@@ -264,8 +267,10 @@ class _Evaluation:
         files: dict[str, DatasetFiles],
     ) -> None:
         shards = Manifest.read(manifest)
-        self.section, self.model = section, load_evaluated(model, manifest, shards, section.seed)
-        network, digest = self.model.network, sha256_file(model / "model.safetensors")
+        self.section = section
+        self.model = load_evaluated(model, manifest, shards, section.seed)
+        network = self.model.network
+        digest = sha256_file(model / "model.safetensors")
         about = {
             "digest": digest,
             "vocabulary_digest": self.model.vocabulary.digest,
@@ -316,7 +321,8 @@ class _Work:
 
     def run(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Entry of metrics.json, and what was added to the predictions of baselines."""
-        started, known = time.perf_counter(), self.context.baselines.known.copy()
+        started = time.perf_counter()
+        known = self.context.baselines.known.copy()
         entry = run_task(self.task, self.context).to_json()
         entry["figures"] = entry["figures"] | {"seconds": round(time.perf_counter() - started, 2)}
         json.dumps(entry, allow_nan=False)
@@ -376,9 +382,12 @@ def _run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, Any]:
 
     A task that fails is named in the last line, below its traceback.
     """
-    works, results = [*_works(tasks, context)], {}
+    works = [*_works(tasks, context)]
+    results = {}
     futures: dict[Future[Any], _Work] = {}  # in the order in which the processes begin them
-    dataset, n_scored, n_cells = context.dataset, int(context.scored.sum()), context.reader.n_obs
+    dataset = context.dataset
+    n_scored = int(context.scored.sum())
+    n_cells = context.reader.n_obs
     print(
         f"{dataset}: {n_scored:,} of {n_cells:,} cells are scored ({context.options.cells})",
         flush=True,
@@ -433,9 +442,11 @@ def result_lines(entry: dict[str, Any]) -> list[str]:
         return [f"skipped: {entry['skipped']}"]
     table = TaskTable(entry)
     parts = []
-    if (best := table.best_of("model")) is not None:
+    best = table.best_of("model")
+    if best is not None:
         parts.append(f"{table.metric} {best.value:.3f}, {best.name}")
-    if (baseline := table.best_of("baseline")) is not None:
+    baseline = table.best_of("baseline")
+    if baseline is not None:
         parts.append(f"best baseline {baseline.value:.3f}, {baseline.name}")
     outcomes = Counter(verdict["outcome"] for verdict in against_best(entry))
     if outcomes:
@@ -463,7 +474,8 @@ def knock_out(
     (.h5ad).
     """
     check_h5ad(out, "--out")
-    path, section = local_input(input), options.knock_out
+    path = local_input(input)
+    section = options.knock_out
     refuse_overwriting(out, [("--input", path)])
     network, vocabulary, tokens, _ = load_for_inference(model)
     with open_dataset(path, counts) as reader:
@@ -504,8 +516,10 @@ def predict_changes(
     `evaluate`.
     """
     check_h5ad(out, "--out")
-    section, path = options.evaluate, local_input(cells)
-    config, name = section.tasks.get("perturbation"), path.stem
+    section = options.evaluate
+    path = local_input(cells)
+    config = section.tasks.get("perturbation")
+    name = path.stem
     if not isinstance(config, PerturbationConfig):
         raise ConfigError(
             "evaluate.tasks: no task perturbation, whose predictions these are; add perturbation: {}"
@@ -519,7 +533,8 @@ def predict_changes(
     )
     with evaluation.open(name) as (context, _, _):
         written = write_changes(out, context, config, evaluation.about["model"]["digest"])
-    n, about = written.obs["group"].value_counts(), written.uns[ABOUT_CHANGES]
+    n = written.obs["group"].value_counts()
+    about = written.uns[ABOUT_CHANGES]
     print(
         f"{name}: {len(about['perturbations']):,} held-out perturbations, {n['measured']:,} measured cells and "
         f"{n['measured control']:,} controls, {n['start control']:,} controls to start from, {written.n_vars:,} genes, "

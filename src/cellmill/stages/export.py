@@ -46,7 +46,8 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     """Export the chosen checkpoint of the training folder `train` to the folder `out`."""
     checkpoint = _choose(TrainFolder(train), options.consolidate.checkpoint)
     state = checkpoint.state()
-    if (version := state["identity"].get("weights_format", 1)) != WEIGHTS_FORMAT:
+    version = state["identity"].get("weights_format", 1)
+    if version != WEIGHTS_FORMAT:
         raise DataError(
             f"{checkpoint.path}: expected weights of format {WEIGHTS_FORMAT}, got {version}; train it again"
         )
@@ -67,7 +68,8 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         adapter = adapter[0], {name: tensor.clone() for name, tensor in adapter[1].items()}
     method.merge(model)
     tensors = model.state_dict()
-    if differing := sorted(tensors.keys() ^ build(spec).state_dict().keys()):
+    differing = sorted(tensors.keys() ^ build(spec).state_dict().keys())
+    if differing:
         raise DataError(
             f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}"
         )
@@ -77,7 +79,8 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         write_tensors(out / "adapter" / "adapter_model.safetensors", adapter[1])
         described = {"base_model_name_or_path": state.get("init_from")} | adapter[0]
         write_json(out / "adapter" / "adapter_config.json", described)
-    given, progress = state["options"], state["progress"]
+    given = state["options"]
+    progress = state["progress"]
     about: dict[str, Any] = {
         "fingerprint": state["fingerprint"],
         "init_from": state.get("init_from"),
@@ -114,7 +117,8 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
     tensors = {PREFIX + name: tensor for name, tensor in own.items()}
     names = read_index(checkpoint.path)
     saved = {name for name in names if name.startswith(PREFIX)}
-    if differing := sorted(saved ^ tensors.keys()):
+    differing = sorted(saved ^ tensors.keys())
+    if differing:
         raise DataError(
             f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
             f"({len(differing)} in all); train it again"
@@ -138,7 +142,8 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
         name: {"target_column": head.config.target_column} for name, head in regressions.items()
     }
     entries: dict[str, Any] = {"regressors": numbers} if numbers else {}
-    if not (heads := classifications_of(model.objective)):
+    heads = classifications_of(model.objective)
+    if not heads:
         return entries
     options = stored_options(state["options"], f"{train}: its checkpoint")
     fill_buffers(model, options.train.seed, genes)

@@ -45,7 +45,8 @@ def plan(
     fingerprint: str | None = None
     if manifest is None:
         # as with the defaults of val_frac and test_frac
-        longest, val = min(options.tokens.max_tokens, genes), cells // 8
+        longest = min(options.tokens.max_tokens, genes)
+        val = cells // 8
         print(
             f"no --manifest given; assuming {cells:,} cells of {longest:,} tokens each, {genes:,} genes, and {val:,} "
             "validation cells\n"

@@ -37,11 +37,9 @@ def report(
     Each figure is beside the page, in figures/, as SVG and its data as CSV. Raises DataError for a
     damaged file.
     """
-    reported, described, swept = (
-        [*map(read_run, runs)],
-        [*map(read_corpus, corpora)],
-        [*map(read_sweep, sweeps)],
-    )
+    reported = [*map(read_run, runs)]
+    described = [*map(read_corpus, corpora)]
+    swept = [*map(read_sweep, sweeps)]
     drawn = Drawings()
     try:
         page = render(options.report.title, reported, described, swept, drawn)

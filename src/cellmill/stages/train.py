@@ -141,7 +141,9 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
     """True if a job of this run is queued or running. Raises UserError if this command may not
     follow it.
     """
-    job, path, kind = launcher.living(), launcher.folder.path, launcher.machine.launcher
+    job = launcher.living()
+    path = launcher.folder.path
+    kind = launcher.machine.launcher
     if job is None:
         return False
     if kind == "allocation" and os.environ.get("SLURM_JOB_ID") == job.job_id:
@@ -156,7 +158,8 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
             f"end it with `scancel {job.job_id}`"
         )
     before = read_json(path / "run.json")
-    if changes := changed_keys(before, record["identity"], str(path / "run.json")):
+    changes = changed_keys(before, record["identity"], str(path / "run.json"))
+    if changes:
         raise UserError(
             f"{path}: job {job.job_id} is training with another configuration "
             f"({'; '.join(f'{key} {change}' for key, change in changes.items())}); end it "
@@ -175,7 +178,8 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[P
     with tempfile.TemporaryDirectory(prefix="cellmill-") as scratch:
         code, files = run_here(job, machine, folder.path, lock, watch.check, scratch=Path(scratch))
         watch.wait()
-        if (error := files / "error.txt").exists():
+        error = files / "error.txt"
+        if error.exists():
             raise UserError(error.read_text(encoding="utf-8").strip())
     state_file = folder.path / "state.json"
     state = read_json(state_file) if state_file.exists() else {"state": "starting", "step": 0}

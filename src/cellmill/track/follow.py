@@ -77,7 +77,8 @@ class Sent:
     def note(self, line: dict[str, Any]) -> None:
         """Count `line` as sent."""
         kinds = self.kinds if line["step"] == self.step else []
-        self.step, self.kinds = line["step"], [*kinds, kind_of(line)]
+        self.step = line["step"]
+        self.kinds = [*kinds, kind_of(line)]
 
 
 def kind_of(line: dict[str, Any]) -> str:
@@ -91,7 +92,9 @@ class CurveTail:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._position, self._inode = path, 0, 0
+        self._path = path
+        self._position = 0
+        self._inode = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Lines since the last call; empty if there is no file. Raises OSError if it cannot be
@@ -100,7 +103,8 @@ class CurveTail:
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
-                self._inode, self._position = status.st_ino, 0
+                self._inode = status.st_ino
+                self._position = 0
             file.seek(self._position)
             text = file.read()
             complete = text[: text.rfind(b"\n") + 1]
@@ -145,11 +149,9 @@ class Follower:
     """One tracker or observer of the training in `train`, which need not have begun."""
 
     def __init__(self, train: Path, options: Plugin) -> None:
-        self._train, self._options, self._observes = (
-            train.resolve(),
-            options,
-            isinstance(options, ObserverConfig),
-        )
+        self._train = train.resolve()
+        self._options = options
+        self._observes = isinstance(options, ObserverConfig)
         self.folder = (
             self._train / "track" / (getattr(options, options.key) + ".observer" * self._observes)
         )
@@ -232,10 +234,8 @@ class Follower:
             self._plugin = self._options.load()(self._options)
             self._sent.write(self._record)  # the id, before anything has it
             if not self._observes:
-                record, state = (
-                    read_json(self._train / "run.json"),
-                    read_json(self._train / "state.json"),
-                )
+                record = read_json(self._train / "run.json")
+                state = read_json(self._train / "state.json")
                 config = record | {key: state[key] for key in ("steps", "world_size")}
                 config |= {
                     "run": self._train.parent.name,
@@ -314,7 +314,8 @@ def supervise(train: Path, finish_s: float) -> None:
     children = dict[int, tuple[Plugin, int]]()
     for options in (*track.to.values(), *track.observers.values()):
         reads, writes = os.pipe()
-        if (pid := os.fork()) == 0:  # this process has one thread, so a fork is safe
+        pid = os.fork()
+        if pid == 0:  # this process has one thread, so a fork is safe
             os.close(writes)
             _follow(train, options, reads)
         os.close(reads)
@@ -327,7 +328,8 @@ def supervise(train: Path, finish_s: float) -> None:
             if not ended:
                 continue
             del children[pid]
-            if (code := os.waitstatus_to_exitcode(status)) not in (FINISHED, WARNED):
+            code = os.waitstatus_to_exitcode(status)
+            if code not in (FINISHED, WARNED):
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 warn(train, options, f"failed and is dropped: its process ended with {how}")
 
@@ -364,7 +366,8 @@ def warn(train: Path, options: Plugin, problem: str) -> None:
 def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
     """Follow in a child process until its pipe `status` has one, and end the process."""
     die_with_parent(signal.SIGKILL)
-    code, log = FINISHED, os.open(os.devnull, os.O_RDWR)
+    code = FINISHED
+    log = os.open(os.devnull, os.O_RDWR)
     # a library that asks for a key would read the status, which is the supervisor's
     os.dup2(log, 0)
     try:

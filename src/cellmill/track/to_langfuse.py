@@ -20,7 +20,8 @@ class LangfuseTracker:
     """
 
     def __init__(self, options: LangfuseConfig) -> None:
-        if missing := [key for key in KEYS if not os.environ.get(key)]:
+        missing = [key for key in KEYS if not os.environ.get(key)]
+        if missing:
             raise ConfigError(
                 f"track.to.langfuse: {' and '.join(missing)} not set in the environment"
             )

@@ -24,7 +24,8 @@ class MlflowTracker:
 
     def __init__(self, options: MlflowConfig) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self._client, self._experiment = MlflowClient(tracking_uri=options.uri), options.experiment
+        self._client = MlflowClient(tracking_uri=options.uri)
+        self._experiment = options.experiment
         self._files = None  # MLflow's own choice
         # beside the file, not in the working directory
         if options.uri is not None and options.uri.startswith(SQLITE):

@@ -27,7 +27,8 @@ class TensorboardTracker:
         self._step = 0
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
-        self._writer, self._step = EventFileWriter(config["folder"]), resume_step
+        self._writer = EventFileWriter(config["folder"])
+        self._step = resume_step
         if resume_step:  # hides what a killed process wrote and did not note
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(
@@ -41,7 +42,8 @@ class TensorboardTracker:
 
     def artifact(self, name: str, path: Path) -> None:
         if path.suffix in TEXTS and path.stat().st_size <= LONGEST:
-            text, language = path.read_text(encoding="utf-8"), TEXTS[path.suffix]
+            text = path.read_text(encoding="utf-8")
+            language = TEXTS[path.suffix]
             self._text(name, f"```{language}\n{text}\n```" if language else text)
 
     def finish(self, status: str) -> None:

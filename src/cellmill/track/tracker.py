@@ -71,7 +71,9 @@ class ConsoleTracker:
         self.terminal = sys.stdout.isatty()
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        text, bar, end = f"step {step}/{self.steps}  ", "", "\n"
+        text = f"step {step}/{self.steps}  "
+        bar = ""
+        end = "\n"
         if "val_loss" in scalars:
             text += f"validation loss {scalars['val_loss']:.4f}"
         elif "skipped" in scalars:
@@ -86,7 +88,8 @@ class ConsoleTracker:
             )
             if self.terminal:
                 done = round(20 * step / self.steps)
-                bar, end = f"[{'#' * done}{'.' * (20 - done)}] ", "\n" if step == self.steps else ""
+                bar = f"[{'#' * done}{'.' * (20 - done)}] "
+                end = "\n" if step == self.steps else ""
         print(f"\r\x1b[K{bar}{text}" if self.terminal else text, end=end, flush=True)
 
     def finish(self, status: str) -> None:

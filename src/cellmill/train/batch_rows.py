@@ -40,7 +40,9 @@ def with_shares(
     objective = model.objective
     if not objective.row_widths:
         return prepared
-    last, kept, slots = last_part(model), list[Rows](), global_batch // mesh.dp_world
+    last = last_part(model)
+    kept = list[Rows]()
+    slots = global_batch // mesh.dp_world
     if last is not None:
         last.kept_rows = kept
     try:
@@ -51,7 +53,8 @@ def with_shares(
     assert last is None or len(kept) == len(prepared), (
         f"{type(last).__name__}.finish keeps no rows for its objective"
     )
-    tables, first = [], mesh.dp_rank * slots
+    tables = []
+    first = mesh.dp_rank * slots
     for index, width in enumerate(objective.row_widths):
         table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
         if kept:

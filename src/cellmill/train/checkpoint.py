@@ -97,7 +97,8 @@ def _metadata(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metad
 
 def _overlapping(stored: Stored, tensor: torch.Tensor) -> list[int]:
     """Numbers of the parts that overlap what this rank has of a tensor."""
-    first, behind = stored.offsets, stored.offsets + stored.sizes
+    first = stored.offsets
+    behind = stored.offsets + stored.sizes
     if not isinstance(tensor, DTensor):
         return np.flatnonzero(((first < tensor.shape) & (behind > 0)).all(1)).tolist()
     own = tensor.__create_chunk_list__()  # what DCP's planner will request
@@ -176,7 +177,10 @@ class Checkpoints:
         average: WeightAverage | None = None,
         keep_steps: Sequence[int] = (),
     ) -> None:
-        self.folder, self.keep, self.average, self.keep_steps = folder, keep, average, keep_steps
+        self.folder = folder
+        self.keep = keep
+        self.average = average
+        self.keep_steps = keep_steps
         # its own gloo group: a background save must not interleave with the collectives of training
         self._group = dist.new_group(backend="gloo")
         # the copy's memory is reused for the whole run: allocating it anew was most of the stall of
@@ -265,12 +269,14 @@ class Checkpoints:
             load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average))
         except DataError as error:
             problem = str(error)
-        if problems := [line for line in self._of_ranks(problem) if line]:
+        problems = [line for line in self._of_ranks(problem) if line]
+        if problems:
             raise DataError(problems[0])
         loaded = dict(named_tensors(model, persistent=True))
         for name, tensor in named_tensors(model, persistent=True):
             # two pipeline stages of this rank have it, and it was loaded into one of them
-            if (source := loaded[name]) is not tensor:
+            source = loaded[name]
+            if source is not tensor:
                 tensor.detach().copy_(source.detach())
                 for key, value in optimizer.state.get(source, {}).items():
                     state_of(optimizer, tensor)[key].copy_(value)

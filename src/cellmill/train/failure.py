@@ -78,7 +78,8 @@ def leave_reason(error_file: Path, error: BaseException, folder: Path) -> None:
     its own.
     """
     connection = error_file.with_name(CONNECTION)
-    if (line := error_line(error, folder)) is not None:
+    line = error_line(error, folder)
+    if line is not None:
         _leave_line(error_file, line)
     elif _is_lost_device(error):  # the cause of what other ranks may have written before
         first = str(error).partition("\n")[0][:200]  # CUDA's advice on debugging follows
@@ -183,7 +184,9 @@ class HangWatch:
     _thread: threading.Thread
 
     def __init__(self) -> None:
-        self.passed, self.what, self.warm = 0, "joining the process group", False
+        self.passed = 0
+        self.what = "joining the process group"
+        self.warm = False
         self.saving: Callable[[], bool] = lambda: False
         """Whether this rank is writing a checkpoint: others may wait for it longer than
         `timeout_s`.
@@ -206,7 +209,8 @@ class HangWatch:
         )
         store: dist.Store = dist.HashStore()
         if world > 1:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            address = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             # a connection of its own: a blocking call holds the lock of torch's
             store = dist.TCPStore(
                 address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S)
@@ -228,12 +232,12 @@ class HangWatch:
         timeout_s: float,
         end: Callable[[str], None],
     ) -> None:
-        store, host, keys = (
-            dist.PrefixStore("watch", agent),
-            node_name(),
-            [str(other) for other in range(world)],
-        )
-        passed, stalled, tick = -1, 0, 0
+        store = dist.PrefixStore("watch", agent)
+        host = node_name()
+        keys = [str(other) for other in range(world)]
+        passed = -1
+        stalled = 0
+        tick = 0
         earlier: list[Position | None] = []
 
         def positions() -> list[Position | None]:
@@ -249,14 +253,14 @@ class HangWatch:
                 store.set(str(rank), json.dumps(asdict(mine)))
                 stalled = stalled + 1 if mine.passed == passed else 0
                 passed = mine.passed
-                limit, source = TICKS, "train.timeout_s"
+                limit = TICKS
+                source = "train.timeout_s"
                 if not mine.passed and timeout_s < JOIN_S:
-                    limit, source = round(TICKS * JOIN_S / timeout_s), "the least time to join"
+                    limit = round(TICKS * JOIN_S / timeout_s)
+                    source = "the least time to join"
                 elif mine.passed and not self.warm:
-                    limit, source = (
-                        TICKS * START_FACTOR,
-                        f"{START_FACTOR} x train.timeout_s until the first steps",
-                    )
+                    limit = TICKS * START_FACTOR
+                    source = f"{START_FACTOR} x train.timeout_s until the first steps"
                 if stalled == limit // 2:
                     earlier = positions()
                 if stalled > limit:
@@ -315,11 +319,13 @@ def hang_line(
     if len(now) == 1:
         stuck = f"rank 0 on {furthest.host} has been stuck at {furthest.what} for {waited}"
         return f"{stuck}; its stack is in {_trace_name()}"
-    if not (hung := silent or behind):
+    hung = silent or behind
+    if not hung:
         return f"all ranks have waited {waited} at {furthest.what} and none is behind: check the network between them"
     node = known[hung[0]].host if hung[0] in known else (hosts or {}).get(hung[0])
     who = f"rank {hung[0]}" + (f" on {node}" if node else "")
-    if others := hung[1:]:
+    others = hung[1:]
+    if others:
         who += f" and {len(others)} more (ranks {', '.join(map(str, others[:8]))}{', …' if len(others) > 8 else ''})"
     do, be = ("do", "are") if others else ("does", "is")
     state = f"{do} not respond" if silent else f"{be} stuck at {hindmost.what}"

@@ -130,16 +130,18 @@ class Trainer:
         stop: StopFlag,
         watch: HangWatch,
     ) -> None:
-        train, device, method = options.train, mesh.device, load_method(options.finetune)
+        train = options.train
+        device = mesh.device
+        method = load_method(options.finetune)
         check_best_metric(model.objective, train.best_metric)
-        self.train, self.folder, self.mesh, self.device, self.model = (
-            train,
-            folder,
-            mesh,
-            device,
-            model,
-        )
-        self.flops, self.stop, self.watch = flops, stop, watch
+        self.train = train
+        self.folder = folder
+        self.mesh = mesh
+        self.device = device
+        self.model = model
+        self.flops = flops
+        self.stop = stop
+        self.watch = watch
         self.train_stream, self.val_stream, self.batch_column = streams
         self.steps = train.total_steps(self.train_stream.steps_per_epoch)
         self.saved_with = saved_with | {"steps": self.steps, "world_size": dist.get_world_size()}
@@ -239,7 +241,8 @@ class Trainer:
             if pending is not None:
                 stop, due = self._read(pending)
                 self.watch.warm = True
-            pending, step = report, self.progress.step
+            pending = report
+            step = self.progress.step
             boundary = step % self.train.val_every_steps == 0 or self._is_saved(step)
             if stop or due or boundary or step == self.steps:
                 self._read(pending)
@@ -344,8 +347,11 @@ class Trainer:
         norm, loss_scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = (
             report.scalars.read()
         )
-        n_losses, n_parts = len(self.loss_parts.names), max(len(self.loss_parts.names), 1)
-        losses, readings, targets = rest[:n_losses], rest[n_losses:-n_parts], rest[-n_parts:]
+        n_losses = len(self.loss_parts.names)
+        n_parts = max(len(self.loss_parts.names), 1)
+        losses = rest[:n_losses]
+        readings = rest[n_losses:-n_parts]
+        targets = rest[-n_parts:]
         scaled = {"loss_scale": loss_scale} if self._scale is not None else {}
         self.progress.cells += round(cells)
         self.meter.add(round(cells), round(tokens), flops, report.waited_s)
@@ -367,7 +373,8 @@ class Trainer:
         self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]
     ) -> None:
         """Count a step that was not applied. Raises UserError after train.max_bad_steps in a row."""
-        progress, what = self.progress, f"loss {loss:g} and gradient norm {norm:g}"
+        progress = self.progress
+        what = f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
         self._log(
             {"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled
@@ -391,7 +398,8 @@ class Trainer:
     def _pause(self, save: bool, validate: bool) -> None:
         """Validate and save between two steps, where due."""
         step = self.progress.step
-        before, self._clock = self._clock, time.perf_counter()
+        before = self._clock
+        self._clock = time.perf_counter()
         self.progress.wall_s += self._clock - before
         if validate and self._validation_is_due():
             save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
@@ -452,12 +460,10 @@ class Trainer:
         """Return whether a validation is the best; say so where the run ends by it. Collective:
         every rank.
         """
-        metric, train, progress, first = (
-            self.train.best_metric,
-            self.train,
-            self.progress,
-            dist.get_rank() == 0,
-        )
+        metric = self.train.best_metric
+        train = self.train
+        progress = self.progress
+        first = dist.get_rank() == 0
         value = line.get(metric)
         if metric != VAL_LOSS:  # each rank computes eigenvalues of its own: all take rank 0's
             value = gather_json(value, self.device)[0]

@@ -50,7 +50,8 @@ def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     """Return the owner of each matrix, 0 to `ranks` - 1: the largest first, to the rank with the
     least work so far.
     """
-    work, chosen = [0] * ranks, [0] * len(shapes)
+    work = [0] * ranks
+    chosen = [0] * len(shapes)
     costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
     for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
         chosen[index] = work.index(min(work))
@@ -64,7 +65,8 @@ class _Shared:
     """
 
     def __init__(self, matrices: list[torch.Tensor]) -> None:
-        self.matrices, mesh = matrices, mesh_of(matrices[0])
+        self.matrices = matrices
+        mesh = mesh_of(matrices[0])
         # ranks with different shards; None if this one has whole matrices
         self.group: dist.ProcessGroup | None = None
         if mesh is None:
@@ -103,7 +105,8 @@ class _Shared:
         """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
         if self.group is None:
             return [orthogonalised(shard) for shard in shards]
-        every, own = range(dist.get_world_size(self.group)), dist.get_rank(self.group)
+        every = range(dist.get_world_size(self.group))
+        own = dist.get_rank(self.group)
         of_owner = [[i for i, owner in enumerate(self.owner) if owner == rank] for rank in every]
         theirs = [i for owned in of_owner for i in owned]  # the order of what is sent
         whole = {i: shards[0].new_empty(self.matrices[i].shape) for i in of_owner[own]}
@@ -147,7 +150,8 @@ class Muon(torch.optim.AdamW):
         every = self.param_groups
         matrices = [group for group in every if group.get("matrices")]
         for group, shared in zip(matrices, self._shared):
-            nesterov, moments = [], []
+            nesterov = []
+            moments = []
             for matrix in shared.matrices:
                 state = self.state[matrix]
                 if not state:
@@ -155,11 +159,13 @@ class Muon(torch.optim.AdamW):
                 gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
                 moments.append(MOMENTUM * local_of(state["momentum"]) + local_of(gradient))
                 nesterov.append(MOMENTUM * moments[-1] + local_of(gradient))
-            updates, skipped = shared.orthogonalised(nesterov), self.found_inf
+            updates = shared.orthogonalised(nesterov)
+            skipped = self.found_inf
             for matrix, moment, update in zip(shared.matrices, moments, updates):
                 if matrix.grad is None:  # as AdamW: it does not train in this step
                     continue
-                own, kept = local_of(matrix), local_of(self.state[matrix]["momentum"])
+                own = local_of(matrix)
+                kept = local_of(self.state[matrix]["momentum"])
                 scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
                 stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
                 own.copy_(stepped if skipped is None else torch.where(skipped > 0, own, stepped))

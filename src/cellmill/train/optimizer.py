@@ -58,7 +58,9 @@ def build_optimizer(
     `state_names` of its parameters. `extras` returns options of a parameter's group by plain name
     (`Method.group`).
     """
-    config, decayed, matrices = train.optimizer, decayed_parameters(model), set[str]()
+    config = train.optimizer
+    decayed = decayed_parameters(model)
+    matrices = set[str]()
     if config.matrix_state_names is not None:
         blocks = any_part(model).plan.blocks
         matrices = {name for name in decayed if plain_name(name).startswith(f"{blocks}.")}
@@ -107,7 +109,8 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model, self.decay = model, decay
+        self.model = model
+        self.decay = decay
         trained = ((plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad)
         self._parts = [(name, parameter, parameter.detach().clone()) for name, parameter in trained]
 
@@ -151,7 +154,8 @@ class WeightAverage:
     def _swap(self) -> None:
         reshard(self.model)  # weights that a forward pass left gathered would be those of before
         for _, parameter, average in self._parts:
-            own, other = local_of(parameter), local_of(average)
+            own = local_of(parameter)
+            other = local_of(average)
             kept = own.clone()
             own.copy_(other)
             other.copy_(kept)
@@ -221,10 +225,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for group, parameters, copied in zip(self.param_groups, trained, copies):
             if copied is not None:
                 copied.synchronize()
-            hosts, states = (
-                [self._hosts.get(p) for p in parameters],
-                [self.state[p] for p in parameters],
-            )
+            hosts = [self._hosts.get(p) for p in parameters]
+            states = [self.state[p] for p in parameters]
             adamw_step(
                 [
                     local_of(p) if host is None else host.weights

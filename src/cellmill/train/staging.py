@@ -44,9 +44,11 @@ class Staging:
         self._limit_gb = options.stage_limit_gb
         if options.stage_to is None:
             return
-        node, parent = int(os.environ.get("GROUP_RANK", 0)), os.path.expandvars(options.stage_to)
+        node = int(os.environ.get("GROUP_RANK", 0))
+        parent = os.path.expandvars(options.stage_to)
         ranks = gather_json([node, secrets.token_hex(4), mesh.dp_rank], mesh.device)
-        self._node, self._n_nodes = node, 1 + max(other for other, _, _ in ranks)
+        self._node = node
+        self._n_nodes = 1 + max(other for other, _, _ in ranks)
         self._data_ranks = {rank for other, _, rank in ranks if other == node}
         token = next(token for other, token, _ in ranks if other == node)
         self._first_of_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -85,9 +87,11 @@ class Staging:
 
     def close(self) -> None:
         """Remove the copies. Every rank's streams are closed."""
-        if (process := self._process) is None or self.copies is None:
+        process = self._process
+        if process is None or self.copies is None:
             return
-        if (code := process.poll()) is not None:
+        code = process.poll()
+        if code is not None:
             warn(
                 f"stream.stage_to: the process that copies shards ended with exit code {code} before the training"
             )
@@ -109,7 +113,8 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
         record(manifest)
 
 
-_NODES, _DECISION = "device-of-node-", "device"
+_NODES = "device-of-node-"
+_DECISION = "device"
 
 
 class NodeGpus(NamedTuple):

@@ -93,13 +93,15 @@ def name_cells(
 
     every = gather_json([mesh.dp_rank, finite, cells], mesh.device)
     bad = {dp_rank for dp_rank, was_finite, _ in every if not was_finite}
-    named, seen = dict[int, list[int]](), set[int]()
+    named = dict[int, list[int]]()
+    seen = set[int]()
     for rank, (dp_rank, _, read) in enumerate(every):
         # model-parallel peers read the same cells: the first of them speaks
         if dp_rank not in seen and (dp_rank in bad or not bad):
             named[rank] = read
         seen.add(dp_rank)
-    if (rank := dist.get_rank()) in named:
+    rank = dist.get_rank()
+    if rank in named:
         print(f"rank {rank} had the cells {', '.join(names(np.array(cells)))}", flush=True)
     return "; ".join(described(rank, read) for rank, read in named.items())
 
@@ -110,7 +112,8 @@ class AsyncScalars:
     """
 
     def __init__(self, scalars: torch.Tensor) -> None:
-        self._host, self._copied = scalars, None
+        self._host = scalars
+        self._copied = None
         if scalars.is_cuda:
             self._host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
             self._host.copy_(scalars, non_blocking=True)

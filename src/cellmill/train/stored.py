@@ -47,7 +47,8 @@ def read_index(folder: Path, names: Collection[str] | None = None) -> dict[str, 
     value = read_json(path)
     try:
         files = [str(name) for name in value["files"]]
-        if wrong := [name for name in files if Path(name).name != name]:
+        wrong = [name for name in files if Path(name).name != name]
+        if wrong:
             raise ValueError(f"{wrong[0]!r} is elsewhere")
         return {
             name: _stored(entry, files)
@@ -69,7 +70,8 @@ def read_index(folder: Path, names: Collection[str] | None = None) -> dict[str, 
 
 
 def _stored(entry: dict[str, Any], files: list[str]) -> Stored:
-    dtype, n = getattr(torch, entry["dtype"]), len(entry["file"])
+    dtype = getattr(torch, entry["dtype"])
+    n = len(entry["file"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']!r} is not a type of numbers")
     size = torch.Size(entry["size"])

@@ -32,8 +32,10 @@ class Meter:
     """
 
     def __init__(self, peak_flops: float | None, world: int) -> None:
-        self.peak_flops, self.world = peak_flops, world
-        self.counts, self.since = np.zeros(4), time.perf_counter()
+        self.peak_flops = peak_flops
+        self.world = world
+        self.counts = np.zeros(4)
+        self.since = time.perf_counter()
 
     def add(self, cells: int, tokens: int, flops: float, waited_s: float) -> None:
         self.counts += (cells, tokens, flops, waited_s)
@@ -50,7 +52,8 @@ class Meter:
         }
         if self.peak_flops is not None:
             line["mfu"] = flops_per_s / (self.peak_flops * self.world)
-        self.counts, self.since = np.zeros(4), now
+        self.counts = np.zeros(4)
+        self.since = now
         return line
 
 
@@ -61,7 +64,10 @@ class TimeLeft:
     """
 
     def __init__(self, steps: int, first: int, since: float) -> None:
-        self.steps, self.first, self.last, self.since = steps, first, first, since
+        self.steps = steps
+        self.first = first
+        self.last = first
+        self.since = since
         self.paused_s = self.window_paused_s = 0.0
         self.paces: deque[float] = deque(maxlen=10)
 
@@ -75,7 +81,9 @@ class TimeLeft:
             self.paces.append(
                 max(0.0, now - self.since - self.window_paused_s) / (step - self.last)
             )
-        self.last, self.since, self.window_paused_s = step, now, 0.0
+        self.last = step
+        self.since = now
+        self.window_paused_s = 0.0
         each_s = statistics.median(self.paces or [0.0]) + self.paused_s / max(1, step - self.first)
         return {"left_s": round((self.steps - step) * each_s, 1)}
 
@@ -143,7 +151,9 @@ class StepProfile:
     def __init__(
         self, folder: Path, steps: Sequence[int] | None, rank: int, device: torch.device
     ) -> None:
-        self.folder, self.rank, self.cuda = folder, rank, device.type == "cuda"
+        self.folder = folder
+        self.rank = rank
+        self.cuda = device.type == "cuda"
         self.first, self.last = steps if steps is not None and rank < PROFILED_RANKS else (0, -1)
         self.running: torch.profiler.profile | None = None
 

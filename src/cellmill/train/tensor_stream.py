@@ -50,10 +50,8 @@ class TensorStream:
         number_columns: Sequence[str] = (),
         counts: bool = False,
     ) -> None:
-        parsed, order = (
-            check_options(Tokens, dict(tokens), "tokens"),
-            check_options(Stream, dict(stream), "stream"),
-        )
+        parsed = check_options(Tokens, dict(tokens), "tokens")
+        order = check_options(Stream, dict(stream), "stream")
         train = check_options(
             Train, {"global_batch": global_batch, "seed": seed, "epochs": 1}, "train"
         )
@@ -84,7 +82,8 @@ class TensorStream:
             (split not in opened.splits, f"split: expected one of {splits}, got {split!r}"),
             (isinstance(columns, str), f"columns: expected a list of obs columns, got {columns!r}"),
         )
-        if problems := [message for is_wrong, message in wrong if is_wrong]:
+        problems = [message for is_wrong, message in wrong if is_wrong]
+        if problems:
             raise ConfigError(problems[0])
         if split not in READ:
             verify(opened, opened.files([split]))
@@ -106,8 +105,10 @@ class TensorStream:
             number_columns=dict.fromkeys(number_columns, "number_columns"),
         )
         self._is_endless = split == "train"
-        self.n_genes, self.levels = opened.n_genes, self._cells.levels
-        self.state_dict, self.load_state_dict = self._cells.state_dict, self._cells.load_state_dict
+        self.n_genes = opened.n_genes
+        self.levels = self._cells.levels
+        self.state_dict = self._cells.state_dict
+        self.load_state_dict = self._cells.load_state_dict
         self.close = self._cells.close
 
     def __len__(self) -> int:

@@ -39,7 +39,8 @@ class Monitor:
         levels: Mapping[str, Sequence[str]] = MappingProxyType({}),
         batch_column: str | None = None,
     ) -> None:
-        self.model, self.last = any_part(model), last_part(model)
+        self.model = any_part(model)
+        self.last = last_part(model)
         self.width: int = self.model.vector_width if self.model.vector_width <= MAX_WIDTH else 0
         self.column = None if batch_column is None else [*levels].index(batch_column)
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
@@ -76,10 +77,8 @@ class Monitor:
                 watched[name].kept_sums = None
         for kept, batch in zip(vectors, batches):
             # (cells, width); vectors after those of the batch's cells are of padding
-            z, lengths = (
-                kept[: len(batch.lengths)].double().cpu(),
-                torch.tensor(batch.lengths, dtype=torch.int64),
-            )
+            z = kept[: len(batch.lengths)].double().cpu()
+            lengths = torch.tensor(batch.lengths, dtype=torch.int64)
             depth = lengths.double()  # detected genes, where batches have no counts
             if batch.counts is not None:
                 cell = torch.repeat_interleave(lengths)
@@ -212,12 +211,15 @@ class Progress:
             self.patience_value is None
             or sign * (self.patience_value - value) > train.early_stop_min_delta
         ):
-            self.patience_value, self.stale_validations = value, 0
+            self.patience_value = value
+            self.stale_validations = 0
         else:
             self.stale_validations += 1
         if self.best_value is not None and sign * value >= sign * self.best_value:
             return False
-        self.best_value, self.best_val_loss, self.best_step = value, self.val_loss, self.step
+        self.best_value = value
+        self.best_val_loss = self.val_loss
+        self.best_step = self.step
         return True
 
     def patience_is_over(self, train: Train) -> bool:

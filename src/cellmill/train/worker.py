@@ -57,7 +57,8 @@ Levels = Mapping[str, Sequence[str]]
 
 def main(path: Path, error_file: Path, wanted_device: str) -> None:
     """Train in the folder of the run, `path`. Collective: every process of the job."""
-    stop, watch = StopFlag(), HangWatch()
+    stop = StopFlag()
+    watch = HangWatch()
     record = read_json(path / "run.json")
     options = stored_options(record["options"], "run.json")
 
@@ -113,10 +114,8 @@ def build_trainer(
     """Return the trainer of a run.json's content; `flops` are measured if None. Collective: every
     rank.
     """
-    vocabulary, manifest = (
-        Vocabulary.read(Path(record["vocabulary"])),
-        Manifest.read(Path(record["manifest"])),
-    )
+    vocabulary = Vocabulary.read(Path(record["vocabulary"]))
+    manifest = Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
     spec = ModelSpec.of(options, vocabulary.n_genes, levels)
     return Trainer(
@@ -143,7 +142,8 @@ def build_trainer(
 def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torch.device:
     """Join the process group and return this rank's device. Raise UserError if GPUs are missing."""
     torch.manual_seed(0)  # unused: random numbers here are keyed by seed and position
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     store = next(rendezvous("env://", timeout=timeout))[0] if world > 1 else dist.HashStore()
     store.set_timeout(timeout)
     device = agree(wanted_device, store)
@@ -176,11 +176,9 @@ def build_model(
     this rank.
     """
     weights = None if init_from is None else Path(init_from)
-    spec, parallel, mean_rows = (
-        ModelSpec.of(options, vocabulary.n_genes, levels),
-        options.parallel,
-        {},
-    )
+    spec = ModelSpec.of(options, vocabulary.n_genes, levels)
+    parallel = options.parallel
+    mean_rows = {}
     if weights is not None:
         if dist.get_rank() == 0:
             known = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
@@ -193,7 +191,8 @@ def build_model(
         part = parts[stage] = build(spec, method.transform)
         check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
         parallelize(part, parallel, mesh, stage=stage, trains=trained_names(method, part))
-    given, path = {}, getattr(options.model, "gene_vectors", None)
+    given = {}
+    path = getattr(options.model, "gene_vectors", None)
     if path is not None:
         table, n_found = read_gene_vectors(Path(path), vocabulary, options.model.gene_vector_dim)  # type: ignore[attr-defined]
         given = {TABLE: table}
@@ -264,7 +263,8 @@ def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
 if __name__ == "__main__":
     # without an agent, which turns the end of its parent into SIGTERM, that end is a signal to save
     die_with_parent(signal.SIGKILL if dist.is_torchelastic_launched() else signal.SIGTERM)
-    run_folder, error_file = Path(sys.argv[1]), Path(sys.argv[2])
+    run_folder = Path(sys.argv[1])
+    error_file = Path(sys.argv[2])
     try:
         main(run_folder, error_file, sys.argv[3])
         dist.destroy_process_group()

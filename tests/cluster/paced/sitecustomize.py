@@ -16,4 +16,5 @@ if "cellmill.train.worker" in sys.orig_argv and os.environ.get("REST_S"):
 if any(word.startswith(("cellmill", "submitit")) for word in sys.orig_argv):
     from cellmill.runs import lock
 
-    lock.RENEW_S, lock.LEASE_S = 4.0, 20.0
+    lock.RENEW_S = 4.0
+    lock.LEASE_S = 20.0

@@ -104,10 +104,12 @@ class ToyModel(Model):
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """(T, h, d) rotated by (T, 1, d / 2) angles, each pair of columns by its own."""
     one, two = x.chunk(2, dim=-1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
     return torch.cat([one * cos - two * sin, one * sin + two * cos], dim=-1)
 
 
 def _fill_angles(tensor: torch.Tensor, generator: torch.Generator) -> object:
-    places, pairs = torch.arange(tensor.shape[0]), torch.arange(tensor.shape[1])
+    places = torch.arange(tensor.shape[0])
+    pairs = torch.arange(tensor.shape[1])
     return tensor.copy_(places[:, None] * 10_000.0 ** (-pairs[None] / tensor.shape[1]))

@@ -17,7 +17,8 @@ class TextMatrix(StoredMatrix):
     """Lines of a table, read in blocks of cells."""
 
     def __init__(self, path: Path, shape: tuple[int, int]) -> None:
-        self._path, self.shape = path, shape
+        self._path = path
+        self.shape = shape
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for table in pd.read_csv(self._path, index_col=0, chunksize=block):

@@ -89,7 +89,8 @@ class NextGene(Objective):
     ) -> tuple[dict[str, Any], list[Verdict]]:
         """Accuracy beside that of always naming the most frequent gene."""
         genes, correct = observed
-        accuracy, frequent = float(correct.mean()), float((genes == int(train.n.argmax())).mean())
+        accuracy = float(correct.mean())
+        frequent = float((genes == int(train.n.argmax())).mean())
         figures = {"n_targets": len(genes), "accuracy": accuracy, "accuracy_frequency": frequent}
         return figures, [
             compare("next gene", "the most frequent gene", "accuracy", accuracy - frequent)

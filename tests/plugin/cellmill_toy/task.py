@@ -15,7 +15,8 @@ class Norm:
     def run(self, context: Context) -> TaskResult:
         """One row for the model, one for zeros."""
         lengths = np.linalg.norm(context.vectors[context.scored], ord=self.config.power, axis=1)
-        mean, sd = float(lengths.mean()), float(lengths.std())
+        mean = float(lengths.mean())
+        sd = float(lengths.std())
         rows = [
             {"name": "embedding", "kind": "model", "length_mean": mean, "length_sd": sd},
             {"name": "zeros", "kind": "baseline", "length_mean": 0.0, "length_sd": 0.0},

@@ -165,11 +165,13 @@ class HfConfig(FamilyConfig):
     def _read_folder(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("architecture") is not None:
             return given
-        if (path := given.get("path")) is None:
+        path = given.get("path")
+        if path is None:
             raise ValueError(
                 "path: expected a folder with config.json, or a hub name; or set architecture"
             )
-        folder, ids = model_folder(path, given.get("revision")), given.get("residue_ids")
+        folder = model_folder(path, given.get("revision"))
+        ids = given.get("residue_ids")
         try:
             read = read_mapping(folder / "config.json")
         except DataError as error:
@@ -221,7 +223,8 @@ class HfConfig(FamilyConfig):
                 f"model.residue_ids: no id of {', '.join(lacking)}; add it, or choose another model"
             )
         given = self.architecture or {}
-        if (places := given.get("max_position_embeddings", given.get("n_positions"))) is None:
+        places = given.get("max_position_embeddings", given.get("n_positions"))
+        if places is None:
             return
         offset = given.get("pad_token_id", 1) + 1 if given.get("model_type") in OFFSET_TYPES else 0
         longest = (

@@ -38,7 +38,8 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     """
 
     def problems(self) -> Iterator[str]:
-        if (shown := self.random_frac + self.keep_frac) >= 1:
+        shown = self.random_frac + self.keep_frac
+        if shown >= 1:
             yield f"random_frac + keep_frac = {shown:g} hides none of the masked tokens; lower one of them"
 
     @property

@@ -310,5 +310,6 @@ class TransferConfig(LabelTaskConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        if both := [name for name in self.test_on or () if name in self.fit_on]:
+        both = [name for name in self.test_on or () if name in self.fit_on]
+        if both:
             yield f"test_on: {both[0]!r} is in fit_on too; take it out of one of them"

@@ -118,7 +118,8 @@ class Moments:
 
     def __init__(self, n_genes: int):
         self.n_cells = 0
-        self.sums, self.squares = np.zeros(n_genes), np.zeros(n_genes)
+        self.sums = np.zeros(n_genes)
+        self.squares = np.zeros(n_genes)
 
     def add(self, genes: np.ndarray, values: np.ndarray, n_cells: int) -> None:
         """Add nonzero values, `(n,)`, each of the gene at the same position of `genes`, of
@@ -133,7 +134,8 @@ class Moments:
     def of_genes(self, genes: np.ndarray) -> Self:
         """Sums of the genes at the positions `genes` alone."""
         chosen = copy(self)
-        chosen.sums, chosen.squares = self.sums[genes], self.squares[genes]
+        chosen.sums = self.sums[genes]
+        chosen.squares = self.squares[genes]
         return chosen
 
     @property
@@ -157,14 +159,16 @@ def build_vocabulary(
     With `split`, cells of val and test have no part in it. Raises DataError when a file shares no
     gene with the others, or no gene is left.
     """
-    paths, options = [Path(path) for path in paths], options or VocabularyConfig.model_validate({})
+    paths = [Path(path) for path in paths]
+    options = options or VocabularyConfig.model_validate({})
     symbols, ordered = _read_symbols(paths)
     if ordered:
         return _sequence_vocabulary(paths)
     gene_ids = sorted(symbols)
     allowed = _allowed_genes(gene_ids, options)
     cells = _Cells(paths, gene_ids, split)
-    medians, moments = Medians(len(gene_ids)), Moments(len(gene_ids))
+    medians = Medians(len(gene_ids))
+    moments = Moments(len(gene_ids))
     measured = options.variability or options.select != "detected"
     for genes, block in cells.blocks():
         per_10k = counts_per_10k(block.data, block.indptr)
@@ -192,7 +196,8 @@ def build_vocabulary(
                 : options.max_genes
             ]
         )
-        keep, scores = keep[chosen], scores[chosen]
+        keep = keep[chosen]
+        scores = scores[chosen]
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
     ranks = np.argsort(_by_score(scores)).astype(np.int32) if options.variability else None
@@ -214,7 +219,9 @@ class _Cells:
     """Cells that a vocabulary is made of: all of the files, or with `split` those for training."""
 
     def __init__(self, paths: list[Path], gene_ids: list[str], split: Shard | None):
-        self._paths, self.gene_ids, self._split = paths, gene_ids, split
+        self._paths = paths
+        self.gene_ids = gene_ids
+        self._split = split
         self._rows = {gene: row for row, gene in enumerate(gene_ids)}
         self._gene_hashes = hash_genes(
             gene_ids if split is not None and split.split_by is None else []
@@ -294,9 +301,11 @@ def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
         {"dispersion": np.log(dispersion), "bin": pd.cut(np.log1p(mean), _MEAN_BINS)}
     )
     groups = table.groupby("bin", observed=True)["dispersion"]
-    centre, spread = groups.transform("mean"), groups.transform("std")
+    centre = groups.transform("mean")
+    spread = groups.transform("std")
     alone = spread.isna()  # the only gene of its bin: its score is 1
-    spread, centre = spread.where(~alone, centre), centre.where(~alone, 0.0)
+    spread = spread.where(~alone, centre)
+    centre = centre.where(~alone, 0.0)
     return ((table["dispersion"] - centre) / spread).to_numpy()
 
 
@@ -308,14 +317,17 @@ def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> 
     ConfigError without scikit-misc.
     """
     loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
-    n, mean, varies = counts.n_cells, counts.mean, counts.variance > 0
+    n = counts.n_cells
+    mean = counts.mean
+    varies = counts.variance > 0
     model = loess(np.log10(mean[varies]), np.log10(counts.variance[varies]), span=0.3, degree=2)
     model.fit()
     expected = np.zeros(len(keep))
     expected[varies] = model.outputs.fitted_values
     deviation = np.sqrt(10**expected)
     n_genes = len(cells.gene_ids)
-    limits, clipped = np.full(n_genes, np.inf), Moments(n_genes)
+    limits = np.full(n_genes, np.inf)
+    clipped = Moments(n_genes)
     limits[keep] = deviation * np.sqrt(n) + mean
     for genes, block in cells.blocks():
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
@@ -384,21 +396,17 @@ def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
 
     Of ranked cells all genes of the file, with its symbols and medians, which all files share.
     """
-    n_cells, residues, symbols, medians = (
-        np.zeros(0, np.int64),
-        list[str](),
-        list[str](),
-        np.ones(0, np.float32),
-    )
+    n_cells = np.zeros(0, np.int64)
+    residues = list[str]()
+    symbols = list[str]()
+    medians = np.ones(0, np.float32)
     for path in paths:
         with open_counts(path) as reader:
             own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
             if path == paths[0]:
-                n_cells, residues, medians = (
-                    np.zeros(reader.n_vars, np.int64),
-                    reader.var_names,
-                    own,
-                )
+                n_cells = np.zeros(reader.n_vars, np.int64)
+                residues = reader.var_names
+                medians = own
                 symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
             if reader.var_names != residues or not np.array_equal(own, medians):
                 raise DataError(

@@ -144,7 +144,8 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     known = gene_table(organism).symbols
     texts = zip(chosen.texts, chosen.gene_ids, own or chosen.gene_ids)
     symbols = [known.get(gene) or symbol or gene or name for name, gene, symbol in texts]
-    mito, coverage = _mitochondrial(symbols), _coverage(chosen, organism)
+    mito = _mitochondrial(symbols)
+    coverage = _coverage(chosen, organism)
     return MappedGenes(chosen.gene_ids, symbols, mito, coverage, chosen.texts, chosen.conflict)
 
 
@@ -187,7 +188,8 @@ def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None
     organism = mapped.coverage.organism
     if organism is None or organism == reference:
         return mapped
-    known, symbols = orthologs(organism, reference, table), gene_table(reference).symbols
+    known = orthologs(organism, reference, table)
+    symbols = gene_table(reference).symbols
     gene_ids = [known.get(gene, "") for gene in mapped.gene_ids]
     names = [symbols.get(gene, gene) or old for gene, old in zip(gene_ids, mapped.symbols)]
     coverage = replace(mapped.coverage, reference=reference, orthologs=sum(map(bool, gene_ids)))

@@ -126,7 +126,8 @@ class CellOntology:
     def ancestors(self, term: str) -> dict[str, int]:
         """Least number of is_a edges from `term` up to each of its superclasses and, 0, to itself."""
         if term not in self._known:
-            steps, waiting = {term: 0}, [term]
+            steps = {term: 0}
+            waiting = [term]
             for below in waiting:  # breadth first
                 for above in self.parents[below]:
                     if above not in steps:
@@ -142,14 +143,16 @@ class CellOntology:
         The similarity simUI of Gentleman's package GOstats (2005). Every cell is a `cell`, so it is
         above 0.
         """
-        a, b = self.ancestors(one).keys(), self.ancestors(other).keys()
+        a = self.ancestors(one).keys()
+        b = self.ancestors(other).keys()
         return len(a & b) / len(a | b)
 
     def steps(self, one: str, other: str) -> int:
         """is_a edges on the shortest way from both terms up to a common superclass (Rada et al.
         1989).
         """
-        a, b = self.ancestors(one), self.ancestors(other)
+        a = self.ancestors(one)
+        b = self.ancestors(other)
         return min(a[term] + b[term] for term in a.keys() & b.keys())
 
 
@@ -179,7 +182,8 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
     path = table or Path(__file__).parent / "orthologs.tsv.gz"
     lines = read_lines(path)
     header = [name.strip().lower() for name in next(lines, "").split("\t")]
-    if missing := [name for name in (organism, reference) if name not in header]:
+    missing = [name for name in (organism, reference) if name not in header]
+    if missing:
         wanted = f"the columns {organism} and {reference}, of Ensembl ids"
         raise DataError(
             f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)"
@@ -197,7 +201,8 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
                 wanted = f"an Ensembl id of {kind} ({PREFIXES[kind]}...)"
                 raise DataError(f"{path}, line {number}: expected {wanted}, got {name[:40]!r}")
         pairs.add(tuple(gene_id(name, kind) for kind, name in names.items()))
-    ours, theirs = Counter(own for own, _ in pairs), Counter(other for _, other in pairs)
+    ours = Counter(own for own, _ in pairs)
+    theirs = Counter(other for _, other in pairs)
     kept = {own: other for own, other in pairs if ours[own] == theirs[other] == 1}
     if not kept:
         raise DataError(

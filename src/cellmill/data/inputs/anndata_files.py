@@ -68,14 +68,16 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     """
     if not is_anndata(file):
         return _open_part(path, file, counts)
-    if (logs := matrix_to_recover(counts)) is not None:
+    logs = matrix_to_recover(counts)
+    if logs is not None:
         source = open_anndata(path, file, logs)
         source.matrix = RecoveredCounts(path, logs, source.matrix, source.obs)
         return source
     known = _matrices(file)
     require_matrix(path, counts, known)
     stored, genes = known[counts]
-    obs, var = _read_frame(path, file, "obs"), _read_frame(path, file, genes)
+    obs = _read_frame(path, file, "obs")
+    var = _read_frame(path, file, genes)
     matrix = _matrix(path, counts, file[stored])
     if matrix.shape != (len(obs), len(var)):
         raise DataError(
@@ -93,7 +95,8 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         if not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey"
         else []
     )
-    look, recorded = partial(_look, path, file), _read_record(file)
+    look = partial(_look, path, file)
+    recorded = _read_record(file)
     more: dict[str, Any] = {"ranked": ranked, "recorded": recorded, "look": look, "notes": notes}
     return CountSource(path, counts, matrix, obs, var, others, ordered, **more)
 
@@ -159,7 +162,8 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
 
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
     """Names in a Zarr folder, by its JSON files alone."""
-    obs, layers = path / "obs", path / "layers"
+    obs = path / "obs"
+    layers = path / "layers"
     if (path / "mod").is_dir():
         return None
     try:

@@ -42,7 +42,10 @@ def _open_fasta(path: Path, file: Any, counts: str) -> CountSource:
     when two records have the same name.
     """
     require_matrix(path, counts, ["X"])
-    names, headers, letters, n_letters = [], [], set[int](), 0
+    names = []
+    headers = []
+    letters = set[int]()
+    n_letters = 0
     for name, header, sequence in _records(path):
         names.append(name)
         headers.append(header)
@@ -64,7 +67,8 @@ class _FastaMatrix(StoredMatrix):
     """CSR of ones `(sequences, residues)`, uint32, in sequence order."""
 
     def __init__(self, path: Path, n_sequences: int):
-        self._path, self.shape = path, (n_sequences, len(RESIDUES))
+        self._path = path
+        self.shape = (n_sequences, len(RESIDUES))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         """As `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming
@@ -82,7 +86,8 @@ class _FastaMatrix(StoredMatrix):
 
     def _columns(self, name: str, sequence: bytes) -> np.ndarray:
         columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]
-        if len(wrong := np.flatnonzero(columns < 0)):
+        wrong = np.flatnonzero(columns < 0)
+        if len(wrong):
             raise DataError(
                 f"{self._path}: record {name!r}: expected a residue ({RESIDUES}) at {wrong[0] + 1:,}, got "
                 f"{chr(sequence[wrong[0]])!r}; remove gaps, and stops inside a sequence"
@@ -93,7 +98,8 @@ class _FastaMatrix(StoredMatrix):
 def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
     """Name, rest of the header, and sequence without white space."""
     name: str | None = None
-    header, lines = "", list[bytes]()
+    header = ""
+    lines = list[bytes]()
     with open_bytes(path) as file, reading(path):
         for line in map(bytes.strip, file):
             if b"\r" in line:
@@ -106,7 +112,9 @@ def _records(path: Path) -> Iterator[tuple[str, str, bytes]]:
                 words = line[1:].decode("utf-8", "replace").split(maxsplit=1)
                 if not words:
                     raise DataError(f"{path}: a record has no name; expected a word after '>'")
-                name, header, lines = words[0], "".join(words[1:]), []
+                name = words[0]
+                header = "".join(words[1:])
+                lines = []
             elif name is None and line:
                 raise DataError(
                     f"{path}: not a FASTA file: expected a line that begins with '>', got {line[:20]!r}"
@@ -124,7 +132,8 @@ def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
     columns: dict[str, list[str | None]] = {}
     for row, header in enumerate(headers):
         fields = dict(_FIELD.findall(header))
-        if text := _FIELD.sub("", header).strip():
+        text = _FIELD.sub("", header).strip()
+        if text:
             fields["description"] = text
         for key, value in fields.items():
             columns.setdefault(key, [None] * len(names))[row] = value

@@ -83,7 +83,8 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     wanted = match[1].lower() if match else None
     folder = (cache or Path(os.environ.get(CACHE) or user_cache())) / digest(address)[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    if (found := _complete(folder, address)) is None:
+    found = _complete(folder, address)
+    if found is None:
         with open(folder / "lock", "w") as lock:
             with suppress(OSError):  # where the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -127,7 +128,8 @@ def origin_of(path: Path) -> dict[str, Any]:
     path, _ = split_part(path)
     if path.is_file():
         return {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
-    whole, size = hashlib.sha256(), 0
+    whole = hashlib.sha256()
+    size = 0
     for file in _files_in(path):
         whole.update(f"{sha256_file(file)}  {file.relative_to(path).as_posix()}\n".encode())
         size += file.stat().st_size
@@ -181,7 +183,8 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
             shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=folder) as temporary:
         copy = Path(temporary, target.name)
-        shown, protocol = redacted(address), urlsplit(address).scheme.lower()
+        shown = redacted(address)
+        protocol = urlsplit(address).scheme.lower()
         try:
             _download(address, copy)
         except UserError:
@@ -222,7 +225,8 @@ def _download(address: str, copy: Path) -> None:
             urllib.request.urlopen(address, timeout=_TIMEOUT_S) as remote,
             open(copy, "wb") as local,
         ):
-            n_bytes, pieces = remote.length, iter(partial(remote.read, 1 << 20), b"")
+            n_bytes = remote.length
+            pieces = iter(partial(remote.read, 1 << 20), b"")
             if n_bytes:
                 pieces = progress(
                     pieces,
@@ -247,7 +251,8 @@ def _download(address: str, copy: Path) -> None:
     names = [PurePosixPath(file[len(root) :].strip("/")) for file in files]
     if not files:
         raise DataError(f"{redacted(address)}: no such file, or an empty folder")
-    if outside := [name for name in names if name.is_absolute() or ".." in name.parts]:
+    outside = [name for name in names if name.is_absolute() or ".." in name.parts]
+    if outside:
         raise DataError(
             f"{redacted(address)}: has a file {str(outside[0])!r}, which is outside its folder"
         )

@@ -102,9 +102,8 @@ def formats() -> Iterator[Format]:
 
 
 def _format_of(path: Path, file: h5py.File | None) -> Format:
-    if (
-        found := next((form for form in formats() if form.is_format(path, file)), None)
-    ) is not None:
+    found = next((form for form in formats() if form.is_format(path, file)), None)
+    if found is not None:
         return found
     if file is None and not path.is_dir() and (path.suffix in _HDF5_ENDS or not path.is_file()):
         open_h5(path).close()  # raises: missing, not a file, or not HDF5
@@ -226,7 +225,8 @@ def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
             return None
         if item.external or item.is_virtual:
             return f"{name} is stored in another file; expected a file that holds its own data"
-        if (fault := size_problem(name, item, item.id.get_storage_size)) is not None:
+        fault = size_problem(name, item, item.id.get_storage_size)
+        if fault is not None:
             return fault
         properties = item.id.get_create_plist()
         for number in range(properties.get_nfilters() if item.chunks else 0):
@@ -243,5 +243,6 @@ def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
         return None
 
     # h5py cannot pass an exception through its visits
-    if found := file.visititems_links(link_problem) or file.visititems(problem):
+    found = file.visititems_links(link_problem) or file.visititems(problem)
+    if found:
         raise DataError(f"{path}: {found}")

@@ -48,10 +48,8 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         if "truncated" in text:
             stored = re.search(r"stored_eof = (\d+)", text)
             of = f" of {int(stored[1]):,}" if stored else ""
-            fault, then = (
-                f"{path}: truncated: {path.stat().st_size:,}{of} bytes",
-                then or "; copy it again",
-            )
+            fault = f"{path}: truncated: {path.stat().st_size:,}{of} bytes"
+            then = then or "; copy it again"
         elif "signature not found" in text:
             fault = f"{path}: not an HDF5 file"
     raise DataError(f"{fault}{then}")
@@ -217,7 +215,8 @@ def write_cells(
         group = file.create_group("X")
         data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
         indices = group.create_dataset("indices", dtype="<i4", **layout)
-        start, indptr = 0, [np.zeros(1, np.int64)]
+        start = 0
+        indptr = [np.zeros(1, np.int64)]
         for block in blocks:
             assert not block.nnz or block.data.max() <= np.iinfo(dtype).max, (
                 f"a count is too large for {dtype}"

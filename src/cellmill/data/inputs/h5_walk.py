@@ -66,7 +66,8 @@ def _walk(path: bytes) -> None:
     """Read what opening a file reads: attributes, sizes on disk, and text. What raises is left to
     the reader.
     """
-    left, seen = _MOST_TEXTS, set[int]()
+    left = _MOST_TEXTS
+    seen = set[int]()
 
     def visit(item: Any) -> None:
         nonlocal left

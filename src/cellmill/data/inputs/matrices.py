@@ -64,7 +64,8 @@ class StoredMatrix:
         held: list[sp.csr_matrix] = []
         missing = block
         for part in self.parts(block) if self._buckets is None else self._buckets.parts(block):
-            start, n = 0, part.shape[0]
+            start = 0
+            n = part.shape[0]
             while start < n:
                 stop = min(n, start + missing)
                 held.append(part if stop - start == n else part[start:stop])
@@ -72,7 +73,8 @@ class StoredMatrix:
                 start = stop
                 if not missing:
                     yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
-                    held, missing = [], block
+                    held = []
+                    missing = block
         if held:
             yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
 
@@ -135,9 +137,11 @@ class SequentialArray:
     """
 
     def __init__(self, path: Path, array: Any):
-        self._path, self._array = path, array
+        self._path = path
+        self._array = array
         self._chunk = max(1, array.chunks[0]) if array.chunks else 1
-        self._first, self._kept = 0, native(np.zeros(0, array.dtype))
+        self._first = 0
+        self._kept = native(np.zeros(0, array.dtype))
 
     def __len__(self) -> int:
         return int(self._array.shape[0])
@@ -145,8 +149,10 @@ class SequentialArray:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop` in native byte order. Raises DataError when the file is damaged."""
         if not self._first <= start <= self._first + len(self._kept):
-            self._first, self._kept = start // self._chunk * self._chunk, self._kept[:0]
-        if (last := self._first + len(self._kept)) < stop:
+            self._first = start // self._chunk * self._chunk
+            self._kept = self._kept[:0]
+        last = self._first + len(self._kept)
+        if last < stop:
             end = min(len(self), -(-stop // self._chunk) * self._chunk)
             with reading(self._path):
                 fresh = native(self._array[last:end])
@@ -156,7 +162,8 @@ class SequentialArray:
                 )
             begin = min(start, last)
             held = self._kept[begin - self._first :]
-            self._first, self._kept = begin, np.concatenate([held, fresh]) if len(held) else fresh
+            self._first = begin
+            self._kept = np.concatenate([held, fresh]) if len(held) else fresh
         return self._kept[start - self._first : stop - self._first]
 
 
@@ -207,12 +214,10 @@ class RowBuckets:
         bucket = (rows // self._rows).astype(np.uint16)
         if (bucket[1:] < bucket[:-1]).any():  # most tools write cell by cell
             order = np.argsort(bucket, kind="stable")
-            rows, columns, values, bucket = (
-                rows[order],
-                columns[order],
-                values[order],
-                bucket[order],
-            )
+            rows = rows[order]
+            columns = columns[order]
+            values = values[order]
+            bucket = bucket[order]
         records = np.empty(len(rows), self._record)
         records["row"] = rows % self._rows
         records["column"] = columns
@@ -246,10 +251,12 @@ class RowBuckets:
             records = np.concatenate(found)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
             rows: Any = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
-            columns, values = records["column"], records["value"]
+            columns = records["column"]
+            values = records["value"]
             if (rows[1:] < rows[:-1]).any():
                 order = np.argsort(rows, kind="stable")
-                columns, values = columns[order], values[order]
+                columns = columns[order]
+                values = values[order]
             indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
             whole = np.ascontiguousarray(values), columns.astype(np.int32), indptr
             yield sp.csr_matrix(whole, shape=(n_rows, self.shape[1]))
@@ -282,14 +289,15 @@ class SparseMatrix(StoredMatrix):
     def __init__(
         self, path: Path, name: str, group: Any, shape: tuple[int, int], by_gene: bool = False
     ):
-        self.path, self.name, self.shape, self.by_gene = path, name, shape, by_gene
+        self.path = path
+        self.name = name
+        self.shape = shape
+        self.by_gene = by_gene
         stored = {key: group.get(key) for key in ("data", "indices", "indptr")}
         for key, array in stored.items():
             require_kind(path, f"{name}/{key}", array, REAL if key == "data" else WHOLE)
-        self._data, self._indices = (
-            SequentialArray(path, stored["data"]),
-            SequentialArray(path, stored["indices"]),
-        )
+        self._data = SequentialArray(path, stored["data"])
+        self._indices = SequentialArray(path, stored["indices"])
         fits = stored["indptr"].shape[0] == shape[by_gene] + 1 and len(self._indices) == len(
             self._data
         )
@@ -324,8 +332,10 @@ class SparseMatrix(StoredMatrix):
 
     def _read(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """indptr from 0, int32 indices and values of `low` to `high` on the compressed axis."""
-        indptr, n_minor = self._indptr[low : high + 1], self.shape[1 - self.by_gene]
-        start, stop = int(indptr[0]), int(indptr[-1])
+        indptr = self._indptr[low : high + 1]
+        n_minor = self.shape[1 - self.by_gene]
+        start = int(indptr[0])
+        stop = int(indptr[-1])
         indices = self._indices.read(start, stop)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= n_minor):
             raise DataError(
@@ -345,7 +355,8 @@ class DenseMatrix(StoredMatrix):
     """
 
     def __init__(self, path: Path, name: str, array: Any, cells_axis: int = 0):
-        self._path, self._cells_axis = path, cells_axis
+        self._path = path
+        self._cells_axis = cells_axis
         self._array = require_kind(path, name, array, REAL, 2)
         n_obs, n_vars = (int(n) for n in (array.shape if cells_axis == 0 else array.shape[::-1]))
         self.shape = (n_obs, n_vars)

@@ -43,7 +43,8 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
         found = _matrices_in(path)
         notes: list[str] = []
     else:
-        found, notes = {"X": [path]}, []
+        found = {"X": [path]}
+        notes = []
         beside = [
             other.name for other in _files_in(path.parent) if _is_main(other) and other != path
         ]
@@ -76,7 +77,8 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     if path.is_dir():
         source.others = [name for name in found if name != counts]
     elif beside:
-        source.others, source.option = beside, "the path to that file"
+        source.others = beside
+        source.option = "the path to that file"
     return source
 
 

@@ -28,7 +28,9 @@ from cellmill.errors import DataError, require_known
 _CELLS = 4096
 _FEWEST = 20  # cells; fewer say nothing
 _GENES = 50
-_MANY_GENES, _LOW_COUNT = 300, 10  # log(1 + counts per 10,000) is at most 9.2
+# log(1 + counts per 10,000) is at most 9.2
+_MANY_GENES = 300
+_LOW_COUNT = 10
 _SPREAD = 1.3  # 95th percentile of the cells' sums over the 5th
 
 
@@ -59,7 +61,8 @@ class RoundedCounts:
             return None
         largest = largest[n_genes >= _MANY_GENES]
         low, high = np.quantile(sums, (0.05, 0.95))
-        if (above_one := float((smallest > 1).mean())) > 0.5:
+        above_one = float((smallest > 1).mean())
+        if above_one > 0.5:
             return f"{above_one:.0%} of cells have no gene with a count of 1"
         if len(largest) >= _FEWEST and (low_counts := float((largest <= _LOW_COUNT).mean())) > 0.95:
             return f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above {_LOW_COUNT}, as in logarithms"
@@ -86,17 +89,17 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     n_rounded = 0  # number of values with fractions in the rows that were read last
 
     def __init__(self, source: CountSource, close: Callable[[], None] | None = None):
-        self.path, self.counts, self.obs, self.var = (
-            source.path,
-            source.counts,
-            source.obs,
-            source.var,
-        )
+        self.path = source.path
+        self.counts = source.counts
+        self.obs = source.obs
+        self.var = source.var
         self.var_names: list[str] = list(self.var.index)
         self.n_obs, self.n_vars = len(self.obs), len(self.var)
-        self.ordered, self.ranked = source.ordered, source.ranked
+        self.ordered = source.ordered
+        self.ranked = source.ranked
         self.recorded = source.recorded
-        self._source, self.close = source, close or source.close
+        self._source = source
+        self.close = close or source.close
         # of `names.match_columns`, by the digest of the vocabulary
         self.matches: dict[str, Any] = {}
         self._rounded = RoundedCounts()
@@ -162,7 +165,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that
         are not counts.
         """
-        values, hint = matrix.data, f"; {_ELSEWHERE}"
+        values = matrix.data
+        hint = f"; {_ELSEWHERE}"
         if values.dtype in (np.float32, np.float64):
             # NaN and others out of range become any number, which is another
             with np.errstate(invalid="ignore"):
@@ -231,7 +235,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         remedy = remedy.replace(_ELSEWHERE, self._elsewhere())
         index = int(bad.argmax())
         cell = self.obs.index[first + int(np.searchsorted(matrix.indptr, index, side="right")) - 1]
-        gene, value = self.var_names[matrix.indices[index]], matrix.data[index]
+        gene = self.var_names[matrix.indices[index]]
+        value = matrix.data[index]
         short = f"{value:g}"  # unless it would look like a whole number that the value is not
         digits = short if float(short) == value or not float(short).is_integer() else str(value)
         raise DataError(

@@ -54,7 +54,8 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
                 raise DataError(
                     f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data"
                 )
-        obs, var = _table(name, experiment.obs, value_filter), _table(name, measurement.var)
+        obs = _table(name, experiment.obs, value_filter)
+        var = _table(name, measurement.var)
         if not len(obs):
             raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
         matrix = _SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
@@ -99,7 +100,10 @@ class _SomaMatrix(StoredMatrix):
     """
 
     def __init__(self, name: Path, array: Any, cells: np.ndarray, genes: np.ndarray) -> None:
-        self._name, self._array, self._cells, self._genes = name, array, cells, genes
+        self._name = name
+        self._array = array
+        self._cells = cells
+        self._genes = genes
         self.shape = (len(cells), len(genes))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
@@ -114,7 +118,8 @@ class _SomaMatrix(StoredMatrix):
                     np.concatenate([part.column(name).to_numpy() for part in parts])
                     for name in ("soma_dim_0", "soma_dim_1", "soma_data")
                 )
-                cell, gene = np.searchsorted(cells, rows), np.searchsorted(self._genes, columns)
+                cell = np.searchsorted(cells, rows)
+                gene = np.searchsorted(self._genes, columns)
                 if (self._genes[np.minimum(gene, len(self._genes) - 1)] != columns).any():
                     raise DataError(
                         f"{self._name}: damaged: a count of a gene that var does not have"

@@ -46,9 +46,12 @@ _LOOM_SYMBOLS = ("Gene", "gene", "symbol")
 
 def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, with all genes (`X`) or the genes of genome `counts`."""
-    name, stored_as = "matrix", _V3
-    if not (v3 := _is_v3(file)):
-        known, stored_as = _genomes(file), _V2
+    name = "matrix"
+    stored_as = _V3
+    v3 = _is_v3(file)
+    if not v3:
+        known = _genomes(file)
+        stored_as = _V2
         if counts == "X" and len(known) > 1:
             raise DataError(
                 f"{path}: has {len(known)} genomes; set {COUNTS} to {' or '.join(known)}"
@@ -73,10 +76,8 @@ def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
             texts = zip(columns[column], columns["genome"])
             columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
     ids = columns.pop("id")
-    obs, var = (
-        pd.DataFrame(index=pd.Index(barcodes, dtype=object)),
-        pd.DataFrame(columns, pd.Index(ids, dtype=object)),
-    )
+    obs = pd.DataFrame(index=pd.Index(barcodes, dtype=object))
+    var = pd.DataFrame(columns, pd.Index(ids, dtype=object))
     if counts == "X" or not v3:
         return CountSource(path, counts, matrix, obs, var, genomes if len(genomes) > 1 else [])
     require_matrix(path, counts, ["X", *genomes])
@@ -130,7 +131,8 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
     )
     obs = _loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS)
     var = _loom_frame(path, file, "row_attrs", matrix.shape[1], _LOOM_GENES)
-    if (symbols := next((name for name in _LOOM_SYMBOLS if name in var), None)) is not None:
+    symbols = next((name for name in _LOOM_SYMBOLS if name in var), None)
+    if symbols is not None:
         var = var.assign(symbol=var[symbols])
     return CountSource(path, counts, matrix, obs, var, [name for name in known if name != counts])
 

@@ -60,7 +60,9 @@ def _check_names(
     names: DeclaredNames, table: str, dataset: Dataset, corpus: CorpusConfig
 ) -> set[str]:
     """Check one input, and return the obs columns that its preprocessed cells will have."""
-    path, known, kept = Path(dataset.path), names.columns, corpus.preprocess.keep_obs
+    path = Path(dataset.path)
+    known = names.columns
+    kept = corpus.preprocess.keep_obs
     where = f"{table}: dataset {dataset.dataset}: {path}"
     if dataset.counts not in MODES:  # columns of a matrix, which stage preprocess looks for
         require_known(
@@ -72,7 +74,8 @@ def _check_names(
         require_known(column, known, f"{path}: no obs column {column!r} (preprocess.keep_obs)")
     if dataset.control is not None and dataset.controlled is not None:
         column = dataset.roles[dataset.controlled]
-        if values := [str(value) for value in names.categories_of(column) or ()]:
+        values = [str(value) for value in names.categories_of(column) or ()]
+        if values:
             for control in dataset.controls_in(values):
                 require_known(
                     control,
@@ -93,10 +96,8 @@ def _check_names(
 def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:
     """Refuse a split or a run of corpus `name` by an obs column that its shards will not have."""
     split_by = pipeline.corpora[name].shard.split_by
-    every, some = (
-        {DATASET} | set.intersection(*columns),
-        {DATASET, f"{DATASET}_original"} | set.union(*columns),
-    )
+    every = {DATASET} | set.intersection(*columns)
+    some = {DATASET, f"{DATASET}_original"} | set.union(*columns)
     if split_by is not None:
         fault = f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}"
         require_known(split_by, sorted(every), fault)
@@ -143,7 +144,8 @@ def check_inputs(
     gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
     lines = [f"used as they are, since their inputs are gone: {_first(gone)}"] if gone else []
     for name, run in pipeline.runs.items():
-        table, evaluated = pipeline.datasets(run.corpus), pipeline.evaluated_on(name)
+        table = pipeline.datasets(run.corpus)
+        evaluated = pipeline.evaluated_on(name)
         unlabelled = [dataset for dataset in evaluated if not table[dataset].labels]
         if unlabelled and (
             tasks := [task for task, options in run.evaluate.tasks.items() if options.reads_label]
@@ -175,10 +177,12 @@ def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
         yield from (
             (f"corpora.{name}.{key}", path) for key, path in options.items() if path is not None
         )
-        if (source := corpus.vocabulary.medians) is not None:
+        source = corpus.vocabulary.medians
+        if source is not None:
             yield from _files_of_model(f"corpora.{name}.vocabulary.medians", source, source)
     for name, run in pipeline.runs.items():
-        if (path := getattr(run.model, "gene_vectors", None)) is not None:
+        path = getattr(run.model, "gene_vectors", None)
+        if path is not None:
             yield f"runs.{name}.model.gene_vectors", path
         yield from (
             (f"runs.{name}.objective.teacher", path) for path in pipeline.teacher_files(name)
@@ -220,10 +224,8 @@ def _files_of_model(
                 f"{option}: expected hf://owner/name or hf://owner/name@revision, got {model!r}"
             )
         return
-    published, file = (
-        PublishedFolder.named_by(model),
-        file or str(Path(model) / "model.safetensors"),
-    )
+    published = PublishedFolder.named_by(model)
+    file = file or str(Path(model) / "model.safetensors")
     try:
         yield from (
             (option, str(path)) for path in ([file] if published is None else published.files())
@@ -236,16 +238,16 @@ def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> It
     """Preprocessed cells of datasets whose input is missing. Raises DataError without such cells,
     or for others'.
     """
-    table, read = pipeline.datasets(corpus), read_by_runs(pipeline, corpus)
+    table = pipeline.datasets(corpus)
+    read = read_by_runs(pipeline, corpus)
     for name in table:
-        path, cells = (
-            Path(text := table[name].path),
-            Path(CELLS.format(corpus=corpus, dataset=name)),
-        )
+        path = Path(text := table[name].path)
+        cells = Path(CELLS.format(corpus=corpus, dataset=name))
         where = f"{pipeline.corpora[corpus].table}: dataset {name}: {text}"
         if is_url(text) or is_made(text):
             continue
-        if (kind := special_kind(path)) is not None:  # opening a FIFO would wait without end
+        kind = special_kind(path)
+        if kind is not None:  # opening a FIFO would wait without end
             raise DataError(f"{where}: expected a file or folder, got a {kind}")
         if path.exists() or (name not in read and not cells.exists()):
             continue

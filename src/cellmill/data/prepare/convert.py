@@ -41,7 +41,9 @@ from cellmill.files import read_json, require_file
 TOKENS = "input_ids"
 _ENDS = ("<pad>", "<mask>", "<cls>", "<eos>")  # tokens that are not genes
 _LENGTH = "length"  # column with the number of tokens, which Geneformer adds
-_NO_GENE, _UNKNOWN = -1, -2  # in place of the column of a token's gene
+# in place of the column of a token's gene
+_NO_GENE = -1
+_UNKNOWN = -2
 _ROWS = 8192  # cells in memory at once
 
 
@@ -144,11 +146,10 @@ def _rank_blocks(
                 raise DataError(
                     f"{folder}: damaged: a cell has no tokens, or one that is not a number"
                 )
-        columns, cell = (
-            _rows_of(column, found, _UNKNOWN),
-            np.repeat(np.arange(len(lengths)), lengths),
-        )
-        if (unknown := columns == _UNKNOWN).any():
+        columns = _rows_of(column, found, _UNKNOWN)
+        cell = np.repeat(np.arange(len(lengths)), lengths)
+        unknown = columns == _UNKNOWN
+        if unknown.any():
             wrong = int(unknown.argmax())
             raise DataError(
                 f"{folder}: token {found[wrong]} of cell {first + cell[wrong]:,} is no gene with a median; give the "
@@ -156,7 +157,8 @@ def _rank_blocks(
             )
         columns, cell = columns[columns >= 0], cell[columns >= 0]
         keys = np.sort(cell * np.int64(n_genes) + columns)
-        if (repeated := keys[1:][keys[1:] == keys[:-1]]).size:
+        repeated = keys[1:][keys[1:] == keys[:-1]]
+        if repeated.size:
             number = first + int(repeated[0]) // n_genes
             raise DataError(f"{folder}: cell {number:,} has a gene twice; expected ranks")
         starts = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(lengths)))])
@@ -181,7 +183,8 @@ def open_shard_folder(folder: Path, genes: Path) -> CountSource:
     """
     manifest = read_json(folder / "manifest.json")
     try:
-        sizes, made_with = [int(n) for n in manifest["shard_sizes"]], str(manifest["vocab_hash"])
+        sizes = [int(n) for n in manifest["shard_sizes"]]
+        made_with = str(manifest["vocab_hash"])
     except (KeyError, TypeError, ValueError):
         raise DataError(
             f"{folder}/manifest.json: no shard_sizes and vocab_hash: not shards of scModelForge"
@@ -198,7 +201,8 @@ class _PaddedShards(StoredMatrix):
     def __init__(
         self, folder: Path, sizes: list[int], row_of_index: np.ndarray, n_genes: int
     ) -> None:
-        self._row, self.shape = row_of_index, (sum(sizes), n_genes)
+        self._row = row_of_index
+        self.shape = (sum(sizes), n_genes)
         folders = (folder / f"shard_{number:03d}" for number in range(len(sizes)))
         self._shards = [(shard, self._open(shard, n)) for shard, n in zip(folders, sizes)]
 
@@ -275,7 +279,8 @@ def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
 def _shard_obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
     frames = []
     for number, n in enumerate(sizes):
-        frame, path = pd.DataFrame(index=range(n)), folder / f"shard_{number:03d}" / "obs.parquet"
+        frame = pd.DataFrame(index=range(n))
+        path = folder / f"shard_{number:03d}" / "obs.parquet"
         if path.is_file():
             parquet = optional_package("pyarrow.parquet", "arrow")
             with reading(path):

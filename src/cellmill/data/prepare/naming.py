@@ -58,7 +58,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
                 "or the dataset's organism"
             )
     rows = np.flatnonzero(is_expression(reader.var))
-    names, var = [reader.var_names[row] for row in rows], reader.var.iloc[rows]
+    names = [reader.var_names[row] for row in rows]
+    var = reader.var.iloc[rows]
     if not names:
         raise DataError(f"{reader.path}: no genes: {_describe_types(reader.var)}")
     mapped = map_genes(names, var, options.organism)
@@ -66,7 +67,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     _check_columns(reader.path, mapped)
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     own_ids = mapped.gene_ids
-    if (reference := options.reference_organism) is not None:
+    reference = options.reference_organism
+    if reference is not None:
         mapped = map_orthologs(
             mapped, reference, None if options.orthologs is None else Path(options.orthologs)
         )
@@ -79,7 +81,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     for i, gene in enumerate(mapped.gene_ids):
         if gene:
             carriers.setdefault(gene, []).append(i)
-    gene_ids, target = sorted(carriers), np.full(reader.n_vars, -1, np.int32)
+    gene_ids = sorted(carriers)
+    target = np.full(reader.n_vars, -1, np.int32)
     numbers = {gene: number for number, gene in enumerate(gene_ids)}
     target[rows] = [numbers.get(gene, -1) for gene in mapped.gene_ids]
     first = [carriers[gene][0] for gene in gene_ids]
@@ -126,7 +129,8 @@ def _check_columns(path: Path, mapped: MappedGenes) -> None:
 def _check_coverage(
     path: Path, options: Preprocess, mapped: MappedGenes, names: list[str], var: pd.DataFrame
 ) -> None:
-    coverage, organism = mapped.coverage, options.organism
+    coverage = mapped.coverage
+    organism = options.organism
     if organism is None or (coverage.frac >= options.min_coverage_frac and coverage.frac > 0):
         return
     text = (

@@ -65,7 +65,8 @@ def check_labels(
     """Read a label map. Raises DataError for a line of it whose label is not in `labels`, the
     labels of the file.
     """
-    known, by_label = sorted({*labels}), read_label_map(label_map)
+    known = sorted({*labels})
+    by_label = read_label_map(label_map)
     for label, mapped in by_label.items():
         fault = f"{label_map}, line {mapped.line}: no cell of {file} has label {label!r} in obs column {column!r}"
         require_known(label, known, fault)
@@ -373,7 +374,8 @@ def _comparable(column: pd.Series) -> pd.Series:
 
 def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
     numbers = pd.to_numeric(column.astype(object), errors="coerce").astype(np.float64)
-    if (wrong := numbers.isna() & column.notna()).any():
+    wrong = numbers.isna() & column.notna()
+    if wrong.any():
         raise DataError(
             f"{reader.path}: obs column {column.name!r} (the dataset's dose) expected numbers, got "
             f"{str(column[wrong].iloc[0])!r}; name a column of numbers"

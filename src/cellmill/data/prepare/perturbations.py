@@ -112,7 +112,8 @@ class Merged(NamedTuple):
 def merge_names(texts: Iterable[str], controls: Sequence[str], genes: TargetNames) -> Merged:
     """One name for each perturbation of a file; all `controls` get the name of the first."""
     unique = sorted({*texts})
-    names, undivided = {}, {}
+    names = {}
+    undivided = {}
     for text in unique:
         if text in controls:
             names[text] = controls[0]
@@ -181,7 +182,8 @@ def _split(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
 def describe_merged(report: dict[str, Any]) -> list[str]:
     """Lines for the log about an entry `perturbations` of the QC report."""
     lines = []
-    if merged := report.get("merged"):
+    merged = report.get("merged")
+    if merged:
         n_cells = sum(sum(sources.values()) for sources in merged.values())
         shown = [
             f"{', '.join(f'{text!r} {n:,}' for text, n in sources.items())} as {name!r}"
@@ -191,7 +193,8 @@ def describe_merged(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"perturbation: {n_cells:,} cells have one name for each combination: {'; '.join(shown)}{more}"
         )
-    if undivided := report.get("undivided"):
+    undivided = report.get("undivided")
+    if undivided:
         named = ", ".join(
             f"{text!r} ({delimiter!r})" for text, delimiter in [*undivided.items()][:SHOWN]
         )
@@ -200,7 +203,8 @@ def describe_merged(report: dict[str, Any]) -> list[str]:
             f"warning: perturbation: {named}{more} may be genes joined by a delimiter that is not known; the order of "
             "the genes then makes two perturbations of one: join them by +"
         )
-    if reordered := report.get("reordered"):
+    reordered = report.get("reordered")
+    if reordered:
         named = "; ".join(" and ".join(map(repr, texts)) for texts in reordered[:SHOWN])
         more = f"; and {len(reordered) - SHOWN:,} more" if len(reordered) > SHOWN else ""
         lines.append(
@@ -304,7 +308,8 @@ DEEPER = 1.5
 
 def describe_controls(report: dict[str, Any]) -> list[str]:
     """Lines for the log about an entry `controls` of the QC report."""
-    control, perturbed = report["median_counts_controls"], report["median_counts_perturbed"]
+    control = report["median_counts_controls"]
+    perturbed = report["median_counts_perturbed"]
     values = ", ".join(f"{value!r} {n:,}" for value, n in [*report["values"].items()][:SHOWN])
     lines = [
         f"controls: {report['n_controls']:,} cells ({values}), median counts {_depth(control)}; perturbed: "
@@ -316,12 +321,14 @@ def describe_controls(report: dict[str, Any]) -> list[str]:
             "measured changes include this difference"
         )
     column = report.get("guide_column")
-    if n := report.get("controls_without_guide"):
+    n = report.get("controls_without_guide")
+    if n:
         lines.append(
             f"warning: controls: {n:,} of {report['n_controls']:,} have no guide in obs column {column!r}: their "
             "perturbation is unknown; leave them out by the dataset's filter"
         )
-    if targeting := report.get("controls_with_targeting_guide"):
+    targeting = report.get("controls_with_targeting_guide")
+    if targeting:
         shown = ", ".join(f"{guide!r} {n:,}" for guide, n in [*targeting.items()][:SHOWN])
         lines.append(
             f"warning: controls: {sum(targeting.values()):,} of {report['n_controls']:,} have a guide in obs column "

@@ -47,7 +47,8 @@ class RowSpill:
     """
 
     def __init__(self, out: Path, n_columns: int) -> None:
-        self._out, self._n_columns = out, n_columns
+        self._out = out
+        self._n_columns = n_columns
         self._blocks: list[tuple[np.ndarray, np.dtype]] = []  # indptr and dtype of the counts
         # two bytes, which take half of the time to write, for most inputs
         self._column = count_dtype(n_columns - 1)
@@ -119,7 +120,8 @@ def preprocess_cells(
             int((cells.reason < 0).sum()),
         )
         blocks = _kept_rows(passed, keep_gene, cells)
-        dtype, gzip = count_dtype(cells.largest), options.compression
+        dtype = count_dtype(cells.largest)
+        gzip = options.compression
         recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
         if normalisation is not None:
             recorded[GENE_LENGTH] = f"normalised: {full_length}"
@@ -181,14 +183,17 @@ def _measure(
     normalisation: LengthNormalisation | None,
 ) -> _Cells:
     """Measure every cell; add the rows of those that pass to `passing`."""
-    size, n = len(genes.gene_ids), reader.n_obs
-    n_genes, n_counts, detected = (
-        np.zeros(n, np.int64),
-        np.zeros(n, np.int64),
-        np.zeros(size, np.int64),
-    )
-    mito_frac, reason, left_out = np.zeros(n), np.full(n, -1, np.int8), np.zeros(reader.n_vars)
-    largest, first, is_left_out = 0, 0, genes.target < 0
+    size = len(genes.gene_ids)
+    n = reader.n_obs
+    n_genes = np.zeros(n, np.int64)
+    n_counts = np.zeros(n, np.int64)
+    detected = np.zeros(size, np.int64)
+    mito_frac = np.zeros(n)
+    reason = np.full(n, -1, np.int8)
+    left_out = np.zeros(reader.n_vars)
+    largest = 0
+    first = 0
+    is_left_out = genes.target < 0
     for raw in progress(
         reader.rows(min(options.row_block, _BLOCK)), f"preprocess {reader.path.stem}", n
     ):
@@ -232,7 +237,8 @@ def _kept_rows(
     """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
     n_genes = int(keep_gene.sum())
     target = np.where(keep_gene, np.cumsum(keep_gene) - 1, -1).astype(np.int32)
-    passed, first = np.flatnonzero(cells.reason < 0), 0
+    passed = np.flatnonzero(cells.reason < 0)
+    first = 0
     for spilled in spilled_rows:
         block = select_columns(spilled, target, n_genes)
         filled = np.diff(block.indptr) > 0
@@ -244,7 +250,8 @@ def _kept_rows(
 def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> str:
     tally = cells.tally()
     n = len(cells.reason) - tally.pop("filter")
-    if kept := int((cells.reason < 0).sum()):
+    kept = int((cells.reason < 0).sum())
+    if kept:
         return (
             f"none of {len(keep_gene):,} genes is left after QC: none is detected in {options.min_cells} of the "
             f"{kept:,} cells that pass; lower preprocess.min_cells"
@@ -285,7 +292,8 @@ def _report(
     unfiltered = cells.reason != DROPPED.index("filter")
     measures = {name: values[unfiltered] for name, values in cells.measures.items()}
     kept = cells.reason[unfiltered] < 0
-    coverage, lost = genes.coverage, cells.unnamed_sums
+    coverage = genes.coverage
+    lost = cells.unnamed_sums
     most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
     return {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": cells.tally()},
@@ -327,7 +335,8 @@ def distributions(
     Bins are equal on a log scale, whose first bin includes zeros; bins of `mito_frac` on a linear
     one.
     """
-    quantiles, histograms = {}, {}
+    quantiles = {}
+    histograms = {}
     for name, values in measures.items():
         before, after = (np.quantile(some, QUANTILES).tolist() for some in (values, values[kept]))
         quantiles[name] = {"before": before, "after": after}
@@ -380,7 +389,9 @@ def preprocess_sequences(
             yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
             first += block.shape[0]
 
-    nnz, dtype, ranked = int(lengths[kept].sum()), count_dtype(1), reader.ranked
+    nnz = int(lengths[kept].sum())
+    dtype = count_dtype(1)
+    ranked = reader.ranked
     write_cells(
         out,
         chosen.kept(kept),
@@ -392,7 +403,8 @@ def preprocess_sequences(
         options.compression,
         ranked,
     )
-    n, measure = reader.n_vars, "n_genes" if ranked else "n_residues"
+    n = reader.n_vars
+    measure = "n_genes" if ranked else "n_residues"
     report = {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
         "genes": {"in": n, "out": n, "dropped": {}},
@@ -412,7 +424,9 @@ def _measure_sequences(
     reader: CountsReader, options: Preprocess, keep: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Length of each sequence, and why it is dropped: index into SEQUENCES_DROPPED, or -1."""
-    lengths, reasons, seen = list[int](), list[int](), set[bytes]()
+    lengths = list[int]()
+    reasons = list[int]()
+    seen = set[bytes]()
     least = options.min_genes if reader.ranked else options.min_counts
     unit = "cells" if reader.ranked else "sequences"
     for block in progress(

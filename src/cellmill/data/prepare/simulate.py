@@ -37,7 +37,9 @@ from cellmill.files import atomic_path
 BLOCK = 256
 PROGRAMMES = 12
 DONORS_PER_BATCH = 2
-LIBRARY, LIBRARY_SD = 4000.0, 0.35  # median counts of a cell, and sd of their logarithm
+# median counts of a cell, and sd of their logarithm
+LIBRARY = 4000.0
+LIBRARY_SD = 0.35
 AMBIENT_FRAC = 0.05  # mean over cells
 MITO_GENES = 13
 
@@ -74,7 +76,8 @@ class Simulation:
         self.var = pd.DataFrame(
             {"symbol": [symbols[gene] for gene in ids]}, index=pd.Index(ids, name="gene_id")
         )
-        self._seed, random = seed, _random(seed, 0, 0)
+        self._seed = seed
+        random = _random(seed, 0, 0)
         base = random.normal(0, 1.5, genes).astype(np.float32)
         targets = np.sort(
             random.choice(self.var.index.get_indexer(others), perturbations, replace=False)
@@ -186,7 +189,8 @@ HYDROPATHY = {
 }  # fmt: skip
 SIMILAR = ("AGST", "ILMV", "FWY", "DENQ", "HKR", "C", "P")
 LENGTH = (60, 120)  # residues of an ancestor
-SUBSTITUTED_FRAC, SIMILAR_FRAC = 0.2, 0.7
+SUBSTITUTED_FRAC = 0.2
+SIMILAR_FRAC = 0.7
 LONGEST_DELETION = 10
 
 
@@ -204,7 +208,8 @@ def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None
 
 def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
     random = _random(seed, 0, 0)
-    letters, weights = np.array(list(FREQUENCY)), np.array(list(FREQUENCY.values()))
+    letters = np.array(list(FREQUENCY))
+    weights = np.array(list(FREQUENCY.values()))
     frequency = weights / weights.sum()
     similar = {letter: list(group) for group in SIMILAR for letter in group}
     ancestors = [
@@ -220,7 +225,8 @@ def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
                 if near
                 else random.choice(letters, p=frequency)
             )
-        first, n = random.integers(len(member)), random.integers(LONGEST_DELETION + 1)
+        first = random.integers(len(member))
+        n = random.integers(LONGEST_DELETION + 1)
         member = np.delete(member, slice(first, first + n))
         hydropathy = sum(HYDROPATHY[residue] for residue in member) / len(member)
         yield f">protein_{number} family=family_{family} hydropathy={hydropathy:.3f}\n{''.join(member)}\n"
@@ -261,7 +267,8 @@ def recover_counts(logs: sp.csr_matrix, totals: np.ndarray, path: Path) -> sp.cs
     total = np.repeat(totals.astype(np.float64), np.diff(logs.indptr))
     exact = np.expm1(logs.data.astype(np.float64)) * total / TARGET_SUM
     whole = np.rint(exact)
-    if (residual := float(np.abs(exact - whole).max(initial=0))) > RESIDUAL:
+    residual = float(np.abs(exact - whole).max(initial=0))
+    if residual > RESIDUAL:
         raise DataError(
             f"{path}: cannot recover counts: expected whole numbers within {RESIDUAL}, got one {residual:.3f} away"
         )

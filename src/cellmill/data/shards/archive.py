@@ -30,7 +30,8 @@ from cellmill.data.shards.reader import RowFile, open_shards
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path, sha256_file
 
-_ROWS, _THREADS = 1024, 4
+_ROWS = 1024
+_THREADS = 4
 _CHUNK = 8 << 20
 _HEADER_BYTES = 16 << 20  # most bytes of layout.json or medians
 _DAMAGES = (
@@ -91,7 +92,8 @@ def _refuse_others(manifest: Manifest, out: Path) -> None:
     """Raise ConfigError if the manifest in `out` lists other files: they would be overwritten or
     orphaned.
     """
-    if (there := out / manifest.path.name).exists():
+    there = out / manifest.path.name
+    if there.exists():
         with suppress(DataError):
             if Manifest.read(there).files() == manifest.files():
                 return
@@ -141,7 +143,8 @@ def _copy_rest(
     for start, n_bytes in [*arrays, (size, 0)]:
         whole.seek(position)
         while position < start:
-            if not (piece := source.read(min(start - position, _CHUNK))):
+            piece = source.read(min(start - position, _CHUNK))
+            if not piece:
                 raise ValueError(f"{start - position:,} bytes are missing")
             position += out.write(piece)
         position += n_bytes
@@ -156,17 +159,20 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
     indptr = rows.indptr.astype("<i8")
     archive.writestr("medians", medians.tobytes())
     archive.writestr("starts", indptr.tobytes())
-    by_gene, inverse = [], inverse_medians(medians)
+    by_gene = []
+    inverse = inverse_medians(medians)
     for number, first in enumerate(range(0, rows.n_obs, _ROWS)):
         starts = indptr[first : first + _ROWS + 1]
         span = int(starts[0]), int(starts[-1])
-        genes, counts = rows.read_genes(*span), rows.read_counts(*span)
+        genes = rows.read_genes(*span)
+        counts = rows.read_counts(*span)
         starts = starts - starts[0]
         order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
         restored = rank_order_rows(starts, genes[order], counts[order], inverse)
         is_ranked = np.array_equal(restored[0], genes) and np.array_equal(restored[1], counts)
         if is_ranked:
-            genes, counts = genes[order], counts[order]
+            genes = genes[order]
+            counts = counts[order]
         by_gene.append(is_ranked)
         # bytes of equal significance stand together
         for name, values in (("genes", Delta("<i4").encode(genes)), ("counts", counts)):
@@ -216,7 +222,8 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
             # the header may claim any size
             shuffled = Zstd().decode(stored, np.empty(n_bytes, np.uint8))
             blocks.append(np.frombuffer(Shuffle(dtype.itemsize).decode(shuffled), dtype))
-        genes, counts = Delta("<i4").decode(blocks[0]), blocks[1]
+        genes = Delta("<i4").decode(blocks[0])
+        counts = blocks[1]
         if layout["by_gene"][number]:
             if len(genes) and not 0 <= genes.min() <= genes.max() < len(inverse):
                 raise ValueError("it has genes outside the vocabulary")
@@ -231,6 +238,7 @@ def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:
     """Content of a member. Raises ValueError, before memory is taken for it, if it is larger than
     `most_bytes`.
     """
-    if (size := archive.getinfo(name).file_size) > most_bytes:
+    size = archive.getinfo(name).file_size
+    if size > most_bytes:
         raise ValueError(f"{name} has {size:,} bytes, not up to {most_bytes:,}")
     return archive.read(name)

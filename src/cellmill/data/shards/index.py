@@ -37,7 +37,8 @@ from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_fil
 
 MISSING = "<missing>"
 DATASET = "dataset"  # column of shards that cellmill adds: the name of a cell's dataset
-ABOUT, TABLE = "vectors.json", "vectors.npy"
+ABOUT = "vectors.json"
+TABLE = "vectors.npy"
 
 
 @contextmanager
@@ -96,8 +97,10 @@ class CellColumns:
         kind: Literal["levels", "numbers"],
         names: Iterable[str],
     ):
-        names, is_levels = list(names), kind == "levels"
-        stored, levels = open_index(manifest, split, kind), manifest.obs_levels
+        names = list(names)
+        is_levels = kind == "levels"
+        stored = open_index(manifest, split, kind)
+        levels = manifest.obs_levels
         self._path = manifest.shard_path(manifest.splits[split].index[kind])
         self._n_levels = (
             np.array([len(levels[name]["levels"]) for name in names], np.int32)
@@ -132,7 +135,8 @@ def open_vectors(
         TeacherVectors, read_json(folder / ABOUT), str(folder / ABOUT)
     )
     again = "run teach again"
-    if (there := about.shards) != (here := shards.fingerprint):
+    there = about.shards
+    if there != (here := shards.fingerprint):
         raise DataError(
             f"{folder / ABOUT}: expected vectors of shards {here[:12]}, got of {there[:12]}; {again}"
         )

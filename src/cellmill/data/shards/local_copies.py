@@ -90,7 +90,8 @@ def main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-    task, ended = CopyTask(**json.loads(sys.stdin.buffer.readline())), Event()
+    task = CopyTask(**json.loads(sys.stdin.buffer.readline()))
+    ended = Event()
 
     def wait_for_end() -> None:
         with suppress(OSError):
@@ -98,7 +99,8 @@ def main() -> None:
         ended.set()
 
     Thread(target=wait_for_end, daemon=True).start()
-    folder, lock = Path(task.folder), None
+    folder = Path(task.folder)
+    lock = None
     with suppress(OSError):
         remove_abandoned(folder.parent)
     try:
@@ -130,7 +132,10 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _copy_all(task: CopyTask, folder: Path, ended: Event) -> None:
-    started, n, used, why = time.monotonic(), 0, 0, ""
+    started = time.monotonic()
+    n = 0
+    used = 0
+    why = ""
     for name, sha256 in task.shards.items():
         shard = Path(name)
         size = shard.stat().st_size
@@ -145,7 +150,8 @@ def _copy_all(task: CopyTask, folder: Path, ended: Event) -> None:
             )
             return
         _copy(shard, folder / shard.name, sha256, ended)
-        n, used = n + 1, used + size
+        n = n + 1
+        used = used + size
     copied = f"{os.uname().nodename}: copied {n} of {len(task.shards)} shards, {used / 1e9:.2f} GB, to {folder.parent}"
     print(f"{copied} in {time.monotonic() - started:.0f} s{why}", flush=True)
 
@@ -164,7 +170,8 @@ def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
             os.fsync(target)
             # so that the digest is of the bytes on disk, not of those in memory
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if (actual := sha256_file(temporary)) != sha256:
+        actual = sha256_file(temporary)
+        if actual != sha256:
             raise UserError(
                 f"{copy}: expected sha256 {sha256[:12]} as in the manifest, got {actual[:12]}"
             )

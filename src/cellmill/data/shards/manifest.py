@@ -108,20 +108,20 @@ class Manifest(CorpusSummary):
     def _agrees(self) -> Self:
         if self.variability is not None:
             as_places(self.vocabulary["variability"], self.n_genes)
-        if missing := [name for name in SPLITS if name not in self.splits]:
+        missing = [name for name in SPLITS if name not in self.splits]
+        if missing:
             raise ValueError(f"splits.{missing[0]}: is missing")
         names = [shard.name for split in self.splits.values() for shard in split.shards]
         if len(set(names)) < len(names):
             raise ValueError("splits: two shards of one name")
         for field in ("obs_levels", "obs_numbers"):
-            if unknown := getattr(self, field).keys() - set(self.obs_columns):
+            unknown = getattr(self, field).keys() - set(self.obs_columns)
+            if unknown:
                 raise ValueError(f"{field}.{min(unknown)[:80]}: is none of obs_columns")
         for name, split in self.splits.items():
             for field in ("n_obs", "nnz"):
-                total, parts = (
-                    getattr(split, field),
-                    sum(getattr(shard, field) for shard in split.shards),
-                )
+                total = getattr(split, field)
+                parts = sum(getattr(shard, field) for shard in split.shards)
                 if total != parts:
                     raise ValueError(
                         f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}"

@@ -39,7 +39,8 @@ MAX_NONZEROS = np.iinfo(np.int32).max  # of a shard: its indptr is int32
 
 def levels_of(chunks: Iterable[Any]) -> list[str] | None:
     """Levels of a column, given as arrays of its values in turn; None if it has none."""
-    texts, missing = set(), False
+    texts = set()
+    missing = False
     for chunk in chunks:
         codes, values = pd.factorize(chunk)
         if values.dtype.kind == "f" and not np.equal(np.mod(values, 1), 0).all():
@@ -88,7 +89,8 @@ def numbers_of(obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[st
     """
     numbers = np.zeros((len(obs), len(levels)), np.int32)
     for place, (name, known) in enumerate(levels.items()):
-        if (values := values_of_column(obs, dataset, name)) is not None:
+        values = values_of_column(obs, dataset, name)
+        if values is not None:
             numbers[:, place] = level_numbers(values, known)
     return numbers
 
@@ -104,7 +106,8 @@ def values_of_column(obs: pd.DataFrame, dataset: str, name: str) -> np.ndarray |
 
 def dtype_of(column: pd.Series) -> str | None:
     """dtype of a column of a dataset's obs: `?`, `<i8` or `<f8`; None for text."""
-    types, missing = pd.api.types, column.isna().any()
+    types = pd.api.types
+    missing = column.isna().any()
     if types.is_bool_dtype(column):
         return None if missing else "?"
     if not types.is_numeric_dtype(column):
@@ -160,7 +163,8 @@ class JointObs:
         for place, column in enumerate(self.columns):
             if not column.present[number]:
                 continue
-            series, path = obs[column.source], self.folder / f"{number}-{place}.npy"
+            series = obs[column.source]
+            path = self.folder / f"{number}-{place}.npy"
             if column.dtype == "<f8":
                 np.save(path, series.to_numpy(np.float64, na_value=np.nan))
             elif column.dtype is not None:
@@ -192,7 +196,8 @@ class JointObs:
         """Values of column `place` of `column_names`."""
         if place == 0:
             return pd.Categorical.from_codes(dataset, categories=self.datasets)
-        column, place = self.columns[place - 1], place - 1
+        column = self.columns[place - 1]
+        place = place - 1
         missing = {"<f8": np.nan, None: None}.get(column.dtype, 0)
         values = np.full(len(row), missing, column.dtype or object)
         for number, cells in _by_dataset(dataset):
@@ -231,7 +236,8 @@ def write_split_index(
     if not len(nnz):
         return {}
     parts = np.split(nnz, range(cells_per_shard, len(nnz), cells_per_shard))
-    if (total := max(int(shard.sum(dtype=np.int64)) for shard in parts)) > MAX_NONZEROS:
+    total = max(int(shard.sum(dtype=np.int64)) for shard in parts)
+    if total > MAX_NONZEROS:
         raise DataError(
             f"{folder}: {total:,} nonzeros in a shard, the limit is {MAX_NONZEROS:,}; lower shard.cells_per_shard"
         )
@@ -256,7 +262,8 @@ def write_columns(
 
     Returns the manifest's `obs_levels` and `obs_numbers`, and adds the files to `index`.
     """
-    names, first = dict.fromkeys(obs.column_names), np.cumsum([0, *sizes])
+    names = dict.fromkeys(obs.column_names)
+    first = np.cumsum([0, *sizes])
     splits = {split: cells for split, cells in chosen.items() if len(cells)}
 
     def chunks(name: str) -> Iterator[Any]:
@@ -274,7 +281,8 @@ def write_columns(
                 for split, cells in splits.items()
             }
             for place, (name, encode) in enumerate(columns.items()):
-                column, sha256 = np.zeros(first[-1], dtype), hashlib.sha256()
+                column = np.zeros(first[-1], dtype)
+                sha256 = hashlib.sha256()
                 for start, rows, values in zip(first, kept, map(encode, chunks(name))):
                     sha256.update(values.tobytes())
                     column[start + rows] = values

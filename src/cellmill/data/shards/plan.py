@@ -100,7 +100,8 @@ class ShardPlan(CorpusSummary):
 
     def cells(self, shard: ShardPlace) -> np.ndarray:
         """Cells of a shard in order, of dtype `CELL`."""
-        path, again = self.folder / f"{shard.split}.npy", "make the plan again (the `divide` stage)"
+        path = self.folder / f"{shard.split}.npy"
+        again = "make the plan again (the `divide` stage)"
         return open_array(path, (self.n_obs[shard.split],), CELL, again)[shard.first : shard.last]
 
     @classmethod
@@ -149,8 +150,10 @@ def make_plan(
     the arrays of the index beside `manifest`, which is removed first. Raises DataError when a name
     occurs twice, a column is missing, a split is empty, or no cell has a gene of the vocabulary.
     """
-    listed, cells = cells, sorted(cells, key=lambda path: path.stem)
-    names, folder = [path.stem for path in cells], manifest.parent / FOLDER
+    listed = cells
+    cells = sorted(cells, key=lambda path: path.stem)
+    names = [path.stem for path in cells]
+    folder = manifest.parent / FOLDER
     if len(set(names)) < len(names):
         raise DataError(
             f"{cells[0].parent}: two datasets have the same file name; rename one, it names the dataset"
@@ -159,7 +162,8 @@ def make_plan(
         if not path.is_file():
             raise DataError(f"{path}: no such file")
     key = _key(listed, vocabulary, options)
-    if (plan := ShardPlan.read(folder, key)) is not None:
+    plan = ShardPlan.read(folder, key)
+    if plan is not None:
         manifest.unlink(missing_ok=True)
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
@@ -188,7 +192,8 @@ def make_plan(
             mask[rows] = True
             with open_counts(path) as reader:  # one in memory at a time
                 obs.write(number, reader.obs, mask)
-        chosen, index = {}, {}
+        chosen = {}
+        index = {}
         for number, name in enumerate(SPLITS):
             order = np.flatnonzero(split == number)
             order = order[permutation(len(order), options.seed, SHARDS, number)]
@@ -234,7 +239,8 @@ def find_plan(
     """The plan that `make_plan` wrote in `folder`. Raises DataError when there is no plan of these
     inputs.
     """
-    if (plan := ShardPlan.read(folder, _key(cells, vocabulary, options))) is not None:
+    plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
+    if plan is not None:
         return plan
     raise DataError(f"{folder}: no plan of these cells and options; run the `divide` stage first")
 
@@ -253,12 +259,14 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
 def _scan(
     number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None
 ) -> _Scan:
-    hashes, first = [], 0
+    hashes = []
+    first = 0
     split_hashes = list[np.ndarray]()
     over_all_genes = split_by is None and vocabulary.training is not None
     with open_counts(path) as reader:
         file_hashes = hash_genes(reader.var_names if over_all_genes else [])
-        target, cells = vocabulary.rows_of(reader.var_names), np.empty(reader.n_obs, CELL)
+        target = vocabulary.rows_of(reader.var_names)
+        cells = np.empty(reader.n_obs, CELL)
         cells["dataset"], cells["row"] = number, np.arange(reader.n_obs)
         for block in progress(reader.rows(BLOCK), f"divide {path.stem}", reader.n_obs):
             counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)

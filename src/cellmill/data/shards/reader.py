@@ -45,7 +45,9 @@ T = TypeVar("T")
 # files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
 MOST_OPEN = 256
 IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
-_SHUFFLE, _GZIP = 1, 2  # bits of a chunk's mask: filters that it was stored without
+# bits of a chunk's mask: filters that it was stored without
+_SHUFFLE = 1
+_GZIP = 2
 _PREPROCESS = "run preprocess again"
 # by a damaged header
 _UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
@@ -132,7 +134,8 @@ class Contiguous:
             # one call reads up to 2 GiB, and a short read of a regular file means end of file: a
             # retry would not end
             while (n_read := _preadv(descriptor, part.ctypes.data, len(part), offset)) < 0:
-                if (number := ctypes.get_errno()) != errno.EINTR:
+                number = ctypes.get_errno()
+                if number != errno.EINTR:
                     raise OSError(number, os.strerror(number))
             if n_read != (n_bytes := int(part[:, 1].sum())):
                 raise ValueError(
@@ -181,10 +184,12 @@ class Chunks:
 
     def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop`. Raises ValueError or zlib.error for a damaged chunk."""
-        first, n_bytes = start // self.length, self.length * self.dtype.itemsize
+        first = start // self.length
+        n_bytes = self.length * self.dtype.itemsize
         values = [np.empty(0, self.dtype)]
         for number in range(first, -(-stop // self.length)):
-            size, mask = int(self.sizes[number]), int(self.masks[number])
+            size = int(self.sizes[number])
+            mask = int(self.masks[number])
             stored = os.pread(descriptor, size, int(self.offsets[number]))
             inflated = (
                 stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
@@ -231,7 +236,8 @@ class RowFile:
         """First nonzero of each row, and the end. Raises DataError unless they are of `nnz`
         nonzeros.
         """
-        p, n = self.starts, self.nnz
+        p = self.starts
+        n = self.nnz
         if p[0] or p[-1] != n or (p[1:] < p[:-1]).any():
             raise DataError(
                 f"{self.path}: damaged: its offsets of rows are not of {n:,} nonzeros; {self.remedy}"
@@ -306,15 +312,14 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
     A shard of which `copies` has a copy is read there. Raises DataError if the split has no cells
     or no index.
     """
-    shards, files = manifest.entry(split).shards, OpenFiles(copies=copies)
+    shards = manifest.entry(split).shards
+    files = OpenFiles(copies=copies)
     indptr = open_index(manifest, split, "offsets")
     starts = np.cumsum([0, *(shard.n_obs + 1 for shard in shards)]).tolist()
     opened = []
     for shard, (first, stop) in zip(shards, pairwise(starts)):
-        genes, counts = (
-            Contiguous(shard.genes_at, np.dtype("<i4")),
-            Contiguous(shard.counts_at, np.dtype(shard.dtype)),
-        )
+        genes = Contiguous(shard.genes_at, np.dtype("<i4"))
+        counts = Contiguous(shard.counts_at, np.dtype(shard.dtype))
         path = manifest.shard_path(shard)
         opened.append(
             RowFile(path, shard.nnz, manifest.n_genes, genes, counts, files, indptr[first:stop])
@@ -331,7 +336,9 @@ def open_cells(path: Path, files: OpenFiles) -> RowFile:
         with open_h5(path, _PREPROCESS) as file:
             x = file["X"]
             n_obs, n_vars = (int(n) for n in x.attrs["shape"])
-            genes, counts, indptr = x["indices"], x["data"], x["indptr"]
+            genes = x["indices"]
+            counts = x["data"]
+            indptr = x["indptr"]
             is_ours = genes.dtype == "<i4" and counts.dtype in ("<u2", "<u4")
             if not is_ours or genes.ndim != 1 or counts.shape != genes.shape:
                 raise ValueError("X/indices and X/data are not those that preprocess writes")

@@ -130,7 +130,8 @@ def write_part(
 
     Parts may be written at the same time. Shards that are already there are kept.
     """
-    paths, files = {path.stem: path for path in cells}, OpenFiles()
+    paths = {path.stem: path for path in cells}
+    files = OpenFiles()
     places = plan.shards()[part::parts]
     missing = [place for place in places if _finished(plan, place, folder) is None]
     if missing:
@@ -169,12 +170,10 @@ class _Writer:
     def __init__(
         self, plan: ShardPlan, sources: list[RowFile], vocabulary: Vocabulary, folder: Path
     ):
-        self._plan, self._sources, self._folder, self._n_genes = (
-            plan,
-            sources,
-            folder,
-            vocabulary.n_genes,
-        )
+        self._plan = plan
+        self._sources = sources
+        self._folder = folder
+        self._n_genes = vocabulary.n_genes
         self._weights = inverse_medians(vocabulary.medians)
         genes = (read_names(source.path, "var").tolist() for source in sources)
         self._target = np.concatenate([vocabulary.rows_of(gene_ids) for gene_ids in genes])
@@ -189,11 +188,13 @@ class _Writer:
 
     def write(self, place: ShardPlace) -> None:
         """Write a shard, then its entry of the manifest beside the plan."""
-        plan, path = self._plan, self._folder / place.name
+        plan = self._plan
+        path = self._folder / place.name
         cells = plan.cells(place)
         remove_incomplete(path)
         obs = plan.obs.frame(cells["dataset"], cells["row"])
-        nnz, dtype = int(cells["nnz"].sum(dtype=np.int64)), count_dtype(int(cells["largest"].max()))
+        nnz = int(cells["nnz"].sum(dtype=np.int64))
+        dtype = count_dtype(int(cells["largest"].max()))
         content = hashlib.sha256("\n".join(obs.index).encode())
         with atomic_path(path) as temporary:
             blocks = self._ordered_blocks(cells, content.update)
@@ -253,7 +254,8 @@ class _Writer:
                     f"{self._sources[0].path.parent}: a cells file changed while shards were written; run again"
                 )
             starts_of_block = block.indptr.astype(np.int64)
-            genes, block_counts = block.indices, block.data
+            genes = block.indices
+            block_counts = block.data
             if not ordered:
                 genes, block_counts = rank_order_rows(
                     starts_of_block, genes, block_counts, self._weights
@@ -277,25 +279,31 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
     """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest
     dtype).
     """
-    dataset, rows = np.ascontiguousarray(cells["dataset"]), np.ascontiguousarray(cells["row"])
+    dataset = np.ascontiguousarray(cells["dataset"])
+    rows = np.ascontiguousarray(cells["row"])
     numbers = np.unique(dataset).tolist()
     # nonzero of each row in its file, and the end
     first, last = np.empty((2, len(cells)), np.int64)
     for number in numbers:
-        chosen, indptr = dataset == number, sources[number].indptr
+        chosen = dataset == number
+        indptr = sources[number].indptr
         first[chosen], last[chosen] = indptr[rows[chosen]], indptr[rows[chosen] + 1]
     starts = np.concatenate([[0], np.cumsum(last - first)])
     columns = np.empty(starts[-1], np.int32)
     counts = np.empty(starts[-1], np.result_type(*(sources[number].dtype for number in numbers)))
 
     def read(task: tuple[int, np.ndarray]) -> None:
-        source, chosen = sources[task[0]], task[1]
-        begins, ends, targets = first[chosen], last[chosen], starts[chosen]
+        source = sources[task[0]]
+        chosen = task[1]
+        begins = first[chosen]
+        ends = last[chosen]
+        targets = starts[chosen]
         gaps = begins[1:] - ends[:-1]
         edges = [0, *(np.flatnonzero(gaps > _MOST_GAP) + 1).tolist(), len(chosen)]
         contiguous = all(isinstance(stored, Contiguous) for stored in (source.genes, source.counts))
         if contiguous and source.dtype == counts.dtype:
-            skipped, tables = [np.empty(_MOST_GAP, into.dtype) for into in (columns, counts)], []
+            skipped = [np.empty(_MOST_GAP, into.dtype) for into in (columns, counts)]
+            tables = []
             for into, between in zip((columns, counts), skipped):
                 # each row, then what lies before the next one
                 table = np.empty((2 * len(chosen), 2), np.uint64)
@@ -308,8 +316,10 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
                 )
             return
         for low, high in pairwise(edges):
-            start, stop = int(begins[low]), int(ends[high - 1])
-            genes, values = source.read_genes(start, stop), source.read_counts(start, stop)
+            start = int(begins[low])
+            stop = int(ends[high - 1])
+            genes = source.read_genes(start, stop)
+            values = source.read_counts(start, stop)
             for target, begin, end in zip(
                 *(array[low:high].tolist() for array in (targets, begins, ends))
             ):

@@ -54,7 +54,8 @@ class Per:
 
 
 Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
-TOKEN, CELL = {"per": Per("token")}, {"per": Per("cell")}
+TOKEN = {"per": Per("token")}
+CELL = {"per": Per("cell")}
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def tokenized(
 
 def empty_batch(dtype: np.dtype, counted: bool = False, **per_cell: Any) -> Batch:
     """Batch of no cells, with values of `dtype`, and with counts if `counted`."""
-    none, ends = np.empty(0, np.int64), np.zeros(1, np.int32)
+    none = np.empty(0, np.int64)
+    ends = np.zeros(1, np.int32)
     return Batch(
         np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, **per_cell
     )
@@ -243,19 +245,23 @@ def micro_batches_of_ranks(
     numbers = np.minimum(n_cells, 1)
     # often none: everything fits at once
     left = np.flatnonzero(total[ends] - total[first] > token_budget)
-    first, ends = first[left], ends[left]
+    first = first[left]
+    ends = ends[left]
     while len(left):
         fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
         first = np.maximum(np.minimum(fitting, ends), first + 1)
         more = first < ends
-        left, first, ends = left[more], first[more], ends[more]
+        left = left[more]
+        first = first[more]
+        ends = ends[more]
         numbers[left] += 1
     return numbers
 
 
 def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
     """Borders of at most `most` micro-batches that minimise the largest one."""
-    low, high = int(lengths.max(initial=1)), int(lengths.sum())
+    low = int(lengths.max(initial=1))
+    high = int(lengths.sum())
     fits = bisect_left(
         range(low, high), True, key=lambda budget: len(cut_batch(lengths, budget)) - 1 <= most
     )

@@ -115,21 +115,23 @@ class CellStream:
         weighted = stream.weights_column() if shuffle else {}
         weights = {name: getattr(stream, name) for name in _WEIGHTS} if weighted else {}
         if shuffle and stream.train_frac < 1:
-            max_cells, weights = (
-                stream.train_cells(entry.n_obs),
-                weights | {_TRAIN_FRAC: stream.train_frac},
-            )
+            max_cells = stream.train_cells(entry.n_obs)
+            weights = weights | {_TRAIN_FRAC: stream.train_frac}
         repeats = repeats_of(opened, split, stream, max_cells) if weighted else None
         self._layout = EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
-        self.n_cells, self.steps_per_epoch = self._layout.n_cells, self._layout.steps_per_epoch
+        self.n_cells = self._layout.n_cells
+        self.steps_per_epoch = self._layout.steps_per_epoch
         self.levels = opened.levels(columns)
         self.fingerprint = opened.fingerprint_with(sorted({*columns, *weighted}), number_columns)
         if shuffle and self.n_cells < world:
             raise DataError(
                 f"{manifest}: {split}: {self.n_cells} cells for {world} ranks; use fewer ranks"
             )
-        self._budget, self._rank, self._world = token_budget, rank, world
-        self._min_microbatches, self._microbatch_multiple = min_microbatches, microbatch_multiple
+        self._budget = token_budget
+        self._rank = rank
+        self._world = world
+        self._min_microbatches = min_microbatches
+        self._microbatch_multiple = microbatch_multiple
         self._tokenizer = CellTokenizer(
             tokens, opened.n_genes, seed if shuffle else 0, opened.variability
         )
@@ -178,7 +180,8 @@ class CellStream:
                         return
                     self._step += 1
                     if self._step == self.steps_per_epoch:
-                        self._epoch, self._step = self._epoch + 1, 0
+                        self._epoch = self._epoch + 1
+                        self._step = 0
                     yield batches
         finally:
             pool.shutdown(cancel_futures=True)
@@ -202,28 +205,32 @@ class CellStream:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load a state of split train"
             )
-        if (theirs := state.get("fingerprint")) != self.fingerprint:
+        theirs = state.get("fingerprint")
+        if theirs != self.fingerprint:
             raise DataError(
                 f"expected shards of fingerprint {theirs}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
         for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _TRAIN_FRAC, "global_batch"):
             absent = 1.0 if name == _TRAIN_FRAC else None
-            before, now = state.get(name, absent), self._order.get(name, absent)
+            before = state.get(name, absent)
+            now = self._order.get(name, absent)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
                     f"{section}.{name} is {now}, but {before} in the checkpoint, and defines the order of cells; set "
                     f"it back to {before}, or start a new run"
                 )
-        epoch, step = int(state.get("epoch", -1)), int(state.get("step", -1))
+        epoch = int(state.get("epoch", -1))
+        step = int(state.get("step", -1))
         if epoch < 0 or not 0 <= step < self.steps_per_epoch:
             raise DataError(
                 f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step:,} of epoch "
                 f"{epoch:,}; load one that state_dict has returned for this split"
             )
         self._stop_ahead()
-        self._epoch, self._step = epoch, step
+        self._epoch = epoch
+        self._step = step
 
     def shards_read(self, ranks: Collection[int], step: int, stop: int) -> dict[Path, str]:
         """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
@@ -231,16 +238,20 @@ class CellStream:
 
         Without shuffling, those of its one epoch, whatever the steps.
         """
-        layout, per_epoch, read = self._layout, self.steps_per_epoch, set[int]()
+        layout = self._layout
+        per_epoch = self.steps_per_epoch
+        read = set[int]()
         if not layout.shuffle:
-            step, stop = 0, per_epoch
+            step = 0
+            stop = per_epoch
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
             first_step, last_step = (
                 min(max(at - epoch * per_epoch, 0), per_epoch) for at in (step, stop)
             )
             # cells of each lane
-            first, last = layout.lanes_before(first_step), layout.lanes_before(last_step)
+            first = layout.lanes_before(first_step)
+            last = layout.lanes_before(last_step)
             for lane in range(layout.stream.lanes):
                 if lane % self._world not in ranks:
                     continue
@@ -257,11 +268,13 @@ class CellStream:
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
-        starts, names = np.cumsum([0, *(shard.n_obs for shard in self._shards)]), []
+        starts = np.cumsum([0, *(shard.n_obs for shard in self._shards)])
+        names = []
         for cell, number in zip(
             cells.tolist(), (np.searchsorted(starts, cells, side="right") - 1).tolist()
         ):
-            path, row = self._shards[number].path, cell - int(starts[number])
+            path = self._shards[number].path
+            row = cell - int(starts[number])
             names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
         return names
 
@@ -274,21 +287,25 @@ class CellStream:
 
     def _stop_ahead(self) -> None:
         """End the thread that tokenizes ahead, and wait for it."""
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
         # every rank computes the number of cuts of all ranks from known lengths: no communication
         # to agree on it
-        lengths, n_cells = self._tokenizer.numbers(steps.lengths), steps.n_cells
+        lengths = self._tokenizer.numbers(steps.lengths)
+        n_cells = steps.n_cells
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
-        most, multiple = np.maximum(cuts.max(1), self._min_microbatches), self._microbatch_multiple
+        most = np.maximum(cuts.max(1), self._min_microbatches)
+        multiple = self._microbatch_multiple
         n_micro = (-(-most // multiple) * multiple).tolist()
         is_even = multiple > 1 or self._min_microbatches > 1
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
         # of this rank's micro-batches, by cell, and how many are not empty in each step
-        borders, n_filled = [0], []
+        borders = [0]
+        n_filled = []
         for end, n, own_cuts, number in zip(
             ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], n_micro
         ):

@@ -30,7 +30,10 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
 
 REPEATS = 4  # purpose of the words that choose cells
-BLOCKS, WINDOW, SHARDS = 1, 2, 3  # purpose of a permutation: part of its key
+# purpose of a permutation: part of its key
+BLOCKS = 1
+WINDOW = 2
+SHARDS = 3
 # last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
 COPIES = 2
 
@@ -86,10 +89,8 @@ class Repeats:
             if not stream.weight_warmup_steps
             else min(1.0, first_step / stream.weight_warmup_steps)
         )
-        before, after = (
-            self._weights(stream.weight_start_exponent),
-            self._weights(stream.weight_exponent),
-        )
+        before = self._weights(stream.weight_start_exponent)
+        after = self._weights(stream.weight_exponent)
         exact = self._sizes * ((1 - part) * before + part * after)
         totals = np.floor(exact).astype(np.int64)
         # whole cells: the largest remainders are rounded up
@@ -98,8 +99,11 @@ class Repeats:
         return totals
 
     def _weights(self, exponent: float) -> np.ndarray:
-        sizes, n, most = self._sizes, len(self.levels), self.stream.max_repeats
-        frac, known = self.stream.labelled_frac, n - int(sizes[0])
+        sizes = self._sizes
+        n = len(self.levels)
+        most = self.stream.max_repeats
+        frac = self.stream.labelled_frac
+        known = n - int(sizes[0])
         if frac is None or not known:
             # exactly 1 for exponent 0, where a quotient of sums may not be
             return weights(sizes, exponent, most) if exponent else np.ones(len(sizes))
@@ -212,9 +216,11 @@ class Epoch:
     """
 
     def __init__(self, layout: EpochLayout, epoch: int):
-        self.layout, self.epoch = layout, epoch
+        self.layout = layout
+        self.epoch = epoch
         stream, size = layout.stream, layout.stream.block_cells
-        left, blocks = layout.n_cells, []
+        left = layout.n_cells
+        blocks = []
         for shard, cells in enumerate(layout.shard_cells):
             n_read = min(cells, left)
             first = np.arange(0, n_read, size)
@@ -223,7 +229,8 @@ class Epoch:
             )
             left -= n_read
         every = np.concatenate(blocks)
-        full, short = every[every[:, 2] == size], every[every[:, 2] < size]
+        full = every[every[:, 2] == size]
+        short = every[every[:, 2] < size]
         if layout.shuffle:
             full = full[permutation(len(full), layout.seed, BLOCKS, epoch, 0)]
             short = short[permutation(len(short), layout.seed, BLOCKS, epoch, 1)]
@@ -259,7 +266,8 @@ def _cut(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Cells `start:stop` of the concatenated runs."""
     shard, first, n = runs.T
     before = np.cumsum(n) - n
-    low, high = np.clip(start - before, 0, n), np.clip(stop - before, 0, n)
+    low = np.clip(start - before, 0, n)
+    high = np.clip(stop - before, 0, n)
     return np.stack([shard, first + low, high - low], 1)[high > low]
 
 
@@ -268,7 +276,9 @@ class RepeatedEpoch(Epoch):
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
-        self.layout, self.epoch, size = layout, epoch, layout.stream.block_cells
+        self.layout = layout
+        self.epoch = epoch
+        size = layout.stream.block_cells
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
         self._first_cell = np.cumsum([0, *layout.shard_cells])
         self._counts = np.pad(counts, (0, int(self._first_cell[-1]) - len(counts)))
@@ -282,15 +292,14 @@ class RepeatedEpoch(Epoch):
         while len(left):
             block = np.searchsorted(starts, left, side="right") - 1
             begins = np.flatnonzero(np.diff(block, prepend=-1))
-            number, cells = (
-                np.full(len(begins), len(copies) + 1),
-                np.diff(np.append(begins, len(left))),
-            )
+            number = np.full(len(begins), len(copies) + 1)
+            cells = np.diff(np.append(begins, len(left)))
             copies.append(np.stack([starts[block[begins]], stops[block[begins]], number, cells], 1))
             left = left[self._counts[left] > len(copies)]
         every = np.concatenate(copies)
         every = every[permutation(len(every), layout.seed, BLOCKS, epoch, COPIES)]
-        self._copies, self._ends = every[:, :3], np.concatenate([[0], np.cumsum(every[:, 3])])
+        self._copies = every[:, :3]
+        self._ends = np.concatenate([[0], np.cumsum(every[:, 3])])
         self.lane_cells = layout.deal(layout.n_cells).tolist()
         self._lane_first = np.cumsum([0, *self.lane_cells])
         window = layout.stream.window_blocks * size

@@ -81,8 +81,11 @@ class _Reads:
     """Target position of each row of a window, in file order."""
 
     def __init__(self, window: WindowCells, position: np.ndarray) -> None:
-        self._memory, self._window = window.counts, window  # which live as long as their tables
-        self._starts, self._lengths = window.starts[position], window.lengths[position]
+        # which live as long as their tables
+        self._memory = window.counts
+        self._window = window
+        self._starts = window.starts[position]
+        self._lengths = window.lengths[position]
         kept = window.starts[position + 1] - self._starts
         cut = self._lengths - kept
         # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk
@@ -103,10 +106,8 @@ class _Reads:
         rows.
         """
         for shard, first, n, at in runs:
-            start, genes = (
-                int(shard.indptr[first]),
-                self._genes[self._each * at : self._each * (at + n)],
-            )
+            start = int(shard.indptr[first])
+            genes = self._genes[self._each * at : self._each * (at + n)]
             if self._memory is None or self._memory.dtype == shard.dtype:
                 shard.scatter(
                     start, genes, None if self._memory is None else self._counts[at : at + n]
@@ -150,9 +151,13 @@ class Prefetch:
         max_genes: int | None,
         io_threads: int,
     ):
-        self._shards, self._layout, self._rank, self._world = shards, layout, rank, world
+        self._shards = shards
+        self._layout = layout
+        self._rank = rank
+        self._world = world
         by_rank = np.arange(layout.stream.lanes).reshape(-1, world).T
-        self._own, self._others = by_rank[rank].tolist(), np.delete(by_rank, rank, 0).ravel()
+        self._own = by_rank[rank].tolist()
+        self._others = np.delete(by_rank, rank, 0).ravel()
         self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
         self._dtype = (
             np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
@@ -171,7 +176,8 @@ class Prefetch:
         """
         layout = self._layout
         before = layout.lanes_before(step)
-        windows, skipped = [], []
+        windows = []
+        skipped = []
         for lane, cell in zip(self._others.tolist(), before[self._others].tolist()):
             borders = self._epoch(epoch).borders[lane]
             skipped.append(cell - int(borders[_window_of(cell, borders)]))
@@ -195,10 +201,13 @@ class Prefetch:
                         )
                     yield PrefetchedSteps(epoch, lengths, in_ranks[:n], taken)
                     del taken, parts  # the next window may take their memory
-                    step, in_lanes, in_ranks = step + n, in_lanes[n:], in_ranks[n:]
+                    step = step + n
+                    in_lanes = in_lanes[n:]
+                    in_ranks = in_ranks[n:]
             if not layout.shuffle:
                 return
-            epoch, step = epoch + 1, 0
+            epoch = epoch + 1
+            step = 0
 
     def _with_others(
         self, own: np.ndarray, others: LaneLengths, in_ranks: np.ndarray, in_lanes: np.ndarray
@@ -222,7 +231,8 @@ class Prefetch:
             for part in parts
         ]
         # for steps in which this rank has no cells
-        none, no_genes = np.empty(0, np.int64), np.empty(0, np.int32)
+        none = np.empty(0, np.int64)
+        no_genes = np.empty(0, np.int32)
         no_counts = None if self._dtype is None else np.empty(0, self._dtype)
         pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, no_counts)]
         pieces += [part.slice(start, stop) for part, start, stop in spans]
@@ -231,7 +241,8 @@ class Prefetch:
             for name in ("lanes", "cells", "lengths")
         )
         starts = np.cumsum(np.concatenate([[0], *(np.diff(piece.starts) for piece in pieces)]))
-        genes, counts = recycled_empty(starts[-1], np.int32), None
+        genes = recycled_empty(starts[-1], np.int32)
+        counts = None
         np.concatenate([piece.genes for piece in pieces], out=genes)
         if self._dtype is not None:
             counts = recycled_empty(starts[-1], self._dtype)
@@ -260,7 +271,8 @@ class Prefetch:
                 ]
             if not self._layout.shuffle:
                 return
-            epoch, cell = epoch + 1, 0
+            epoch = epoch + 1
+            cell = 0
 
     def _lengths(self, runs: np.ndarray) -> np.ndarray:
         """Numbers of genes of the cells of `runs`."""
@@ -290,7 +302,8 @@ class Prefetch:
                     yield self._window(order, lanes, window)
             if not self._layout.shuffle:
                 return
-            epoch, before = epoch + 1, self._layout.lanes_before(0)
+            epoch = epoch + 1
+            before = self._layout.lanes_before(0)
 
     def _window(self, order: Epoch, lanes: list[int], window: int) -> StreamWindow:
         """The windows of that number of some lanes; their cells are put in the order in which steps
@@ -305,7 +318,8 @@ class Prefetch:
             [self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, borders)]
         )
         by_step = np.argsort(steps, kind="stable")
-        steps, in_runs = steps[by_step], in_runs[by_step]
+        steps = steps[by_step]
+        in_runs = in_runs[by_step]
         position = np.empty_like(in_runs)
         position[in_runs] = np.arange(len(in_runs))
         shard, first, n = runs.T
@@ -339,7 +353,8 @@ class LaneLengths:
         # of each lane, the next cell's column in the table
         self._at = np.zeros(len(windows), np.int64)
         self._end = np.zeros(len(windows), np.int64)
-        self._next, self._due = 0, int(sum(skipped))
+        self._next = 0
+        self._due = int(sum(skipped))
         for lane in range(len(windows)):
             self._look_up(lane)
         self._at += np.minimum(np.array(skipped, np.int64), self._end)
@@ -378,7 +393,8 @@ class LaneLengths:
         return len(lengths)
 
     def _widen(self, cells: int) -> None:
-        if (more := cells - self._kept.shape[1]) > 0:
+        more = cells - self._kept.shape[1]
+        if more > 0:
             self._kept = np.pad(self._kept, ((0, 0), (0, more)))
 
 
@@ -388,7 +404,9 @@ class _ReadAhead:
     def __init__(
         self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor
     ):
-        self._windows, self._shards, self._pool = windows, shards, pool
+        self._windows = windows
+        self._shards = shards
+        self._pool = pool
         # windows that are being read, or have been once their tasks are empty
         self._started: list[tuple[StreamWindow, list[Future[None]]]] = []
 
@@ -402,7 +420,9 @@ class _ReadAhead:
         self._started = [reading for reading in self._started if reading[0].last_step >= step]
         while len(self._started) < 2 and self._start():
             pass
-        parts, number, left = [], 0, int(n[0])
+        parts = []
+        number = 0
+        left = int(n[0])
         while left:
             if number == len(self._started):  # windows of lanes may end at different steps
                 started = self._start()
@@ -421,7 +441,8 @@ class _ReadAhead:
                         1, int(np.searchsorted(n[:whole].cumsum(), _TOGETHER, side="right"))
                     )
                     return together, [window.steps(step, together)]
-            left, number = left - len(part.cells), number + 1
+            left = left - len(part.cells)
+            number = number + 1
         return 1, parts
 
     def _start(self) -> bool:
@@ -432,7 +453,8 @@ class _ReadAhead:
         n = window.runs[:, 2]
         rows = np.column_stack([window.runs, np.cumsum(n) - n]).tolist()
         runs = [(self._shards[shard], first, n, at) for shard, first, n, at in rows]
-        reads, per_task = _Reads(window.cells, window.position), -(-len(runs) // _TASKS)
+        reads = _Reads(window.cells, window.position)
+        per_task = -(-len(runs) // _TASKS)
         parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
         tasks = [self._pool.submit(reads.read, part) for part in parts]
         self._started.append((window, tasks))

@@ -71,7 +71,9 @@ class CellTokenizer:
                 "vocabulary.variability to yes and make vocabulary and shards again"
             )
         self._variability = variability
-        self._tokens, self._n_genes, self._seed = tokens, n_genes, seed
+        self._tokens = tokens
+        self._n_genes = n_genes
+        self._seed = seed
         self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
         given = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
         self._tokenizer: Tokenizer = given.load()(given)
@@ -139,7 +141,8 @@ class CellTokenizer:
             return np.flatnonzero(positions_in_rows(starts) < np.repeat(n_kept, lengths))
         keep = np.ones(len(genes), bool)
         for cell in np.flatnonzero(lengths > n_kept).tolist():
-            start, stop = int(starts[cell]), int(starts[cell + 1])
+            start = int(starts[cell])
+            stop = int(starts[cell + 1])
             cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
@@ -157,7 +160,8 @@ def _absent(
     """Rows of genes that have no counts, `n` of each cell, ascending in a cell and drawn by the
     cell's key.
     """
-    every, drawn = np.arange(n_genes, dtype=np.uint64), [np.empty(0, np.int64)]
+    every = np.arange(n_genes, dtype=np.uint64)
+    drawn = [np.empty(0, np.int64)]
     for cell, (start, stop) in enumerate(pairwise(starts.tolist())):
         if n[cell]:
             draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ every)
@@ -249,7 +253,8 @@ def _compiling() -> Future[Loops | None]:
 
 def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
     for cell in range(len(totals)):
-        cell_counts, total = counts[starts[cell] : starts[cell + 1]], np.uint64(0)
+        cell_counts = counts[starts[cell] : starts[cell + 1]]
+        total = np.uint64(0)
         for i in range(len(cell_counts)):
             total += np.uint64(cell_counts[i])
         totals[cell] = total
@@ -271,13 +276,14 @@ def _fill(
     """
     n_large = 0
     for cell in range(len(scale)):
-        first, start, n = ends[cell], starts[cell], np.uint64(ends[cell + 1] - ends[cell])
-        cell_counts, value_of_count, cell_values = (
-            counts[start : start + n],
-            table[cell],
-            values[first : first + n],
-        )
-        cell_genes, cell_ids = genes[start : start + n], ids[first : first + n]
+        first = ends[cell]
+        start = starts[cell]
+        n = np.uint64(ends[cell + 1] - ends[cell])
+        cell_counts = counts[start : start + n]
+        value_of_count = table[cell]
+        cell_values = values[first : first + n]
+        cell_genes = genes[start : start + n]
+        cell_ids = ids[first : first + n]
         for i in range(n):
             cell_ids[i] = cell_genes[i] + _FIRST_ID
         for i in range(n):
@@ -294,7 +300,8 @@ def _fill(
 class BinnedTokenizer(FirstGenes):
     """Values are bins from 1, int32, of counts in a cell or of log(1 + counts per 10,000)."""
 
-    dtype, needs_counts = np.dtype(np.int32), True
+    dtype = np.dtype(np.int32)
+    needs_counts = True
 
     def __init__(self, options: BinnedTokens) -> None:
         super().__init__(options)
@@ -373,7 +380,8 @@ def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
 class ContinuousTokenizer(FirstGenes):
     """Values are log(1 + counts per 10,000), float32."""
 
-    dtype, needs_counts = np.dtype(np.float32), True
+    dtype = np.dtype(np.float32)
+    needs_counts = True
 
     def _tokens(
         self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
@@ -384,7 +392,8 @@ class ContinuousTokenizer(FirstGenes):
 class RankTokenizer(FirstGenes):
     """Values are places in the cell from 0, int32."""
 
-    dtype, needs_counts = np.dtype(np.int32), False
+    dtype = np.dtype(np.int32)
+    needs_counts = False
 
     def _tokens(
         self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray

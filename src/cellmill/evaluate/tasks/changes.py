@@ -97,7 +97,9 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset
     has them.
     """
-    reader, genes, target = context.reader, context.measured_genes, context.columns.target
+    reader = context.reader
+    genes = context.measured_genes
+    target = context.columns.target
     target = np.where(target >= 0, np.searchsorted(genes, target), -1).astype(np.int32)
     counts = sp.vstack(
         [select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)],
@@ -113,7 +115,8 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     if texts:  # a number for each combination of values; missing values are one value
         strata = pd.DataFrame(texts).groupby([*texts], sort=True).ngroup().to_numpy(np.int64)
     half = np.full(reader.n_obs, -1, np.int8)
-    generator, few = seeded(context.options.seed, 4), []
+    generator = seeded(context.options.seed, 4)
+    few = []
     for number in np.unique(strata):
         controls = generator.permutation(np.flatnonzero(is_control & (strata == number)))
         half[controls] = np.arange(len(controls)) % 2
@@ -188,11 +191,13 @@ def of_new_perturbations(
     predicted = {"no change": none, "mean": none + changes[train].mean(0)}
     for name, values in features.items():
         has = np.isfinite(values).all(1)
-        known, wanted = train[has[train]], np.flatnonzero(has[test])
+        known = train[has[train]]
+        wanted = np.flatnonzero(has[test])
         linear, nearest, several = (predicted["mean"].copy() for _ in range(3))
         if len(known) >= MIN_KNOWN and len(wanted):
             scaler = StandardScaler().fit(values[known])
-            given, queries = scaler.transform(values[known]), scaler.transform(values[test[wanted]])
+            given = scaler.transform(values[known])
+            queries = scaler.transform(values[test[wanted]])
             linear[wanted] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
             similar = known[
                 np.argsort(-_directions(queries) @ _directions(given).T, axis=1, kind="stable")
@@ -226,9 +231,11 @@ def of_new_contexts(
     """
     none = np.zeros((len(test), changes.shape[1]))
     mean = none + changes[train].mean(0)
-    same_mean, nearest = mean.copy(), mean.copy()
+    same_mean = mean.copy()
+    nearest = mean.copy()
     for at, unit in enumerate(test):
-        if len(same := train[perturbation[train] == perturbation[unit]]):
+        same = train[perturbation[train] == perturbation[unit]]
+        if len(same):
             same_mean[at] = changes[same].mean(0)
             nearest[at] = changes[same[np.abs(states[same] - states[unit]).mean(1).argmin()]]
     one_hot = (perturbation[:, None] == np.unique(perturbation[train])).astype(float)
@@ -307,7 +314,8 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
     scale = TARGET_SUM / np.maximum(depth, 1)[:, None]
     small = np.minimum(mean, LARGE)
     last = int(np.ceil(small.max(initial=0) + 8 * small.max(initial=0) ** 0.5)) + 5
-    probability, total = np.exp(-small), np.zeros_like(mean)
+    probability = np.exp(-small)
+    total = np.zeros_like(mean)
     for count in range(1, last + 1):
         probability = probability * small / count
         total += probability * np.log1p(count * scale)
@@ -316,7 +324,8 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
 
 RESPONSE = f"{EMBEDDING} + response head"
 # names of features; PRIOR begins those of files
-CO_EXPRESSION, PRIOR = "co-expression of controls", "prior "
+CO_EXPRESSION = "co-expression of controls"
+PRIOR = "prior "
 # a group counts as unseen if this share of its cells is scored; the others equal training cells or
 # have no known gene
 UNSEEN_FRAC = 0.9
@@ -405,18 +414,21 @@ class HeldOut:
         validated it.
         """
         options = self.context.options
-        groups, unseen = np.unique(self.group), np.unique(self.group[self.unseen])
+        groups = np.unique(self.group)
+        unseen = np.unique(self.group[self.unseen])
         every = np.arange(len(self.group))
         if len(groups) < 2 or not len(unseen):
             return
         if len(unseen) < len(groups):
             seen = ~self.unseen
-            if (fitted := seen & self.trained).any():
+            fitted = seen & self.trained
+            if fitted.any():
                 seen = fitted
             yield 0, every[seen], every[self.unseen]
         elif self.role == "perturbation":
             for repetition in range(self.config.seeds):
-                n, seed = min(options.folds, len(groups)), options.seed + repetition
+                n = min(options.folds, len(groups))
+                seed = options.seed + repetition
                 for _, test in KFold(n, shuffle=True, random_state=seed).split(groups):
                     tested = np.isin(self.group, groups[test])
                     yield repetition, every[~tested], every[tested]

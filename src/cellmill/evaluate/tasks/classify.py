@@ -63,7 +63,8 @@ class Probe(Task):
         """Scores of every features and classifier; skipped without a label or with fewer than two
         large classes.
         """
-        options, config = context.options, self.config
+        options = context.options
+        config = self.config
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         predictions = Predictions(chosen.labels, config.seeds, halves=halves(context)[chosen.cells])
@@ -107,7 +108,8 @@ def predict_splits(
     training cells, and of the embedding, standardised over the training cells, beside those of the
     model's.
     """
-    labels, ranked = predictions.labels, RankedGenes(features[ALL_GENES])
+    labels = predictions.labels
+    ranked = RankedGenes(features[ALL_GENES])
     for repetition, train, test in splits:
         with small_problems():
             given = {**features, RANKED: ranked.select(train, labels[train])}
@@ -156,7 +158,8 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
     """Best against best in each metric, then accuracy against each kind of features, by classifier,
     and of the embedding with principal components against these alone.
     """
-    verdicts, accuracy = against_best(columns), columns[0]
+    verdicts = against_best(columns)
+    accuracy = columns[0]
     for classifier in ("logistic regression", "kNN"):
         by_kind = by_features(name for name in accuracy.scores if f" + {classifier}" in name)
         own = accuracy.best(True, by_kind[EMBEDDING])
@@ -183,7 +186,8 @@ class FewShot(Task):
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
         predictions = Predictions(chosen.labels, config.draws, halves=halves(context)[chosen.cells])
-        n_classes, left_out = {}, {}
+        n_classes = {}
+        left_out = {}
         for shots in sorted(config.shots):
             classes = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
             n_classes[str(shots)] = len(classes)
@@ -193,7 +197,8 @@ class FewShot(Task):
                 splits = draw_shots(
                     chosen.labels, classes, shots, config.draws, context.options.seed
                 )
-                neighbors, condition = min(config.neighbors, shots), f"{shots} per class"
+                neighbors = min(config.neighbors, shots)
+                condition = f"{shots} per class"
                 predict_splits(predictions, features, splits, neighbors, context, condition)
         numbers = chosen.numbers | {
             "draws": config.draws,
@@ -228,7 +233,9 @@ class LeaveOut(Task):
             raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
         chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
         columns: list[ScoreColumn] = []
-        labels, numbers, ceiling = chosen.labels, chosen.numbers, halves(context)[chosen.cells]
+        labels = chosen.labels
+        numbers = chosen.numbers
+        ceiling = halves(context)[chosen.cells]
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
@@ -269,7 +276,8 @@ def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, 
     """
     known = np.flatnonzero(groups.notna().to_numpy())
     names = text_values(groups.iloc[known]).astype(str)
-    if (n := len(np.unique(names))) < 2:
+    n = len(np.unique(names))
+    if n < 2:
         return
     for train, test in GroupKFold(min(n, most_folds)).split(known, groups=names):
         yield known[train], known[test]

@@ -41,9 +41,11 @@ def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     joint, a, b = _sizes(classes, clusters)
     n = len(classes)
     # derivatives by the weight of a cell, times n: -log p - H, and so on
-    entropy_a, entropy_b = -np.log(a / n).mean(), -np.log(b / n).mean()
+    entropy_a = -np.log(a / n).mean()
+    entropy_b = -np.log(b / n).mean()
     information = np.log(joint * n / (a * b))
-    shared, whole = information.mean(), entropy_a + entropy_b
+    shared = information.mean()
+    whole = entropy_a + entropy_b
     if whole < TINY:  # one class and one cluster
         return np.ones(n)
     nmi = 2 * shared / whole
@@ -63,7 +65,8 @@ def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     # pairs of cells that are together: in both, by class, by cluster; the sum over cells of sizes
     # is that of squares
     both, same_a, same_b = ((sizes.sum() - n) / 2 for sizes in (joint, a, b))
-    expected, largest = same_a * same_b / pairs, (same_a + same_b) / 2
+    expected = same_a * same_b / pairs
+    largest = (same_a + same_b) / 2
     if largest - expected < TINY * pairs:  # all cells together, or each alone, in both
         return np.ones(n)
     ari = (both - expected) / (largest - expected)
@@ -96,9 +99,11 @@ class Clustering(Task):
         chosen = labelled_cells(
             context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells"
         )
-        counts, labels = read_rows(context.reader, chosen.cells), chosen.labels
+        counts = read_rows(context.reader, chosen.cells)
+        labels = chosen.labels
         features = features_of_counts(context, counts, context.vectors[chosen.cells])
-        genes, own = features.pop(ALL_GENES), f"PCA{COMPONENTS} of the scored cells"
+        genes = features.pop(ALL_GENES)
+        own = f"PCA{COMPONENTS} of the scored cells"
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
         features |= {
             own: own_components(genes),
@@ -137,7 +142,8 @@ class Clustering(Task):
         self, kind: str, features: Any, labels: np.ndarray, context: Context, igraph: Any
     ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
         """Best resolution, and clusters `(seeds, cells)` there and at the fixed resolution."""
-        config, seed = self.config, context.options.seed
+        config = self.config
+        seed = context.options.seed
 
         def clusters() -> np.ndarray:
             edges = jaccard_weights(NeighborGraph.of(features, config.neighbors))
@@ -174,7 +180,8 @@ def leiden(
     """Cluster of each cell, int64 `(cells,)`, for each seed; `edges` are an upper triangle, of
     weights above 0.
     """
-    pairs, found = np.stack([edges.row, edges.col], axis=1), []
+    pairs = np.stack([edges.row, edges.col], axis=1)
+    found = []
     graph = igraph.Graph(n=edges.shape[0], edges=pairs, edge_attrs={"weight": edges.data})
     options = {
         "objective_function": "modularity",

@@ -51,7 +51,8 @@ PER_1K = f"{OF_TRAINING}, CP1k"
 """Components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000."""
 OF_THINNED = f"PCA{COMPONENTS} of thinned cells"
 EMBEDDING_OF_PANEL = f"{EMBEDDING} of the panel"
-OF_PANEL, ALL_OF_PANEL = f"PCA{COMPONENTS} of the panel", "all genes of the panel"
+OF_PANEL = f"PCA{COMPONENTS} of the panel"
+ALL_OF_PANEL = "all genes of the panel"
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""

@@ -38,7 +38,9 @@ from cellmill.evaluate.task import (
 from cellmill.files import require_file
 from cellmill.models.family import Model
 
-OF_GENES, LOADINGS, RANDOM = f"{EMBEDDING} of genes", f"PCA{COMPONENTS} of genes", "random vectors"
+OF_GENES = f"{EMBEDDING} of genes"
+LOADINGS = f"PCA{COMPONENTS} of genes"
+RANDOM = "random vectors"
 
 
 class GeneTask(Task):
@@ -84,8 +86,10 @@ def gene_vectors(model: EvaluatedModel) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def _tables(network: Model) -> dict[str, np.ndarray]:
-    tables, parameters = {}, dict(network.named_parameters())
-    if (table := getattr(getattr(network, "gene_embedding", None), "weight", None)) is not None:
+    tables = {}
+    parameters = dict(network.named_parameters())
+    table = getattr(getattr(network, "gene_embedding", None), "weight", None)
+    if table is not None:
         given = getattr(network, "gene_vectors", None)
         tables[OF_GENES] = table if given is None else table + given.project(given.table.weight)
     for name in sorted(network.objective.gene_rows):
@@ -104,7 +108,8 @@ def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
     """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
     (cells, genes).
     """
-    n, dense = profiles.shape[0], profiles.astype(np.float64)
+    n = profiles.shape[0]
+    dense = profiles.astype(np.float64)
     mean = np.asarray(dense.mean(axis=0)).ravel()
     square = np.asarray(dense.multiply(dense).mean(axis=0)).ravel()
     detected = np.bincount(profiles.indices[profiles.data > 0], minlength=profiles.shape[1]) / n
@@ -196,13 +201,16 @@ def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
 def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     """Area under the steps of precision over recall; ties are one step."""
     order = np.argsort(-scores, kind="stable")
-    hits, ranked = np.cumsum(member[order]), scores[order]
+    hits = np.cumsum(member[order])
+    ranked = scores[order]
     ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
-    precision, recall = hits[ends] / (ends + 1), hits[ends] / hits[-1]
+    precision = hits[ends] / (ends + 1)
+    recall = hits[ends] / hits[-1]
     return float((np.diff(recall, prepend=0) * precision).sum())
 
 
-SETS, FACTORS = "gene sets", "transcription factors"
+SETS = "gene sets"
+FACTORS = "transcription factors"
 
 
 class GeneEmbedding(GeneTask):
@@ -228,7 +236,8 @@ class GeneEmbedding(GeneTask):
             genes = [*dict.fromkeys(fields[0] for _, fields in _lines(path) if fields[0])]
             members[FACTORS], found = _members(context, path, {path.stem: genes}, expressed, fewest)
             numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
-        columns, by_set = [], {}
+        columns = []
+        by_set = {}
         for heading, sets in members.items():
             if sets:
                 terms = self._terms(context, features, sets, expressed)
@@ -255,7 +264,8 @@ class GeneEmbedding(GeneTask):
         """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
         repetition lacks.
         """
-        config, options = self.config, context.options
+        config = self.config
+        options = context.options
         listed = np.unique(np.concatenate([*sets.values()]))
         rest = np.setdiff1d(np.flatnonzero(expressed), listed)
         terms = {
@@ -299,7 +309,8 @@ def _members(
             f"{path}: none of its {len(rows):,} genes is one of the model's, such as {min(rows)!r}; name genes by "
             "Ensembl id or current symbol, of the model's organism"
         )
-    n_genes, kept = int(expressed.sum()), {}
+    n_genes = int(expressed.sum())
+    kept = {}
     for name, genes in sets.items():
         usable = np.unique(
             [row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]
@@ -338,7 +349,8 @@ class Grn(GeneTask):
         config, path, vocabulary = self.config, Path(self.config.edges), context.model.vocabulary
         edges = read_edges(path)
         known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
-        if (n_known := len(known)) < config.min_edges:
+        n_known = len(known)
+        if n_known < config.min_edges:
             named = rows_of_names((name for edge in edges for name in edge), vocabulary)
             absent = sorted(name for name, row in named.items() if row < 0)
             such = f", not {', '.join(absent[:3])}" if absent else ""
@@ -353,7 +365,8 @@ class Grn(GeneTask):
             f"express; {len(factors):,} factors have {config.min_targets} targets or more"
         )
         print(f"{context.dataset}: grn: {path}: {line}", flush=True)
-        if left_out := ", ".join(sorted(vocabulary.symbols[row] for row in few)):
+        left_out = ", ".join(sorted(vocabulary.symbols[row] for row in few))
+        if left_out:
             print(f"{context.dataset}: grn: left out: {left_out}", flush=True)
         if not len(factors):
             raise DataError(
@@ -405,7 +418,8 @@ def _ranked(
     columns = []
     pooled: dict[str, dict[str, float]] = {name: {} for name in (*similarities, "random")}
     for score, function in (("AUROC", auroc), ("AUPRC", average_precision)):
-        heading, scores = f"{score}, all pairs", {}
+        heading = f"{score}, all pairs"
+        scores = {}
         for name, values in similarities.items():
             scores[name], pooled[name][heading] = scored(function, values)
         generator = seeded(seed, 8)
@@ -436,7 +450,8 @@ def network_of(
 
     These have too few targets, or no gene that is not a target.
     """
-    factors, targets = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
+    factors = np.unique(pairs[:, 0])
+    targets = np.unique(pairs[:, 1])
     edge = np.zeros((len(factors), len(targets)), bool)
     edge[np.searchsorted(factors, pairs[:, 0]), np.searchsorted(targets, pairs[:, 1])] = True
     n_edges = edge.sum(1)

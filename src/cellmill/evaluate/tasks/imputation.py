@@ -123,7 +123,9 @@ def _keep(batch: Batch, kept: np.ndarray) -> Batch:
     )
 
 
-CELLS, QUERIED_CELLS = 256, 32  # decoded at once, by a profile or by queries
+# decoded at once, by a profile or by queries
+CELLS = 256
+QUERIED_CELLS = 32
 # hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
 WANTED = 64
 WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
@@ -134,15 +136,15 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
     that predicts none.
     """
     network = hidden.context.model.network
-    device, tokens = (
-        next(network.parameters()).device,
-        torch.from_numpy(hidden.genes + len(SPECIAL)),
-    )
+    device = next(network.parameters()).device
+    tokens = torch.from_numpy(hidden.genes + len(SPECIAL))
     with inference(device, hidden.context.options.precision):
         for part in network.objective.leaves().values():
             if isinstance(part, CellDecoding):
-                visible, known = hidden.of_vocabulary(hidden.visible), hidden.context.measured_genes
-                columns, found = np.searchsorted(known, hidden.genes), []
+                visible = hidden.of_vocabulary(hidden.visible)
+                known = hidden.context.measured_genes
+                columns = np.searchsorted(known, hidden.genes)
+                found = []
                 measured = torch.from_numpy(known + len(SPECIAL)).to(device)
                 for first in range(0, len(vectors), CELLS):
                     given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
@@ -157,7 +159,8 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
                     )
                 return np.concatenate(found).astype(np.float32)
             if isinstance(part, QueryDecoding):
-                genes, found = tokens.to(device), []
+                genes = tokens.to(device)
+                found = []
                 for given in torch.from_numpy(vectors).split(QUERIED_CELLS):
                     cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
                     answers = part.answers_of(
@@ -239,7 +242,8 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lo
 
 def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
     """Scores, (G,) or (C,) float64, of (C, G) each; a correlation with a constant is NaN."""
-    predicted, seen = predicted.astype(np.float64), seen.astype(np.float64)
+    predicted = predicted.astype(np.float64)
+    seen = seen.astype(np.float64)
     return {
         "Pearson by gene": correlation(predicted, seen),
         "Spearman by gene": correlation(rankdata(predicted, axis=0), rankdata(seen, axis=0)),
@@ -251,7 +255,8 @@ def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.n
 
 def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Pearson of each column of two arrays, NaN where one is constant."""
-    x, y = first - first.mean(0), second - second.mean(0)
+    x = first - first.mean(0)
+    y = second - second.mean(0)
     lengths = np.linalg.norm(x, axis=0), np.linalg.norm(y, axis=0)
     # columns of equal numbers have sums of rounding errors
     varies = (lengths[0] > 1e-9 * np.abs(first).max(0)) & (
@@ -413,7 +418,8 @@ class Imputation(Task):
         for role in ("donor", "batch"):
             if role in context.roles:
                 pairs = splits_of(context.roles[role].iloc[cells], self.config.most_folds)
-                if large := [pair for pair in pairs if min(map(len, pair)) >= FEWEST_CELLS]:
+                large = [pair for pair in pairs if min(map(len, pair)) >= FEWEST_CELLS]
+                if large:
                     return role, [(number, *pair) for number, pair in enumerate(large)]
         options = context.options
         if len(cells) < FEWEST_CELLS * options.folds:
@@ -450,7 +456,8 @@ class Imputation(Task):
                 f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
                 "and others that are seen; name genes by Ensembl id or current symbol"
             )
-        if left_out := sorted(name for name, row in rows.items() if row < 0 or not expressed[row]):
+        left_out = sorted(name for name, row in rows.items() if row < 0 or not expressed[row])
+        if left_out:
             print(
                 f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}",
                 flush=True,
@@ -498,7 +505,8 @@ class Imputation(Task):
             UNTRAINED: hidden.embedded(model.untrained),
         }
         of_training_cells: dict[str, np.ndarray] = {}
-        if (own := own_expression(hidden, vectors[EMBEDDING])) is not None:
+        own = own_expression(hidden, vectors[EMBEDDING])
+        if own is not None:
             of_training_cells[f"{EMBEDDING} + decoder"] = own
         if trained is not None:
             of_training_cells |= trained.predict(hidden, vectors, self.config.neighbors)

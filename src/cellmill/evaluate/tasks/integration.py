@@ -43,7 +43,9 @@ from cellmill.evaluate.features import (
 from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of, seeded
 from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult
 
-CORRECTED, PRINCIPAL, RANDOM = f"PCA{COMPONENTS}, Harmony", f"PCA{COMPONENTS}", "random"
+CORRECTED = f"PCA{COMPONENTS}, Harmony"
+PRINCIPAL = f"PCA{COMPONENTS}"
+RANDOM = "random"
 
 
 class Integration(Task):
@@ -93,7 +95,9 @@ class Integration(Task):
         self, context: Context, cells: np.ndarray, batches: np.ndarray
     ) -> dict[str, np.ndarray]:
         """Vectors of the cells by name, `(cells, width)`."""
-        model, columns, counts = context.model, context.columns, read_rows(context.reader, cells)
+        model = context.model
+        columns = context.columns
+        counts = read_rows(context.reader, cells)
         profiles = summed(counts) if columns.ordered else counts
         known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
         found = {
@@ -115,7 +119,8 @@ class Integration(Task):
         """
         graph = NeighborGraph.of(vectors, self.config.neighbors)
         perplexity = graph.indices.shape[1] / 3
-        widths, between = silhouettes(vectors, labels), batch_variance(vectors, batches)
+        widths = silhouettes(vectors, labels)
+        between = batch_variance(vectors, batches)
         before = batch_variance(principal, batches).mean()
         return {
             "batch: iLISI": (lisi(graph, batches, perplexity) - 1) / batches.max(),
@@ -181,7 +186,8 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     """Undirected edges, upper triangle: share of common neighbours, cells included (Levine et al.
     2015, Cell 162).
     """
-    n, adjacency = len(graph.indices), adjacency_of(graph.indices)
+    n = len(graph.indices)
+    adjacency = adjacency_of(graph.indices)
     edges = sp.triu(adjacency.maximum(adjacency.T), k=1).tocoo()
     closed = adjacency + sp.identity(n, format="csr")
     k = graph.indices.shape[1] + 1
@@ -189,9 +195,13 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     return sp.coo_matrix((shared / (2 * k - shared), (edges.row, edges.col)), shape=(n, n))
 
 
-SEARCH_STEPS, TOLERANCE = 60, 1e-6  # of the bandwidth that has the perplexity
+# of the bandwidth that has the perplexity
+SEARCH_STEPS = 60
+TOLERANCE = 1e-6
 ALPHA = 0.05  # level of kBET's test
-FEWEST_OF_LABEL, MOST_NEIGHBORS = 10, 70  # cells of a label in kBET, as in scIB; neighbours tested
+# cells of a label in kBET, as in scIB; neighbours tested
+FEWEST_OF_LABEL = 10
+MOST_NEIGHBORS = 70
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
 
@@ -199,7 +209,8 @@ BLOCK = 1024  # cells whose neighbours' classes are counted at once
 def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
     """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
     weights = neighbor_weights(graph.distances, perplexity)
-    index, n_classes = np.empty(len(classes)), int(classes.max()) + 1
+    index = np.empty(len(classes))
+    n_classes = int(classes.max()) + 1
     for first in range(0, len(classes), BLOCK):
         part = slice(first, first + BLOCK)
         shares = _sums(classes[graph.indices[part]], weights[part], n_classes)
@@ -212,7 +223,8 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
     log(perplexity).
     """
     shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
-    low, high = np.zeros(len(distances)), np.full(len(distances), np.inf)
+    low = np.zeros(len(distances))
+    high = np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
     for _ in range(SEARCH_STEPS):
         weights = np.exp(-beta[:, None] * shifted)
@@ -221,7 +233,8 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
         excess = entropy - np.log(perplexity)
         if (np.abs(excess) < TOLERANCE).all():
             break
-        low, high = np.where(excess > 0, beta, low), np.where(excess > 0, high, beta)
+        low = np.where(excess > 0, beta, low)
+        high = np.where(excess > 0, high, beta)
         beta = np.where(np.isinf(high), 2 * beta, (low + np.where(np.isinf(high), 0, high)) / 2)
     return weights / total[:, None]
 
@@ -237,7 +250,8 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
         names, batch, sizes = np.unique(batches[cells], return_inverse=True, return_counts=True)
-        if (n_batches := len(names)) < 2 or len(cells) < FEWEST_OF_LABEL:
+        n_batches = len(names)
+        if n_batches < 2 or len(cells) < FEWEST_OF_LABEL:
             continue
         k = min(MOST_NEIGHBORS, max(10, len(cells) // n_batches // 4))
         graph = NeighborGraph.of(vectors[cells], k - 1)
@@ -253,7 +267,8 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
     """Mean over labels of the share of cells in the largest connected component of their part of
     the graph.
     """
-    adjacency, shares = adjacency_of(graph.indices[:, :CONNECTED]), []
+    adjacency = adjacency_of(graph.indices[:, :CONNECTED])
+    shares = []
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
         _, components = connected_components(adjacency[cells][:, cells], directed=False)
@@ -285,7 +300,8 @@ def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     n = len(batch)
     sizes = np.bincount(batch).astype(float)
     sums = np.stack([directions[batch == one].sum(0) for one in range(len(sizes))])
-    own, others = sizes[batch], n - sizes[batch]
+    own = sizes[batch]
+    others = n - sizes[batch]
     to_own = (directions * sums[batch]).sum(1)
     to_all = directions @ directions.sum(0)
     itself = (directions * directions).sum(1)

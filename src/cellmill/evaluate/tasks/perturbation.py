@@ -82,7 +82,9 @@ def change_scores(
     """
     scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
     for unit, (own, change, left_out) in enumerate(zip(predicted, seen, perturbed)):
-        x, y, every = own[~left_out], change[~left_out], seen[:, ~left_out]
+        x = own[~left_out]
+        y = change[~left_out]
+        every = seen[:, ~left_out]
         scores["MAE"][unit] = np.abs(x - y).mean()
         if not x.any():
             continue
@@ -115,7 +117,8 @@ def write_changes(
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
             "table of datasets)"
         ) from None
-    profiles, folds = held.profiles, [fold for fold in held.folds() if fold[0] == 0]
+    profiles = held.profiles
+    folds = [fold for fold in held.folds() if fold[0] == 0]
     if not folds:
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
@@ -231,7 +234,8 @@ class Perturbation(Task):
             for column in columns
             if any(name.startswith(EMBEDDING) for name in column.scores)
         ]
-        compared, notes = differences(judged), []
+        compared = differences(judged)
+        notes = []
         for column in columns:
             sources = by_features(
                 name for name in column.scores if name.startswith((CO_EXPRESSION, PRIOR))
@@ -248,7 +252,8 @@ class Perturbation(Task):
         tested = np.unique(
             np.concatenate([np.array([], np.int64), *(test for _, _, test in folds)])
         )
-        genes, groups = dict(zip(held.perturbation, held.genes)), np.unique(held.group)
+        genes = dict(zip(held.perturbation, held.genes))
+        groups = np.unique(held.group)
         numbers: dict[str, Any] = {
             f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
             f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
@@ -271,7 +276,8 @@ class Perturbation(Task):
         """(repetitions, perturbations) by metric and method: means over the units of a
         perturbation.
         """
-        profiles, known = held.profiles, held.fitted_changes
+        profiles = held.profiles
+        known = held.fitted_changes
         measured = profiles.control_means(1)
         seen = profiles.changes(held.scored_unit, len(held.group), measured)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])

@@ -37,7 +37,8 @@ class Reconstruct(Task):
     def run(self, context: Context) -> TaskResult:
         """Metrics and verdicts of the objective, after `n_cells`."""
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 2)
-        network, reader = self._network(context.model), context.reader
+        network = self._network(context.model)
+        reader = context.reader
         arrays = _observe(context, network, cells)
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
@@ -68,9 +69,11 @@ class Reconstruct(Task):
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
         network = to_empty(build(replace(spec, objective=objective)), "cpu")
-        own, trained = network.state_dict(), model.network.state_dict()
+        own = network.state_dict()
+        trained = model.network.state_dict()
         shapes = {(name, tensor.shape) for name, tensor in own.items()}
-        if differing := sorted(shapes ^ {(name, tensor.shape) for name, tensor in trained.items()}):
+        differing = sorted(shapes ^ {(name, tensor.shape) for name, tensor in trained.items()})
+        if differing:
             raise ConfigError(
                 f"evaluate.tasks.reconstruct.objective: expected options that leave the trained parameters as they "
                 f"are, got {self.config.objective}, which changes {differing[0][0]}; leave out what changes it"
@@ -83,15 +86,16 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any
     token.
     """
-    model, reader = context.model, context.reader
+    model = context.model
+    reader = context.reader
     mask = np.isin(np.arange(reader.n_obs), cells)
-    device, batches = next(network.parameters()).device, []
+    device = next(network.parameters()).device
+    batches = []
     with inference(device, context.options.precision):
-        keys, counted = (
-            {"seed": context.options.seed, "step": 0},
-            network.objective.config.needs_counts,
-        )
-        rows, named = reader.rows(ROW_BLOCK), network.objective.number_columns
+        keys = {"seed": context.options.seed, "step": 0}
+        counted = network.objective.config.needs_counts
+        rows = reader.rows(ROW_BLOCK)
+        named = network.objective.number_columns
         numbers = values_of_columns(reader.obs, named) if named else None
         per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
         for block in tokens_of(

@@ -50,7 +50,8 @@ from cellmill.evaluate.tasks.classify import METRICS, majority
 from cellmill.evaluate.tasks.imputation import HiddenGenes
 from cellmill.models.family import Model
 
-KNOWN, NEW = "known labels", "new labels"
+KNOWN = "known labels"
+NEW = "new labels"
 # tested cells of a column with intervals and verdicts: those of one or two cells say nothing
 FEWEST_JUDGED = 10
 
@@ -72,11 +73,9 @@ class CellGroup:
     def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
         """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
-        reader, known, cells = (
-            context.reader,
-            context.model.vocabulary.gene_ids,
-            among[chosen.cells],
-        )
+        reader = context.reader
+        known = context.model.vocabulary.gene_ids
+        cells = among[chosen.cells]
         columns = zip(context.columns.target, reader.var_names, context.columns.measured)
         return cls(
             column=str(label.name),
@@ -115,7 +114,8 @@ def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
     """Mask of the rows of `tested` that have counts, and the same ones as a row of `fitted`."""
 
     def rows(counts: sp.csr_matrix) -> list[bytes]:
-        genes, values = counts.indices.astype(np.int64), counts.data.astype(np.float64)
+        genes = counts.indices.astype(np.int64)
+        values = counts.data.astype(np.float64)
         bounds = zip(counts.indptr, counts.indptr[1:])
         return [
             genes[first:last].tobytes() + values[first:last].tobytes() for first, last in bounds
@@ -163,7 +163,8 @@ def transfer_features(
                 fit.transform(part) for part in profiles
             ]
     both["all shared genes"] = profiles
-    n, labels = len(whole[0]), np.concatenate([group.labels for group in fitted])
+    n = len(whole[0])
+    labels = np.concatenate([group.labels for group in fitted])
     ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
     both[RANKED] = ranked[:n], ranked[n:]
     return {name: parts[0] for name, parts in both.items()}, {
@@ -178,7 +179,8 @@ class Transfer(Task):
         """Scores of the dataset's cells; skipped for datasets that are not tested, and without a
         label in common.
         """
-        config, dataset = self.config, context.dataset
+        config = self.config
+        dataset = context.dataset
         if dataset in config.fit_on:
             raise Skipped("the classifiers are fitted on it")
         if config.test_on is not None and dataset not in config.test_on:
@@ -206,7 +208,8 @@ class Transfer(Task):
         )
         labels = np.concatenate([group.labels for group in fitted])
         known = np.isin(tested.labels, labels)
-        fitted_on, new = ", ".join(config.fit_on), tally(tested.labels[~known])
+        fitted_on = ", ".join(config.fit_on)
+        new = tally(tested.labels[~known])
         numbers: dict[str, Any] = tested.left_out | {
             "fitted_on": fitted_on,
             "n_fitted": len(labels),
@@ -218,11 +221,13 @@ class Transfer(Task):
             "n_new_classes": int((~known).sum()),
             "n_copies": int(same.sum()),
         }
-        if len(names := tally(labels)) < 2:
+        names = tally(labels)
+        if len(names) < 2:
             raise Skipped(f"the cells of {fitted_on} have one label", numbers)
         ids = config.ontology and _are_ids([*fitted, tested])
         if not (known.any() or (ids and len(known))):
-            theirs, own = ", ".join([*names][:3]), ", ".join([*new][:3])
+            theirs = ", ".join([*names][:3])
+            own = ", ".join([*new][:3])
             raise Skipped(f"no label in common: fitted {theirs}, tested {own or 'none'}", numbers)
         seen, given = transfer_features(context.model, genes, fitted, tested)
         with small_problems():
@@ -289,11 +294,9 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
         ]
         confusion = predictions.confusion(KNOWN, columns[0].best(own=True))
     if ids:
-        numbers, ontology, terms = (
-            numbers | {"cell_ontology": RELEASE},
-            cell_ontology(),
-            predictions.classes,
-        )
+        numbers = numbers | {"cell_ontology": RELEASE}
+        ontology = cell_ontology()
+        terms = predictions.classes
         for condition, methods in predictions.by_condition.items():
             for name, measure, kept in (
                 ("nearness", ontology.nearness, columns),

@@ -31,7 +31,10 @@ from cellmill.models.objective import Objective
 from cellmill.models.objectives.next_gene import NextGene
 from cellmill.parallel.vocab_parallel import embed_tokens
 
-GENE, VALUE, END = 1, 2, 3  # keys of the draws
+# keys of the draws
+GENE = 1
+VALUE = 2
+END = 3
 
 
 class AutoregressiveModel(TokenEncoder):
@@ -76,7 +79,8 @@ class AutoregressiveModel(TokenEncoder):
         """(T, H) -> (C, H) float32; zeros for a cell without tokens."""
         if self.pooling == "mean":
             return mean_state(states, prepared)
-        lengths, ends = prepared.cu_seqlens.diff(), prepared.cu_seqlens[1:].long() - 1
+        lengths = prepared.cu_seqlens.diff()
+        ends = prepared.cu_seqlens[1:].long() - 1
         if not len(states):
             return torch.zeros(len(lengths), self.width, device=lengths.device)
         return states.float()[ends.clamp(min=0)] * (lengths > 0)[:, None]
@@ -112,12 +116,14 @@ class Cache:
     """Keys and values of the tokens of C cells, (C, h, N, d) each, block by block."""
 
     def __init__(self, model: AutoregressiveModel) -> None:
-        self.model, self.n_tokens = model, 0
+        self.model = model
+        self.n_tokens = 0
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def append(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(C,) token ids and (C,) values of the next tokens -> (C, H): their states."""
-        x, kept = self.model.inputs(genes, values, torch.full_like(genes, self.n_tokens)), []
+        x = self.model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
+        kept = []
         for index, block in enumerate(cast(list[Block], self.model.blocks)):
             query, *new = (part[:, :, None] for part in block.before(x))
             if self.n_tokens:
@@ -125,7 +131,8 @@ class Cache:
             keys, values = new
             x = block.after(x, F.scaled_dot_product_attention(query, keys, values).flatten(1), None)
             kept.append((keys, values))
-        self.n_tokens, self.kept = self.n_tokens + 1, kept
+        self.n_tokens = self.n_tokens + 1
+        self.kept = kept
         return self.model.norm(x)
 
     def keep(self, cells: torch.Tensor) -> None:
@@ -140,11 +147,10 @@ def generate_cells(
     model, objective = model.double().eval(), cast(NextGene, model.objective)
     done: dict[int, GeneratedCell] = {}
     numbers = torch.tensor(cells, dtype=torch.int64, device=model.start.device)
-    genes, values = (
-        numbers.new_empty(len(cells), 0),
-        torch.empty(len(cells), 0, device=numbers.device),
-    )
-    cache, states = Cache(model), model.start.expand(len(cells), -1)
+    genes = numbers.new_empty(len(cells), 0)
+    values = torch.empty(len(cells), 0, device=numbers.device)
+    cache = Cache(model)
+    states = model.start.expand(len(cells), -1)
     while len(numbers):
         place = genes.shape[1]
         ends = ends_before(model, states, numbers, sampling, place)
@@ -163,10 +169,8 @@ def generate_cells(
             break
         gene = next_genes(model, states, genes, numbers, sampling)
         value = next_values(model, states, gene, numbers, sampling, place)
-        genes, values = (
-            torch.cat([genes, gene[:, None]], 1),
-            torch.cat([values, value[:, None].float()], 1),
-        )
+        genes = torch.cat([genes, gene[:, None]], 1)
+        values = torch.cat([values, value[:, None].float()], 1)
         states = cache.append(gene, value)
     return [done[number] for number in cells]
 

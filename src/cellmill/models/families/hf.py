@@ -47,7 +47,9 @@ without a gradient.
 PAD = SPECIAL.index("<pad>")
 
 
-WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
 HEADS = (
     ("lm_head.dense", "lm_head.layer_norm", "lm_head"),
     ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
@@ -80,7 +82,8 @@ class FolderWeights:
     """
 
     def __init__(self, config: HfConfig, prefix: str) -> None:
-        self.config, self.prefix = config, prefix
+        self.config = config
+        self.prefix = prefix
 
     @cached_property
     def folder(self) -> Path:
@@ -113,7 +116,8 @@ class FolderWeights:
                 raise DataError(
                     f"{self.folder}: no tensor {name!r}; save it again with this version of transformers"
                 )
-            found, shape = self.read(stored), tuple(tensor.shape)
+            found = self.read(stored)
+            shape = tuple(tensor.shape)
             if tuple(found.shape) != shape:
                 raise DataError(
                     f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}"
@@ -138,7 +142,8 @@ class FolderWeights:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        if (index := self.folder / INDEX).is_file():
+        index = self.folder / INDEX
+        if index.is_file():
             tree = read_json(index)
             files = tree.get("weight_map") if isinstance(tree, dict) else None
             if not isinstance(files, dict) or not all(
@@ -230,7 +235,8 @@ class Passage(nn.Module):
         if self.leaves is None:
             self.entered = (x, args, kwargs)
             raise _Reached
-        leaves, self.leaves = self.leaves, None
+        leaves = self.leaves
+        self.leaves = None
         return leaves
 
 
@@ -242,7 +248,8 @@ class HfModel(CellEncoder):
         self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective
     ) -> None:
         super().__init__(objective)
-        self.config, n_tokens = config, n_genes + len(SPECIAL)
+        self.config = config
+        n_tokens = n_genes + len(SPECIAL)
         ids = config.residue_ids if tokens.sequences else None
         given = _architecture(config, n_tokens, ids)
         with torch.device("meta"):
@@ -267,7 +274,8 @@ class HfModel(CellEncoder):
         )
         self.passage = Passage()
         body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
-        self.body, self.width = body, int(given.hidden_size)
+        self.body = body
+        self.width = int(given.hidden_size)
         self.pad_id = given.pad_token_id
         self.begin_id, self.end_id = ((ids or {}).get(name) for name in ("begin", "end"))
         numbers = (
@@ -370,12 +378,11 @@ class HfModel(CellEncoder):
         """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding,
         which nobody reads.
         """
-        lengths, before, after = (
-            prepared.lengths,
-            self.begin_id is not None,
-            self.end_id is not None,
-        )
-        rows, device = max(len(lengths), 1), prepared.genes.device
+        lengths = prepared.lengths
+        before = self.begin_id is not None
+        after = self.end_id is not None
+        rows = max(len(lengths), 1)
+        device = prepared.genes.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
         ids[prepared.cell, prepared.place + before] = self.token_ids[prepared.genes]
@@ -404,7 +411,8 @@ class HfModel(CellEncoder):
         folder = None
         if self.config.weights == "pretrained":
             folder = FolderWeights(self.config, self.body.base_model_prefix)
-        buffers, table = values_of_buffers(self.body.config), self.body.get_input_embeddings()
+        buffers = values_of_buffers(self.body.config)
+        table = self.body.get_input_embeddings()
 
         def rule(module: nn.Module, path: str, name: str) -> Fill | None:
             full = f"{path}.{name}".removeprefix(".")
@@ -465,7 +473,8 @@ def write_transformers(folder: Path, out: Path) -> None:
         raise ConfigError(
             f"{folder}: expected a model of family hf, got {config['family']}: transformers has no such type"
         )
-    blocks, body = model.blocks, model.body
+    blocks = model.blocks
+    body = model.body
     assert isinstance(blocks, nn.Module)
     body.set_submodule(model.blocks_path, blocks)
     out.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,8 @@ class PostNormEncoder(TokenEncoder):
     def __init__(self, config: PostNormConfig, n_genes: int, objective: Objective) -> None:
         super().__init__(config.hidden, n_genes, objective)
         self.config = config
-        self.head_activation, self.head_norm_eps = ACTIVATIONS[config.activation], config.norm_eps
+        self.head_activation = ACTIVATIONS[config.activation]
+        self.head_norm_eps = config.norm_eps
         if config.n_ends:
             self.end_embedding = nn.Embedding(config.n_ends, config.hidden)
         self.blocks = nn.ModuleList(PostNormBlock(config, index) for index in range(config.layers))
@@ -155,10 +156,8 @@ class ScgptModel(PostNormEncoder):
         super().__init__(config, n_genes, objective)
         hidden = config.hidden
         self.gene_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
-        first, second = (
-            with_std(nn.Linear(1, hidden), 1.0),
-            with_std(nn.Linear(hidden, hidden), 1 / math.sqrt(hidden)),
-        )
+        first = with_std(nn.Linear(1, hidden), 1.0)
+        second = with_std(nn.Linear(hidden, hidden), 1 / math.sqrt(hidden))
         self.value_in = nn.Sequential(first, nn.ReLU(), second)
         self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)

@@ -147,16 +147,20 @@ class CellDecoding(Objective):
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        config, given = self.config, model.vector_width
+        config = self.config
+        given = model.vector_width
         self.row_widths = (1 + 2 * given,) if config.view_loss else ()
-        width, names = config.decoder_hidden or given, ["decoder", "profile_genes", "profile_bias"]
+        width = config.decoder_hidden or given
+        names = ["decoder", "profile_genes", "profile_bias"]
         model.decoder = nn.Identity()
         if config.decoder_hidden:
             model.decoder = nn.Sequential(with_std(nn.Linear(given, width), given**-0.5), nn.GELU())
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
-        if (column := config.batch_column) is not None:
-            n_levels, rows = len(self.levels[column]), ["batch_terms.weight"]
+        column = config.batch_column
+        if column is not None:
+            n_levels = len(self.levels[column])
+            rows = ["batch_terms.weight"]
             model.batch_terms = LevelTerms(n_levels, width)
             if config.batch_adversary is not None:
                 model.batch_adversary = Adversary(given, n_levels, config.batch_adversary_scale)
@@ -215,8 +219,10 @@ class CellDecoding(Objective):
         """Return the summed loss, a float32 scalar; in training with VICReg and the adversary's
         loss.
         """
-        config, vectors = self.config, self._vectors(model, states, prepared)
-        decoded, table = self._decoded(model, vectors, prepared), model.profile_genes.weight
+        config = self.config
+        vectors = self._vectors(model, states, prepared)
+        decoded = self._decoded(model, vectors, prepared)
+        table = model.profile_genes.weight
         hidden = prepared.entries, prepared.starts, prepared.genes_hidden, prepared.weights
         dispersion = model.profile_dispersion if self._is_nb else None
         loss = profile_loss(decoded, table, model.profile_bias, *hidden, dispersion)
@@ -236,7 +242,8 @@ class CellDecoding(Objective):
     ) -> tuple[torch.Tensor, ...]:
         """(pairs, 1 + 2 H): 1, and the vectors of the shown and of the hidden part."""
         vectors = model.cell_vectors(states, prepared)
-        first, second = vectors[prepared.pairs[0]], vectors[prepared.pairs[1]]
+        first = vectors[prepared.pairs[0]]
+        second = vectors[prepared.pairs[1]]
         return (torch.cat([first.new_ones(len(first), 1), first, second], dim=1),)
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -321,11 +328,10 @@ class PerturbationResponse(CellDecoding):
     config: PerturbationResponseConfig
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        names, width = super().attach(model, n_tokens), model.vector_width
-        levels, known = (
-            self.levels[self.config.perturbation_column],
-            self.config.perturbed_genes or {},
-        )
+        names = super().attach(model, n_tokens)
+        width = model.vector_width
+        levels = self.levels[self.config.perturbation_column]
+        known = self.config.perturbed_genes or {}
         # no response at the start
         model.response_genes = with_std(nn.Linear(self.config.decoder_hidden or width, width), 0.0)
         model.response_terms = LevelTerms(len(levels), width, centered=False)

@@ -271,7 +271,8 @@ class Regression(CellObjective):
     n_sums = 6
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        config, head = self.config, f"number_head{self.suffix}"
+        config = self.config
+        head = f"number_head{self.suffix}"
         setattr(
             model,
             head,
@@ -293,9 +294,11 @@ class Regression(CellObjective):
         return ((numbers - mean) / std).float(), numbers.isfinite()
 
     def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
-        predicted, targets = self.predicted(model, states, prepared), prepared.targets
+        predicted = self.predicted(model, states, prepared)
+        targets = prepared.targets
         if self.kept_sums is not None:
-            x, y = predicted.double(), targets.double()
+            x = predicted.double()
+            y = targets.double()
             self.kept_sums.append(
                 torch.stack([x.new_tensor(len(x)), *(s.sum() for s in (x, y, x * x, y * y, x * y))])
             )
@@ -362,7 +365,8 @@ class Distill(CellObjective):
     config: DistillConfig
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        head, given = f"teacher_head{self.suffix}", model.vector_width
+        head = f"teacher_head{self.suffix}"
+        given = model.vector_width
         # a plan may be made before the teacher's vectors are
         self.width = given if self.config.vectors is None else self.config.vectors.width
         setattr(model, head, with_std(nn.Linear(given, self.width), given**-0.5))
@@ -451,7 +455,8 @@ def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the summed loss, a float64 scalar, of rows (S, 1 + H): label, or 0 for no cell, and
     vector of length 1.
     """
-    labels, vectors = table[:, 0].detach(), table[:, 1:]
+    labels = table[:, 0].detach()
+    vectors = table[:, 1:]
     loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
     for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
         given = labels, vectors, anchors, temperature
@@ -463,7 +468,8 @@ def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
 def _of_anchors(
     labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    own, at = labels[anchors, None], torch.arange(len(labels), device=labels.device)
+    own = labels[anchors, None]
+    at = torch.arange(len(labels), device=labels.device)
     other = (labels != 0) & (at != anchors[:, None])
     positive = other & (labels == own) & (own != 0)
     n = positive.sum(1)

@@ -45,7 +45,9 @@ from cellmill.parallel.vocab_parallel import rows_at, token_logits
 from cellmill.runs.verdict import Verdict, compare
 
 NEVER = 2**63 - 1  # above every draw
-FATE, CONTENT = 2, 3  # last keys of a masked token's draws
+# last keys of a masked token's draws
+FATE = 2
+CONTENT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,8 @@ class MaskedObjective(Objective):
     hides_gene: bool
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        hidden, self.n_tokens = model.width, n_tokens
+        hidden = model.width
+        self.n_tokens = n_tokens
 
         def head(width: int) -> nn.Module:
             norm = nn.LayerNorm(hidden, eps=model.head_norm_eps)
@@ -100,7 +103,8 @@ class MaskedObjective(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
         """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
         # validation hides all that is masked
-        config, splits = self.config, self._splits and self.training
+        config = self.config
+        splits = self._splits and self.training
         cell, place = positions(batch)
         keys = keyed_token_bits(batch.cells, cell, seed, step, place)
         is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
@@ -110,16 +114,20 @@ class MaskedObjective(Objective):
         )
         masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
         targets = masked.nonzero().flatten()
-        hidden, kept = masked, torch.zeros_like(masked)
+        hidden = masked
+        kept = torch.zeros_like(masked)
         if splits:
             fates = keyed_bits(keys, FATE)
             kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
             hidden = masked & ~kept & (fates < threshold(1 - config.keep_frac - config.random_frac))
         random = masked & ~kept & ~hidden
-        genes, values, value_hidden = batch.genes, batch.values, torch.zeros_like(masked)
+        genes = batch.genes
+        values = batch.values
+        value_hidden = torch.zeros_like(masked)
         if isinstance(config, MaskedValueConfig) and config.renormalize:
             assert batch.counts is not None, "the batch has no counts"
-            counts, values = batch.counts * (~masked | kept), torch.zeros_like(values)
+            counts = batch.counts * (~masked | kept)
+            values = torch.zeros_like(values)
             given = (batch.genes.numpy(), counts.numpy(), batch.cu_seqlens.numpy())
             values[counts > 0] = tokens_of(*given, self.tokenizer)["values"]
         if self.hides_gene:
@@ -132,10 +140,12 @@ class MaskedObjective(Objective):
             # hidden
             donors = (is_gene & ~masked).nonzero().flatten()
             n = torch.bincount(cell[donors], minlength=len(batch.lengths))[cell]
-            value_hidden, random = hidden | (random & (n == 0)), random & (n > 0)
+            value_hidden = hidden | (random & (n == 0))
+            random = random & (n > 0)
             first = torch.searchsorted(cell[donors], cell)
             chosen = (first + keyed_bits(keys, CONTENT) % n.clamp(min=1))[random]
-            shown, values = values[donors[chosen]], values.masked_fill(value_hidden, 0)
+            shown = values[donors[chosen]]
+            values = values.masked_fill(value_hidden, 0)
             values[random] = shown
         return MaskedBatch.prepared(
             batch,
@@ -283,7 +293,8 @@ class MaskedGene(MaskedObjective):
             "cross_entropy": entropy,
             "cross_entropy_frequency": base,
         }
-        name, against = "prediction of masked genes", "gene frequency in training cells"
+        name = "prediction of masked genes"
+        against = "gene frequency in training cells"
         return metrics, [
             compare(name, against, "nats cross-entropy", entropy - base, lower_is_better=True)
         ]

@@ -93,12 +93,11 @@ class NextGene(Objective):
         )
 
     def loss(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
-        before, genes = self.before(model, states, prepared), prepared.genes[prepared.targets]
+        before = self.before(model, states, prepared)
+        genes = prepared.genes[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
-        goes_on, ends = (
-            self.end_logits(model, before),
-            self.end_logits(model, states[prepared.ends]),
-        )
+        goes_on = self.end_logits(model, before)
+        ends = self.end_logits(model, states[prepared.ends])
         loss = loss + F.softplus(goes_on).sum() + F.softplus(-ends).sum()
         if not self.predicts_values:
             return loss
@@ -135,7 +134,8 @@ class NextGene(Objective):
         before = self.before(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
-            genes, logits = prepared.genes[start:end], self.gene_logits(model, before[start:end])
+            genes = prepared.genes[start:end]
+            logits = self.gene_logits(model, before[start:end])
             places = torch.arange(len(genes), device=genes.device)
             place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put(
                 (genes,), places
@@ -170,10 +170,8 @@ class NextGene(Objective):
             "cross_entropy": (own := float(cross_entropy.astype(np.float64).mean())),
             "cross_entropy_rank_frequency": (base := float(base_cross_entropy.mean())),
         }
-        name, against = (
-            "prediction of the next gene",
-            "gene frequency at the same rank in training cells",
-        )
+        name = "prediction of the next gene"
+        against = "gene frequency at the same rank in training cells"
         verdicts = [compare(name, against, "nats cross-entropy", own - base, lower_is_better=True)]
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
@@ -199,12 +197,14 @@ def _rank_baseline(
     """Correctness and cross-entropy, (N,), of smoothed frequencies at the rank, among genes not in
     the cell yet.
     """
-    buckets, starts = rank_buckets(places), np.flatnonzero(places == 0)
+    buckets = rank_buckets(places)
+    starts = np.flatnonzero(places == 0)
     n_genes = by_rank.shape[1]
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
     smoothed = by_rank + n_genes * overall
     frequency = smoothed / smoothed.sum(1, keepdims=True)
-    correct, cross_entropy = np.zeros(len(genes), bool), np.zeros(len(genes))
+    correct = np.zeros(len(genes), bool)
+    cross_entropy = np.zeros(len(genes))
     cells = list(zip(starts, [*starts[1:], len(genes)]))
     for bucket in np.unique(buckets):
         order = np.argsort(-frequency[bucket], kind="stable")

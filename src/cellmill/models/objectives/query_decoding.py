@@ -85,7 +85,8 @@ class QueryDecoding(Objective):
     n_genes: int  # genes of the vocabulary
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        self.n_genes, width = n_tokens - len(SPECIAL), self.config.decoder_hidden
+        self.n_genes = n_tokens - len(SPECIAL)
+        width = self.config.decoder_hidden
         model.query_genes = with_std(nn.Embedding(n_tokens, width), 1.0)
         model.query_cell = with_std(nn.Linear(model.vector_width, width), model.vector_width**-0.5)
         model.query_layers = nn.ModuleList(

@@ -68,16 +68,15 @@ class Sum(Objective):
         """Add the heads of every part. Raises ConfigError where two would have one name."""
         names: dict[str, None] = {}
         for name, part in self.each.items():
-            before, part.levels, part.number_columns = (
-                _attributes(model),
-                self.levels,
-                self.number_columns,
-            )
+            before = _attributes(model)
+            part.levels = self.levels
+            part.number_columns = self.number_columns
             part.suffix = "" if name == part.config.name else f"_{name}"
             names |= dict.fromkeys(part.attach(model, n_tokens))
-            if taken := sorted(
+            taken = sorted(
                 head for head, own in _attributes(model).items() if before.get(head, own) is not own
-            ):
+            )
+            if taken:
                 raise ConfigError(
                     f"objective.parts.{name}: its head {taken[0]} has the name of another part's; leave one of them out"
                 )
@@ -99,7 +98,8 @@ class Sum(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; the model is given the batch of the part that hides tokens."""
-        first, parts = batch, list(self.each.values())
+        first = batch
+        parts = list(self.each.values())
         if isinstance(batch, ViewBatch) and batch.paired:  # without second views and padding
             first = replace(batch.cut(0, batch.paired), paired=0)
         for part in parts:
@@ -139,7 +139,8 @@ class Sum(Objective):
         )
 
     def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        left, losses = iter(tables), list[torch.Tensor]()
+        left = iter(tables)
+        losses = list[torch.Tensor]()
         for part in self.each.values():
             if part.row_widths:
                 losses += part.loss_of_rows(*islice(left, len(part.row_widths)))
@@ -157,7 +158,9 @@ class Sum(Objective):
     def judge(
         self, *observed: np.ndarray, train: GeneStatistics
     ) -> tuple[dict[str, Any], list[Verdict]]:
-        metrics, verdicts, rest = dict[str, Any](), list[Verdict](), iter(observed[1:])
+        metrics = dict[str, Any]()
+        verdicts = list[Verdict]()
+        rest = iter(observed[1:])
         for (name, part), size in zip(self.each.items(), observed[0].tolist()):
             judged, said = part.judge(*islice(rest, size), train=train)
             metrics |= {f"{name}.{key}": value for key, value in judged.items()}

@@ -31,7 +31,9 @@ from cellmill.models.counter_rng import host_state
 
 Decoding = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
 # last keys of the draws: of a cell's shares, and of what is hidden
-SHARE, HIDE, DROP_SHARE = 2, 3, 4
+SHARE = 2
+HIDE = 3
+DROP_SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,11 @@ def draw_view(
 ) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
-    genes, counts, ends = batch.genes.numpy(), batch.counts.numpy(), batch.cu_seqlens.numpy()
-    cell, state = (
-        np.repeat(np.arange(len(batch.lengths)), batch.lengths),
-        host_state(batch.cells.numpy(), seed, step),
-    )
+    genes = batch.genes.numpy()
+    counts = batch.counts.numpy()
+    ends = batch.cu_seqlens.numpy()
+    cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    state = host_state(batch.cells.numpy(), seed, step)
     shown = counts
     if config.view != "thin":
         share = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
@@ -80,10 +82,13 @@ def draw_view(
         f"profile_{name}": torch.from_numpy(array[at])
         for name, array in (("cell", cell), ("gene", genes), ("count", predicted))
     }
-    per_cell, paired = batch.arrays("cell"), 0
+    per_cell = batch.arrays("cell")
+    paired = 0
     if config.view_loss is not None:
-        genes, shown = np.concatenate([genes, genes]), np.concatenate([shown, hidden])
-        ends, paired = np.concatenate([ends, ends[1:] + ends[-1]]), len(batch.lengths)
+        genes = np.concatenate([genes, genes])
+        shown = np.concatenate([shown, hidden])
+        ends = np.concatenate([ends, ends[1:] + ends[-1]])
+        paired = len(batch.lengths)
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
@@ -94,7 +99,8 @@ def draw_view(
 
 def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
     """(cells,) float64: the share of each cell that is hidden; `state` is of cell, seed and step."""
-    low, high = config.min_hidden_frac, config.max_hidden_frac
+    low = config.min_hidden_frac
+    high = config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
 
 
@@ -107,7 +113,8 @@ def tokens_of(
     Values are made from these counts alone; a count of 0 is no token.
     """
     at = np.flatnonzero(counts)
-    counts, starts = counts[at], np.searchsorted(at, ends)
+    counts = counts[at]
+    starts = np.searchsorted(at, ends)
     ids, values, cu_seqlens = tokenizer.tokenize(
         (genes[at] - len(SPECIAL)).astype(np.int32), counts, starts
     )
@@ -132,11 +139,13 @@ def _thinned(
     """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, keyed by
     its `state`.
     """
-    out, bounds = np.empty_like(counts), pairwise(ends.tolist())
+    out = np.empty_like(counts)
+    bounds = pairwise(ends.tolist())
     # one generator that is given each cell's key: a new one draws entropy of the system first,
     # which is not used
     philox = np.random.Philox(key=0)
-    generator, start = np.random.Generator(philox), philox.state
+    generator = np.random.Generator(philox)
+    start = philox.state
     for (first, end), probability, key in zip(
         bounds, share.tolist(), (state >> np.uint64(1)).tolist()
     ):

@@ -70,7 +70,8 @@ def group_probes(source: CountSource) -> CountSource:
     if genes is None:
         if is_kept.all():
             return source
-        genes, by = var.index.to_numpy(dtype=object), "their names"
+        genes = var.index.to_numpy(dtype=object)
+        by = "their names"
     elif _FILTERED in var and "gene_id" in var:
         by = "gene_id"
     else:

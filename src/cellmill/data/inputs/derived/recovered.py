@@ -43,7 +43,9 @@ class RecoveredCounts(StoredMatrix):
     """
 
     def __init__(self, path: Path, name: str, logs: StoredMatrix, obs: pd.DataFrame):
-        self._path, self._name, self._logs = path, name, logs
+        self._path = path
+        self._name = name
+        self._logs = logs
         self.shape = logs.shape
         column = find_totals(obs)
         if column is None:

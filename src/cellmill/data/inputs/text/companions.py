@@ -147,12 +147,15 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
             f"{matrix.parent}: no {wanted}; expected it beside {matrix.name}, plain or as .gz, with {n_rows:,} or "
             f"{n_columns:,} names; there is {there}"
         )
-    genes, cells = by_role[GENES], by_role[CELLS]
+    genes = by_role[GENES]
+    cells = by_role[CELLS]
     assert genes is not None
     assert cells is not None
-    n_genes, n_cells = n_rows, n_columns
+    n_genes = n_rows
+    n_cells = n_columns
     if genes.fits(n_columns) or cells.fits(n_rows):
-        n_genes, n_cells = n_columns, n_rows
+        n_genes = n_columns
+        n_cells = n_rows
     faults = []
     for table, n in ((genes, n_genes), (cells, n_cells)):
         difference = table.n_rows() - n

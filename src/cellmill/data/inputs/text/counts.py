@@ -97,7 +97,8 @@ class _Layout:
 def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     require_matrix(path, counts, ["X"])
     layout = _read_layout(path)
-    if (columns := _long_columns(layout)) is not None:
+    columns = _long_columns(layout)
+    if columns is not None:
         return _open_long(path, counts, layout, *columns)
     if not layout.numbers:
         raise DataError(
@@ -194,7 +195,8 @@ def _first_lines(path: Path) -> tuple[list[str], int]:
     """The header and some rows, and the number of comments and empty lines before them."""
     with open_bytes(path) as file, reading(path):
         first: list[str] = []
-        n_bytes, n_before = 0, 0
+        n_bytes = 0
+        n_before = 0
         for line in iter(lambda: file.readline(_LONGEST), b""):
             text = line.decode("utf-8-sig").rstrip("\r\n")
             n_bytes += len(line)
@@ -352,8 +354,10 @@ class _LongMatrix(StoredMatrix):
         genes: dict[str, int],
         cells: dict[str, int],
     ):
-        self._layout, self._columns = layout, columns
-        self._genes, self._cells = genes, cells
+        self._layout = layout
+        self._columns = columns
+        self._genes = genes
+        self._cells = cells
         self.shape = (len(cells), len(genes))
 
     def blocks(self, block: int) -> Iterator[sp.csr_matrix]:

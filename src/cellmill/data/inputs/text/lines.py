@@ -56,7 +56,8 @@ def _read_piece(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if parse is not None:
         most = len(piece) // 6 + 1  # lines: the shortest is `1 1 1`
-        rows, columns = np.empty(most, np.int32), np.empty(most, np.int32)
+        rows = np.empty(most, np.int32)
+        columns = np.empty(most, np.int32)
         values: np.ndarray = np.empty(most, dtype)
         n = parse(
             np.frombuffer(piece, np.uint8),
@@ -122,9 +123,12 @@ def _parse(
 
     The text ends with a line feed, at which each of the loops stops.
     """
-    at, line, size = 0, 0, len(text)
+    at = 0
+    line = 0
+    size = len(text)
     while at < size:
-        row, start = 0, at
+        row = 0
+        start = at
         while 48 <= text[at] <= 57:
             row = row * 10 + text[at] - 48
             at += 1
@@ -132,7 +136,8 @@ def _parse(
             return -1
         while text[at] == 32 or text[at] == 9:
             at += 1
-        column, start = 0, at
+        column = 0
+        start = at
         while 48 <= text[at] <= 57:
             column = column * 10 + text[at] - 48
             at += 1
@@ -147,7 +152,10 @@ def _parse(
             at += 1
         rows[line] = row - 1
         columns[line] = column - 1
-        number, start, exponent, n_digits = 0, at, 0, 0
+        number = 0
+        start = at
+        exponent = 0
+        n_digits = 0
         while 48 <= text[at] <= 57:
             number = number * 10 + text[at] - 48
             at += 1
@@ -167,7 +175,8 @@ def _parse(
             is_small = text[at] == 45
             if text[at] == 43 or text[at] == 45:
                 at += 1
-            power, start = 0, at
+            power = 0
+            start = at
             while 48 <= text[at] <= 57:
                 power = power * 10 + text[at] - 48
                 at += 1

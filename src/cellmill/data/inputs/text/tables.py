@@ -18,7 +18,8 @@ from cellmill.data.inputs.matrices import MAX_LENGTH
 from cellmill.errors import DataError
 
 ENDS = (".tsv", ".csv", ".txt")
-GENES, CELLS = "genes", "cells"
+GENES = "genes"
+CELLS = "cells"
 _WORDS = {  # in the name of a file
     GENES: {"gene", "genes", "feature", "features", "var", "probes", "symbols", "cols"},
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
@@ -133,7 +134,9 @@ def is_table(path: Path) -> bool:
 
 def peek(path: Path, most: int) -> TextTable | None:
     """Separator, first rows and number of lines of a table; None if it has more than `most` lines."""
-    n_lines, head, tail = 0, b"", b""
+    n_lines = 0
+    head = b""
+    tail = b""
     with open_bytes(path) as file, reading(path):
         while chunk := file.read(_CHUNK):
             if chunk.endswith(b"\r"):
