@@ -18,6 +18,23 @@ PLANNED = ("nodes", "nproc_per_node", "mem_mb")  # options of the machine that p
 
 # a flag, or the name of a positional argument, and its options for argparse
 Argument = tuple[str, dict[str, Any]]
+YES = {"action": "store_true"}
+NEEDED = {"required": True}
+H5AD = "the .h5ad to write"
+MANIFEST = "manifest.json of the shards"
+MODEL = "folder of an exported model"
+VOCABULARY = "vocabulary.tsv of the corpus"
+FORMATS = "a file or folder in a format of docs/data.md, or a URL"
+GROUPS = {
+    "import": ("read published weights into a model folder", "kind", "MODEL"),
+    "convert": ("write cells of other tools as .h5ad", "kind", "FORMAT"),
+    "profiles": (
+        "write a profile for this cluster, or link the profiles for Snakemake",
+        "what",
+        "WHAT",
+    ),
+}
+"""Commands that are followed by the name of one of their kinds."""
 
 
 def new_parser(description: str) -> argparse.ArgumentParser:
@@ -102,14 +119,7 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")
 
 
-YES = {"action": "store_true"}
-NEEDED = {"required": True}
-H5AD = "the .h5ad to write"
-MANIFEST = "manifest.json of the shards"
-MODEL = "folder of an exported model"
-VOCABULARY = "vocabulary.tsv of the corpus"
 PUBLISHED = "folder of the published files"
-FORMATS = "a file or folder in a format of docs/data.md, or a URL"
 CONFIGURATION = value("--config", CONFIG, "configuration")
 SECTIONS = option(
     "--options", "sections of the stage as JSON, or a file of it, instead of --config"
@@ -138,12 +148,6 @@ EVALUATED = [
     some("--ancestors", "manifests of the runs its initial weights came from", nargs="*", required=False, default=[]),
 ]
 
-GROUPS = {
-    "import": ("read published weights into a model folder", "kind", "MODEL"),
-    "convert": ("write cells of other tools as .h5ad", "kind", "FORMAT"),
-    "profiles": ("write a profile for this cluster, or link the profiles for Snakemake", "what", "WHAT"),
-}
-"""Commands that are followed by the name of one of their kinds."""
 
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "demo": ("write the demo data: 700 real PBMC", *files(out=H5AD)),

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+_LISTED = 40
+
 
 class UserError(Exception):
     """Printed as one line on stderr, with a non-zero exit code and no traceback."""
@@ -32,9 +34,6 @@ class Stopped(UserError):
     """A run that was asked to stop and saved its state: resumable, not done."""
 
     exit_code = 75  # EX_TEMPFAIL: try again later
-
-
-_LISTED = 40
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

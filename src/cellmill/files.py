@@ -39,6 +39,16 @@ SPECIAL_KINDS = {
     stat.S_IFCHR: "device",
     stat.S_IFBLK: "device",
 }
+_TEMPORARY = r"\.+{stem}(\.(?P<host>[0-9a-f]{{6}})-(?P<pid>\d+)-[0-9a-f]{{8}}\.incomplete)+"
+_SURELY_LEFT_S = 86400  # age of a temporary file of another host that nobody writes to any more
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+QUIET_S = 5.0
+EVERY_S = 30.0
+REDRAW_S = 0.2
+PROGRESS = re.compile(
+    r"\S.*: [\d,]+ of [\d,]+ \w+ \(\d+%\)(, [\d,]+ \w+/s)?(, .+ left)?(, now .+)?"
+)
+"""A line of `progress`."""
 
 
 def _processes() -> str:
@@ -54,9 +64,6 @@ def _processes() -> str:
 
 
 _HOST = _processes()
-_TEMPORARY = r"\.+{stem}(\.(?P<host>[0-9a-f]{{6}})-(?P<pid>\d+)-[0-9a-f]{{8}}\.incomplete)+"
-_SURELY_LEFT_S = 86400  # age of a temporary file of another host that nobody writes to any more
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -247,15 +254,6 @@ def span(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.1f} days"
-
-
-QUIET_S = 5.0
-EVERY_S = 30.0
-REDRAW_S = 0.2
-PROGRESS = re.compile(
-    r"\S.*: [\d,]+ of [\d,]+ \w+ \(\d+%\)(, [\d,]+ \w+/s)?(, .+ left)?(, now .+)?"
-)
-"""A line of `progress`."""
 
 
 def progress(

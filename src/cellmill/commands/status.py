@@ -28,6 +28,38 @@ from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, CommandError, Jobs, JobState
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.track.follow import CurveTail, kind_of
 
+HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
+RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
+WAITING = {
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+}
+STOPPED = {
+    *(
+        "COMPLETED",
+        "CANCELLED",
+        "TIMEOUT",
+        "PREEMPTED",
+        "NODE_FAIL",
+        "BOOT_FAIL",
+        "REVOKED",
+        "DEADLINE",
+        NOT_LISTED,
+    ),
+}
+"""End states after which the same command resumes."""
+POLL_S = 1.0
+# age of a log whose stage is taken for dead: ten times that between two lines of progress
+STALE_S = 300.0
+# on this machine, without a chance to save: it resumes from its last checkpoint
+KILLED = "stopped (killed)"
+BARS = "▁▂▃▄▅▆▇█"
+
 
 def run_names(results: Path) -> list[str]:
     """Every run under `results`. Raises UserError if it is not the results folder of a workflow."""
@@ -78,38 +110,6 @@ def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
         return queue.named(jobs.owns)
     except CommandError as error:
         raise UserError(f"no usable answer from squeue ({error}); try again") from None
-
-
-HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
-RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
-WAITING = {
-    "PENDING",
-    "CONFIGURING",
-    "REQUEUED",
-    "REQUEUE_FED",
-    "REQUEUE_HOLD",
-    "RESV_DEL_HOLD",
-    "SPECIAL_EXIT",
-}
-STOPPED = {
-    *(
-        "COMPLETED",
-        "CANCELLED",
-        "TIMEOUT",
-        "PREEMPTED",
-        "NODE_FAIL",
-        "BOOT_FAIL",
-        "REVOKED",
-        "DEADLINE",
-        NOT_LISTED,
-    ),
-}
-"""End states after which the same command resumes."""
-POLL_S = 1.0
-# age of a log whose stage is taken for dead: ten times that between two lines of progress
-STALE_S = 300.0
-# on this machine, without a chance to save: it resumes from its last checkpoint
-KILLED = "stopped (killed)"
 
 
 def status(*, runs: list[str], results: Path) -> None:
@@ -280,9 +280,6 @@ def table(rows: list[list[str]]) -> str:
             [f"{text:{'>' if head in RIGHT_ALIGNED else '<'}{width}}" for text in (head, *texts)]
         )
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns))
-
-
-BARS = "▁▂▃▄▅▆▇█"
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:

@@ -24,26 +24,6 @@ from cellmill.files import special_kind
 
 # characters; names of a corpus and a dataset are in one file name, whose limit is 255
 MAX_NAME = 100
-
-
-def check_name(name: Any) -> str:
-    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option
-    can have.
-    """
-    if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ValueError(
-            f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
-        )
-    read = yaml.safe_load(name) if isinstance(name, str) else name
-    if not isinstance(read, str):
-        raise ValueError(f"the name {name} is {read} in YAML; add a letter to it")
-    if len(name) > MAX_NAME:
-        raise ValueError(
-            f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}..."
-        )
-    return str(name)
-
-
 NO_LABEL = (
     *("na", "n a", "nan", "none", "missing", "blank"),
     *(
@@ -75,6 +55,35 @@ NO_LABEL = (
 """Texts that mean no label, as `plain_label` writes them. The last line are terms of the Cell
 Ontology for any cell.
 """
+CountsRule = Literal["refuse", "round", "stochastic"]
+COUNTS_RULES: tuple[CountsRule, ...] = get_args(CountsRule)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SECRET = re.compile(
+    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)",
+    re.I,
+)
+# a file of several AnnData, and one of them
+_PART = re.compile(r"(.+\.(?:h5mu|h5ad|h5|zarr|zip))#([^#]+)")
+# text, or a name in backticks
+_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")
+
+
+def check_name(name: Any) -> str:
+    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option
+    can have.
+    """
+    if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ValueError(
+            f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
+        )
+    read = yaml.safe_load(name) if isinstance(name, str) else name
+    if not isinstance(read, str):
+        raise ValueError(f"the name {name} is {read} in YAML; add a letter to it")
+    if len(name) > MAX_NAME:
+        raise ValueError(
+            f"expected a name of at most {MAX_NAME} characters, got {len(name)}: {name[:20]}..."
+        )
+    return str(name)
 
 
 def plain_label(text: str) -> str:
@@ -232,21 +241,7 @@ class ObsColumns(Section):
         return {name: ", ".join(named) for name, named in owners.items()}
 
 
-CountsRule = Literal["refuse", "round", "stochastic"]
-COUNTS_RULES: tuple[CountsRule, ...] = get_args(CountsRule)
-
 NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, labels and roles
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SECRET = re.compile(
-    r"(signature|token|secret|passw|credential|api_?key|access_?key|bearer|hmac|^auth|^(sig|key|pwd|jwt)$)",
-    re.I,
-)
-
-
-# a file of several AnnData, and one of them
-_PART = re.compile(r"(.+\.(?:h5mu|h5ad|h5|zarr|zip))#([^#]+)")
 
 
 def is_url(text: str) -> bool:
@@ -422,10 +417,6 @@ def _cells(where: str, line: str) -> list[str]:
         raise ConfigError(
             f"{where}: {error}; save UTF-8 text with tabs, short cells and quotes that end"
         ) from None
-
-
-# text, or a name in backticks
-_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")
 
 
 def filter_columns(condition: str) -> list[str]:

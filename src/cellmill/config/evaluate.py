@@ -23,6 +23,7 @@ PRESETS = {"scvi": "fitted on training cells", "harmony": "transductive"}
 """What the rows of a preset say of it, by name; its script is workflow/bridges/zoo_NAME.py."""
 AS_IS = "may have seen these cells"
 """What the rows of a model say that is used as it is."""
+_DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 
 class ExternalModel(Section):
@@ -123,9 +124,6 @@ class BaselineGate(Section):
     margin: float = Field(
         0.0, description="By how much the model has to be better than the baseline, at least."
     )
-
-
-_DEFAULT_TASKS: Any = {"probe": {}, "reconstruct": {}}
 
 
 class Evaluate(Section):

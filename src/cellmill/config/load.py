@@ -26,6 +26,9 @@ from cellmill.config.workflow import ENTRIES, Workflow, expand, mapping, section
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import read_json, refuse_special
 
+Tree = dict[str, Any]
+INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
+
 
 class _Loader(yaml.SafeLoader):
     """Loader that refuses a key that a mapping has twice, of which PyYAML keeps the last, and 010,
@@ -71,10 +74,6 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-Tree = dict[str, Any]
-INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 
 
 def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tree]:

@@ -24,6 +24,7 @@ OURS_OF_SRUN = (
     "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "overlap", "unbuffered", "output",
     "error", "label", "multi-prog", "gpus-per-node", "gres", "chdir", "export", "jobid",
 )  # fmt: skip
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
 def options_in(words: str) -> dict[str, str | bool]:
@@ -48,9 +49,6 @@ def gpus_in(gres: str) -> dict[str, int]:
         if match:
             gpus[match[1] or ""] = gpus.get(match[1] or "", 0) + int(match[2] or 1)
     return gpus
-
-
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
 class Machine(Section):

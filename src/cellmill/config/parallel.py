@@ -11,6 +11,20 @@ from cellmill.config.section import Section
 from cellmill.errors import ConfigError
 
 ROUND = 64  # smallest difference of padded lengths in a pipeline
+Style = Literal[
+    "columns",  # a linear layer sharded by outputs: by whole heads, or by feed-forward width
+    "rows",  # the linear layer after it, sharded by inputs; its outputs are summed over ranks
+    # an embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`
+    "vocabulary",
+    # a replicated module between two sharded ones: with sequence parallel it sees this rank's
+    # tokens
+    "norm",
+    # a module that returns its input, (tokens, …): with sequence parallel, this rank's share of the
+    # tokens
+    "enter",
+    "leave",  # the first module that needs all tokens again
+]
+"""Sharding of one module."""
 
 
 class Parallel(Section):
@@ -216,19 +230,3 @@ def _check_divides(name: str, size: int, number: int, what: str) -> None:
         raise ConfigError(
             f"parallel.{name} {size} does not divide {what}; use {possible}, or change the profile"
         )
-
-
-Style = Literal[
-    "columns",  # a linear layer sharded by outputs: by whole heads, or by feed-forward width
-    "rows",  # the linear layer after it, sharded by inputs; its outputs are summed over ranks
-    # an embedding sharded by tokens of the vocabulary, to be read through `parallel.vocab_parallel`
-    "vocabulary",
-    # a replicated module between two sharded ones: with sequence parallel it sees this rank's
-    # tokens
-    "norm",
-    # a module that returns its input, (tokens, …): with sequence parallel, this rank's share of the
-    # tokens
-    "enter",
-    "leave",  # the first module that needs all tokens again
-]
-"""Sharding of one module."""

@@ -32,6 +32,8 @@ SIZES = ("hidden", "layers", "heads", "ffn_hidden")
 BERT = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 SCGPT = ("embsize", "nlayers", "nheads", "d_hid")
 """Our sizes, and those of BERT and scGPT in the same order."""
+# name and revision of a model on the Hugging Face hub
+HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"
 
 
 def published_file(folder: Path, *names: str) -> Path:
@@ -115,10 +117,6 @@ class PublishedFolder:
             if self.kind == "geneformer"
             else scgpt_sections(self.folder)
         )
-
-
-# name and revision of a model on the Hugging Face hub
-HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"
 
 
 def model_folder_of(parent: str) -> str:

@@ -44,6 +44,8 @@ _COLUMNS = {  # of results.csv, beside the axes
     "run", "parameters", "cells", "steps", "cells_seen", "gpu_hours", "cpu_core_hours",
     "dataset", "task", "name", "kind", "metric", "value", "sd",
 }  # fmt: skip
+# of rules/bridges.smk and zoo.smk
+BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)
 
 
 class Sweep(Section):
@@ -152,10 +154,6 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a mapping, got {value!r}")
     return value
-
-
-# of rules/bridges.smk and zoo.smk
-BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)
 
 
 # with several bases, pydantic puts the fields of the last one first

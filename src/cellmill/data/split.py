@@ -15,17 +15,15 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import DataError, did_you_mean
 
 _BY_FILE = "dataset"  # value of shard.split_by that keeps the cells of a file together
+_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
+_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
+# cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
+_HASHED = 32
 
 
 def hash_genes(gene_ids: Iterable[str]) -> np.ndarray:
     """One uint64 per gene id, for `hash_cells`."""
     return np.array([hash_text(name) for name in gene_ids], np.uint64)
-
-
-_SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
-_SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
-# cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
-_HASHED = 32
 
 
 def hash_cells(

@@ -46,6 +46,7 @@ COMPARED = 512  # cells compared with all fitted ones at once
 SHOWN_CLASSES = 8  # in a line of the log
 # all-genes regression over more takes hours and moves accuracy by less than 0.01
 MAX_CELLS = 10_000
+_libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
 
 
 def cell_features(
@@ -201,9 +202,6 @@ def classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str, Any]
         "kNN": NearestCells(neighbors),
         **{name: load("classifier", name)() for name in installed},
     }
-
-
-_libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
 
 
 @contextmanager

@@ -40,6 +40,7 @@ PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 AGAIN = "run embed again"
 # beginnings of the names of obs columns of `predict`
 OWN_COLUMNS = (LABEL, PROBABILITY, REJECTED, SEEN, VALUE)
+FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
 
 
 def write_embedding(
@@ -235,9 +236,6 @@ def _readable(what: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{what} is missing or of another form{remedy}") from None
     except Exception as error:  # damaged bytes raise almost anything
         raise DataError(f"{what} cannot be read: {one_line(error)}{remedy}") from None
-
-
-FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
 
 
 def write_scores(path: Path, datasets: Mapping[str, Any]) -> None:

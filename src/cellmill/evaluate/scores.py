@@ -37,6 +37,20 @@ from cellmill.runs.verdict import FEWEST, Closed, Gap, Verdict, compare
 
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
 LEVEL = 0.95
+EMBEDDING = "embedding"  # name of the model's features
+# of a dataset's own genes, where the other features have the shared ones
+FULL_PANEL = f"{EMBEDDING}, full panel"
+WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
+# features beside the model's own: in no verdict against the best baseline
+VARIANTS = (FULL_PANEL, WITH_COMPONENTS)
+# after the name of features that are fitted on other cells than the model
+IN_FOLDS = ", folds of scored cells"
+# features of the same architecture with initial weights, a baseline as all other names
+UNTRAINED = "untrained"
+MAJORITY = "majority"
+HALF_LABELS = "all genes with half of the labels"  # ceiling of labels
+# beginning of the names of features by models of other packages: neither model nor baseline
+EXTERNAL = "external: "
 
 
 @dataclass(frozen=True)
@@ -209,22 +223,6 @@ def _best(
         )
     name, value = (min if gate.lower_is_better else max)(known, key=lambda one: one[1])
     return name, value, column
-
-
-EMBEDDING = "embedding"  # name of the model's features
-# of a dataset's own genes, where the other features have the shared ones
-FULL_PANEL = f"{EMBEDDING}, full panel"
-WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
-# features beside the model's own: in no verdict against the best baseline
-VARIANTS = (FULL_PANEL, WITH_COMPONENTS)
-# after the name of features that are fitted on other cells than the model
-IN_FOLDS = ", folds of scored cells"
-# features of the same architecture with initial weights, a baseline as all other names
-UNTRAINED = "untrained"
-MAJORITY = "majority"
-HALF_LABELS = "all genes with half of the labels"  # ceiling of labels
-# beginning of the names of features by models of other packages: neither model nor baseline
-EXTERNAL = "external: "
 
 
 @dataclass

@@ -34,6 +34,7 @@ from cellmill.files import read_json
 
 HASHED_ROWS = 1024
 _LEAST_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
+Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
 
 
 class HashedCorpus(NamedTuple):
@@ -169,9 +170,6 @@ def find_training(model: Path) -> Training:
             ancestors += earlier
             missing += [name] if problem else []
     return Training(manifests, "", missing)
-
-
-Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
 
 
 def _own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:

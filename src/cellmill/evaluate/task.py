@@ -52,6 +52,16 @@ from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize, to_empty
 from cellmill.runs.verdict import Gap, Verdict, gap_words, sentence
 
+# training cells read at most; shards are preshuffled, so the first ones are a random sample
+MAX_TRAIN_CELLS = 200_000
+_ROWS = 4096  # cells per read
+PCA_CELLS = 10_000
+COMPONENTS = 50
+# of a component, relative to the first: of rounding errors below 1e-4, of the 50th usually above
+# 1e-2
+NO_SPREAD = 3e-4
+TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
+
 
 @dataclass(frozen=True)
 class DatasetFiles:
@@ -89,11 +99,6 @@ class EvaluatedDatasets:
                 role: reader.obs_column(of, f"the dataset's {role}") for role, of in columns.items()
             }
             yield reader, vectors, roles
-
-
-# training cells read at most; shards are preshuffled, so the first ones are a random sample
-MAX_TRAIN_CELLS = 200_000
-_ROWS = 4096  # cells per read
 
 
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
@@ -197,14 +202,6 @@ class TrainedCells:
         any name.
         """
         return find_equal_cells(reader, self._corpora, among)
-
-
-PCA_CELLS = 10_000
-COMPONENTS = 50
-# of a component, relative to the first: of rounding errors below 1e-4, of the 50th usually above
-# 1e-2
-NO_SPREAD = 3e-4
-TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 
 
 class PrincipalComponents(BaseEstimator):

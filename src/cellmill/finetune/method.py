@@ -34,6 +34,13 @@ from cellmill.models.family import Model
 from cellmill.models.initial import with_std
 from cellmill.parallel.materialize import plain_name
 
+STYLES: dict[Style, tuple[Style, Style, Style]] = {
+    "columns": ("columns", "norm", "columns"),
+    "rows": ("rows", "rows", "norm"),
+    "norm": ("norm", "norm", "norm"),
+}
+"""Tensor-parallel styles of base, A and B of a layer with a style."""
+
 
 class Method:
     """Base of every fine-tuning method, with its `MethodConfig`. `transform` is called first, with
@@ -204,14 +211,6 @@ class Partial(Method):
 class HeadOnly(Method):
     def trains(self, name: str) -> bool:
         return self.depth.is_head(name)
-
-
-STYLES: dict[Style, tuple[Style, Style, Style]] = {
-    "columns": ("columns", "norm", "columns"),
-    "rows": ("rows", "rows", "norm"),
-    "norm": ("norm", "norm", "norm"),
-}
-"""Tensor-parallel styles of base, A and B of a layer with a style."""
 
 
 class AdaptedLinear(nn.Module):

@@ -32,6 +32,8 @@ NOT_SHOWN = re.compile(
     re.MULTILINE,
 )
 """Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
+# SLURM's reason, after a prolog that failed
+HELD_AFTER_FAILED_START = "launch failed requeued held"
 
 
 class Tail:
@@ -88,10 +90,6 @@ class Tail:
             end = file.read().decode(errors="replace").rsplit(BEGINS, 1)[-1]
             return (re.findall(pattern, end, re.MULTILINE) or [""])[-1]
         return ""
-
-
-# SLURM's reason, after a prolog that failed
-HELD_AFTER_FAILED_START = "launch failed requeued held"
 
 
 @dataclass

@@ -66,6 +66,8 @@ waits for, or what to do.
 # sbatch's word for a quota of submitted jobs that is full
 QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 QUOTA_REMEDY = "run the same command again once others have ended, or with jobs in the profile below your quota"
+WATCH_S = 15.0  # between two looks; a job that pends in two of them is reported
+_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -228,10 +230,6 @@ def expand(nodelist: str) -> list[str]:
         choices = [[part] if index % 2 == 0 else numbers(part) for index, part in enumerate(parts)]
         hosts += ["".join(words) for words in product(*choices)]
     return hosts
-
-
-WATCH_S = 15.0  # between two looks; a job that pends in two of them is reported
-_LISTED = 5
 
 
 def stage_jobs(folder: Path) -> list[QueuedJob]:

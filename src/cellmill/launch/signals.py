@@ -26,6 +26,7 @@ REQUESTS = {
     signal.SIGUSR2: "detach",
     signal.SIGUSR1: "hand over",
 }
+_libc = ctypes.CDLL(None)
 
 
 class Interrupted(Stopped):
@@ -117,9 +118,6 @@ def requests() -> Iterator[Requests]:
     collected = Requests()
     with handled_by(collected.note):
         yield collected
-
-
-_libc = ctypes.CDLL(None)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

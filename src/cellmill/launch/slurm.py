@@ -47,6 +47,27 @@ SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was most
 IN_A_ROW = 2  # such jobs until they are warned about
 # a job that ended this close to its limit ended by it: SLURM may announce it a minute early
 EARLY_S = 90.0
+INFRASTRUCTURE = {
+    "TIMEOUT",
+    "PREEMPTED",
+    "NODE_FAIL",
+    "BOOT_FAIL",
+    "REVOKED",
+    "LAUNCH_FAILED",
+    NOT_LISTED,
+    OTHER_JOB,
+}
+"""End states that are not the training's fault: another job continues."""
+ENDED_BY_SITE = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
+"""End states that say nothing about the job: it is not counted as one that made no checkpoint."""
+MANY_ENDED_BY_SITE = 5  # jobs in a row without a new checkpoint after which the remedy is named
+LONGEST_PAUSE_S = 600  # before another job after such jobs
+FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
+TOO_SHORT = (
+    "; if the jobs were too short, raise runtime or save_within_s in the profile, or save more often "
+    "(train.checkpoint_every_min)"
+)
+SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
 @dataclass
@@ -106,29 +127,6 @@ class ShortJobs:
             f"saving, and made {' and '.join(map(str, saved))} steps: raise runtime ({ended.runtime} min) in the "
             "profile"
         )
-
-
-INFRASTRUCTURE = {
-    "TIMEOUT",
-    "PREEMPTED",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "REVOKED",
-    "LAUNCH_FAILED",
-    NOT_LISTED,
-    OTHER_JOB,
-}
-"""End states that are not the training's fault: another job continues."""
-ENDED_BY_SITE = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
-"""End states that say nothing about the job: it is not counted as one that made no checkpoint."""
-MANY_ENDED_BY_SITE = 5  # jobs in a row without a new checkpoint after which the remedy is named
-LONGEST_PAUSE_S = 600  # before another job after such jobs
-FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help
-TOO_SHORT = (
-    "; if the jobs were too short, raise runtime or save_within_s in the profile, or save more often "
-    "(train.checkpoint_every_min)"
-)
-SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
 class SlurmLauncher:

@@ -45,6 +45,8 @@ TRANSIENT = re.compile(
 )
 # not named as the option is
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
+ONCE_PATIENCE_S = 120  # as PATIENCE_S, for a job that no training depends on
+POLL_S = 5.0
 
 
 @contextmanager
@@ -253,10 +255,6 @@ class SlurmJobs:
         self.requests.wait(seconds)
         if self.requests.first:
             raise Interrupted("interrupted while waiting for SLURM; run the same command to resume")
-
-
-ONCE_PATIENCE_S = 120  # as PATIENCE_S, for a job that no training depends on
-POLL_S = 5.0
 
 
 class StillQueued(UserError):

@@ -23,6 +23,11 @@ PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
 PAD_CELL = 256
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
+# fields for models
+SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
+# token ids; row -1 - id of `end_embedding`
+CLS = -1
+EOS = -2
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
@@ -123,10 +128,6 @@ def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return cell, torch.arange(n, device=batch.genes.device) - starts[cell]
 
 
-# fields for models
-SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
-
-
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
     """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`); where hidden,
@@ -189,11 +190,6 @@ class EncoderBatch(Batch):
         parts = (self.values * known, known.float())
         sums, n = (segment_sum(part, self.cell, self.cu_seqlens) for part in parts)
         return sums / n.clamp(min=1)
-
-
-# token ids; row -1 - id of `end_embedding`
-CLS = -1
-EOS = -2
 
 
 def with_ends(batch: Batch, n_ends: int) -> Batch:

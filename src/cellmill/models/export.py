@@ -35,6 +35,8 @@ from cellmill.models.initial import PIECE, fill_part
 from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, own_part, to_empty
 
 WEIGHTS = "model.safetensors"
+SIZES = ("layer", "hidden", "width", "size", "heads")
+"""Parts of the names of options of which a model has no more than weights."""
 
 
 class WeightsFile:
@@ -66,10 +68,6 @@ class WeightsFile:
             ) from None
         except (SafetensorError, OSError, RuntimeError) as error:
             raise unusable(self._path, f"damaged: {error}") from None
-
-
-SIZES = ("layer", "hidden", "width", "size", "heads")
-"""Parts of the names of options of which a model has no more than weights."""
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -57,6 +57,8 @@ SCGPT_LAYER: Names = {
     "ffn_norm": ("norm2",),
 }
 SCGPT_QKV = ("self_attn.in_proj_", "self_attn.Wqkv.", "self_attn._impl.Wqkv.")
+IMPORTED = "imported"  # in place of the fingerprint of training data
+LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files before config.json
 
 
 def import_geneformer(
@@ -387,10 +389,6 @@ def read_numbers(path: Path) -> dict[str, int | float]:
     ):
         raise DataError(f"{expected} other values")
     return dict(value)
-
-
-IMPORTED = "imported"  # in place of the fingerprint of training data
-LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files before config.json
 
 
 def _write(

@@ -54,6 +54,23 @@ COMPUTE_DTYPE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """dtype of forward and backward by `parallel.precision`; float32 is left out, as nothing is cast
 then.
 """
+KEPT = frozenset(
+    {
+        *(
+            "aten::mm",
+            "aten::addmm",
+            "aten::linear",
+            "mkldnn::_linear_pointwise",
+            "torch_attn::_varlen_attn",
+        ),
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+    }
+)
+"""Operators whose outputs `selective` keeps, by name: not every build of torch has all of them."""
+BACKEND = "inductor"
 
 
 def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
@@ -97,24 +114,6 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-KEPT = frozenset(
-    {
-        *(
-            "aten::mm",
-            "aten::addmm",
-            "aten::linear",
-            "mkldnn::_linear_pointwise",
-            "torch_attn::_varlen_attn",
-        ),
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-    }
-)
-"""Operators whose outputs `selective` keeps, by name: not every build of torch has all of them."""
-
-
 def checkpoint_activations(
     model: nn.Module, blocks: str, how: Literal["full", "selective"] = "full"
 ) -> None:
@@ -145,9 +144,6 @@ def checkpoint_activations(
             block, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context
         )
         modules.register_module(name, wrapped)
-
-
-BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:

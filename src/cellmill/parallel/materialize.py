@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # takes half a second to import; where there is a DTensor, it
 
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Part = tuple[slice | list[int], ...]
+"""Index of each dim, which together choose a block of a tensor: a slice, or positions that are not
+a range.
+"""
 
 
 def materialize(
@@ -104,12 +108,6 @@ def plain_name(name: str) -> str:
     adapter's `.base.`.
     """
     return re.sub(r"^parts\.\d+\.|_checkpoint_wrapped_module\.|(?<=\.)base\.", "", name)
-
-
-Part = tuple[slice | list[int], ...]
-"""Index of each dim, which together choose a block of a tensor: a slice, or positions that are not
-a range.
-"""
 
 
 def own_part(tensor: torch.Tensor) -> Part:

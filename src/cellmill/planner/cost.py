@@ -31,6 +31,15 @@ from cellmill.planner.size import ModelSize, measure
 from cellmill.planner.work import Cells, Work, measure_work
 
 GB = 1e9
+# NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+NETWORK_FRAC = 0.8
+CALL_S = 14e-6
+# per hop inside a node, and between nodes
+RING_S = (1.9e-6, 4.0e-6)
+TREE_S = (1.25e-6, 8.5e-6)
+BACKWARD_FRAC = 2 / 3  # of a step's computation
+LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
+UNKNOWN = "unknown: no speed is known for this device"
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,6 @@ def layout_words(sizes: dict[str, Any]) -> str:
     return (
         f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
     )
-
-
-# NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
-NETWORK_FRAC = 0.8
-CALL_S = 14e-6
-# per hop inside a node, and between nodes
-RING_S = (1.9e-6, 4.0e-6)
-TREE_S = (1.25e-6, 8.5e-6)
-BACKWARD_FRAC = 2 / 3  # of a step's computation
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,6 @@ def cost(
     return Cost(options, model, whole, work, memory, flops_per_step, traffic, *estimates)
 
 
-LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
-UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH, DEFAULT_LR = (
     float(Train.model_fields[name].default) for name in ("global_batch", "lr")
 )

@@ -29,6 +29,11 @@ from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import blocks_of, stages_of
 from cellmill.planner.size import FLOAT32, ModelSize, measure
 
+# bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
+AUTOCAST_ACTIVATION = 2.5
+BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
+
 
 class Counts(NamedTuple):
     blocks: int
@@ -165,10 +170,6 @@ def idle_frac(parallel: Parallel, micro_batches: int) -> float:
         parallel.schedule, 1
     )
     return lost / (3 * micro_batches * stages_per_rank + lost)
-
-
-# bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
-AUTOCAST_ACTIVATION = 2.5
 
 
 @dataclass(frozen=True)
@@ -332,11 +333,6 @@ def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float
     # the part after the blocks has freed its own activations by then
     freed = any(stage.last for stage in stages) * size.finish.activations_per_token
     return kept + max(workspace - freed, 0)
-
-
-BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
-
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,18 @@ MAX_TOKENS = 1 << 24
 
 # instructions for the user, and the options and hardware after them
 Change = tuple[list[str], PlanOptions, "Hardware"]
+SHOWN = 10
+MAX_PIPELINE = 16
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # of a pipeline
+ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
+SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
+TIMEOUT_S = 120
+LESS_FRAC = 0.8  # of the planned memory; a remedy must need less than this
+ALLOCATORS = re.compile(  # of torch on a CPU; of pinned host memory, a second context, cuBLAS and cuDNN; of NCCL
+    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
+    re.IGNORECASE,
+)
 
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
@@ -170,13 +182,6 @@ def _smaller_budgets(options: PlanOptions, hardware: Hardware, kept: list[str]) 
 def _with(options: PlanOptions, **changes: Any) -> PlanOptions:
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})
-
-
-SHOWN = 10
-MAX_PIPELINE = 16
-SCHEDULES = ("1F1B", "Interleaved1F1B")  # of a pipeline
-ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
-SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
 
 
 @dataclass(frozen=True)
@@ -337,15 +342,6 @@ def sections(suggested: PlanOptions, options: PlanOptions) -> str:
     if suggested.stream.lanes != options.stream.lanes:
         tree["stream"] = {"lanes": suggested.stream.lanes}
     return yaml.safe_dump(tree, sort_keys=False)
-
-
-TIMEOUT_S = 120
-LESS_FRAC = 0.8  # of the planned memory; a remedy must need less than this
-ALLOCATORS = re.compile(  # of torch on a CPU; of pinned host memory, a second context, cuBLAS and cuDNN; of NCCL
-    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
-    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
-    re.IGNORECASE,
-)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -28,6 +28,19 @@ from cellmill.data.stream.order import epoch_of
 SAMPLED_BATCHES = 4096  # batches of single ranks
 SAMPLED_STEPS = 64
 SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and take longer
+NS_PER_VALUE = {  # CPU time of one process, by preprocess.compression; inputs without compression
+    "gzip": {"preprocess": 113, "vocabulary": 65, "divide": 80, "shard_part": 139},
+    None: {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69},
+}
+CELL_BYTES_PER_VALUE = {"gzip": 1.6, None: 6.0}  # of preprocessed cells
+SHARD_BYTES_PER_VALUE = 6.0
+SHARD_BYTES = 1.9e6  # of each file beside its cells: obs of 1,024 cells, var of 20,000 genes
+INDEX_BYTES_PER_CELL = 24  # offsets and hashes, beside the manifest
+RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
+RSS_BYTES_PER_VALUE = 16  # of the cells of one shard: genes, counts, and both again in their order
+# of the corpus in `divide`; estimated for obs of one file in stages that open it
+RSS_BYTES_PER_CELL = 150
+OFFSET_BYTES_PER_CELL = 16  # of the corpus in `shard_part`: offsets of rows, and of their chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,21 +162,6 @@ def count_micro_batches(
     if microbatch_multiple == 1:
         return counts, min(token_budget, share * int(lengths.max())), 0.0
     return counts, largest, padded / max(tokens, 1) - 1
-
-
-NS_PER_VALUE = {  # CPU time of one process, by preprocess.compression; inputs without compression
-    "gzip": {"preprocess": 113, "vocabulary": 65, "divide": 80, "shard_part": 139},
-    None: {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69},
-}
-CELL_BYTES_PER_VALUE = {"gzip": 1.6, None: 6.0}  # of preprocessed cells
-SHARD_BYTES_PER_VALUE = 6.0
-SHARD_BYTES = 1.9e6  # of each file beside its cells: obs of 1,024 cells, var of 20,000 genes
-INDEX_BYTES_PER_CELL = 24  # offsets and hashes, beside the manifest
-RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
-RSS_BYTES_PER_VALUE = 16  # of the cells of one shard: genes, counts, and both again in their order
-# of the corpus in `divide`; estimated for obs of one file in stages that open it
-RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = 16  # of the corpus in `shard_part`: offsets of rows, and of their chunks
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,27 @@ from cellmill.preflight.site import Node, Partition, Refused, SlurmFacts
 from cellmill.runs.jobs import CommandError
 
 TRAIN = "set-resources: train:"  # section of the profile with the keys that remedies name
+ON_A_GPU = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")
+DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
+    "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
+    "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
+    **{
+        stage: {"mem_mb": (16000, 12), "runtime": (240, 120)}
+        for stage in ("divide", "shard_part", "shard")
+    },
+    "import": {"mem_mb": (8000, None), "runtime": (60, None)},
+    "teach": {"mem_mb": (8000, 1), "runtime": (60, 300)},
+    "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
+    **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
+    "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
+    "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
+}
+"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input
+and the MB of input that add 1 to it, both times the attempt. default-resources lie under it,
+set-resources over.
+"""
+THREADS = dict.fromkeys((*ON_A_GPU, "zoo"), 4)  # CPU cores of rules that declare more than one
+_KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 
 @dataclass(frozen=True)
@@ -233,29 +254,6 @@ def request_text(machine: Machine) -> str:
         machine.constraint,
     ]
     return ", ".join(filter(None, parts))
-
-
-ON_A_GPU = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")
-DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
-    "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
-    "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
-    **{
-        stage: {"mem_mb": (16000, 12), "runtime": (240, 120)}
-        for stage in ("divide", "shard_part", "shard")
-    },
-    "import": {"mem_mb": (8000, None), "runtime": (60, None)},
-    "teach": {"mem_mb": (8000, 1), "runtime": (60, 300)},
-    "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
-    **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
-    "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
-    "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
-}
-"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input
-and the MB of input that add 1 to it, both times the attempt. default-resources lie under it,
-set-resources over.
-"""
-THREADS = dict.fromkeys((*ON_A_GPU, "zoo"), 4)  # CPU cores of rules that declare more than one
-_KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 
 class NoInput(list[str]):

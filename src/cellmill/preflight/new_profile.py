@@ -24,6 +24,12 @@ from cellmill.preflight.site import Node, Partition, SlurmFacts
 DAY_MIN = 1440
 # a part of a GPU (MIG); processes on several cannot form one training
 _SLICE = re.compile(r"\d+g\.\d+gb")
+RETRIES = 2
+COMMENTS_AT = 28  # column of the comments, where the text before them is not longer
+SAVE_WITHIN_S = 300
+LEAST_JOB_AGE_S = 200  # the plugin queries a job every 180 s at least; squeue must still list it
+ASSUMED = "a100"  # device of the plan where SLURM does not name one that the planner knows
+Reasoned = tuple[str, str]  # a value and where it is from
 
 
 @dataclass(frozen=True)
@@ -164,10 +170,6 @@ def _contents(partition: Partition) -> str:
     return f"{listed or 'no node that is up'}{f', at most {most} in a job' if most else ''}"
 
 
-RETRIES = 2
-COMMENTS_AT = 28  # column of the comments, where the text before them is not longer
-
-
 @dataclass(frozen=True)
 class Place:
     """Partition in which stages run, and the most that a job may request there; None for no limit."""
@@ -287,12 +289,6 @@ def _flow(keys: Mapping[str, str | int]) -> str:
     return str(
         yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, width=math.inf)
     ).strip()
-
-
-SAVE_WITHIN_S = 300
-LEAST_JOB_AGE_S = 200  # the plugin queries a job every 180 s at least; squeue must still list it
-ASSUMED = "a100"  # device of the plan where SLURM does not name one that the planner knows
-Reasoned = tuple[str, str]  # a value and where it is from
 
 
 def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:

@@ -34,6 +34,11 @@ CLOCK_S = 2.0  # skew that is reported: Snakemake compares times of files
 SLOW_DISK_MB_S = 50
 SLOW_LINK_GB_S = 5  # between nodes with GPUs; a network of 100 Gbit/s is faster
 _FABRIC = ("ib", "hsn")  # interfaces of InfiniBand and Slingshot
+HEAD = "head.json"  # rewritten by this machine every second: its token and time
+ALLREDUCE = "allreduce.json"
+JOB_MIN = 10  # time limit of the job; it takes well under a minute once its nodes have connected
+SAVE_WITHIN_S = 30
+SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
 def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
@@ -251,13 +256,6 @@ def judge_allreduce(
 def _names(nodes: list[dict[str, Any]]) -> str:
     hosts = list(dict.fromkeys(node["host"] for node in nodes))
     return ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)} nodes"
-
-
-HEAD = "head.json"  # rewritten by this machine every second: its token and time
-ALLREDUCE = "allreduce.json"
-JOB_MIN = 10  # time limit of the job; it takes well under a minute once its nodes have connected
-SAVE_WITHIN_S = 30
-SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
 def check_job(

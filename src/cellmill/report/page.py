@@ -22,6 +22,22 @@ from cellmill.report.ranking import Scores, rank, scores_of
 from cellmill.report.tables import Point, TaskTable, against_best, compare_runs, flat, number, reach
 from cellmill.runs.folder import COLLAPSED
 
+CURVES = {  # key of metrics.jsonl and its name, in the order of the page
+    "effective_rank": "effective rank of the embedding",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient",
+    "cells_per_s": "cells per second",
+    "data_wait_frac": "fraction of time waiting for data",
+    "mfu": "model FLOPs utilisation",
+    "peak_allocated_gb": "largest memory of tensors of a rank, GB",
+    "peak_resident_gb": "largest memory of a process, GB",
+    "gpu_busy_frac": "use of the busiest GPU",
+    "depth_r2": "R² of log depth from the embedding",
+    "batch_r2": "share of the embedding explained by the batch",
+}
+MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction",
+            "n_residues": "residues per sequence"}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -183,21 +199,6 @@ def outcomes_of(dataset: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-CURVES = {  # key of metrics.jsonl and its name, in the order of the page
-    "effective_rank": "effective rank of the embedding",
-    "lr": "learning rate",
-    "grad_norm": "norm of the gradient",
-    "cells_per_s": "cells per second",
-    "data_wait_frac": "fraction of time waiting for data",
-    "mfu": "model FLOPs utilisation",
-    "peak_allocated_gb": "largest memory of tensors of a rank, GB",
-    "peak_resident_gb": "largest memory of a process, GB",
-    "gpu_busy_frac": "use of the busiest GPU",
-    "depth_r2": "R² of log depth from the embedding",
-    "batch_r2": "share of the embedding explained by the batch",
-}
-
-
 def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
     """The loss of each objective, then each quantity that any run logged."""
     kinds = {"training": "loss", "validation": "val_loss"}
@@ -333,10 +334,6 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
             metric = final.metric.replace("_", " ")
             title = f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps"
             yield figures.curves(title, series, metric)
-
-
-MEASURES = {"n_genes": "genes per cell", "n_counts": "counts per cell", "mito_frac": "mitochondrial fraction",
-            "n_residues": "residues per sequence"}  # fmt: skip
 
 
 def render(

@@ -22,6 +22,12 @@ FEWEST_SIZES = 4  # for three parameters
 DELTA = 1e-3  # of the Huber loss, in log units
 DRAWS = 200
 STEEPEST = 3.0  # exponents beyond it fit noise
+SEED = "train.seed"
+NO_ROW = "model"  # in place of a row's name, for a task that has single numbers alone
+MEASURE = ("dataset", "task", "name", "metric")
+LOSS = ("", "validation", NO_ROW, "val_loss")  # measure of the best validation loss
+Row = dict[str, Any]
+Measure = tuple[str, str, str, str]
 
 
 def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
@@ -79,14 +85,6 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
     ]
     found: np.ndarray = min(fits, key=lambda fit: float(fit.fun)).x
     return found
-
-
-SEED = "train.seed"
-NO_ROW = "model"  # in place of a row's name, for a task that has single numbers alone
-MEASURE = ("dataset", "task", "name", "metric")
-LOSS = ("", "validation", NO_ROW, "val_loss")  # measure of the best validation loss
-Row = dict[str, Any]
-Measure = tuple[str, str, str, str]
 
 
 def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:

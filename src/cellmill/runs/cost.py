@@ -28,6 +28,8 @@ LOCAL = "local"  # partition of a start on this machine
 LOST = "it left no attempt file, and there is no accounting of it"
 RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"})
 """End states of jobs that ran: without an attempt file, how long is unknown."""
+ANSWER_WITHIN_S = 15
+LAG_S = 4.0  # how late accounting may learn of a job's end
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,6 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
     return [Start(**job, state=record.state, nodes=nodes, **times, **held)]
 
 
-ANSWER_WITHIN_S = 15
-LAG_S = 4.0  # how late accounting may learn of a job's end
 _FIELDS = (
     *(
         "JobID",

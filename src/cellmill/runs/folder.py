@@ -35,6 +35,8 @@ REPLACED = ".replaced"
 DIGEST = ".sha256"  # of a file that its rank has hashed
 # hashed even if hashing the tensors would take too long
 SMALL = ("state.json", "index.json", ".metadata")
+TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
+COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
 
 
 @dataclass(frozen=True)
@@ -266,10 +268,6 @@ class TrainFolder:
         busy = "another training is running here ({holder}); end it first, or give this run another name"
         with locked(self.path, busy, wait_s, follows) as descriptor:
             yield descriptor
-
-
-TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
-COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
 
 
 def cut_back(path: Path, step: int, copy: Path | None = None) -> int:

@@ -73,6 +73,14 @@ ENDED = {
     ),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 }
+NAME = "id.json"
+ANSWER_WITHIN_S = 60
+NO_PROCESS = "this host allows no further process (ulimit -u); end others of yours, or use another login node"
+_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")  # a job they filter out would seem to be gone
+CONNECTION = "connection.txt"  # the first collective that failed
+LATE = "late.txt"  # nodes that have not joined
+HANG = "hang.txt"  # the rank that hung in the latest start
+CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,6 @@ class JobState:
     def text(self) -> str:
         """Its name, and the reason in brackets if there is one."""
         return f"{self.name} ({self.reason})" if self.reason else self.name
-
-
-NAME = "id.json"
 
 
 def folder_id(folder: Path) -> str | None:
@@ -133,11 +138,6 @@ def make_folder_id(folder: Path) -> str:
             new.unlink(missing_ok=True)
         fsync(folder)
     return known
-
-
-ANSWER_WITHIN_S = 60
-NO_PROCESS = "this host allows no further process (ulimit -u); end others of yours, or use another login node"
-_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")  # a job they filter out would seem to be gone
 
 
 class CommandError(Exception):
@@ -194,12 +194,6 @@ def seconds(text: str) -> float | None:
         return None
     days, hours, minutes, rest = (float(part or 0) for part in match.groups())
     return ((24 * days + hours) * 60 + minutes) * 60 + rest
-
-
-CONNECTION = "connection.txt"  # the first collective that failed
-LATE = "late.txt"  # nodes that have not joined
-HANG = "hang.txt"  # the rank that hung in the latest start
-CANCELLED = "cancelled"
 
 
 def _requested(machine: Machine) -> dict[str, Any]:

@@ -40,6 +40,11 @@ from typing import TextIO
 from cellmill.errors import DataError
 from cellmill.files import read_json, write_json
 
+RENEW_S = 10.0
+LEASE_S = 60.0
+TICK_S = 1.0
+SURE_S = 5.0  # how long the folder has to be gone
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -169,11 +174,6 @@ def user_name(uid: int) -> str:
     return f"user {uid}"
 
 
-RENEW_S = 10.0
-LEASE_S = 60.0
-TICK_S = 1.0
-
-
 class Claimed(Exception):
     """Another job has the folder."""
 
@@ -287,9 +287,6 @@ def _last_sign(file: Path) -> tuple[int, float] | None:
         return None
     finally:
         probe.unlink(missing_ok=True)
-
-
-SURE_S = 5.0  # how long the folder has to be gone
 
 
 class FolderDeleted(DataError):

@@ -80,6 +80,7 @@ from cellmill.report.tables import TaskTable, against_best
 
 SHOWN = 5  # genes of a knock-out in the log
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
+MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 
 
 def evaluate(
@@ -346,7 +347,6 @@ def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
                 yield _Work(name + ending, task, other)
 
 
-MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 _inherited: list[_Work] = []  # of the dataset at work, for processes that are forked from this one
 
 

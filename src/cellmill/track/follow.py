@@ -37,6 +37,16 @@ from cellmill.runs.folder import TrainFolder, parsed
 from cellmill.runs.lock import locked
 from cellmill.track.tracker import ArtifactTracker
 
+ARTIFACTS = (  # files of a run that trackers get, by name
+    *("plan.json", "train/run.json", "train/metrics.jsonl", "train/status.json", "train/cost.json"),
+    *("model/config.json", "model/README.md", "evaluate/metrics.json", "evaluate/umap.tsv"),
+)
+REPORT = "report/index.html"
+LINES = 200  # lines sent before the record of what was sent is written again
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+POLL_S = 1.0
+FINISH_S = 30.0  # for all followers together
+
 
 @dataclass
 class Sent:
@@ -134,15 +144,6 @@ def digests(config: dict[str, Any]) -> dict[str, str]:
         **config.get("environment", {}),
     }
     return {name: str(value) for name, value in values.items() if value is not None}
-
-
-ARTIFACTS = (  # files of a run that trackers get, by name
-    *("plan.json", "train/run.json", "train/metrics.jsonl", "train/status.json", "train/cost.json"),
-    *("model/config.json", "model/README.md", "evaluate/metrics.json", "evaluate/umap.tsv"),
-)
-REPORT = "report/index.html"
-LINES = 200  # lines sent before the record of what was sent is written again
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 class Follower:
@@ -269,8 +270,6 @@ def without_secrets(text: str) -> str:
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
 
 
-POLL_S = 1.0
-FINISH_S = 30.0  # for all followers together
 FINISHED, WARNED = 10, 11
 """Exit codes of a follower: it has sent all, or has printed its warning. Any other is not its own.
 """

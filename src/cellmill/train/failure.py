@@ -40,6 +40,10 @@ PROGRAM = re.compile(  # errors of CUDA that another device would give too
 LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|tcpstore", re.IGNORECASE
 )
+START_FACTOR = 5  # longer timeout before the first steps are done: weights, compilation, cold files
+JOIN_S = 60.0  # shortest timeout until all ranks have joined: they import torch at different speeds
+TICKS = 20  # of the thread within timeout_s
+STORE_TIMEOUT_S = 60.0
 
 
 def error_line(error: BaseException, folder: Path) -> str | None:
@@ -161,12 +165,6 @@ def _collective(error: BaseException) -> str | None:
 
 def _who() -> str:
     return f"rank {os.environ.get('RANK', '?')} on {node_name()}"
-
-
-START_FACTOR = 5  # longer timeout before the first steps are done: weights, compilation, cold files
-JOIN_S = 60.0  # shortest timeout until all ranks have joined: they import torch at different speeds
-TICKS = 20  # of the thread within timeout_s
-STORE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
 from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric
 
+# the step that keys the masks of validation: the same each time, and never those of training
+VALIDATION = -1
+
 
 class LossParts:
     """Weights and names of the parts of an objective's loss; no names for one loss."""
@@ -85,10 +88,6 @@ class LossParts:
             f"labelled_frac{name and f'_{name}'}": targets[at] / cells
             for name, at in self.labels.items()
         }
-
-
-# the step that keys the masks of validation: the same each time, and never those of training
-VALIDATION = -1
 
 
 @dataclass

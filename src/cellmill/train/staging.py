@@ -30,6 +30,8 @@ from cellmill.launch.rendezvous import node_name
 from cellmill.parallel.mesh import Mesh, gather_json
 
 _END_S = 60  # for removing the copies
+_NODES = "device-of-node-"
+_DECISION = "device"
 
 
 class Staging:
@@ -111,10 +113,6 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
     dist.all_reduce(hashed)
     if hashed.item() and dist.get_rank() == 0:
         record(manifest)
-
-
-_NODES = "device-of-node-"
-_DECISION = "device"
 
 
 class NodeGpus(NamedTuple):

@@ -24,6 +24,9 @@ from cellmill.parallel.torch_private import record_memory, write_memory_record
 
 # ranks below this write a trace, some MB each: a node, or the stages of a pipeline
 PROFILED_RANKS = 8
+UNKNOWN = -1.0
+GPU_KEYS = {"gpu_busy_frac": 1e-2, "gpu_used_gb": 1e-9, "gpu_power_w": 1e-3}
+"""Keys of metrics.jsonl, and their units in NVML's: per cent, bytes, mW."""
 
 
 class Meter:
@@ -95,11 +98,6 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     current = pages * resource.getpagesize()
     return max(peak, current), current
-
-
-UNKNOWN = -1.0
-GPU_KEYS = {"gpu_busy_frac": 1e-2, "gpu_used_gb": 1e-9, "gpu_power_w": 1e-3}
-"""Keys of metrics.jsonl, and their units in NVML's: per cent, bytes, mW."""
 
 
 def gpu_readings(device: torch.device) -> list[float]:

@@ -26,6 +26,7 @@ from cellmill.parallel.mesh import Mesh, PipelineStages, any_part, last_part
 from cellmill.runs.folder import COLLAPSED
 
 MAX_WIDTH = 2048  # the sums have width^2 numbers
+VAL_LOSS = "val_loss"
 
 
 class Monitor:
@@ -176,9 +177,6 @@ def _batch_metrics(cells: torch.Tensor, levels: torch.Tensor, width: int) -> dic
     )
     between = float((n * (sums / n.clamp(min=1) - center).square()).sum())
     return {"batch_r2": between / total} if total > 0 else {}
-
-
-VAL_LOSS = "val_loss"
 
 
 @dataclass

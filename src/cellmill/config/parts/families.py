@@ -25,6 +25,27 @@ from cellmill.config.parts.tokens import RESIDUES, Tokens
 from cellmill.config.published import read_mapping
 from cellmill.errors import DataError
 
+SPECIAL_IDS = {
+    "pad": ("<pad>", "[PAD]"),
+    "mask": ("<mask>", "[MASK]"),
+    "begin": ("<cls>", "[CLS]", "<s>"),
+    "end": ("<eos>", "[SEP]", "</s>"),
+}
+"""Names of the special tokens in a vocab.txt, by their part in a sequence."""
+IGNORED = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "id2label",
+    "label2id",
+    "_name_or_path",
+    "transformers_version",
+)
+"""Keys of a config.json that define nothing here: weights are float32, heads are the objective's.
+"""
+OFFSET_TYPES = ("esm", "roberta", "xlm-roberta", "camembert")
+"""Types of models whose positions count from pad_token_id + 1."""
+
 
 class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     """A pre-norm transformer encoder whose tokens attend to all tokens of their cell."""
@@ -108,28 +129,6 @@ class ProfileConfig(GeneVectorsConfig, ResidualConfig):
     def tp_sizes(self) -> dict[str, int]:
         """Feed-forward layers are cut by their width; the vocabulary can be cut anywhere."""
         return {"model.ffn_hidden": self.ffn_width}
-
-
-SPECIAL_IDS = {
-    "pad": ("<pad>", "[PAD]"),
-    "mask": ("<mask>", "[MASK]"),
-    "begin": ("<cls>", "[CLS]", "<s>"),
-    "end": ("<eos>", "[SEP]", "</s>"),
-}
-"""Names of the special tokens in a vocab.txt, by their part in a sequence."""
-IGNORED = (
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "id2label",
-    "label2id",
-    "_name_or_path",
-    "transformers_version",
-)
-"""Keys of a config.json that define nothing here: weights are float32, heads are the objective's.
-"""
-OFFSET_TYPES = ("esm", "roberta", "xlm-roberta", "camembert")
-"""Types of models whose positions count from pad_token_id + 1."""
 
 
 class HfConfig(FamilyConfig):

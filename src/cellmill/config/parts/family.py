@@ -15,6 +15,23 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import Section
 
+SizeName = Literal["10M", "51M", "106M", "300M", "1B", "3B"]
+SIZES: dict[str, dict[str, int]] = {
+    "10M": {"hidden": 256, "layers": 6, "heads": 4},
+    "51M": {"hidden": 512, "layers": 12, "heads": 8},
+    "106M": {"hidden": 768, "layers": 12, "heads": 12},
+    "300M": {"hidden": 1024, "layers": 22, "heads": 16},
+    "1B": {"hidden": 1792, "layers": 24, "heads": 28},
+    "3B": {"hidden": 2816, "layers": 30, "heads": 44},
+}
+"""Options that a size stands for, with a feed-forward width of 4 * hidden."""
+WEIGHTS_FORMAT = 2
+"""What the numbers in a parameter mean; increased when parameters keep name and shape but change
+meaning.
+
+1: rows of `qkv` are all queries, then all keys, then all values. 2: rows of a head are together.
+"""
+
 
 class GeneVectorsConfig(Section):
     """Pretrained gene vectors from a file, for example of a protein or text model."""
@@ -38,24 +55,6 @@ class GeneVectorsConfig(Section):
             self.gene_vectors is not None or self.train_gene_vectors
         ):
             yield "gene_vectors and train_gene_vectors require gene_vector_dim, the numbers of each vector; set it"
-
-
-SizeName = Literal["10M", "51M", "106M", "300M", "1B", "3B"]
-SIZES: dict[str, dict[str, int]] = {
-    "10M": {"hidden": 256, "layers": 6, "heads": 4},
-    "51M": {"hidden": 512, "layers": 12, "heads": 8},
-    "106M": {"hidden": 768, "layers": 12, "heads": 12},
-    "300M": {"hidden": 1024, "layers": 22, "heads": 16},
-    "1B": {"hidden": 1792, "layers": 24, "heads": 28},
-    "3B": {"hidden": 2816, "layers": 30, "heads": 44},
-}
-"""Options that a size stands for, with a feed-forward width of 4 * hidden."""
-WEIGHTS_FORMAT = 2
-"""What the numbers in a parameter mean; increased when parameters keep name and shape but change
-meaning.
-
-1: rows of `qkv` are all queries, then all keys, then all values. 2: rows of a head are together.
-"""
 
 
 class FamilyConfig(Plugin):

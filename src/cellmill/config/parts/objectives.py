@@ -16,6 +16,9 @@ from cellmill.config.parts.objective import Columns, Facts, ObjectiveConfig, Tea
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin, by_name
 
+ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
+"""Families with cell vectors that heads can read."""
+
 
 class MaskedObjectiveConfig(ObjectiveConfig):
     """Options that both masked objectives share."""
@@ -132,10 +135,6 @@ class NextGeneConfig(ObjectiveConfig):
     """Weight of the value loss: cross-entropy of bins, squared error of continuous values. 0 turns
     it off.
     """
-
-
-ENCODING = ("profile", "encoder", "autoencoder", "autoregressive", "bert", "scgpt", "hf")
-"""Families with cell vectors that heads can read."""
 
 
 class LabelConfig(ObjectiveConfig):

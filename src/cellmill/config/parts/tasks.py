@@ -9,6 +9,13 @@ from cellmill.config.datasets import check_name
 from cellmill.config.plugin import Plugin
 from cellmill.config.section import Counts, EachOnce, Names
 
+MOST_FOLDS = Field(
+    10,
+    ge=2,
+    description="Values are left out one at a time, or in this many groups if there are more.",
+)
+MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
+
 
 class TaskConfig(Plugin):
     """Base of every task's options; `implementation` is a `cellmill.evaluate.task.Task`."""
@@ -30,13 +37,6 @@ class TaskConfig(Plugin):
         with.
         """
         return {}
-
-
-MOST_FOLDS = Field(
-    10,
-    ge=2,
-    description="Values are left out one at a time, or in this many groups if there are more.",
-)
 
 
 class LabelTaskConfig(TaskConfig):
@@ -241,9 +241,6 @@ class GrnConfig(TaskConfig):
     absolute: bool = Field(
         False, description="Rank pairs by absolute similarity: negative ones count equally."
     )
-
-
-MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
 
 
 class ClusteringConfig(LabelTaskConfig):

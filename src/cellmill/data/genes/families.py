@@ -11,6 +11,9 @@ from cellmill.data.genes.lookup import MISSING
 from cellmill.data.genes.tables import gene_table
 
 _LEAST_SHARE = 0.3  # of the unknown names
+_TO_IDS = "replace them by Ensembl gene ids, with the annotation that the file was made with"
+_OTHER_ORGANISM = "set preprocess.organism to null to use the names as they are, or map them to human or mouse orthologs"
+_NUMBER = re.compile(r"[0-9]+")
 
 
 class Family(NamedTuple):
@@ -25,8 +28,6 @@ def _family(pattern: str, kind: str, remedy: str) -> Family:
     return Family(re.compile(pattern), kind, remedy)
 
 
-_TO_IDS = "replace them by Ensembl gene ids, with the annotation that the file was made with"
-_OTHER_ORGANISM = "set preprocess.organism to null to use the names as they are, or map them to human or mouse orthologs"
 FAMILIES = (
     _family(
         r"ENS[A-Z]*T\d{11}(\.\d+)?",
@@ -73,7 +74,6 @@ FAMILIES = (
     ),
     _family(r"(hsa|mmu)-(mir|let|miR)-.*", "microRNAs of miRBase", _TO_IDS),
 )
-_NUMBER = re.compile(r"[0-9]+")
 
 
 def describe_names(names: Sequence[str], organism: str) -> str | None:

@@ -30,6 +30,8 @@ _NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols un
     for organism, pattern in _IDS.items()
 }
 _OPEN_FRAME = re.compile(r"C[\dXY]+orf\d+")
+RELEASE = "2026-03-26"
+_TERM_ID = re.compile(r"CL:\d{7}")
 
 
 class GeneTable(NamedTuple):
@@ -105,10 +107,6 @@ def gene_lengths(organism: str) -> dict[str, int]:
         if length:
             lengths[gene] = int(length)
     return lengths
-
-
-RELEASE = "2026-03-26"
-_TERM_ID = re.compile(r"CL:\d{7}")
 
 
 class CellOntology:

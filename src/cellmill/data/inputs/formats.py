@@ -28,17 +28,6 @@ from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
 from cellmill.data.inputs.text import counts as text_counts
 from cellmill.errors import ConfigError, DataError
 
-
-def _to_convert(name: str, mark: str, command: str) -> Format:
-    """Folders that have a file `mark`, and are read by `cellmill convert` alone."""
-
-    def refuse(path: Path, file: Any, counts: str) -> NoReturn:
-        command_line = f"cellmill convert {command.format(path)} --out NAME.h5ad"
-        raise ConfigError(f"{path}: run {command_line} first, and use that file")
-
-    return Format(name, lambda path, file: (path / mark).is_file(), refuse)
-
-
 _HDF5_ENDS = (".h5ad", ".h5mu", ".h5", ".hdf5", ".loom", ".h5seurat")
 _MOST_LISTED = 12  # inputs of a folder
 _FROM_R = (
@@ -69,6 +58,19 @@ _HINTS = {
     ".bam": "count its reads first, with STARsolo or Cell Ranger",
 }
 """What to do with files of no format, by the end of their names."""
+# in hdf5plugin
+_FILTERS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
+
+
+def _to_convert(name: str, mark: str, command: str) -> Format:
+    """Folders that have a file `mark`, and are read by `cellmill convert` alone."""
+
+    def refuse(path: Path, file: Any, counts: str) -> NoReturn:
+        command_line = f"cellmill convert {command.format(path)} --out NAME.h5ad"
+        raise ConfigError(f"{path}: run {command_line} first, and use that file")
+
+    return Format(name, lambda path, file: (path / mark).is_file(), refuse)
+
 
 FORMATS = (
     *(
@@ -204,10 +206,6 @@ def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
         except Exception:  # the stage reports a damaged file
             names = None
         yield names
-
-
-# in hdf5plugin
-_FILTERS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
 
 
 def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:

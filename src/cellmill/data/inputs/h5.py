@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _GZIP = b"\x1f\x8b"  # the first bytes of its files
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
+_MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
 
 def open_h5(path: Path, remedy: str = "") -> h5py.File:
@@ -257,9 +258,6 @@ def write_anndata(file: h5py.File, adata: Any) -> None:
         # anndata 0.13 lists X in `layers`, under the key None: X has an element of its own
         parts[name] = {key: value for key, value in getattr(adata, name).items() if key is not None}
     _write_parts(file, parts)
-
-
-_MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
 
 def _write_parts(file: h5py.File, parts: Mapping[str, Any]) -> None:

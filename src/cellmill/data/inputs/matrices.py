@@ -32,6 +32,11 @@ _PER_CELL = 16  # bytes of an obs column: Zarr stores one value of all cells as 
 
 Pieces = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 """Rows and columns, int within the shape, and values, each `(n,)`."""
+_ROWS = 1024  # fewest rows of one bucket: smaller ones make writes too short
+_MOST_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
+_PIECE = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed
+_SLAB_BYTES = 1 << 26  # dense values in memory at once, if chunks allow it
+_TALL = 4  # a chunk of more slabs than this is cheaper to transpose on disk than to hold
 
 
 class StoredMatrix:
@@ -167,10 +172,6 @@ class SequentialArray:
         return self._kept[start - self._first : stop - self._first]
 
 
-_ROWS = 1024  # fewest rows of one bucket: smaller ones make writes too short
-_MOST_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
-
-
 class RowBuckets:
     """Values of a matrix of `shape` in a temporary file, sorted into buckets of rows.
 
@@ -280,9 +281,6 @@ def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:
     return first, second
 
 
-_PIECE = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed
-
-
 class SparseMatrix(StoredMatrix):
     """Three arrays compressed by cell (CSR), or `by_gene` (CSC), which are transposed on disk."""
 
@@ -342,10 +340,6 @@ class SparseMatrix(StoredMatrix):
                 f"{self.path}: {self.name} is damaged: an index is outside its {n_minor:,} columns"
             )
         return indptr - start, indices.astype(np.int32, copy=False), self._data.read(start, stop)
-
-
-_SLAB_BYTES = 1 << 26  # dense values in memory at once, if chunks allow it
-_TALL = 4  # a chunk of more slabs than this is cheaper to transpose on disk than to hold
 
 
 class DenseMatrix(StoredMatrix):

@@ -32,6 +32,8 @@ _GENES = 50
 _MANY_GENES = 300
 _LOW_COUNT = 10
 _SPREAD = 1.3  # 95th percentile of the cells' sums over the 5th
+_ELSEWHERE = "<elsewhere>"  # where counts may be, which takes reading other matrices to say
+OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
 class RoundedCounts:
@@ -69,10 +71,6 @@ class RoundedCounts:
         if high < _SPREAD * low:
             return f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
         return None
-
-
-_ELSEWHERE = "<elsewhere>"  # where counts may be, which takes reading other matrices to say
-OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
 class CountsReader(AbstractContextManager["CountsReader"]):

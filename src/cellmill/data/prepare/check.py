@@ -22,6 +22,9 @@ from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, require_known
 from cellmill.files import read_json, special_kind
 
+CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
+_SHOWN = 3  # datasets that a line names
+
 
 def check_datasets(pipeline: Workflow) -> None:
     """Raise ConfigError or DataError for the first column that no file has, of all datasets that
@@ -106,10 +109,6 @@ def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> No
         for column, option in read.items():
             fault = f"runs.{run}.{option}: no dataset of its corpus has an obs column {column!r}"
             require_known(column, sorted(some), fault)
-
-
-CELLS = "results/corpora/{corpus}/cells/{dataset}.h5ad"
-_SHOWN = 3  # datasets that a line names
 
 
 def check_inputs(

@@ -45,6 +45,7 @@ _LENGTH = "length"  # column with the number of tokens, which Geneformer adds
 _NO_GENE = -1
 _UNKNOWN = -2
 _ROWS = 8192  # cells in memory at once
+_SPECIAL = 4  # tokens before the genes, in a vocabulary that is a list
 
 
 def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, out: Path) -> str:
@@ -172,9 +173,6 @@ def _rows_of(row_of_index: np.ndarray, indices: np.ndarray, unknown: int) -> np.
     """`row_of_index` at each of `indices`; `unknown` for those outside."""
     inside = (indices >= 0) & (indices < len(row_of_index))
     return np.where(inside, row_of_index[np.where(inside, indices, 0)], unknown)
-
-
-_SPECIAL = 4  # tokens before the genes, in a vocabulary that is a list
 
 
 def open_shard_folder(folder: Path, genes: Path) -> CountSource:

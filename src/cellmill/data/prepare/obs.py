@@ -29,6 +29,8 @@ from cellmill.data.prepare.perturbations import (
 from cellmill.data.shards.index import text_of
 from cellmill.errors import DataError, require_known
 
+_VALUES = 8  # of a column, in a message
+
 
 class MappedLabels(NamedTuple):
     """A label of all cells of a file, before and after its map."""
@@ -381,9 +383,6 @@ def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
             f"{str(column[wrong].iloc[0])!r}; name a column of numbers"
         )
     return numbers
-
-
-_VALUES = 8  # of a column, in a message
 
 
 def _examples(column: pd.Series) -> str:

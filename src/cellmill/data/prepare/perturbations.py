@@ -52,6 +52,23 @@ CONTROL_WORD = re.compile(
 )
 """Parts of a combination that stand for a control guide, besides the table's control values."""
 SHOWN = 10  # names in a line of the log
+GUIDE_NAME = re.compile(r"guide|grna|protospacer", re.IGNORECASE)  # in names of obs columns
+NO_GUIDE = (
+    "",
+    "none",
+    "nan",
+    "na",
+    "no guide",
+    "negative",
+    "unassigned",
+    "unknown",
+    "no_guide",
+    "0",
+)
+# share of perturbed cells whose guide stands for one perturbation, in a column of guides
+ONE_TARGET = 0.9
+# ratio of median counts above which controls and perturbed cells differ by more than noise
+DEEPER = 1.5
 
 
 class TargetNames:
@@ -214,23 +231,6 @@ def describe_merged(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-GUIDE_NAME = re.compile(r"guide|grna|protospacer", re.IGNORECASE)  # in names of obs columns
-NO_GUIDE = (
-    "",
-    "none",
-    "nan",
-    "na",
-    "no guide",
-    "negative",
-    "unassigned",
-    "unknown",
-    "no_guide",
-    "0",
-)
-# share of perturbed cells whose guide stands for one perturbation, in a column of guides
-ONE_TARGET = 0.9
-
-
 def find_guides(
     obs: pd.DataFrame, perturbation: np.ndarray, named: str | None
 ) -> tuple[str, np.ndarray] | None:
@@ -300,10 +300,6 @@ class Controls(NamedTuple):
                 str(guide): int(n) for guide, n in counted.items()
             }
         return report
-
-
-# ratio of median counts above which controls and perturbed cells differ by more than noise
-DEEPER = 1.5
 
 
 def describe_controls(report: dict[str, Any]) -> list[str]:

@@ -37,6 +37,20 @@ from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation
 from cellmill.errors import DataError
 from cellmill.files import named_errors, progress
 
+_BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+_MANY_ROWS = 1000
+_COUNTS_OF_NO_CELL = 20  # median over rows
+BINS = 40  # of each histogram in the report
+QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
+DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
+"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
+"""
+SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
+"""Reasons to drop a sequence; the first that holds counts."""
+RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
+"""The same of a cell of ranks."""
+
 
 class RowSpill:
     """Blocks of counts of `n_columns` columns; `add` all of them, then read `blocks`. Memory holds
@@ -76,17 +90,6 @@ class RowSpill:
             yield sp.csr_matrix(
                 (counts, columns.astype(np.int32), indptr), shape=(len(indptr) - 1, self._n_columns)
             )
-
-
-_BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-_MANY_ROWS = 1000
-_COUNTS_OF_NO_CELL = 20  # median over rows
-BINS = 40  # of each histogram in the report
-QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
-DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
-"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
-"""
 
 
 def preprocess_cells(
@@ -356,12 +359,6 @@ def distributions(
         "histograms": histograms,
         "options": options.model_dump(mode="json"),
     }
-
-
-SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
-"""Reasons to drop a sequence; the first that holds counts."""
-RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
-"""The same of a cell of ranks."""
 
 
 def preprocess_sequences(

@@ -42,6 +42,22 @@ LIBRARY = 4000.0
 LIBRARY_SD = 0.35
 AMBIENT_FRAC = 0.05  # mean over cells
 MITO_GENES = 13
+FREQUENCY = {
+    "A": 8.25, "Q": 3.93, "L": 9.65, "S": 6.65, "R": 5.53, "E": 6.71, "K": 5.79, "T": 5.36, "N": 4.06, "G": 7.07,
+    "M": 2.41, "W": 1.1, "D": 5.46, "H": 2.27, "F": 3.86, "Y": 2.92, "C": 1.38, "I": 5.9, "P": 4.74, "V": 6.85,
+}  # fmt: skip
+HYDROPATHY = {
+    "A": 1.8, "R": -4.5, "N": -3.5, "D": -3.5, "C": 2.5, "Q": -3.5, "E": -3.5, "G": -0.4, "H": -3.2, "I": 4.5,
+    "L": 3.8, "K": -3.9, "M": 1.9, "F": 2.8, "P": -1.6, "S": -0.8, "T": -0.7, "W": -0.9, "Y": -1.3, "V": 4.2,
+}  # fmt: skip
+SIMILAR = ("AGST", "ILMV", "FWY", "DENQ", "HKR", "C", "P")
+LENGTH = (60, 120)  # residues of an ancestor
+SUBSTITUTED_FRAC = 0.2
+SIMILAR_FRAC = 0.7
+LONGEST_DELETION = 10
+FILE = "datasets/10x_pbmc68k_reduced.h5ad"
+RESIDUAL = 0.1  # largest accepted distance from a whole number; 0.082 is the largest observed
+OBS = ["bulk_labels", "n_counts", "percent_mito"]
 
 
 class Simulation:
@@ -179,21 +195,6 @@ def _sparse_normal(
     return (random.normal(0, sd, shape) * (random.random(shape) < frac)).astype(np.float32)
 
 
-FREQUENCY = {
-    "A": 8.25, "Q": 3.93, "L": 9.65, "S": 6.65, "R": 5.53, "E": 6.71, "K": 5.79, "T": 5.36, "N": 4.06, "G": 7.07,
-    "M": 2.41, "W": 1.1, "D": 5.46, "H": 2.27, "F": 3.86, "Y": 2.92, "C": 1.38, "I": 5.9, "P": 4.74, "V": 6.85,
-}  # fmt: skip
-HYDROPATHY = {
-    "A": 1.8, "R": -4.5, "N": -3.5, "D": -3.5, "C": 2.5, "Q": -3.5, "E": -3.5, "G": -0.4, "H": -3.2, "I": 4.5,
-    "L": 3.8, "K": -3.9, "M": 1.9, "F": 2.8, "P": -1.6, "S": -0.8, "T": -0.7, "W": -0.9, "Y": -1.3, "V": 4.2,
-}  # fmt: skip
-SIMILAR = ("AGST", "ILMV", "FWY", "DENQ", "HKR", "C", "P")
-LENGTH = (60, 120)  # residues of an ancestor
-SUBSTITUTED_FRAC = 0.2
-SIMILAR_FRAC = 0.7
-LONGEST_DELETION = 10
-
-
 def write_sequences(out: Path, sequences: int, families: int, seed: int) -> None:
     """Write a FASTA file, gzip if `out` ends in .gz; a header has its family and its hydropathy.
     Raises ConfigError.
@@ -230,11 +231,6 @@ def _records(sequences: int, families: int, seed: int) -> Iterator[str]:
         member = np.delete(member, slice(first, first + n))
         hydropathy = sum(HYDROPATHY[residue] for residue in member) / len(member)
         yield f">protein_{number} family=family_{family} hydropathy={hydropathy:.3f}\n{''.join(member)}\n"
-
-
-FILE = "datasets/10x_pbmc68k_reduced.h5ad"
-RESIDUAL = 0.1  # largest accepted distance from a whole number; 0.082 is the largest observed
-OBS = ["bulk_labels", "n_counts", "percent_mito"]
 
 
 def read_demo() -> tuple[pd.DataFrame, pd.DataFrame, sp.csr_matrix]:

@@ -26,6 +26,7 @@ _SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
 # and used
 _KEPT = 8
 _free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by bytes
+Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
 
 
 def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
@@ -53,7 +54,6 @@ class Per:
     pad: float = 0
 
 
-Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
 TOKEN = {"per": Per("token")}
 CELL = {"per": Per("cell")}
 

@@ -37,6 +37,7 @@ _WORTH = 1 << 22
 _made = 0
 # entries of a table over counts; cells with larger counts are binned one by one
 _MAX_TABLE = 1 << 24
+Loops = tuple[Callable[..., None], Callable[..., int]]  # `_sum_cells` and `_fill`, compiled
 
 
 def token_numbers(
@@ -225,9 +226,6 @@ def log_tokens(
     large = large[: fill(genes, counts, starts, kept.cu_seqlens, table, scale, ids, values, large)]
     values[large] = np.log1p(values[large])
     return ids, values
-
-
-Loops = tuple[Callable[..., None], Callable[..., int]]  # `_sum_cells` and `_fill`, compiled
 
 
 def compile_loops() -> Loops | None:

@@ -48,6 +48,22 @@ from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.cell_decoding import PerturbationResponse
 
 MIN_CONTROLS = 5  # of a stratum, in each half
+# of the ridge; the one of least leave-one-out error on the training units is taken
+ALPHAS = np.logspace(-2, 4, 13)
+MIN_KNOWN = 3  # training units with features that a linear prediction needs
+Prediction = dict[str, np.ndarray]
+MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
+# expected counts from which the logarithm of the expectation is within 0.02 of the expected one
+LARGE = 30.0
+RESPONSE = f"{EMBEDDING} + response head"
+# names of features; PRIOR begins those of files
+CO_EXPRESSION = "co-expression of controls"
+PRIOR = "prior "
+# a group counts as unseen if this share of its cells is scored; the others equal training cells or
+# have no known gene
+UNSEEN_FRAC = 0.9
+STRATA = ("batch", "donor")
+Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
 
 
 @dataclass(frozen=True)
@@ -169,12 +185,6 @@ def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.nd
     )
 
 
-# of the ridge; the one of least leave-one-out error on the training units is taken
-ALPHAS = np.logspace(-2, 4, 13)
-MIN_KNOWN = 3  # training units with features that a linear prediction needs
-Prediction = dict[str, np.ndarray]
-
-
 def of_new_perturbations(
     changes: np.ndarray,
     train: np.ndarray,
@@ -249,11 +259,6 @@ def of_new_contexts(
     }
 
 
-MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
-# expected counts from which the logarithm of the expectation is within 0.02 of the expected one
-LARGE = 30.0
-
-
 def predicted_changes(
     context: Context,
     profiles: Profiles,
@@ -320,17 +325,6 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
         probability = probability * small / count
         total += probability * np.log1p(count * scale)
     return np.where(mean < LARGE, total, np.log1p(mean * scale))
-
-
-RESPONSE = f"{EMBEDDING} + response head"
-# names of features; PRIOR begins those of files
-CO_EXPRESSION = "co-expression of controls"
-PRIOR = "prior "
-# a group counts as unseen if this share of its cells is scored; the others equal training cells or
-# have no known gene
-UNSEEN_FRAC = 0.9
-STRATA = ("batch", "donor")
-Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
 
 
 @dataclass(frozen=True)

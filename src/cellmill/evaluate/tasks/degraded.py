@@ -60,6 +60,8 @@ Features = Mapping[str, Any]
 """Features by name, `(cells, width)` each."""
 Classes = dict[str, np.ndarray]
 """Predicted classes, text `(cells,)`, by `features + classifier`."""
+Project = Callable[[sp.csr_matrix], np.ndarray]
+"""Counts `(cells, genes of the file)` -> components `(cells, components)`."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,6 @@ class LevelFeatures:
     """Whole cells are restricted to the genes of the level, so matched and shifted classifiers are
     the same.
     """
-
-
-Project = Callable[[sp.csr_matrix], np.ndarray]
-"""Counts `(cells, genes of the file)` -> components `(cells, components)`."""
 
 
 @dataclass(frozen=True)

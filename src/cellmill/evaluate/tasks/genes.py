@@ -41,6 +41,9 @@ from cellmill.models.family import Model
 OF_GENES = f"{EMBEDDING} of genes"
 LOADINGS = f"PCA{COMPONENTS} of genes"
 RANDOM = "random vectors"
+SETS = "gene sets"
+FACTORS = "transcription factors"
+DRAWS = 20  # random rankings
 
 
 class GeneTask(Task):
@@ -209,10 +212,6 @@ def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     return float((np.diff(recall, prepend=0) * precision).sum())
 
 
-SETS = "gene sets"
-FACTORS = "transcription factors"
-
-
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
@@ -332,9 +331,6 @@ def _members(
         "genes_of_sets": sizes,
     }
     return kept, numbers | {"left_out": left_out or "none"}
-
-
-DRAWS = 20  # random rankings
 
 
 class Grn(GeneTask):

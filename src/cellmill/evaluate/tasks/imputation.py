@@ -65,6 +65,26 @@ from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
 from cellmill.models.objectives.query_decoding import QueryDecoding
 from cellmill.parallel.vocab_parallel import token_logits
 
+# decoded at once, by a profile or by queries
+CELLS = 256
+QUERIED_CELLS = 32
+# hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+WANTED = 64
+WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
+METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lower is better
+    "Pearson by gene": "Pearson of a gene over cells",
+    "Spearman by gene": "Spearman of a gene over cells",
+    "Pearson by cell": "Pearson of a cell over genes",
+    "Spearman by cell": "Spearman of a cell over genes",
+    "MSE": "mean squared error",
+}
+# scored cells used at most: they are embedded again, and every gene is predicted in each fold
+MAX_CELLS = 2_000
+# training cells used at most; shards are shuffled, so the first ones are a random sample
+MAX_FITTED = 20_000
+FEWEST_CELLS = 4  # of a training or test fold, and of the training cells of one dataset
+COMPONENT_ROW = f"PCA{COMPONENTS} of visible genes"
+
 
 @dataclass(frozen=True)
 class HiddenGenes:
@@ -121,14 +141,6 @@ def _keep(batch: Batch, kept: np.ndarray) -> Batch:
         lambda per, array: array[chosen[per.axis]],
         cu_seqlens=ends[np.concatenate([[True], filled])],
     )
-
-
-# decoded at once, by a profile or by queries
-CELLS = 256
-QUERIED_CELLS = 32
-# hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
-WANTED = 64
-WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
 
 
 def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
@@ -231,15 +243,6 @@ def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBa
     )
 
 
-METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lower is better
-    "Pearson by gene": "Pearson of a gene over cells",
-    "Spearman by gene": "Spearman of a gene over cells",
-    "Pearson by cell": "Pearson of a cell over genes",
-    "Spearman by cell": "Spearman of a cell over genes",
-    "MSE": "mean squared error",
-}
-
-
 def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
     """Scores, (G,) or (C,) float64, of (C, G) each; a correlation with a constant is NaN."""
     predicted = predicted.astype(np.float64)
@@ -263,14 +266,6 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         lengths[1] > 1e-9 * np.abs(second).max(0)
     )
     return divide((x * y).sum(0), np.where(varies, lengths[0] * lengths[1], 0))
-
-
-# scored cells used at most: they are embedded again, and every gene is predicted in each fold
-MAX_CELLS = 2_000
-# training cells used at most; shards are shuffled, so the first ones are a random sample
-MAX_FITTED = 20_000
-FEWEST_CELLS = 4  # of a training or test fold, and of the training cells of one dataset
-COMPONENT_ROW = f"PCA{COMPONENTS} of visible genes"
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,15 @@ from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResul
 CORRECTED = f"PCA{COMPONENTS}, Harmony"
 PRINCIPAL = f"PCA{COMPONENTS}"
 RANDOM = "random"
+# of the bandwidth that has the perplexity
+SEARCH_STEPS = 60
+TOLERANCE = 1e-6
+ALPHA = 0.05  # level of kBET's test
+# cells of a label in kBET, as in scIB; neighbours tested
+FEWEST_OF_LABEL = 10
+MOST_NEIGHBORS = 70
+CONNECTED = 15  # neighbours in graph connectivity, as in scIB
+BLOCK = 1024  # cells whose neighbours' classes are counted at once
 
 
 class Integration(Task):
@@ -193,17 +202,6 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     k = graph.indices.shape[1] + 1
     shared = np.asarray(closed[edges.row].multiply(closed[edges.col]).sum(axis=1)).ravel()
     return sp.coo_matrix((shared / (2 * k - shared), (edges.row, edges.col)), shape=(n, n))
-
-
-# of the bandwidth that has the perplexity
-SEARCH_STEPS = 60
-TOLERANCE = 1e-6
-ALPHA = 0.05  # level of kBET's test
-# cells of a label in kBET, as in scIB; neighbours tested
-FEWEST_OF_LABEL = 10
-MOST_NEIGHBORS = 70
-CONNECTED = 15  # neighbours in graph connectivity, as in scIB
-BLOCK = 1024  # cells whose neighbours' classes are counted at once
 
 
 def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:

@@ -66,6 +66,10 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lo
     "direction": "direction of the top genes",
     "MAE": "mean absolute error",
 }
+HELD_OUT = "perturbation"  # in stage predict_changes
+ABOUT_CHANGES = "cellmill_changes"  # key in uns
+CEILING = "split halves"
+BEST_OTHER = "best other perturbation"  # ceiling of methods that name the most similar one
 
 
 def change_scores(
@@ -97,10 +101,6 @@ def change_scores(
             others = np.delete(distances, unit) - distances[unit]
             scores["discrimination"][unit] = (others > 0).mean() + (others == 0).mean() / 2
     return scores
-
-
-HELD_OUT = "perturbation"  # in stage predict_changes
-ABOUT_CHANGES = "cellmill_changes"  # key in uns
 
 
 def write_changes(
@@ -178,10 +178,6 @@ def write_changes(
     with create_h5(path) as file:
         write_anndata(file, adata)
     return adata
-
-
-CEILING = "split halves"
-BEST_OTHER = "best other perturbation"  # ceiling of methods that name the most similar one
 
 
 class Perturbation(Task):

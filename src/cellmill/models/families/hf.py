@@ -57,6 +57,7 @@ HEADS = (
 """Names of head.0, head.2 and the owner of the bias of masked_gene's head, in folders of ESM,
 RoBERTa, and of BERT.
 """
+FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
 def values_of_buffers(config: Any) -> dict[str, torch.Tensor]:
@@ -455,9 +456,6 @@ class HfModel(CellEncoder):
         if name == "gene_bias" and self.pretrained is not None and random is not None:
             return self.pretrained.fill_head(name, random, self.ids)
         return random
-
-
-FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
 def write_transformers(folder: Path, out: Path) -> None:
