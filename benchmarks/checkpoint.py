@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -125,9 +126,8 @@ def stall(arguments: argparse.Namespace) -> None:
         checkpoints = Checkpoints(TrainFolder(Path(folder)), keep=1)
         for number in range(arguments.saves):
             state = {"progress": {"step": number + 1, "best_step": None}}
-            stalls.append(
-                seconds(lambda: checkpoints.save(model, optimizer, number + 1, state), device)
-            )  # noqa: B023
+            save = partial(checkpoints.save, model, optimizer, number + 1, state)
+            stalls.append(seconds(save, device))
             began = time.perf_counter()
             after.append([seconds(step, device) for _ in range(arguments.steps)])
             checkpoints.wait()

@@ -2,9 +2,7 @@
 
 import platform
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +21,10 @@ def machine() -> str:
 
 def commit() -> str:
     folder = Path(__file__).parent
-    git: Callable[..., Any] = lambda *words: subprocess.run(
-        ["git", *words], cwd=folder, capture_output=True, text=True
-    )  # noqa: E731
-    changed = "+" if git("status", "--porcelain", "../src").stdout.strip() else ""
-    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + changed
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+    changed = "+" if git("status", "--porcelain", "../src") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed

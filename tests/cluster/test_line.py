@@ -227,7 +227,10 @@ def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: 
             start_new_session=True,
         )
     try:
-        reason = "PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: lower it in the profile"
+        reason = (
+            "PENDING (PartitionTimeLimit): limit 1:30:00 is more than the partition allows: "
+            "lower it in the profile"
+        )
         wait_for(lambda: reason in printed.read_text(), printed.read_text, within_s=120)
         (line,) = [line for line in printed.read_text().splitlines() if reason in line]
         (job,) = [each.split()[0] for each in rig.squeue()]

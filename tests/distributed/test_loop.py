@@ -147,7 +147,10 @@ def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
     ):
         file.write_bytes(damaged)
         cases.trainer(corpus, options(), folder, 6, load=True)[0].close()
-        expected = f"warning: {file}: expected 5 logged steps up to step 6, {missing} are missing (damaged or deleted); "
+        expected = (
+            f"warning: {file}: expected 5 logged steps up to step 6, {missing} are missing "
+            "(damaged or deleted); "
+        )
         error = capsys.readouterr().err
         assert (error.count("\n"), error.startswith(expected)) == (
             (1, True) if missing else (0, False)

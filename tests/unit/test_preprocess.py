@@ -316,7 +316,10 @@ def test_rows_too_sparse_for_cells_are_bins_or_empty_droplets(
     random = np.random.default_rng(0)
     bins = random.poisson(0.3, (3000, 8)).astype(np.float32)
     path = make_h5ad(sp.csr_matrix(bins), "bins.h5ad", genes=IDS + GENES[:2])
-    line = "half of the rows have at most 2 counts, as empty droplets or 2 um bins of Visium HD: use the filtered matrix, "
+    line = (
+        "half of the rows have at most 2 counts, as empty droplets or 2 um bins of Visium "
+        "HD: use the filtered matrix, "
+    )
     assert message(path, min_genes=200).endswith(f"; {line}or bins of 8 or 16 um")
     run(path, tmp_path / "kept.h5ad")
     assert f"d: warning: {line}" in capsys.readouterr().out

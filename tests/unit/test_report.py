@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from html import unescape
@@ -329,8 +329,11 @@ def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
 
 
 def of_task(
-    metric: str, rows: dict[str, float], verdicts: list[Verdict], lines: list[tuple[Any, ...]] = []
-) -> Any:  # noqa: B006
+    metric: str,
+    rows: dict[str, float],
+    verdicts: list[Verdict],
+    lines: Sequence[tuple[Any, ...]] = (),
+) -> Any:
     """Result of a task whose rows are of `kind_of` their names; `lines` are those of `differences`."""
     keys = ("column", "compared", "against", "mean", "low", "high")
     return {

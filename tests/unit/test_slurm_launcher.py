@@ -678,7 +678,10 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
 
 
 def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() -> None:
-    answer = "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
+    answer = (
+        "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n"
+        "5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
+    )
     answer = f"loading modules\n\nCLUSTER: blue\n{answer}"
     found = queue_module.parse(answer)
     assert [(line.job_id, line.state.name, line.name) for line in found] == [

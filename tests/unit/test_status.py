@@ -349,7 +349,10 @@ def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> N
     watch.look(jobs(("9", "Priority")))
     assert said[2:] == [f"stage embed: job 9: {priority}"]
     many = jobs(*((str(number), "Resources") for number in range(20, 29)))
-    line = "stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources): it starts as soon as enough nodes are free"
+    line = (
+        "stage embed: 9 jobs (20, 21, 22, 23, 24, …): PENDING (Resources): it starts as "
+        "soon as enough nodes are free"
+    )
     assert stage_lines(many) == [line]
 
 

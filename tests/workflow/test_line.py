@@ -539,7 +539,10 @@ def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_
     table = project.folder / "config" / "datasets.tsv"
     names = project.folder / "names.tsv"
     header = "dataset\tpath\tlabel\tlabel_map\tfilter\tdonor\tmin_genes\tcounts_rule\n"
-    row = "sim\tdata/sim.h5ad\tcell_type|batch\tnames.tsv|\tbatch != \"it's\" and cell_type in ['{}']\tbatch\t{}\tround\n"
+    row = (
+        'sim\tdata/sim.h5ad\tcell_type|batch\tnames.tsv|\tbatch != "it\'s" and cell_type '
+        "in ['{}']\tbatch\t{}\tround\n"
+    )
     kind = ad.read_h5ad(project.folder / "data" / "sim.h5ad", backed="r").obs["cell_type"].iloc[0]
     names.write_text(f"from\tto\n{kind}\tof this type\n")
     table.write_text(header + row.format(kind, 7))

@@ -208,7 +208,10 @@ def test_scripts_of_a_module_in_a_local_git_repository_are_refused_before_anythi
     target = "results/corpora/sim/zoo/scvi/sim.h5ad"
     refused = outer.snakemake("-n", target, profile=None, environment=hosted)
     assert refused.returncode == 1
-    line = "ConfigError: zoo_scvi.py: git+file:// renames scripts, which import each other; give the path of the checkout"
+    line = (
+        "ConfigError: zoo_scvi.py: git+file:// renames scripts, which import each other; "
+        "give the path of the checkout"
+    )
     assert line in refused.stdout
 
 

@@ -227,8 +227,13 @@ class PrincipalComponents(BaseEstimator):
         """Fit to `cells`, `(n, features)`, and return their components."""
         mean = mean_variance_axis(cells, axis=0)[0]
         smaller = min(cells.shape)
-        project = lambda x: cells @ x - mean @ x
-        combine = lambda x: cells.T @ x - np.multiply.outer(mean, x.sum(0))
+
+        def project(x: np.ndarray) -> np.ndarray:
+            return cells @ x - mean @ x
+
+        def combine(x: np.ndarray) -> np.ndarray:
+            return cells.T @ x - np.multiply.outer(mean, x.sum(0))
+
         is_wide = cells.shape[0] < cells.shape[1]
         if is_wide:
             project, combine = combine, project

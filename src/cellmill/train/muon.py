@@ -71,16 +71,15 @@ class _Shared:
         self.group: dist.ProcessGroup | None = None
         if mesh is None:
             return
-        cut = {
-            dim
-            for matrix in matrices
-            for dim, at in enumerate(matrix.placements)
-            if not at.is_replicate()
-        }  # type: ignore[attr-defined]
+        sharded_dims = set()
+        for matrix in matrices:
+            for dim, placement in enumerate(matrix.placements):  # type: ignore[attr-defined]
+                if not placement.is_replicate():
+                    sharded_dims.add(dim)
         axes = [
             name
             for dim, name in enumerate(mesh.mesh_dim_names or ())
-            if dim in cut and mesh.size(dim) > 1
+            if dim in sharded_dims and mesh.size(dim) > 1
         ]
         if not axes:
             return

@@ -12,7 +12,10 @@ from cellmill.data.genes.tables import gene_table
 
 _LEAST_SHARE = 0.3  # of the unknown names
 _TO_IDS = "replace them by Ensembl gene ids, with the annotation that the file was made with"
-_OTHER_ORGANISM = "set preprocess.organism to null to use the names as they are, or map them to human or mouse orthologs"
+_OTHER_ORGANISM = (
+    "set preprocess.organism to null to use the names as they are, or map them to "
+    "human or mouse orthologs"
+)
 _NUMBER = re.compile(r"[0-9]+")
 
 
@@ -92,7 +95,10 @@ def describe_names(names: Sequence[str], organism: str) -> str | None:
     same_letters = _in_other_case(names, organism)
     if same_letters and len(same_letters) >= least:
         name, symbol = next(iter(same_letters.items()))
-        return f"{len(same_letters):,} differ from {organism} symbols in upper and lower case, as {name!r} from {symbol!r}"
+        return (
+            f"{len(same_letters):,} differ from {organism} symbols in upper and lower case, as "
+            f"{name!r} from {symbol!r}"
+        )
     return None
 
 

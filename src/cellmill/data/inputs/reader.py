@@ -67,7 +67,10 @@ class RoundedCounts:
         if above_one > 0.5:
             return f"{above_one:.0%} of cells have no gene with a count of 1"
         if len(largest) >= _FEWEST and (low_counts := float((largest <= _LOW_COUNT).mean())) > 0.95:
-            return f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above {_LOW_COUNT}, as in logarithms"
+            return (
+                f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above "
+                f"{_LOW_COUNT}, as in logarithms"
+            )
         if high < _SPREAD * low:
             return f"the sums of 90% of cells lie between {low:,.0f} and {high:,.0f}"
         return None

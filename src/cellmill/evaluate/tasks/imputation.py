@@ -147,7 +147,7 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
     """(C, G) float32: predicted log(1 + counts per 10,000) from vectors (C, H); None of a model
     that predicts none.
     """
-    network = hidden.context.model.network
+    network: Any = hidden.context.model.network
     device = next(network.parameters()).device
     tokens = torch.from_numpy(hidden.genes + len(SPECIAL))
     with inference(device, hidden.context.options.precision):
@@ -160,9 +160,10 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
                 measured = torch.from_numpy(known + len(SPECIAL)).to(device)
                 for first in range(0, len(vectors), CELLS):
                     given = torch.from_numpy(vectors[first : first + CELLS]).to(device)
+                    predicted = network.decoder(given)
                     logits = token_logits(
-                        network.decoder(given), network.profile_genes.weight, network.profile_bias
-                    )  # type: ignore[operator,union-attr,arg-type]
+                        predicted, network.profile_genes.weight, network.profile_bias
+                    )
                     shares = logits[:, measured].double().softmax(1).cpu().numpy()[:, columns]
                     found.append(
                         expression_of_shares(
@@ -191,7 +192,7 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
             for first in range(0, len(tokens), WANTED):
                 wanted = tokens[first : first + WANTED].to(device)
                 prepared = _with_masked(network, tensors, wanted)
-                states = network.head(network.states(prepared)[prepared.targets])  # type: ignore[operator]
+                states = network.head(network.states(prepared)[prepared.targets])
                 predicted = (
                     objective.predict(network, states, prepared)
                     .float()

@@ -88,7 +88,10 @@ def group_probes(source: CountSource) -> CountSource:
     excluded = (
         f"{n_excluded:,} of {n_probes:,} probes are excluded ({_FILTERED} is false), the other "
     )
-    note = f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are summed into {len(names):,} genes"
+    note = (
+        f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are "
+        f"summed into {len(names):,} genes"
+    )
     matrix = GroupedColumns(source.matrix, target, len(names))
     return replace(source, matrix=matrix, var=rows, notes=[*source.notes, f"{note} by {by}"])
 

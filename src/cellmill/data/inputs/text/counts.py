@@ -43,10 +43,10 @@ _DESCRIPTIONS = frozenset(
     chr chrom chromosome start end strand length gene_length exon_length entrez entrezid entrez_id entrezgene ncbi_id
     gc gc_content width total totals sum mean average n_cells ncells n_counts n_genes total_counts n_genes_by_counts
     ncount_rna nfeature_rna percent_mito percent.mt pct_counts_mt pct_counts_mito
-    """.split()  # noqa: SIM905 - a table of words
+    """.split()
 )
-_COUNT = frozenset("count counts umi umis umi_count n_umis reads n value midcount".split())  # noqa: SIM905
-_CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".split())  # noqa: SIM905
+_COUNT = frozenset("count counts umi umis umi_count n_umis reads n value midcount".split())
+_CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".split())
 # the first counts
 _GENE = ("gene", "gene_name", "genes", "symbol", "geneid", "gene_id", "feature", "feature_name")
 _MOST_LONG = 12  # columns of a table with a count a line
@@ -54,7 +54,7 @@ _MOST_REPEATED = 4  # rows of one name, on average; a gene may have some
 _COMMON = frozenset(
     """
     actb gapdh malat1 b2m rplp0 rpl13 rps27 eef1a1 tmsb4x ftl fth1 vim cd74 mt-co1 mt-nd1 hsp90ab1 tubb tp53 myc ptprc
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _NO_GENE = "-"
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?")

@@ -29,10 +29,10 @@ _HEADERS = frozenset(
     gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols hgnc_symbol
     feature features feature_id feature_name feature_type feature_types ensembl ensembl_id ensembl_gene_id
     barcode barcodes cell cells cell_id cellid cell_barcode cell_name cb bc_wells x v1 v2 index name names id
-    """.split()  # noqa: SIM905 - a table of words
+    """.split()
 )
 _HEADER_WORDS = frozenset(
-    "gene genes symbol symbols barcode barcodes cell cells feature features name names id".split()  # noqa: SIM905
+    "gene genes symbol symbols barcode barcodes cell cells feature features name names id".split()
 )
 ENSEMBL = re.compile(r"(?:^|[_|:.-])ENS[A-Z]*G\d{11}")
 BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
