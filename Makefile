@@ -73,7 +73,7 @@ check: install
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/snakemake --lint
 	$(BIN)/python tools/option_docs.py --check
-	$(BIN)/python tools/house.py
+	$(BIN)/python -m tools.house
 	@echo "make check: $$(($$(date +%s) - $(START))) s"
 
 bench: install

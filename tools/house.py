@@ -1,13 +1,13 @@
-"""Figures and laws of the source tree; `make check` prints the figures and fails where a law is
-broken.
+"""Sizes and laws of the source tree; `make check` prints the sizes and fails if a law is broken.
 
-    python tools/house.py
-    python tools/house.py data/shards    # beside them, what that folder holds: lines, functions used once, dialect
+    python -m tools.house
+    python -m tools.house data/shards    # also each file of that folder
 
-Laws: imports point to the right in LAYERS and form no circle; no public class name exists twice; a folder has at most
-MAX_FILES files; a file over MAX_LINES lines says in its docstring why it is one file; docstrings open with a noun
-phrase or an imperative; words of DIALECT stand at most MAX_DIALECT times in a file; private names of other packages are
-in PRIVATE alone.
+Laws: imports point to the right in LAYERS and form no circle. No
+public class name exists twice. A folder has at most MAX_FILES files. A file over MAX_LINES lines
+says in its docstring why it is one file. Docstrings open with a noun phrase or an imperative. Words
+of DIALECT stand at most MAX_DIALECT times in a file. Only PRIVATE uses private names of other
+packages. Code keeps the bounds of density (`tools/density.py`).
 """
 
 import ast
@@ -19,30 +19,37 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from tools import density
+
 LAYERS = (
-    *(
-        ("testing",),
-        ("cli",),
-        ("arguments",),
-        ("commands", "stages"),
-        ("report", "preflight"),
-        ("evaluate",),
-    ),
-    *(
-        ("train",),
-        ("planner",),
-        ("finetune",),
-        ("models",),
-        ("parallel",),
-        ("track",),
-        ("data",),
-        ("launch",),
-    ),
-    *(("runs",), ("config",), ("files",), ("errors",), ("imports",)),
+    ("testing",),
+    ("cli",),
+    ("arguments",),
+    ("commands", "stages"),
+    ("report", "preflight"),
+    ("evaluate",),
+    ("train",),
+    ("planner",),
+    ("finetune",),
+    ("models",),
+    ("parallel",),
+    ("track",),
+    ("data",),
+    ("launch",),
+    ("runs",),
+    ("config",),
+    ("files",),
+    ("errors",),
+    ("imports",),
 )
-"""Layers of the package, left to right; those of one tuple do not import each other."""
+"""Layers of the package, left to right; rooms of one layer do not import each other."""
 MAX_LINES = 550
 MAX_FILES = 15
+MAX_TOKENS = 345_000
+MAX_TOKENS_PER_LINE = 9.5
+MAX_TOKENS_PER_LINE_OF_A_FILE = 13.5
+"""Bound for files of 40 lines of code or more."""
+MAX_PER_THOUSAND = {"packs": 6, "walruses": 3, "nested": 3}
 SHORT = 9
 """Lines of a private function; a shorter one that is called once had better stand where it is
 called.
@@ -70,6 +77,7 @@ DOCUMENTED = ("_exit",)
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 Trees = dict[str, ast.Module]
+Densities = dict[str, density.Density]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -258,48 +266,71 @@ def function_lengths(trees: Trees) -> list[int]:
     return [(body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0 for body in bodies]
 
 
-def print_room(room: str, trees: Trees, sizes: dict[str, int]) -> None:
-    """Lines, functions used once and dialect of the modules in folder `room` of the package."""
+def print_room(room: str, trees: Trees) -> None:
+    """Density, functions used once and dialect of the modules in folder `room` of the package."""
     prefix = f"cellmill.{room.strip('/').replace('/', '.')}"
-    own = [name for name in trees if name == prefix or name.startswith(f"{prefix}.")]
-    print(f"{room}: {sum(sizes[name] for name in own):,} lines")
-    for name in own:
-        print(f"    {sizes[name]:4} {name}")
+    densities = density.measure_files(density.SOURCE / room)
+    print(density.HEADER)
+    for name, row in sorted(densities.items()):
+        print(f"{name:40}{row}")
+    print(f"{room:40}{density.add_up(densities.values())}")
     for line in (*called_once(trees), *dialect()):
         if line.startswith(prefix):
             print(f"    {line}")
 
 
+def dense_code(files: Densities) -> Iterator[str]:
+    """Bounds of `density` that all files together, or one file, do not keep."""
+    total = density.add_up(files.values())
+    if total.tokens > MAX_TOKENS:
+        yield f"{total.tokens:,} tokens, at most {MAX_TOKENS:,}"
+    if total.tokens_per_line > MAX_TOKENS_PER_LINE:
+        yield f"{total.tokens_per_line:.1f} tokens per line of code, at most {MAX_TOKENS_PER_LINE:g}"
+    for construction, most in MAX_PER_THOUSAND.items():
+        rate = total.per_thousand(construction)
+        if rate > most:
+            yield f"{rate:.1f} {construction} in 1,000 lines, at most {most:g}"
+    for name, row in density.densest(files):
+        if row.tokens_per_line > MAX_TOKENS_PER_LINE_OF_A_FILE:
+            yield f"{name}: {row.tokens_per_line:.1f} tokens per line of code"
+
+
+def print_sizes(trees: Trees, files: Densities) -> None:
+    """Print density by room, and sizes of files, functions and docstrings."""
+    print(density.HEADER)
+    for room, row in density.by_room(files):
+        print(f"{room:40}{row}")
+    print(f"{'src':40}{density.add_up(files.values())}")
+    longest = max(files, key=lambda name: files[name].lines)
+    print(f"longest of {len(files)} files    {files[longest].lines} lines, {longest}")
+    print(f"private, short, used once  {len(called_once(trees))} functions")
+    lengths = function_lengths(trees)
+    median = statistics.median(lengths)
+    p90 = statistics.quantiles(lengths, n=10)[-1]
+    print(f"lines of a function     median {median:g}, p90 {p90:g}, most {max(lengths)}")
+
+
 def main(rooms: list[str]) -> int:
     """Print the sizes, of `rooms` in detail, and broken laws; 1 if any is broken."""
     trees = parse()
-    sizes = {name: path.read_text(encoding="utf-8").count("\n") for name, path in modules().items()}
-    largest = max(sizes, key=lambda name: sizes[name])
+    files = density.measure_files(density.SOURCE)
+    print_sizes(trees, files)
     for room in rooms:
-        print_room(room, trees, sizes)
-    lengths = function_lengths(trees)
-    total = sum(1 for _ in docstrings(trees))
+        print_room(room, trees)
     odd = riddles(trees)
-    print(f"lines of src            {sum(sizes.values()):,} in {len(sizes)} files")
-    print(f"largest file            {sizes[largest]} lines, {largest}")
-    print(f"private, short, used once  {len(called_once(trees))} functions")
-    p90 = statistics.quantiles(lengths, n=10)[-1]
-    print(
-        f"function length         median {statistics.median(lengths):g}, p90 {p90:g}, max {max(lengths)} lines"
-    )
-    print(
-        f"docstrings with riddles {len(odd)} of {total}, {len(odd) / total:.1%} (limit {MAX_RIDDLES_FRAC:.0%})"
-    )
+    n_docstrings = sum(1 for _ in docstrings(trees))
+    too_odd = len(odd) > MAX_RIDDLES_FRAC * n_docstrings
+    cycle = circle(trees)
     laws = {
-        "import circle": [" -> ".join(found)] if (found := circle(trees)) else [],
+        "import circle": [" -> ".join(cycle)] if cycle else [],
         "imports against the layers": list(wrong_layers(trees)),
         "private names of other packages": list(foreign_private(trees)),
         "class names twice": list(classes_twice(trees)),
         f"words of DIALECT over {MAX_DIALECT} times in a file": list(dialect()),
         f"folders of more than {MAX_FILES} files": list(full_folders(trees)),
         f"files over {MAX_LINES} lines without a reason": list(long_files()),
-        f"docstrings that open with {', '.join(RIDDLES)}, over the limit": odd
-        * (len(odd) > MAX_RIDDLES_FRAC * total),
+        f"docstrings that open with {', '.join(RIDDLES)}, over the limit": odd if too_odd else [],
+        "bounds of density": list(dense_code(files)),
     }
     for law, broken in laws.items():
         print(f"{law}: {len(broken) or 'none'}" + "".join(f"\n    {line}" for line in broken))
