@@ -45,7 +45,7 @@ FAULTS = [
     Fault("warm-up of the average is off by one", "train/optimizer.py", "(1 + step) / (10 + step)", "step / (10 + step)", "distributed/test_loop.py"),
     Fault("first step has a rate of 0", "config/run.py", "(step + 1) / train.warmup_steps", "step / train.warmup_steps", "unit/test_optimizers.py"),
     Fault("wsd's decay is rounded down", "config/run.py", "math.ceil(", "math.floor(", "unit/test_optimizers.py"),
-    Fault("val and test overlap", "data/shards/plan.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),
+    Fault("val and test overlap", "data/split.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),
     Fault("equal steps are off by one cell", "data/stream/order.py", "+ lane + 1) * self.steps", "+ lane) * self.steps", "unit/test_stream.py"),
     Fault("shown and hidden counts are swapped", "models/objectives/views.py", ">= share[cell])", "< share[cell])", "unit/test_views.py"),
     Fault("variance of a paired difference without the repetitions", "evaluate/scores.py", "cells[0] + repetitions[0]", "cells[0]", "unit/test_paired.py"),

@@ -12,7 +12,6 @@ Text columns are normalised because pandas 3 stores text as `str` and keeps miss
 
 from __future__ import annotations
 
-import hashlib
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,8 @@ if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards alone do
 # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
 TARGET_SUM = 10_000.0
 MAX_COUNT = int(np.iinfo(np.uint32).max)
+DATASET = "dataset"  # obs column that shards add: the name of a cell's dataset
+MISSING = "<missing>"  # level of cells without a value
 _RANKED = 128  # cells at a time, whose numbers fit into a core's cache
 
 
@@ -199,33 +200,18 @@ def rank_order_rows(
     return ranked, ranked_counts
 
 
-def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
-    """Bijective mix of uint64 (Steele, Lea and Flood 2014, finalizer of SplittableRandom); twice as
-    fast `in_place`.
-    """
-    mixed = values if in_place else values.copy()
-    shifted = np.empty_like(mixed)
-    mixed += np.uint64(0x9E3779B97F4A7C15)
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        np.right_shift(mixed, np.uint64(bits), out=shifted)
-        mixed ^= shifted
-        if factor > 1:
-            mixed *= np.uint64(factor)
-    return mixed
-
-
-def hash_text(text: str, seed: int = 0) -> int:
-    """64-bit hash of a text, the same on every machine."""
-    key = seed.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
-
-
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
     """Values of a column as str, `(cells,)` object, and `missing` where there is none."""
     pd = import_module("pandas")
     codes, values = pd.factorize(column)
     texts = pd.Series(values).astype(str).to_numpy(object)
     return np.array([*texts, missing], object)[codes]
+
+
+def as_text(value: Any) -> str:
+    """Text of a value; whole numbers lose their decimals, since a column with gaps holds floats."""
+    is_whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value)) if is_whole else str(value)
 
 
 def text_index(index: pd.Index) -> pd.Index:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.arrays import hash_text, splitmix64
+from cellmill.data.keys import hash_text, splitmix64
 
 _CELLS = 200  # of a block, that are looked at
 _FEWEST = 5  # values of a cell; fewer say nothing

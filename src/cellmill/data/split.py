@@ -10,11 +10,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import hash_text, splitmix64, text_values
-from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.keys import hash_text, splitmix64
 from cellmill.errors import DataError, did_you_mean
 
-_BY_FILE = "dataset"  # value of shard.split_by that keeps the cells of a file together
 _SMALL_COUNTS = splitmix64(np.arange(1 << 16, dtype=np.uint64))  # looked up in a third of the time
 _SECOND = np.uint64(0x243F6A8885A308D3)  # key of the second half of a cell's hash: digits of pi
 # cells at a time, whose numbers fit into a core's cache: a third less time than with 1,024
@@ -141,19 +139,3 @@ def split_by_value(
     split_of_value[order[:n_test]] = 2
     split_of_value[order[n_test : n_test + n_val]] = 1
     return split_of_value[code]
-
-
-def values_that_split(reader: CountsReader, column: str) -> np.ndarray:
-    """Text of obs column `column` of each cell, or of `dataset` the name of the file. Raises
-    DataError for gaps.
-    """
-    if column == _BY_FILE:
-        return np.full(reader.n_obs, reader.path.stem, object)
-    values = reader.obs_column(column, "shard.split_by")
-    n_missing = int(values.isna().sum())
-    if n_missing:
-        raise DataError(
-            f"{reader.path}: {n_missing:,} cells have no {column!r} (shard.split_by), so no split; "
-            "fill in the column, or split by another"
-        )
-    return text_values(values.astype(object))

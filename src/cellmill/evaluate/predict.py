@@ -20,10 +20,10 @@ import pandas as pd
 from cellmill.config.datasets import NO_COLUMNS
 from cellmill.config.load import check_options
 from cellmill.config.run import Embed, Predict
+from cellmill.data.arrays import DATASET, as_text
 from cellmill.data.genes.names import organisms_of
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.index import DATASET, text_of
 from cellmill.data.shards.obs import values_of_column
 from cellmill.errors import ConfigError
 from cellmill.evaluate.calibration import (
@@ -225,7 +225,7 @@ def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
     is not `known`.
     """
     codes, values = pd.factorize(column)
-    texts: list[str | None] = [text_of(value) for value in values]
+    texts: list[str | None] = [as_text(value) for value in values]
     for at, text in enumerate(texts):
         if (
             isinstance(values[at], str)

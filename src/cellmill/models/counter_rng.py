@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from cellmill.data.arrays import splitmix64
+from cellmill.data.keys import splitmix64
 
 NO_KEYS = np.zeros(1, np.uint64)
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64

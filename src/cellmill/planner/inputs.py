@@ -15,8 +15,9 @@ from cellmill.config.load import INHERITED, read_model_config, unequal_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import MISSING
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.shards.index import MISSING, CellColumns, open_vectors
+from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file

@@ -27,11 +27,12 @@ from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
+from cellmill.data.arrays import DATASET
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
-from cellmill.data.shards.index import ABOUT, DATASET, TABLE, new_array
+from cellmill.data.shards.index import ABOUT, TABLE, new_array
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean

@@ -25,8 +25,8 @@ with importing():
     from cellmill.config.load import stored_options
     from cellmill.config.options import TrainOptions
     from cellmill.config.parallel import min_microbatches
+    from cellmill.data.arrays import DATASET
     from cellmill.data.genes.vocabulary import Vocabulary
-    from cellmill.data.shards.index import DATASET
     from cellmill.data.shards.local_copies import LocalCopies
     from cellmill.data.shards.manifest import Manifest
     from cellmill.data.stream.cell_stream import CellStream

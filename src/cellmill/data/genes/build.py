@@ -36,7 +36,6 @@ from cellmill.data.split import (
     hash_genes,
     split_by_value,
     split_of_hashes,
-    values_that_split,
 )
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import progress
@@ -283,7 +282,7 @@ def _training_masks(paths: list[Path], split: Shard) -> dict[Path, np.ndarray]:
     values: list[np.ndarray] = []
     for path in paths:
         with open_counts(path) as reader:
-            values.append(values_that_split(reader, split.split_by))
+            values.append(reader.split_values(split.split_by))
     joined = np.concatenate(values)
     found = split_by_value(
         joined, split.split_by, split.seed, split.val_frac, split.test_frac, split.train_values

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.arrays import text_values
-from cellmill.data.genes.lookup import MISSING, Matches, match_names
+from cellmill.data.genes.lookup import MISSING_NAMES, Matches, match_names
 
 INDEX = "the index"
 # of the genes that two columns have in common, for the second to fill gaps of the first
@@ -32,7 +32,7 @@ class NameColumn:
 
     @property
     def n_filled(self) -> int:
-        return sum(text not in MISSING for text in self.texts)
+        return sum(text not in MISSING_NAMES for text in self.texts)
 
     @property
     def n_ids(self) -> int:

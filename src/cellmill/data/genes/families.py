@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cellmill.data.genes.lookup import MISSING
+from cellmill.data.genes.lookup import MISSING_NAMES
 from cellmill.data.genes.tables import gene_table
 
 _LEAST_SHARE = 0.3  # of the unknown names
@@ -83,7 +83,7 @@ def describe_names(names: Sequence[str], organism: str) -> str | None:
     """Line on names that are not genes of `organism`, with the way on; None if they look like
     nothing known.
     """
-    names = [name for name in names if name not in MISSING]
+    names = [name for name in names if name not in MISSING_NAMES]
     least = max(1.0, _LEAST_SHARE * len(names))
     numbers = [int(name) for name in names if _NUMBER.fullmatch(name)]
     if numbers and len(numbers) >= least:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cellmill.data.genes.tables import GeneTable, gene_id, gene_id_within, gene_table
 
-MISSING = frozenset({"", "nan", "NaN", "None", "<NA>", "NA", "N/A", "NULL", "null", "---"})
+MISSING_NAMES = frozenset({"", "nan", "NaN", "None", "<NA>", "NA", "N/A", "NULL", "null", "---"})
 """Texts that stand for a missing name, though NA and NaN were symbols once."""
 _COPY = re.compile(r"(.+)[-._][0-9]{1,3}")
 _SEPARATORS = re.compile(r"[-_.:|]+")
@@ -128,7 +128,7 @@ def _is_missing(name: str) -> bool:
     NA.2 of R.
     """
     copy = _COPY.fullmatch(name)
-    return name in MISSING or (copy is not None and copy[1] in MISSING)
+    return name in MISSING_NAMES or (copy is not None and copy[1] in MISSING_NAMES)
 
 
 def _symbol(name: str, table: GeneTable) -> Match:

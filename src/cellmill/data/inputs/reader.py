@@ -20,7 +20,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.datasets import CountsRule
-from cellmill.data.arrays import MAX_COUNT, row_sums, sum_repeated, text_values
+from cellmill.data.arrays import DATASET, MAX_COUNT, row_sums, sum_repeated, text_values
 from cellmill.data.fractions import StochasticRounding, describe_fractions, describe_negatives
 from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, require_known
@@ -127,6 +127,22 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """
         require_known(name, [*map(str, self.obs)], f"{self.path}: no obs column {name!r} ({owner})")
         return self.obs[name]
+
+    def split_values(self, column: str) -> np.ndarray:
+        """Text of obs column `column` by cell; for `dataset`, the name of the file.
+
+        Raises DataError if a cell has no value.
+        """
+        if column == DATASET:
+            return np.full(self.n_obs, self.path.stem, object)
+        values = self.obs_column(column, "shard.split_by")
+        n_missing = int(values.isna().sum())
+        if n_missing:
+            raise DataError(
+                f"{self.path}: {n_missing:,} cells have no {column!r} (shard.split_by), so no split; "
+                "fill in the column, or split by another"
+            )
+        return text_values(values.astype(object))
 
     def rows(self, block: int = 4096) -> Iterator[sp.csr_matrix]:
         """All cells in order, `block` at a time: CSR `(cells, n_vars)`, uint32, columns ascending,

@@ -14,11 +14,11 @@ from pathlib import Path
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
+from cellmill.data.arrays import DATASET, as_text
 from cellmill.data.inputs.derived.grouped import MODES
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.prepare.obs import check_labels, name_columns
-from cellmill.data.shards.index import DATASET, text_of
 from cellmill.errors import ConfigError, DataError, require_known
 from cellmill.files import read_json, special_kind
 
@@ -91,7 +91,7 @@ def _check_names(
             Path(label_map).is_file()
             and (categories := names.categories_of(labels[name])) is not None
         ):
-            check_labels(Path(label_map), map(text_of, categories), path, labels[name])
+            check_labels(Path(label_map), map(as_text, categories), path, labels[name])
     columns = name_columns(known, kept, dataset, corpus.preprocess.organism_column)
     return {*columns.kept, *columns.roles, *columns.labels, *columns.originals.values()}
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM
 from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, read_label_map
-from cellmill.data.arrays import text_values
+from cellmill.data.arrays import as_text, text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.prepare.perturbations import (
@@ -26,7 +26,6 @@ from cellmill.data.prepare.perturbations import (
     find_guides,
     merge_names,
 )
-from cellmill.data.shards.index import text_of
 from cellmill.errors import DataError, require_known
 
 _VALUES = 8  # of a column, in a message
@@ -97,7 +96,7 @@ def remove_empty_labels(
     """
     codes, values = pd.factorize(labels)
     is_text = [isinstance(value, str) for value in values]
-    texts = [text_of(value) for value in values]
+    texts = [as_text(value) for value in values]
     # `none` may be a control of a perturbation that is also a label
     controls = columns.controls_in(texts)
     empty = [
@@ -279,7 +278,7 @@ def _map_labels(
         label_map = columns.label_maps.get(name)
         if label_map is not None:
             codes, values = pd.factorize(new[name])
-            texts = [text_of(value) for value in values]
+            texts = [as_text(value) for value in values]
             by_label = check_labels(Path(label_map), texts, reader.path, sources[name])
             mapped[name] = MappedLabels(codes, texts, by_label)
             new[name] = pd.Series(mapped[name].column(), index=reader.obs.index)

@@ -35,8 +35,6 @@ from cellmill.data.shards.manifest import READ, REMEDY, Kind, Manifest
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
 
-MISSING = "<missing>"
-DATASET = "dataset"  # column of shards that cellmill adds: the name of a cell's dataset
 ABOUT = "vectors.json"
 TABLE = "vectors.npy"
 
@@ -156,11 +154,3 @@ def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     for i in np.flatnonzero(high > low).tolist():  # nearly always one entry
         found[i] = (ordered[1, low[i] : high[i]] == hashes[i, 1]).any()
     return found
-
-
-def text_of(value: Any) -> str:
-    """Text of a value; whole numbers have no decimals, as a column with missing values is stored as
-    floats.
-    """
-    is_whole = isinstance(value, float | np.floating) and float(value).is_integer()
-    return str(int(value)) if is_whole else str(value)

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import text_values
-from cellmill.data.shards.index import DATASET, MISSING, new_array, text_of
+from cellmill.data.arrays import DATASET, MISSING, as_text, text_values
+from cellmill.data.shards.index import new_array
 from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.errors import DataError
 from cellmill.files import sha256_file
@@ -46,7 +46,7 @@ def levels_of(chunks: Iterable[Any]) -> list[str] | None:
         if values.dtype.kind == "f" and not np.equal(np.mod(values, 1), 0).all():
             return None
         missing |= bool((codes < 0).any())
-        texts |= {text_of(value) for value in values}
+        texts |= {as_text(value) for value in values}
         if len(texts) > MAX_LEVELS:
             return None
     return sorted(texts - {MISSING}) + [MISSING] * missing
@@ -57,7 +57,7 @@ def level_numbers(values: Any, levels: Sequence[str]) -> np.ndarray:
     codes, unique = pd.factorize(values)
     number = {level: i for i, level in enumerate(levels, start=1)}
     # a missing value is -1
-    table = [*(number.get(text_of(value), 0) for value in unique), number.get(MISSING, 0)]
+    table = [*(number.get(as_text(value), 0) for value in unique), number.get(MISSING, 0)]
     return np.array(table, np.int32)[codes]
 
 

@@ -31,6 +31,7 @@ from cellmill.data.arrays import positions_in_rows, select_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.source import COUNTS_RULE
+from cellmill.data.keys import SHARDS, permutation
 from cellmill.data.shards.index import open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import (
@@ -46,9 +47,7 @@ from cellmill.data.split import (
     hash_genes,
     split_by_content,
     split_by_value,
-    values_that_split,
 )
-from cellmill.data.stream.order import SHARDS, permutation
 from cellmill.errors import DataError
 from cellmill.files import digest, fsync, named_errors, progress, read_json, write_json
 
@@ -281,7 +280,7 @@ def _scan(
             part["nnz"] = np.diff(counts.indptr)
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
-        split_values = None if split_by is None else values_that_split(reader, split_by)
+        split_values = None if split_by is None else reader.split_values(split_by)
         dtypes = {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns}
         rule = reader.recorded.get(COUNTS_RULE)
         return _Scan(

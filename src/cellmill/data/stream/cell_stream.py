@@ -19,7 +19,8 @@ import numpy as np
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.shards.index import MISSING, CellColumns, open_vectors
+from cellmill.data.arrays import MISSING
+from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards, read_names

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
-from cellmill.data.arrays import positions_in_rows, row_sums, scale_of_totals, splitmix64
+from cellmill.data.arrays import positions_in_rows, row_sums, scale_of_totals
+from cellmill.data.keys import splitmix64
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
 from cellmill.errors import ConfigError, DataError
 

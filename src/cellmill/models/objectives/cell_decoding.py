@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.shards.index import MISSING
+from cellmill.data.arrays import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch
 from cellmill.models.blocks import Reversed

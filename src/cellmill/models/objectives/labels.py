@@ -50,7 +50,7 @@ from cellmill.config.parts.objectives import (
     RegressionConfig,
     SupervisedContrastiveConfig,
 )
-from cellmill.data.shards.index import MISSING
+from cellmill.data.arrays import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, with_genes
 from cellmill.models.blocks import Reversed
