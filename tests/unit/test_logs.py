@@ -17,7 +17,8 @@ import pytest
 
 from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue
-from cellmill.runs.jobs import JobRecord, JobState
+from cellmill.runs.jobs import JobRecord
+from cellmill.runs.slurm import JobState
 from tests.distributed.command import wait_for
 from tests.unit.test_status import (
     RUNNING,

@@ -418,7 +418,7 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(
 def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
     done: Scripted, monkeypatch: MonkeyPatch, nonsense: Answer, shown: str
 ) -> None:
-    monkeypatch.setattr("cellmill.runs.jobs.ANSWER_WITHIN_S", 5)
+    monkeypatch.setattr("cellmill.runs.slurm.ANSWER_WITHIN_S", 5)
     early = not isinstance(nonsense[0], dict) and "{name}" not in nonsense[1]
     before = [nonsense, NONE, NONE] if early else [NONE, NONE]
     printed = done.run(

@@ -17,8 +17,9 @@ import pytest
 
 from cellmill.cli import main
 from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_lines
-from cellmill.runs.jobs import JobRecord, Jobs, JobState
+from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claim
+from cellmill.runs.slurm import JobState
 
 Hold = Callable[..., subprocess.Popen[str]]
 Cli = Callable[..., tuple[int, str, str]]

@@ -8,7 +8,7 @@ import shlex
 from cellmill.config import check_config
 from cellmill.config.evaluate import PRESETS
 from cellmill.config.published import HUB_MODEL
-from cellmill.config.rules import JobFiles, sized
+from cellmill.config.job_files import JobFiles, sized
 from cellmill.errors import ConfigError
 from cellmill.files import digest
 from cellmill.launch.queue import StageWatch, reasons_of_failed

@@ -1,1 +1,5 @@
-"""Commands that look after runs and machines: one module for each."""
+"""Sub-commands that are no stage of the workflow.
+
+`status` shows runs and `run` acts on them; `preflight` looks after profiles, `corpora` after data,
+`exchange` after models of other packages, `translate` after configurations of scModelForge.
+"""

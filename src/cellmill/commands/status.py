@@ -24,35 +24,13 @@ from cellmill.launch.follow import how_to_end, lost_start
 from cellmill.launch.queue import Queue, QueuedJob, explained, stage_jobs, stage_lines
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TAIL_BYTES, TrainFolder, progress_of, read_lines
-from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, CommandError, Jobs, JobState
+from cellmill.runs.jobs import Jobs
 from cellmill.runs.lock import Holder, holder_of
+from cellmill.runs.slurm import NOT_LISTED, RESUMABLE, UNKNOWN, WAITING, CommandError, JobState
 from cellmill.track.follow import CurveTail, kind_of
 
 HEAD = ("run", "state", "step", "loss", "job", "slurm", "left", "saved", "last line")
 RIGHT_ALIGNED = {"step", "loss", "left", "saved", "last line"}
-WAITING = {
-    "PENDING",
-    "CONFIGURING",
-    "REQUEUED",
-    "REQUEUE_FED",
-    "REQUEUE_HOLD",
-    "RESV_DEL_HOLD",
-    "SPECIAL_EXIT",
-}
-STOPPED = {
-    *(
-        "COMPLETED",
-        "CANCELLED",
-        "TIMEOUT",
-        "PREEMPTED",
-        "NODE_FAIL",
-        "BOOT_FAIL",
-        "REVOKED",
-        "DEADLINE",
-        NOT_LISTED,
-    ),
-}
-"""End states after which the same command resumes."""
 POLL_S = 1.0
 # age of a log whose stage is taken for dead: ten times that between two lines of progress
 STALE_S = 300.0
@@ -260,7 +238,7 @@ def state_of(train: Path, slurm: JobState | None, holder: Holder | None) -> str:
     if local and (record is None or local[-1]["started_at"] > record.submitted_at):
         return {"FAILED": "failed", None: KILLED, "KILLED": KILLED}.get(local[-1]["how"], "stopped")
     if record is not None:
-        failed = record.error is not None or (slurm is not None and slurm.name not in STOPPED)
+        failed = record.error is not None or (slurm is not None and slurm.name not in RESUMABLE)
         return "failed" if failed else "stopped"
     if TrainFolder(train).state() == "running":
         return KILLED

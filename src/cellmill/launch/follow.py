@@ -14,8 +14,9 @@ from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue, explained
-from cellmill.runs.jobs import NOT_LISTED, UNKNOWN, UNLISTED, JobRecord, Jobs, JobState
+from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claimant
+from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from cellmill.runs.jobs import (
+from cellmill.runs.slurm import (
     ALIVE,
     ENDED,
     NOT_LISTED,

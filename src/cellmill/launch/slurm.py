@@ -31,35 +31,14 @@ from cellmill.launch.queue import Queue
 from cellmill.launch.signals import Requests, requests
 from cellmill.launch.submit import NEEDED, SlurmJobs
 from cellmill.runs.folder import TrainFolder, training_seconds
-from cellmill.runs.jobs import (
-    CANCELLED,
-    CONNECTION,
-    NOT_LISTED,
-    OTHER_JOB,
-    UNKNOWN,
-    JobRecord,
-    Jobs,
-    error_line,
-)
+from cellmill.runs.jobs import CANCELLED, CONNECTION, JobRecord, Jobs, error_line
 from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
+from cellmill.runs.slurm import ENDED_BY_SITE, INFRASTRUCTURE, NOT_LISTED, OTHER_JOB, UNKNOWN
 
 SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
 IN_A_ROW = 2  # such jobs until they are warned about
 # a job that ended this close to its limit ended by it: SLURM may announce it a minute early
 EARLY_S = 90.0
-INFRASTRUCTURE = {
-    "TIMEOUT",
-    "PREEMPTED",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "REVOKED",
-    "LAUNCH_FAILED",
-    NOT_LISTED,
-    OTHER_JOB,
-}
-"""End states that are not the training's fault: another job continues."""
-ENDED_BY_SITE = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
-"""End states that say nothing about the job: it is not counted as one that made no checkpoint."""
 MANY_ENDED_BY_SITE = 5  # jobs in a row without a new checkpoint after which the remedy is named
 LONGEST_PAUSE_S = 600  # before another job after such jobs
 FRUITLESS_JOBS = 3  # jobs in a row without a new checkpoint after which another would not help

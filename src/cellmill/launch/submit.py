@@ -34,7 +34,8 @@ from cellmill.launch.job import Job
 from cellmill.launch.node import run_here, run_task, write_task
 from cellmill.launch.queue import QUOTA, Queue, QueuedJob
 from cellmill.launch.signals import Interrupted, Requests, blocked, requests
-from cellmill.runs.jobs import NO_PROCESS, CommandError, JobRecord, Jobs, error_line
+from cellmill.runs.jobs import JobRecord, Jobs, error_line
+from cellmill.runs.slurm import NO_PROCESS, CommandError
 
 NEEDED = ("sbatch", "srun", "squeue", "scancel")
 TRANSIENT = re.compile(

@@ -22,7 +22,7 @@ from cellmill.launch.submit import NEEDED
 from cellmill.preflight import site
 from cellmill.preflight.profile import Profile, assigned, check_machine, entries_of, evaluate
 from cellmill.preflight.site import Node, Partition, Refused, SlurmFacts
-from cellmill.runs.jobs import CommandError
+from cellmill.runs.slurm import CommandError
 
 TRAIN = "set-resources: train:"  # section of the profile with the keys that remedies name
 ON_A_GPU = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")

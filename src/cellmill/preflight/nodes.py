@@ -27,8 +27,8 @@ from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
 from cellmill.planner.devices import DEVICES, known_device, sizes_of
 from cellmill.preflight.checks import TRAIN, Check, doubt, judged, no, ok
-from cellmill.runs.jobs import NOT_LISTED
 from cellmill.runs.lock import locked
+from cellmill.runs.slurm import NOT_LISTED
 
 CLOCK_S = 2.0  # skew that is reported: Snakemake compares times of files
 SLOW_DISK_MB_S = 50

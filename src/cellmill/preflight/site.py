@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from cellmill.config.machine import Machine, flags, gpus_in
 from cellmill.errors import UserError
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
-from cellmill.runs.jobs import CommandError, ask, call, seconds
+from cellmill.runs.slurm import CommandError, ask, call, parse_duration
 
 _DOWN = {
     *(
@@ -290,7 +290,7 @@ def minutes(text: str) -> int | None:
     """
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
-    limit_s = seconds(text)
+    limit_s = parse_duration(text)
     if limit_s is None:
         raise CommandError(f"SLURM: expected a time limit, got {text[:40]!r}")
     return int(limit_s) // 60

@@ -21,13 +21,12 @@ from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped
 from cellmill.files import read_json, span, write_json
 from cellmill.runs.folder import training_seconds
-from cellmill.runs.jobs import ALIVE, CommandError, JobRecord, Jobs, ask, seconds, write_if_room
+from cellmill.runs.jobs import JobRecord, Jobs, write_if_room
+from cellmill.runs.slurm import ALIVE, RAN, CommandError, ask, parse_duration
 
 OWN_FILES = "own files"
 LOCAL = "local"  # partition of a start on this machine
 LOST = "it left no attempt file, and there is no accounting of it"
-RAN = frozenset({"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"})
-"""End states of jobs that ran: without an attempt file, how long is unknown."""
 ANSWER_WITHIN_S = 15
 LAG_S = 4.0  # how late accounting may learn of a job's end
 
@@ -94,6 +93,7 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
     if starts:
         return starts
     nodes = int(record.nodes.partition("-")[0])
+    # how long a job ran is unknown without attempt files
     waited = record.state not in RAN
     held = {
         "processes": record.nproc_per_node,
@@ -203,7 +203,7 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
             gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,
             cpus=int(_number(row["AllocCPUS"])),
             # 0 if it was not gathered
-            cpu_s=seconds(row["TotalCPU"]) if ended is not None and memory else None,
+            cpu_s=parse_duration(row["TotalCPU"]) if ended is not None and memory else None,
             max_memory_gb=max(memory) / 1e9 if memory else None,
             source="sacct",
         )

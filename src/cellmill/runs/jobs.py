@@ -1,5 +1,4 @@
-"""Job records on disk, `train/jobs/NNN/`, one folder per submission; job states, and calls of
-SLURM's commands.
+"""Job records on disk, `train/jobs/NNN/`, one folder per submission.
 
     job.json               the submitted request, and the last known state of the job
     task.json              the task of each node, see launch/node.py
@@ -26,7 +25,6 @@ import json
 import os
 import re
 import secrets
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -39,68 +37,11 @@ from cellmill.files import fsync, read_json, write_json
 if TYPE_CHECKING:  # the agent of a node needs no configuration
     from cellmill.config.machine import Machine
 
-NOT_LISTED = "NOT_LISTED"  # SLURM no longer knows the job
-OTHER_JOB = "OTHER_JOB"
-"""SLURM has a job of this id, but of another name: an allocation that a training ran in, or a
-number given again.
-"""
-UNKNOWN = "UNKNOWN"  # squeue gave no usable answer
-# reason of a state that sacct alone reports: the controller may have lost the job
-UNLISTED = "not in squeue"
-ALIVE = {  # states of jobs that hold nodes or are going to
-    *(
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "SUSPENDED",
-        "REQUEUED",
-        "REQUEUE_FED",
-        "REQUEUE_HOLD",
-    ),
-    *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
-}
-ENDED = {
-    *(
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-    ),
-    *("PREEMPTED", "REVOKED", "TIMEOUT"),
-}
 NAME = "id.json"
-ANSWER_WITHIN_S = 60
-NO_PROCESS = "this host allows no further process (ulimit -u); end others of yours, or use another login node"
-_FILTERS = ("SQUEUE_", "SCANCEL_", "SACCT_")  # a job they filter out would seem to be gone
 CONNECTION = "connection.txt"  # the first collective that failed
 LATE = "late.txt"  # nodes that have not joined
 HANG = "hang.txt"  # the rank that hung in the latest start
 CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True)
-class JobState:
-    """A job's state in SLURM's words, NOT_LISTED, OTHER_JOB or UNKNOWN; why it is pending or
-    unknown; and its nodes.
-    """
-
-    name: str
-    reason: str = ""
-    nodes: str = ""
-
-    @property
-    def alive(self) -> bool:
-        return self.name in ALIVE
-
-    @property
-    def text(self) -> str:
-        """Its name, and the reason in brackets if there is one."""
-        return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
 def folder_id(folder: Path) -> str | None:
@@ -138,62 +79,6 @@ def make_folder_id(folder: Path) -> str:
             new.unlink(missing_ok=True)
         fsync(folder)
     return known
-
-
-class CommandError(Exception):
-    """A command of SLURM is missing, failed or gave no usable answer; the text begins with its
-    name.
-    """
-
-
-def call(
-    command: list[str], within_s: float | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command without the filters of the user's environment. Raises CommandError if it is
-    missing or does not answer within `within_s` (default: `ANSWER_WITHIN_S`).
-    """
-    within_s = within_s or ANSWER_WITHIN_S
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=within_s,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C at the terminal must not cut an answer short
-            env={name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
-            | environment,
-        )
-    except subprocess.TimeoutExpired:
-        trouble: str | None = f"no answer within {within_s:g} s"
-    except FileNotFoundError:
-        trouble = "not on PATH"
-    except OSError as error:
-        trouble = NO_PROCESS if isinstance(error, BlockingIOError) else error.strerror
-    raise CommandError(f"{command[0]}: {trouble}")
-
-
-def ask(command: list[str], within_s: float | None = None, **environment: str) -> str:
-    """Output of a command, as `call`. Raises CommandError also if it fails."""
-    done = call(command, within_s, **environment)
-    if done.returncode:
-        complaint = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
-        raise CommandError(
-            f"{command[0]}: {complaint.removeprefix(f'{command[0]}: ').removeprefix('error: ')}"
-        )
-    return done.stdout
-
-
-def seconds(text: str) -> float | None:
-    """Seconds in SLURM's `[[days-]hours:]minutes:seconds`, with or without a fraction; None if it
-    is none.
-    """
-    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d+)?)", text)
-    if match is None:
-        return None
-    days, hours, minutes, rest = (float(part or 0) for part in match.groups())
-    return ((24 * days + hours) * 60 + minutes) * 60 + rest
 
 
 def _requested(machine: Machine) -> dict[str, Any]:

@@ -1,3 +1,5 @@
-"""One module for each stage: it composes the parts and computes nothing. The only place where parts
-meet.
+"""The function of each stage of the workflow, named like its rule. Stages compose the other rooms.
+
+`data` makes shards, `plan` and `train` a checkpoint, `export` a model of it; `cells` has what a
+model does to cells of a file, `evaluate` scores, `report` pages.
 """
