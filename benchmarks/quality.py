@@ -138,7 +138,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "profile-16-by-encoder2": _student(SMALL, "encoder2"),
     "profile-by-encoder2": _student(PROFILE, "encoder2"),
 }
-"""Models that only `--models` names, for docs/objectives.md, and with their teacher."""
+"""Models that only `--models` names, for docs/quality.md, and with their teacher."""
 NAMED = MODELS | OTHERS | STUDENTS
 STEPS: dict[str, int | str] = {"profile": "auto", "encoder0": 400}
 """Optimizer steps by the first part of a model's name; 250 for models with attention, which take

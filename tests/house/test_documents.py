@@ -293,7 +293,7 @@ def test_figures_of_a_digest_are_those_of_its_source() -> None:
         if data in names:  # whole cells, 10 % of the counts and 75 genes, each by two classifiers
             best = [max(figures[at : at + 2]).removeprefix("0") for at in (0, 4, 8)]
             source[model] = [*source.get(model, []), *best, figures[-1]]
-    digest = [row for row in table_rows("docs/objectives.md") if len(row) == 12][1:]
+    digest = [row for row in table_rows("docs/quality.md") if len(row) == 12][1:]
     assert len(digest) == 10
     for model, *figures in digest:
         pbmc, merfish, cellbench = (source[model][at : at + 4] for at in (0, 4, 8))

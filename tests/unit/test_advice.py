@@ -1,4 +1,4 @@
-"""The page says what to change next, by rules that the tables of docs/objectives.md support."""
+"""The page says what to change next, by rules that the tables of docs/quality.md support."""
 
 from typing import Any
 

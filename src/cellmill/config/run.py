@@ -114,7 +114,7 @@ class Plan(Section):
 
 
 AUTO_EPOCHS, AUTO_MIN_STEPS = 3, 1600
-"""Length of `train.steps: auto`, from benchmarks/lengths.py: docs/objectives.md has its table.
+"""Length of `train.steps: auto`, from benchmarks/lengths.py: docs/quality.md has its table.
 Larger numbers continue finished runs, smaller ones refuse them.
 """
 

@@ -1,6 +1,6 @@
 """What to change for a better model, by rules that measured tables support.
 
-The tables are in docs/objectives.md: "Steps and checkpoint", "Where a trained model is worth it".
+The tables are in docs/quality.md: "Steps and checkpoint", "Where a trained model is worth it".
 """
 
 from collections.abc import Iterator, Sequence

@@ -88,7 +88,7 @@ def plan(
     if plan["cut_cells_frac"] and not options.model.sequence_parallel:
         plan["warnings"].append(
             f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
-            "more accurate with all of them, at little more cost (docs/objectives.md)"
+            "more accurate with all of them, at little more cost (docs/quality.md)"
         )
     # what the processes of a node pin beside their GPUs
     pinned = machine.nproc_per_node * (

@@ -463,7 +463,7 @@ class CellDecodingConfig(DecodingConfig):
     name: Literal["cell_decoding"] = "cell_decoding"
     max_hidden_frac: float = Field(0.99, gt=0, lt=1)
     """Maximum; the fraction is drawn uniformly between both for each cell and step. With 0.8, a
-    model of all genes does not learn from cells of few genes (docs/objectives.md).
+    model of all genes does not learn from cells of few genes (docs/quality.md).
     """
     view: Literal["drop_thin", "thin", "drop"] = "drop_thin"
     """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a
