@@ -22,9 +22,7 @@ def printed(rig: Rig, stage: str, results: Path) -> str:
 
 
 @pytest.mark.full
-def test_status_attach_logs_and_cancel_work_with_and_without_a_launcher(
-    rig: Rig, corpus: str, tmp_path: Path
-) -> None:
+def test_commands_work_with_or_without_a_launcher(rig: Rig, corpus: str, tmp_path: Path) -> None:
     results = tmp_path / "results"
     train = results / "runs" / "one" / "train"
     opts = run_options(5000, checkpoint_every_steps=4)

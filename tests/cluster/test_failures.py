@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(failed: dict[str, Launched]) -> 
     )
 
 
-def test_a_job_killed_for_memory_says_which_key_to_change(failed: dict[str, Launched]) -> None:
+def test_a_job_killed_for_memory_names_the_key_to_change(failed: dict[str, Launched]) -> None:
     if "memory" not in failed:
         pytest.skip("memory limits need a writable cgroup v1")
     # the kernel chooses: it may kill the task that watches the processes, too, and then SLURM's own
@@ -130,7 +130,7 @@ def test_a_full_shared_folder_is_named(failed: dict[str, Launched]) -> None:
     assert re.search(f"[Nn]o space left|{cut_off}", line), failed["full"].printed
 
 
-def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_job(
+def test_a_refusal_by_sbatch_is_repeated_word_for_word(
     failed: dict[str, Launched],
 ) -> None:
     run = failed["refused"]
@@ -141,7 +141,7 @@ def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_job(
     assert list((run.train / "jobs").iterdir()) == []
 
 
-def test_a_job_that_can_never_start_says_why_while_it_waits(failed: dict[str, Launched]) -> None:
+def test_a_waiting_job_says_why_it_can_never_start(failed: dict[str, Launched]) -> None:
     run = failed["never"]
     run.wait_for_print("PENDING (PartitionTimeLimit)")
     assert re.search(

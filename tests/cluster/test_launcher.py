@@ -34,7 +34,7 @@ def same_curve(launched: Launched, alone: dict[int, float]) -> None:
     assert launched.losses() == pytest.approx(alone, abs=1e-5)
 
 
-def test_runs_whose_node_dies_continue_on_what_is_left_or_when_it_is_back_and_have_all_nodes_after_a_requeue(
+def test_a_run_survives_the_loss_of_a_node(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
     for node in ("node1", "node2", "node3", "node4"):
@@ -74,7 +74,7 @@ def test_runs_whose_node_dies_continue_on_what_is_left_or_when_it_is_back_and_ha
     assert re.findall(r"RUNNING on (\S+)$", fixed.printed, re.M)[-1] == "node[3-4]", fixed.printed
 
 
-def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_over(
+def test_a_new_launcher_takes_over_from_a_killed_one(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
     train = tmp_path / "run" / "train"
@@ -109,7 +109,7 @@ def test_a_launcher_that_was_killed_is_followed_by_one_that_attaches_and_takes_o
     same_curve(second, alone)
 
 
-def test_of_two_jobs_of_one_run_one_trains_and_the_other_ends_in_one_line(
+def test_only_one_of_two_jobs_trains_a_run(
     rig: Rig, corpus: str, alone: dict[int, float], tmp_path: Path
 ) -> None:
     # sbatch accepts the job twice, as when its answer was lost and the controller only slow, and
@@ -172,7 +172,7 @@ def test_the_queue_may_fail_for_a_while(rig: Rig, corpus: str, tmp_path: Path) -
     assert "was submitted but not recorded: adopted by its name" in run.printed
 
 
-def test_inside_an_allocation_the_nodes_of_the_allocation_are_used(
+def test_a_launcher_inside_an_allocation_uses_its_nodes(
     rig: Rig, corpus: str, tmp_path: Path
 ) -> None:
     train = tmp_path / "run" / "train"

@@ -121,7 +121,7 @@ def test_a_killed_launcher_is_followed_by_one_that_attaches(life: Life) -> None:
 
 
 @pytest.mark.full
-def test_another_user_on_another_node_neither_reads_nor_ends_a_run(life: Life) -> None:
+def test_another_user_cannot_read_or_end_a_run(life: Life) -> None:
     life.now.wait_for_step(3)
     job = life.job()
     for node in ("node1", "node2"):
@@ -135,7 +135,7 @@ def test_another_user_on_another_node_neither_reads_nor_ends_a_run(life: Life) -
     assert life.job() == job
 
 
-def test_a_preempted_run_saves_in_its_grace_time_and_continues(life: Life) -> None:
+def test_a_preempted_run_saves_in_its_grace_time(life: Life) -> None:
     life.now.wait_for_step(6)
     high = ("-p", "gpu-a100-high", "-N", "2", "--exclusive", "-t", "1")
     life.rig.run_as_other("sbatch", *high, "-o", "/dev/null", "--wrap", "sleep 1")
@@ -161,7 +161,7 @@ def test_a_run_whose_node_dies_continues_on_the_other(life: Life) -> None:
     assert re.findall(r"RUNNING on (\S+)$", life.now.printed, re.M)[-1] == "node1"
 
 
-def test_a_run_saves_before_its_time_limit_and_continues_in_another_job(life: Life) -> None:
+def test_a_run_saves_before_its_time_limit(life: Life) -> None:
     job = life.job()
     elapsed = life.rig.call("squeue", "-h", "-j", job, "-o", "%M").strip().split(":")
     ran_s = 60 * int(elapsed[-2]) + int(elapsed[-1])
@@ -180,7 +180,7 @@ def test_a_run_saves_before_its_time_limit_and_continues_in_another_job(life: Li
     ]
 
 
-def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(life: Life) -> None:
+def test_an_interrupt_leaves_a_checkpoint(life: Life) -> None:
     job = life.job()
     wait_for(lambda: f"job {job}: RUNNING" in life.now.printed, lambda: life.now.printed)
     life.now.wait_for_step(life.now.step() + 2)
@@ -197,7 +197,7 @@ def test_an_interrupt_cancels_the_job_and_leaves_a_checkpoint_and_no_process(lif
     assert life.rig.squeue() == []
 
 
-def test_the_curve_is_that_of_an_undisturbed_run(life: Life) -> None:
+def test_the_curve_equals_an_undisturbed_run(life: Life) -> None:
     assert life.now.process.poll() == 75, "an earlier test of this life failed"
     last = life.start(rest_s=0)
     assert life.undisturbed is not None
@@ -207,7 +207,7 @@ def test_the_curve_is_that_of_an_undisturbed_run(life: Life) -> None:
     assert list(last.losses()) == list(range(1, STEPS + 1))
 
 
-def test_what_it_leaves_is_for_its_user_alone_and_holds_no_secret(life: Life) -> None:
+def test_files_are_private_to_the_user(life: Life) -> None:
     for folder in (life.train, life.train / "jobs", life.train / "jobs" / "001"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = [path for path in life.folder.rglob("*") if path.is_file()]

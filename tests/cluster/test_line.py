@@ -97,7 +97,7 @@ def write_profile(folder: Path, rig: Rig) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(profile))
 
 
-def test_stages_are_jobs_and_the_training_is_one_of_two_nodes(trained: tuple[Project, str]) -> None:
+def test_stages_run_as_jobs_with_training_on_two_nodes(trained: tuple[Project, str]) -> None:
     project, printed = trained
     record = json.loads((project.folder / "results/runs/tiny/train/jobs/001/job.json").read_text())
     attempt = json.loads(
@@ -121,7 +121,7 @@ def test_every_stage_is_a_job(line: tuple[Project, str]) -> None:
 
 
 @pytest.mark.full
-def test_the_loss_is_that_of_four_processes_on_one_machine(
+def test_the_loss_equals_four_processes_on_one_machine(
     line: tuple[Project, str], tmp_path: Path
 ) -> None:
     project, _ = line
@@ -203,7 +203,7 @@ def test_published_folders_lead_to_predictions_by_jobs(rig: Rig, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_stage_that_can_never_start_says_why(rig: Rig, cells: Path, tmp_path: Path) -> None:
+def test_a_stage_says_why_it_can_never_start(rig: Rig, cells: Path, tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", cells)
     write_profile(project.folder / "profiles" / "long", rig)
     file = project.folder / "profiles" / "long" / "config.yaml"

@@ -53,7 +53,7 @@ def on_two_nodes(**changes: Any) -> dict[str, Any]:
     return machine | {"mem_mb": 3000, "cpus_per_task": 4, "poll_s": 1} | changes
 
 
-def test_an_available_machine_is_tried_on_its_nodes_and_is_go(rig: Rig, project: Path) -> None:
+def test_an_available_machine_is_tried_on_its_nodes(rig: Rig, project: Path) -> None:
     lines = preflight(rig, project, on_two_nodes(slurm_partition="gpu-h100", constraint="h100"), 0)
     log = "results/preflight/one/jobs/001/"
     wanted = [
@@ -97,9 +97,7 @@ def test_an_available_machine_is_tried_on_its_nodes_and_is_go(rig: Rig, project:
     assert not rig.squeue()
 
 
-def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(
-    rig: Rig, project: Path
-) -> None:
+def test_an_impossible_request_is_reported_without_queueing(rig: Rig, project: Path) -> None:
     # the controller's own words
     for changes, refused in (
         (
@@ -119,7 +117,7 @@ def test_a_request_the_cluster_cannot_meet_is_reported_without_queueing(
 
 
 @pytest.mark.full
-def test_a_new_profile_is_go_and_has_the_partitions_figures(rig: Rig, project: Path) -> None:
+def test_a_new_profile_describes_its_partition(rig: Rig, project: Path) -> None:
     def lines_of(*words: str) -> list[str]:
         return cellmill(rig, *words, cwd=project, code=0).splitlines()
 
@@ -167,9 +165,7 @@ def test_a_node_that_does_not_see_the_folder_is_named(rig: Rig, project: Path) -
 
 
 @pytest.mark.full
-def test_accounts_and_accounting_are_those_of_slurmdbd(
-    rig_with_accounting: Rig, project: Path
-) -> None:
+def test_accounts_come_from_slurmdbd(rig_with_accounting: Rig, project: Path) -> None:
     rig = rig_with_accounting
     lines = preflight(rig, project, on_two_nodes(slurm_account="lab", qos="normal"), 0, "--no-job")
     assert "ok  accounting: sacct answers" in lines

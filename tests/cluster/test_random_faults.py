@@ -11,9 +11,7 @@ from tests.cluster.rig import Rig
 
 
 @pytest.mark.full
-def test_runs_come_through_random_faults_with_one_curve_and_never_two_jobs(
-    rig: Rig, corpus: str, tmp_path: Path
-) -> None:
+def test_the_curve_survives_random_faults(rig: Rig, corpus: str, tmp_path: Path) -> None:
     assert sum(len(run.done) for run in run_all(rig, corpus, tmp_path, len(FAULTS), seed=1)) == len(
         FAULTS
     )

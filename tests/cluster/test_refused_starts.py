@@ -55,7 +55,7 @@ def starts(rig: Rig, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> d
     }
 
 
-def test_a_node_cut_off_from_the_controller_trains_on_and_one_job_follows_it_until_sigterm(
+def test_one_job_follows_a_node_cut_off_from_the_controller(
     rig: Rig, corpus: str, tmp_path: Path, starts: dict[str, Launched]
 ) -> None:
     train = tmp_path / "run" / "train"
@@ -84,7 +84,7 @@ def test_a_node_cut_off_from_the_controller_trains_on_and_one_job_follows_it_unt
     assert len(run.job_ids()) == 2
 
 
-def test_a_start_that_cannot_succeed_takes_one_job_and_its_reason_is_the_last_line(
+def test_a_start_that_cannot_succeed_takes_one_job(
     starts: dict[str, Launched],
 ) -> None:
     assert starts["srun"].end() == 0, starts["srun"].printed

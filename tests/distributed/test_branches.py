@@ -97,7 +97,7 @@ def test_a_branch_that_has_begun_needs_no_trunk(corpus: str, trunk: Path, tmp_pa
         (3, {"steps": 8}, "no checkpoint of step 3; there are those of steps"),
     ],
 )
-def test_another_training_is_no_trunk(
+def test_another_training_cannot_be_a_trunk(
     corpus: str,
     trunk: Path,
     tmp_path: Path,

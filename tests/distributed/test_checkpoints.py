@@ -33,7 +33,7 @@ def half(pool: Pool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def test_resuming_in_the_same_layout_is_bitwise_the_uninterrupted_run(
+def test_resuming_in_the_same_layout_is_bitwise_exact(
     pool: Pool, corpus: str, half: Path, tmp_path: Path
 ) -> None:
     same = options(LAYOUTS["HYBRID_SHARD"], train={"steps": 8})
@@ -46,7 +46,7 @@ def test_resuming_in_the_same_layout_is_bitwise_the_uninterrupted_run(
     assert len(resumed[0]) == 4
 
 
-def test_the_index_is_read_once_and_a_planted_pickle_is_not_run(
+def test_a_pickle_planted_in_the_index_is_never_run(
     alone: None, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = tmp_path / "ran"
@@ -79,9 +79,7 @@ def test_the_index_is_read_once_and_a_planted_pickle_is_not_run(
     assert not trace.exists()
 
 
-def test_the_index_has_what_the_pickle_has_and_of_it_a_rank_takes_its_own_part(
-    half: Path, tmp_path: Path
-) -> None:
+def test_the_index_agrees_with_the_pickle_it_replaces(half: Path, tmp_path: Path) -> None:
     shutil.copytree(half / "checkpoints" / "step-00000004", tmp_path / "checkpoint")
     whole = CheckpointReader(tmp_path / "checkpoint").read_metadata()
     pickled = pickle.loads((tmp_path / "checkpoint" / ".metadata").read_bytes())  # noqa: S301
@@ -152,7 +150,7 @@ def run(half: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_damage_is_named_and_the_checkpoint_before_it_is_used_if_there_is_one(run: Path) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(run: Path) -> None:
     for step in (6, 4):
         file = next((run / "checkpoints" / f"step-{step:08}").glob("*.distcp"))
         content = bytearray(file.read_bytes())

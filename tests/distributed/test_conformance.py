@@ -143,7 +143,7 @@ def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bo
 
 
 @rows(ALL)
-def test_curve_and_validation_equal_those_of_one_process(table: Table, case: Case) -> None:
+def test_curves_equal_those_of_one_process(table: Table, case: Case) -> None:
     expected = table.alone(case.model, case.precision)["lines"]
     low = case.precision != "32-true"
     assert any("val_loss" in line for line in expected)
@@ -166,7 +166,7 @@ def test_training_logs_the_share_of_labelled_cells(table: Table) -> None:
 
 
 @rows(BEGUN)
-def test_first_weights_equal_those_of_one_process_to_the_bit(table: Table, case: Case) -> None:
+def test_first_weights_are_bitwise_those_of_one_process(table: Table, case: Case) -> None:
     expected = dict(table.alone(case.model)["first"])
     found = [set(rank["first"]) for rank in table.once(case)[0]]
     assert all(of_rank <= expected.items() for of_rank in found)
@@ -182,7 +182,7 @@ def test_ranks_end_with_the_same_parameters(table: Table, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CUTS)
-def test_how_a_step_is_cut_and_computed_changes_nothing(table: Table, case: Case) -> None:
+def test_splitting_a_step_changes_nothing(table: Table, case: Case) -> None:
     assert_lines(table.once(case)[0], table.alone(case.model)["lines"])
 
 
@@ -214,9 +214,7 @@ def test_an_export_is_the_trained_model_to_the_bit(
         assert conformance.digest_of(tensors[name].numpy()) == content, name
 
 
-def test_checkpoints_and_exports_have_the_persistent_buffers_alone(
-    table: Table, tmp_path: Path
-) -> None:
+def test_only_persistent_buffers_are_saved(table: Table, tmp_path: Path) -> None:
     _, folder = table.once(BUFFERED)
     persistent = {"order", *(f"blocks.{index}.scale" for index in range(4))}
     newest = max((folder / "checkpoints").iterdir())

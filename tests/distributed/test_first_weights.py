@@ -144,7 +144,7 @@ CASES += [(name, MEAN) for name in ("FULL_SHARD", TP, PP)]
 @pytest.mark.parametrize(
     ("layout", "finetune"), quick(CASES, [(TP, {}), (PP, {}), ("FULL_SHARD", MEAN)])
 )
-def test_a_rank_reads_its_own_part_and_gets_the_values_of_a_whole_model(
+def test_a_rank_reads_only_its_part_of_the_first_weights(
     pool: Pool, tmp_path: Path, layout: str, finetune: dict[str, str]
 ) -> None:
     given = options((LAYOUTS | PIPELINES)[layout], model={"objective": "masked_gene"}) | {

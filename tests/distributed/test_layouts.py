@@ -26,9 +26,7 @@ from tests.distributed.pool import Pool
 
 
 @pytest.mark.parametrize("rows", [122, 9, 3])
-def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(
-    pool: Pool, rows: int
-) -> None:
+def test_the_loss_over_a_sharded_vocabulary_equals_torch(pool: Pool, rows: int) -> None:
     shapes = ((rows, 8), (rows,), (7, 8))
     generator = torch.Generator().manual_seed(rows)
     table, bias, states = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -45,7 +43,7 @@ def test_the_loss_over_a_cut_vocabulary_is_torchs_with_any_number_of_rows(
             np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5, rtol=1e-5)
 
 
-def test_hybrid_shard_shards_inside_a_node_and_replicates_across(pool: Pool, corpus: str) -> None:
+def test_hybrid_shard_shards_only_inside_a_node(pool: Pool, corpus: str) -> None:
     for found in pool.run(
         "initial_parameters", corpus=corpus, options=options(LAYOUTS["HYBRID_SHARD"])
     ):
@@ -59,9 +57,7 @@ def test_hybrid_shard_shards_inside_a_node_and_replicates_across(pool: Pool, cor
 @pytest.mark.parametrize(
     "layout", ["tp 4", pytest.param("FULL_SHARD x tp 2", marks=pytest.mark.full)]
 )
-def test_tensor_parallel_cuts_matrices_by_heads_width_and_tokens(
-    pool: Pool, corpus: str, layout: str
-) -> None:
+def test_tensor_parallel_shards_matrices_by_heads(pool: Pool, corpus: str, layout: str) -> None:
     cut = {
         "qkv.weight": 0,
         "qkv.bias": 0,
@@ -122,7 +118,7 @@ def test_a_length_that_comes_again_needs_no_new_schedule(
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 8])
-def test_padded_lengths_are_few_and_near(multiple: int) -> None:
+def test_padded_lengths_stay_few(multiple: int) -> None:
     padded = np.array([pipeline_tokens(tokens, multiple) for tokens in range(1, 70_000, 7)])
     tokens = np.arange(1, 70_000, 7)
     assert (padded >= tokens).all()

@@ -40,7 +40,7 @@ def _run(layout: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, LAYOUTS[:1]), ids=str)
-def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume(
+def test_all_ranks_stop_at_the_same_validation(
     pool: Pool, alone: None, corpus: str, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     whole = cases.trained(corpus, _run(), str(tmp_path / "whole"), 9)["lines"]
@@ -61,9 +61,7 @@ def test_all_ranks_end_at_the_same_validation_in_every_layout_and_after_a_resume
 
 
 @pytest.mark.full
-def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(
-    corpus: str, tmp_path: Path
-) -> None:
+def test_a_finished_run_continues_if_patience_is_raised(corpus: str, tmp_path: Path) -> None:
     run = Run(corpus, tmp_path / "train")
     said = "".join(run.train(_run(steps=50), nproc_per_node=2))
     status = run.read("status.json")
@@ -87,9 +85,7 @@ def test_the_command_takes_it_for_done_and_goes_on_when_patience_is_raised(
     assert json.loads((tmp_path / "config.json").read_text())["step"] == status["best_step"]
 
 
-def test_auto_trains_as_many_steps_as_the_number_set_by_hand_and_continues_it(
-    corpus: str, tmp_path: Path
-) -> None:
+def test_auto_trains_the_same_steps_as_the_explicit_number(corpus: str, tmp_path: Path) -> None:
     runs = [Run(corpus, tmp_path / name) for name in ("auto", "number")]
     curves = []
     for run, steps in zip(runs, ("auto", AUTO_MIN_STEPS)):
@@ -105,7 +101,7 @@ def test_auto_trains_as_many_steps_as_the_number_set_by_hand_and_continues_it(
     )
 
 
-def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
+def test_a_skipped_validation_is_in_the_checkpoint_of_its_step(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
     saved = []
@@ -122,7 +118,7 @@ def test_a_validation_that_a_stop_left_out_is_in_the_checkpoint_of_its_step(
     assert saved == [[(2, None)], [(2, 2), (4, 2)]]
 
 
-def test_steps_that_a_damaged_curve_has_lost_are_counted_in_one_line_at_resume(
+def test_steps_lost_from_a_damaged_curve_are_counted(
     alone: None, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "metrics.jsonl"
@@ -170,7 +166,7 @@ def read(checkpoint: Checkpoint, part: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_average_follows_its_formula_and_is_validated_and_exported(
+def test_the_average_of_weights_follows_its_formula(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
     def lines_of(name: str, **more: Any) -> list[dict[str, Any]]:

@@ -223,7 +223,7 @@ EVERY = [*((name, ACCUMULATED) for name in LAYOUTS), *((name, {}) for name in RE
 @pytest.mark.parametrize(
     ("name", "train"), quick([*SENT, *(row for row in EVERY if row not in SENT)], SENT)
 )
-def test_bytes_of_each_collective_and_axis_agree_with_the_plan(
+def test_measured_bytes_of_collectives_agree_with_the_plan(
     pool: Pool, corpus: str, name: str, train: dict[str, Any]
 ) -> None:
     given, model = _planned(name, hidden=64, **train)

@@ -110,7 +110,7 @@ ADAPTERS = {
         ("lora", ADAPTERS, {"lr_heads": 1e-3, "lr_trunk": 1e-4}),
     ],
 )
-def test_heads_and_what_the_method_trains_of_the_trunk_move_at_their_rates_and_nothing_else_has_a_state(
+def test_parameter_groups_train_at_their_own_rates(
     references: dict[str, Found], method: str, trunk: set[str], logged: dict[str, float]
 ) -> None:
     found = references[method]
@@ -124,7 +124,7 @@ def test_heads_and_what_the_method_trains_of_the_trunk_move_at_their_rates_and_n
     assert rates_of_steps(found)[-1] == pytest.approx(logged)
 
 
-def test_blocks_begin_one_after_the_other_at_rates_that_fall_with_depth(
+def test_blocks_unfreeze_in_turn_at_rates_that_fall_with_depth(
     references: dict[str, Found],
 ) -> None:
     found = references["gradual"]
@@ -159,9 +159,7 @@ def test_adapters_of_all_linear_layers_do_not_decay(references: dict[str, Found]
     assert {decay for names, decay, _ in found["groups"] if names & ADAPTERS} == {0.0}
 
 
-def test_an_export_is_merged_and_its_adapter_alone_gives_the_same_model(
-    alone: None, corpus: str, tmp_path: Path
-) -> None:
+def test_a_merged_export_equals_the_adapted_model(alone: None, corpus: str, tmp_path: Path) -> None:
     given = run("lora")
     given["finetune"] |= {"targets": ["qkv", "down"]}
     found = cases.trained(corpus, given, str(tmp_path / "train"), STEPS)
@@ -232,7 +230,7 @@ def test_a_method_trains_as_in_one_process(
 
 
 @pytest.mark.parametrize(("first", "then"), quick(ADAPTED, ADAPTED[2:3]), ids=str)
-def test_adapters_train_as_in_one_process_and_go_on_in_another_layout(
+def test_adapters_resume_in_another_layout(
     pool: Pool,
     corpus: str,
     references: dict[str, Found],
@@ -265,7 +263,7 @@ def test_tied_parameters_can_be_frozen(
         assert_trained_alike(rank, expected, expected["curve"])
 
 
-def test_a_run_that_unfreezes_goes_on_where_it_stopped(
+def test_a_run_that_unfreezes_resumes_where_it_stopped(
     references: dict[str, Found], alone: None, corpus: str, tmp_path: Path
 ) -> None:
     expected = references["gradual"]

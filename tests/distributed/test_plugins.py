@@ -31,9 +31,7 @@ def tracked(tmp_path: Path, **steps: Any) -> tuple[Path, Path, dict[str, Any]]:
     return out, calls, options(train=steps) | {"track": track}
 
 
-def test_an_installed_tracker_gets_every_number_and_a_broken_observer_is_one_warning(
-    corpus: str, tmp_path: Path, installed: None
-) -> None:
+def test_a_broken_observer_costs_one_warning(corpus: str, tmp_path: Path, installed: None) -> None:
     out, calls, given = tracked(tmp_path, steps=5, val_every_steps=5)
     _, error = Run(corpus, out).train(given, nproc_per_node=2)
     start, *lines, finish = read_calls(calls)

@@ -78,7 +78,7 @@ def _predict(
     return ad.read_h5ad(out)
 
 
-def test_an_export_predicts_labels_with_the_temperature_of_its_validation_cells(
+def test_labels_are_predicted_at_the_validation_temperature(
     model: Path, corpus: str, tmp_path: Path
 ) -> None:
     classifier = json.loads((model / "config.json").read_text())["classifier"]
@@ -98,7 +98,7 @@ def test_an_export_predicts_labels_with_the_temperature_of_its_validation_cells(
     assert found.uns["cellmill_prediction"]["temperature"] == calibration["temperature"]
 
 
-def test_shards_that_are_not_found_are_the_reason_of_probabilities_without_calibration(
+def test_missing_shards_leave_probabilities_uncalibrated(
     trained: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = _exported(trained, corpus, "gone/manifest.json", tmp_path / "model")
@@ -111,7 +111,7 @@ def test_shards_that_are_not_found_are_the_reason_of_probabilities_without_calib
     assert capsys.readouterr().out.count(told) >= 1
 
 
-def test_cells_below_the_threshold_get_no_label_and_the_rest_stays(
+def test_cells_below_the_threshold_get_no_label(
     model: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = Path(corpus) / "raw.h5ad"

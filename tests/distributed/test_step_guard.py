@@ -28,7 +28,7 @@ EACH = LAYOUTS | PIPELINES
 @pytest.mark.parametrize(
     "layout", quick(["ddp", "HYBRID_SHARD", TP, PP, "pp 2, 1F1B x tp 2"], ["HYBRID_SHARD", PP])
 )
-def test_a_skipped_step_changes_no_bit_of_parameters_and_moments(
+def test_a_skipped_step_leaves_parameters_unchanged(
     pool: Pool, corpus: str, tmp_path: Path, layout: str
 ) -> None:
     run = options(EACH[layout], train={"schedule": "constant"})
@@ -56,7 +56,7 @@ NAMED = [("ddp", 1, 4), (TP, 2, 8), (PP, 1, 8)]
 
 
 @pytest.mark.parametrize(("layout", "rank", "cells"), quick(NAMED, NAMED[:1]))
-def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one_which_names_the_rank_and_the_cells(
+def test_a_resumed_run_repeats_its_skipped_steps(
     pool: Pool, corpus: str, tmp_path: Path, layout: str, rank: int, cells: int
 ) -> None:
     run = options(EACH[layout], train={"steps": 9, "checkpoint_every_steps": 4, "max_bad_steps": 3})
@@ -78,7 +78,7 @@ def test_a_resumed_run_skips_and_ends_as_an_uninterrupted_one_which_names_the_ra
         assert [of_rank[key] for of_rank in resumed] == [of_rank[key] for of_rank in alone], key
 
 
-def test_a_validation_loss_that_is_not_finite_is_logged_and_training_continues(
+def test_training_continues_after_an_infinite_validation_loss(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
     found = cases.trained(
@@ -125,14 +125,14 @@ def test_norms_are_of_true_gradients(exact: np.ndarray, half: np.ndarray) -> Non
     np.testing.assert_allclose(half, exact, rtol=1e-2)
 
 
-def test_a_new_run_begins_with_the_scale_of_torchs_scaler_and_grows_as_often() -> None:
+def test_a_new_loss_scale_matches_the_scaler_of_torch() -> None:
     scaler = torch.amp.GradScaler("cpu")
     assert step_guard.LossScale(torch.device("cpu")).read() == (scaler.get_scale(), 0)
     assert scaler.get_growth_interval() == step_guard.GROWTH_STEPS
 
 
 @pytest.mark.parametrize("layout", quick(MOST, [TP]))
-def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
+def test_an_overflow_on_one_process_is_skipped_by_all(
     pool: Pool, corpus: str, half: np.ndarray, tmp_path: Path, layout: str
 ) -> None:
     spread = options(MOST[layout] | HALF)
@@ -158,7 +158,7 @@ def test_an_overflow_on_one_process_is_skipped_by_all_and_halves_the_scale(
     np.testing.assert_allclose([line[1] for line in lines[:3]], half[:3, 1], rtol=2e-2)
 
 
-def test_the_loss_scale_falls_after_overflows_and_grows_after_good_steps(
+def test_the_loss_scale_follows_overflows(
     alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_guard, "GROWTH_STEPS", 2)

@@ -52,7 +52,7 @@ def copied(corpus: str, tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_of_an_uninterrupted_one(
+def test_the_curve_survives_kills_stops_and_extensions(
     run: Run, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
@@ -96,7 +96,7 @@ def test_one_life_of_a_run_killed_stopped_resumed_and_made_longer_has_the_curve_
     assert list((tmp_path / "disk").iterdir()) == [], "a copy of the shards is left"
 
 
-def test_a_run_stored_before_an_option_was_added_is_done_and_not_set_aside(
+def test_a_run_stored_before_an_option_was_added_is_done(
     copy_of_one: Run,
 ) -> None:
     checkpoint = max((copy_of_one.out / "checkpoints").glob("step-*"))
@@ -124,9 +124,7 @@ def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_it_is(
-    run: Run, whole: Run
-) -> None:
+def test_the_curve_survives_kill_9_of_any_process(run: Run, whole: Run) -> None:
     given = options(train={"steps": 300, "checkpoint_every_steps": 10, "val_every_steps": 50})
     whole.train(given, nodes=2)
     run.start(given, until=15, nodes=2, max_restarts=2)
@@ -147,9 +145,7 @@ def test_kill_9_of_a_worker_of_an_agent_and_of_the_command_leaves_the_curve_as_i
     assert run.read("status.json")["best_val_loss"] == whole.read("status.json")["best_val_loss"]
 
 
-def test_a_single_process_has_no_agent_starts_again_when_killed_and_saves_when_its_command_is(
-    run: Run, whole: Run
-) -> None:
+def test_a_single_process_runs_without_an_agent(run: Run, whole: Run) -> None:
     given = options(
         train={"steps": 120, "checkpoint_every_steps": 10_000, "val_every_steps": 10_000}
     )
@@ -171,7 +167,7 @@ def test_a_single_process_has_no_agent_starts_again_when_killed_and_saves_when_i
 
 
 @pytest.mark.full
-def test_after_losing_one_of_two_agents_the_other_continues_alone(run: Run, whole: Run) -> None:
+def test_one_of_two_agents_continues_if_the_other_is_lost(run: Run, whole: Run) -> None:
     given = options(train={"steps": 60, "checkpoint_every_steps": 10})
     whole.train(given)
     run.start(given, until=25, nodes=2)
@@ -196,7 +192,7 @@ SIGNALS: list[tuple[str, bool, dict[str, Any]]] = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "to_command", "layout"), SIGNALS, ids=str)
-def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exits_75(
+def test_a_signal_to_any_process_saves_at_one_common_step(
     run: Run, number: str, to_command: bool, layout: dict[str, Any]
 ) -> None:
     run.start(
@@ -222,7 +218,7 @@ def test_a_signal_to_the_command_or_one_process_saves_at_one_common_step_and_exi
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_is_named_with_its_node_and_what_the_others_wait_in(run: Run) -> None:
+def test_a_hanging_rank_is_named_with_its_node(run: Run) -> None:
     run.start(options(train=ENDLESS | {"timeout_s": 20}), until=3, nproc_per_node=2, max_restarts=0)
     run.worker(1).suspend()
     assert re.fullmatch(
@@ -247,7 +243,7 @@ def test_a_rank_that_hangs_is_restarted_with_the_same_curve(run: Run, whole: Run
     assert run.losses == pytest.approx(whole.losses, abs=1e-4)
 
 
-def test_another_configuration_is_refused_and_nothing_is_touched(one: Run) -> None:
+def test_another_configuration_is_refused_before_any_change(one: Run) -> None:
     before = one.files
     _, error = one.train(options(train={"steps": STEPS, "lr": 5e-3}), code=2)
     assert error == (
@@ -258,7 +254,7 @@ def test_another_configuration_is_refused_and_nothing_is_touched(one: Run) -> No
     assert one.files == before
 
 
-def test_other_shards_under_an_unfinished_training_are_refused_and_nothing_is_touched(
+def test_changed_shards_are_refused_before_any_change(
     copy_of_one: Run,
 ) -> None:
     checkpoint = next((copy_of_one.out / "checkpoints").iterdir())
@@ -303,9 +299,7 @@ def test_a_damaged_shard_is_named_before_training(copied: Path, tmp_path: Path) 
     assert not (run.out / "checkpoints").exists()
 
 
-def test_a_layout_and_a_vocabulary_that_do_not_fit_are_refused_before_any_process_starts(
-    copied: Path, tmp_path: Path
-) -> None:
+def test_an_impossible_layout_is_refused_before_any_process(copied: Path, tmp_path: Path) -> None:
     path = copied / "vocabulary.tsv"
     run = Run(copied, tmp_path / "train")
     _, error = run.train(options({"shard_size": 3}), nproc_per_node=4, code=2)

@@ -35,7 +35,7 @@ def test_only_lines_with_code_count() -> None:
     assert measured.tokens == sum(by_line)
 
 
-def test_sums_of_files_are_those_of_their_rooms(tmp_path: Path) -> None:
+def test_densities_of_files_add_up_to_those_of_rooms(tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "one.py").write_text(CODE)
     (tmp_path / "room" / "two.py").write_text("x = 1\n")

@@ -101,7 +101,7 @@ def test_modules_import_no_slow_library_that_they_do_not_use(
     assert loaded_by(*modules, among=among) <= used
 
 
-def test_a_model_is_built_and_filled_without_the_compiler_and_tensors_of_a_mesh() -> None:
+def test_a_model_is_built_without_loading_the_compiler() -> None:
     lines = (
         "from cellmill.models.build import build",
         "from cellmill.parallel.materialize import to_empty",

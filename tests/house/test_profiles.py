@@ -42,9 +42,7 @@ def keys_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_snakemake_knows_every_key_and_passes_the_machine_as_written(
-    path: Path, tmp_path: Path
-) -> None:
+def test_snakemake_accepts_every_key_of_a_profile(path: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "config", tmp_path / "config")
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-n"]
     done = subprocess.run(
@@ -66,7 +64,7 @@ def test_snakemake_knows_every_key_and_passes_the_machine_as_written(
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.parent.name)
-def test_a_profile_is_a_machine_with_explained_keys_and_no_setting_known_to_fail(
+def test_a_profile_explains_every_key_of_its_machine(
     path: Path,
 ) -> None:
     text = path.read_text(encoding="utf-8")
@@ -100,7 +98,7 @@ def test_a_profile_is_a_machine_with_explained_keys_and_no_setting_known_to_fail
     assert machine.gpus in (0, machine.nproc_per_node)
 
 
-def test_the_profiles_for_slurm_are_what_the_writer_of_new_ones_makes_of_their_sites() -> None:
+def test_slurm_profiles_equal_what_their_writer_generates() -> None:
     texts = {
         path.parent.name: path.read_text(encoding="utf-8")
         for path in PROFILES
@@ -109,14 +107,14 @@ def test_the_profiles_for_slurm_are_what_the_writer_of_new_ones_makes_of_their_s
     assert texts == shipped(), "run python tools/shipped_profiles.py"
 
 
-def test_the_page_has_the_description_and_default_of_every_key_of_the_machine() -> None:
+def test_the_page_documents_every_key_of_the_machine() -> None:
     text = (ROOT / "profiles" / "README.md").read_text(encoding="utf-8")
     for name, field in Machine.model_fields.items():
         default = "none" if field.default == "" else f"`{field.default}`"
         assert f"| `{name}` | {description(Machine, name)} Default: {default}. |" in text
 
 
-def test_preflight_knows_what_the_rules_of_submitted_stages_declare() -> None:
+def test_preflight_knows_the_resources_of_every_rule() -> None:
     declared = {}
     for name, body in (RULES | ZOO).items():
         if name not in HERE:

@@ -42,7 +42,7 @@ def check_pinned(script: str, environment: str) -> re.Match[str]:
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_the_rule_calls_its_sub_command_with_quoted_words_in_its_environment(name: str) -> None:
+def test_a_rule_calls_its_sub_command_with_quoted_words(name: str) -> None:
     body = WORKING[name]
     stage = name.removesuffix("_data")
     check_files(body, stage)
@@ -56,7 +56,7 @@ def test_the_rule_calls_its_sub_command_with_quoted_words_in_its_environment(nam
 
 
 @pytest.mark.parametrize("name", BRIDGES)
-def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellmill(
+def test_a_bridge_has_an_environment_without_cellmill(
     name: str,
 ) -> None:
     body = BRIDGES[name]
@@ -70,7 +70,7 @@ def test_a_bridge_has_a_log_an_environment_of_its_own_and_a_script_without_cellm
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_a_pinned_environment_and_a_short_script(name: str) -> None:
+def test_a_preset_has_a_pinned_environment(name: str) -> None:
     [body] = ZOO.values()
     assert "envs/zoo-{preset}.yaml" in directive(body, "conda")
     assert "zoo_{wildcards.preset}.py" in directive(body, "resources")

@@ -34,7 +34,7 @@ NAMES = {
 }
 
 
-def test_each_stage_prints_to_the_terminal_and_its_log_and_has_a_benchmark(
+def test_each_stage_writes_a_log_and_a_benchmark(
     done: tuple[Project, str],
 ) -> None:
     for stage in EVERYTHING:
@@ -91,7 +91,7 @@ def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, 
         pytest.param("report={title: Ours}", ["report"], marks=pytest.mark.full),
     ],
 )
-def test_a_changed_key_reruns_the_stages_that_read_it_and_those_after_them(
+def test_a_changed_key_reruns_only_dependent_stages(
     done: tuple[Project, str], change: str, rules: list[str]
 ) -> None:
     assert done[0].jobs("--config", change) == dict.fromkeys(rules, 1)
@@ -107,7 +107,7 @@ def test_a_dry_run_names_the_options_that_changed(done: tuple[Project, str]) -> 
     ]
 
 
-def test_a_model_is_not_taken_for_that_of_a_training_that_failed(finished: Project) -> None:
+def test_a_failed_training_never_lends_its_model_folder(finished: Project) -> None:
     (finished.folder / "results/runs/tiny/train/status.json").unlink()  # as Snakemake does
     model = "results/runs/tiny/model/model.safetensors"
     assert finished.jobs("--config", "train={lr: 5e-4}", "--", model) == dict.fromkeys(RUN[:3], 1)
@@ -146,9 +146,7 @@ def test_a_deleted_model_is_made_again_without_a_training(finished: Project) -> 
     assert weights.read_bytes() == before
 
 
-def test_a_changed_profile_or_another_machine_of_it_reruns_nothing(
-    done: tuple[Project, str], tmp_path: Path
-) -> None:
+def test_a_changed_profile_reruns_nothing(done: tuple[Project, str], tmp_path: Path) -> None:
     assert done[0].jobs("--set-resources", "train:nproc_per_node=4", "plan:nproc_per_node=4") == {}
     assert done[0].jobs("--set-threads", "train=1", "--cores", "1") == {}
     assert done[0].jobs(profile=None) == {}
@@ -158,7 +156,7 @@ def test_a_changed_profile_or_another_machine_of_it_reruns_nothing(
 
 
 @pytest.mark.full
-def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: Project) -> None:
+def test_an_added_run_adapts_the_model_of_the_first(finished: Project) -> None:
     shutil.copy(CASES / "finetune" / "config" / "config.yaml", finished.folder / "config")
     folder = finished.folder / "results/runs/adapted"
     made = "predictions/sim.h5ad", "knock_out/sim.h5ad", "evaluate/metrics.json"
@@ -187,7 +185,7 @@ def test_an_added_run_adapts_the_model_of_the_first_and_labels_cells(finished: P
 
 
 @pytest.mark.full
-def test_a_sweep_trains_a_run_for_each_value_and_lists_them(finished: Project) -> None:
+def test_a_sweep_trains_a_run_for_each_value(finished: Project) -> None:
     shutil.copy(CASES / "sweep" / "config" / "config.yaml", finished.folder / "config")
     table = "results/sweeps/size/results.csv"
     assert finished.jobs(table) == dict.fromkeys(RUN, 2) | {"sweep": 1}
@@ -209,7 +207,7 @@ def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> 
         assert caption in text
 
 
-def test_a_run_waits_for_the_model_it_starts_from_and_a_branch_for_its_trunk(
+def test_a_branch_waits_for_its_trunk(
     project: Project,
 ) -> None:
     runs = {"tiny": TRUNK, "short": BRANCH, "tuned": {"corpus": "sim", "init_from": "tiny"}}
@@ -259,7 +257,7 @@ def student(teacher: str) -> dict[str, Any]:
     }
 
 
-def test_a_student_waits_for_the_embeddings_of_its_teacher_or_reads_a_folder(
+def test_a_student_waits_for_the_embeddings_of_its_teacher(
     project: Project,
 ) -> None:
     runs = {"tiny": {"corpus": "sim"}, "student": student("tiny")}
@@ -277,7 +275,7 @@ def test_a_student_waits_for_the_embeddings_of_its_teacher_or_reads_a_folder(
 
 
 @pytest.mark.full
-def test_a_student_is_trained_evaluated_and_named_after_its_teacher(finished: Project) -> None:
+def test_a_student_is_named_after_its_teacher(finished: Project) -> None:
     labels = {"name": "classification", "label_column": "cell_type"}
     teacher = {"corpus": "sim", "objective": labels, "init_from": "tiny"}
     runs = {"tiny": {"corpus": "sim"}, "teacher": teacher, "student": student("teacher")}
@@ -319,12 +317,12 @@ def test_a_student_is_trained_evaluated_and_named_after_its_teacher(finished: Pr
     )
 
 
-def test_shards_are_written_by_as_many_jobs_as_asked(project: Project) -> None:
+def test_shards_are_written_by_the_requested_number_of_jobs(project: Project) -> None:
     jobs = project.jobs("results/corpora/sim/shards/manifest.json", "--config", "shard={jobs: 3}")
     assert jobs == dict.fromkeys([*CORPUS, "divide"], 1) | {"shard_part": 3}
 
 
-def test_a_run_may_start_from_a_model_folder_or_the_hub_and_label_any_dataset(
+def test_a_run_may_start_from_a_model_folder(
     project: Project,
 ) -> None:
     (project.folder / "given").mkdir()
@@ -367,7 +365,7 @@ def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> N
     assert "run tiny is not evaluated on dataset 'sim'" in refused
 
 
-def test_predicted_changes_are_judged_on_request_without_an_evaluation(project: Project) -> None:
+def test_predicted_changes_need_no_evaluation(project: Project) -> None:
     targets = {
         name: f"results/runs/tiny/bridges/sim.{name}.json" for name in ("cell-eval", "cell-eval2")
     }
@@ -404,7 +402,7 @@ ad.AnnData(obs=cells.obs[[]], obsm={"X_emb": (u * s)[:, :5]}).write_h5ad(sys.arg
 
 
 @pytest.mark.full
-def test_an_external_model_is_run_once_and_is_a_row_of_every_run_of_the_corpus(
+def test_an_external_model_runs_once_per_corpus(
     finished: Project,
 ) -> None:
     script = finished.folder / "embed it.py"
@@ -502,7 +500,7 @@ def test_a_training_on_the_login_node_is_refused(project: Project) -> None:
     )
 
 
-def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Project) -> None:
+def test_a_wrong_table_ends_with_an_exit_code(project: Project) -> None:
     (project.folder / "other.yaml").write_text("trian: {lr: 1}\n")
     other = ["--configfile", "other.yaml", "--replace-workflow-config"]
     for source, words in (
@@ -523,7 +521,7 @@ def test_a_wrong_table_or_configuration_is_one_line_and_an_exit_code(project: Pr
     assert refusal(project, "--dry-run") == f"cellmill: {'a' * 300}: File name too long"
 
 
-def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Project) -> None:
+def test_a_missing_file_is_named_even_if_its_output_exists(project: Project) -> None:
     """Snakemake would take the vocabulary as it is, and say that nothing is to be done."""
     vocabulary = project.folder / "results" / "corpora" / "sim" / "vocabulary.tsv"
     vocabulary.parent.mkdir(parents=True)
@@ -533,7 +531,7 @@ def test_a_file_that_is_missing_is_named_although_its_output_stands(project: Pro
     assert said == "cellmill: corpora.sim.vocabulary.genes: nope.txt: no such file"
 
 
-def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_run(
+def test_columns_of_the_table_reach_the_stage(
     project: Project,
 ) -> None:
     table = project.folder / "config" / "datasets.tsv"
@@ -566,7 +564,7 @@ def test_columns_of_the_table_reach_the_stage_and_a_wrong_one_is_found_by_a_dry_
     )
 
 
-def test_what_snakemake_s_own_reader_of_yaml_cannot_take_is_one_line(project: Project) -> None:
+def test_yaml_that_snakemake_cannot_read_is_one_line(project: Project) -> None:
     config = project.folder / "config" / "config.yaml"
     text = config.read_text()
     config.write_text(f"{text}\ntokens: {'[' * 10_000}\n")
@@ -590,9 +588,7 @@ def test_what_snakemake_s_own_reader_of_yaml_cannot_take_is_one_line(project: Pr
     assert said.splitlines()[-1] == f"cellmill: results/options/report: Not a directory; {remedy}"
 
 
-def test_a_failing_stage_prints_its_error_to_terminal_and_log_and_leaves_no_output(
-    project: Project, cells: Path
-) -> None:
+def test_a_failing_stage_leaves_no_output(project: Project, cells: Path) -> None:
     broken = project.folder / "data" / "sim.h5ad"
     broken.unlink()
     broken.write_bytes(cells.read_bytes()[:5000])
@@ -624,7 +620,7 @@ def flags_by_run(printed: str) -> dict[str, str]:
     return {run: f"{' '.join(flags[run])} plan {planned[run]}" for run in flags}
 
 
-def test_runs_name_their_machines_of_which_a_command_changes_single_keys(project: Project) -> None:
+def test_a_command_changes_single_keys_of_a_machine(project: Project) -> None:
     (project.folder / "machine").mkdir()
     (project.folder / "machine" / "config.yaml").write_text(MACHINES)
     project.write_config(
@@ -661,7 +657,7 @@ def test_runs_name_their_machines_of_which_a_command_changes_single_keys(project
 
 
 @pytest.mark.full
-def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Project) -> None:
+def test_a_failed_stage_prints_a_command_to_run_again(project: Project) -> None:
     vocabulary = "results/corpora/sim/vocabulary.tsv"
     failed = project.snakemake(vocabulary, "--config", "preprocess={min_genes: 149}")
     assert failed.returncode == 1
@@ -684,7 +680,7 @@ def test_a_failed_stage_prints_a_short_command_that_can_be_run_again(project: Pr
 
 
 @pytest.mark.full
-def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project: Project) -> None:
+def test_a_private_workflow_writes_only_for_its_user(project: Project) -> None:
     project.ran(CELLS, "--config", "private=true")
     written = [path for top in ("results", "logs") for path in (project.folder / top).rglob("*")]
     assert project.folder / CELLS in written
@@ -692,7 +688,7 @@ def test_a_private_workflow_writes_for_its_user_alone_and_reruns_nothing(project
     assert project.jobs(CELLS) == {}
 
 
-def test_a_vocabulary_of_training_cells_follows_the_split_and_not_the_shards(
+def test_a_vocabulary_of_training_cells_follows_the_split(
     project: Project,
 ) -> None:
     vocabulary = "results/corpora/sim/vocabulary.tsv"

@@ -80,9 +80,7 @@ def make_outer(folder: Path, cells: Path, snakefile: str) -> Outer:
     return Outer(project.folder)
 
 
-def test_another_workflow_uses_it_as_a_module_with_its_own_input_and_target(
-    tmp_path: Path, cells: Path, spaced: Path
-) -> None:
+def test_another_workflow_uses_it_as_a_module(tmp_path: Path, cells: Path, spaced: Path) -> None:
     outer = make_outer(tmp_path / "outer project", cells, repr(f"{spaced}/workflow/Snakefile"))
     made = outer.ran(profile=None)
     assert jobs_in(made) == dict.fromkeys(
@@ -93,9 +91,7 @@ def test_another_workflow_uses_it_as_a_module_with_its_own_input_and_target(
 
 
 @pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
-def test_a_module_has_every_rule_and_the_machine_of_the_profile(
-    tmp_path: Path, cells: Path, spaced: Path, snakefile: str
-) -> None:
+def test_a_module_has_every_rule(tmp_path: Path, cells: Path, spaced: Path, snakefile: str) -> None:
     outer = make_outer(tmp_path / "outer", cells, repr(f"{spaced}/{snakefile}"))
     target = "results/runs/tiny/bridges/sim.scib-metrics.json"
     shown = outer.snakemake(
@@ -155,9 +151,7 @@ def hosted(tmp_path: Path) -> dict[str, str]:
     )
 
 
-def test_a_module_from_github_runs_with_a_rule_changed_and_one_added_and_has_the_scripts_of_other_packages(
-    tmp_path: Path, cells: Path, hosted: dict[str, str]
-) -> None:
+def test_a_module_from_github_runs(tmp_path: Path, cells: Path, hosted: dict[str, str]) -> None:
     outer = make_outer(
         tmp_path / "outer", cells, 'github("owner/cellmill", path="workflow/Snakefile", tag="v1")'
     )
@@ -198,7 +192,7 @@ def test_a_module_from_github_runs_with_a_rule_changed_and_one_added_and_has_the
         )
 
 
-def test_scripts_of_a_module_in_a_local_git_repository_are_refused_before_anything_runs(
+def test_scripts_of_a_local_git_module_are_refused(
     tmp_path: Path, cells: Path, hosted: dict[str, str]
 ) -> None:
     outer = make_outer(

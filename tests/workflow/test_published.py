@@ -43,7 +43,7 @@ def _line(project: Project, parent: str, **changed: object) -> str:
     return line.removeprefix("cellmill: ")
 
 
-def test_a_dry_run_imports_the_folder_and_needs_no_torch(project: Project, tmp_path: Path) -> None:
+def test_a_dry_run_imports_the_folder_without_torch(project: Project, tmp_path: Path) -> None:
     geneformer_folder(project.folder / "given" / "a b", GENES, "V2")
     tuned = {
         "corpus": "sim",
@@ -75,9 +75,7 @@ def test_a_dry_run_imports_the_folder_and_needs_no_torch(project: Project, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dry_run(
-    kind: str, project: Project
-) -> None:
+def test_missing_files_are_reported_by_a_dry_run(kind: str, project: Project) -> None:
     folder = project.folder / "given"
     parent = f"{kind}:given"
     start = "runs.tuned.init_from: given"
@@ -127,7 +125,7 @@ def test_missing_files_and_sections_of_another_size_are_told_in_one_line_by_a_dr
 
 
 @pytest.mark.full
-def test_the_example_leads_from_published_folders_to_predictions_in_one_command(
+def test_the_example_predicts_from_published_folders(
     tmp_path: Path,
 ) -> None:
     project, command = make_example(tmp_path)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("workflow")
 STATUS = "results/runs/tiny/train/status.json"
 
 
-def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(
+def test_a_stopped_training_resumes_with_the_same_command(
     finished: Project,
 ) -> None:
     length = {
@@ -61,7 +61,7 @@ def test_a_stopped_training_resumes_from_its_checkpoint_with_the_same_command(
 
 
 @pytest.mark.full
-def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(
+def test_a_changed_option_is_refused_until_a_restart(
     project: Project,
 ) -> None:
     folder = (project.folder / STATUS).parent
@@ -83,7 +83,7 @@ def test_a_changed_option_is_refused_until_a_restart_and_a_longer_run_goes_on(
     assert json.loads((project.folder / STATUS).read_text())["step"] == 16
 
 
-def test_a_job_of_a_stage_that_sbatch_refuses_is_named_in_the_last_line(
+def test_a_job_refused_by_sbatch_is_named_in_the_last_line(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = {

@@ -1,7 +1,7 @@
 """Undocumented names of Snakemake still mean what workflow/rules/undocumented.smk says.
 
 `elsewhere` is held by test_a_training_on_the_login_node_is_refused, and what a command leaves of a
-profile by test_runs_name_their_machines_of_which_a_command_changes_single_keys (test_line.py).
+profile by test_a_command_changes_single_keys_of_a_machine (test_line.py).
 """
 
 import re
@@ -59,7 +59,9 @@ rule asked:
     ],
     ids=["dry", "run", "more", "replaced", "command"],
 )
-def test_each_name_means_what_is_said_of_it(project: Project, words: list[str], seen: str) -> None:
+def test_each_name_has_its_documented_meaning(
+    project: Project, words: list[str], seen: str
+) -> None:
     (project.folder / "Snakefile").write_text(SEEN % REPOSITORY)
     (project.folder / "other.yaml").write_text("{}")
     shown = Outer(project.folder).snakemake("-p", *words, "--", "made.txt", "asked", profile=None)

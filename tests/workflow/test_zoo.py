@@ -22,7 +22,7 @@ EXTERNAL = {"vae": {"preset": "scvi"}, "mixed": {"preset": "harmony"}}
 STAGES = ["preprocess", "vocabulary", "shard", "plan", "train", "consolidate", "embed", "evaluate"]
 
 
-def test_a_preset_is_fitted_after_the_split_by_its_own_python_and_needs_no_training(
+def test_a_preset_is_fitted_by_its_python_after_the_split(
     project: Project,
 ) -> None:
     (project.folder / "config" / "datasets.tsv").write_text(TABLE)
@@ -61,7 +61,7 @@ def python_of(preset: str, module: str) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_presets_are_rows_beside_the_model_on_real_cells_and_scvi_reads_no_held_out_cell(
+def test_presets_are_rows_next_to_the_model(
     project: Project,
 ) -> None:
     bridges = {"scvi": python_of("scvi", "scvi"), "harmony": python_of("harmony", "harmonypy")}
