@@ -49,7 +49,7 @@ all_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @all_lengths
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @either_way
-def test_packed_attention_and_its_gradients_are_those_written_out(
+def test_packed_attention_equals_the_plain_formula(
     lengths: list[int], dtype: torch.dtype, causal: bool
 ) -> None:
     packed = _qkv(sum(lengths), dtype)

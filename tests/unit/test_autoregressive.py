@@ -64,7 +64,7 @@ def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 
 
 
 @TOKENIZERS
-def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: str) -> None:
+def test_the_loss_is_the_chain_of_likelihoods(tokenizer: str) -> None:
     model = model_of(tokenizer, value_loss_weight=0.5)
     batch = batch_of(tokenizer)
     prepared = model.prepare(batch, **KEYS)
@@ -99,7 +99,7 @@ def test_loss_is_the_chain_of_likelihoods_of_genes_values_and_ends(tokenizer: st
     check_gradients(model, loss, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_cell_is_the_mean_of_its_states_or_the_last_one_which_knows_no_later_gene() -> None:
+def test_the_vector_of_a_cell_ignores_later_genes() -> None:
     mean = model_of().eval()
     last = model_of(pooling="last").eval()
     batch = batch_of()
@@ -122,7 +122,7 @@ def test_every_tensor_with_a_row_per_token_is_matched_by_gene() -> None:
     } == model.gene_rows
 
 
-def test_rank_buckets_are_logarithms_of_the_place() -> None:
+def test_rank_buckets_are_logarithms_of_the_rank() -> None:
     places = np.arange(1 << 12)
     expected = [(place + 1).bit_length() - 1 for place in places.tolist()]
     assert rank_buckets(places).tolist() == expected
@@ -143,7 +143,7 @@ def test_statistics_count_genes_at_each_rank(tmp_path: Path) -> None:
     assert by_rank[0].sum() == 50
 
 
-def test_genes_are_judged_among_those_that_the_cell_does_not_have_yet() -> None:
+def test_genes_are_scored_among_those_not_yet_generated() -> None:
     model = model_of().eval()
     batch = batch_of()
     prepared = model.prepare(batch, **KEYS)
@@ -234,7 +234,7 @@ def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
     ],
     ids=str,
 )
-def test_cells_are_those_of_full_forward_passes(tokenizer: str, sampling: Sampling) -> None:
+def test_generated_cells_equal_full_forward_passes(tokenizer: str, sampling: Sampling) -> None:
     model = generator(tokenizer)
     found = generate_cells(model, sampling, CELLS)
     expected = [uncached(model, sampling, number) for number in CELLS]
@@ -343,7 +343,7 @@ def test_the_file_has_genes_in_generated_order(
         ),
     ],
 )
-def test_what_cannot_be_generated_is_said(
+def test_requests_that_cannot_be_generated_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     flags: str,

@@ -63,7 +63,7 @@ def edit(model: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Non
 @pytest.mark.parametrize(
     "key", ["model.hidden", "model.layers", "model.heads", "tokens.max_tokens", "model.ffn_hidden"]
 )
-def test_sizes_of_another_model_are_refused_before_memory_is_taken(
+def test_wrong_sizes_are_refused_before_memory_is_allocated(
     model: Path, key: str, value: Any
 ) -> None:
     section, name = key.split(".")
@@ -154,9 +154,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_weights_that_are_not_as_exported_are_refused_though_their_digest_is_right(
-    model: Path, damage: str
-) -> None:
+def test_altered_weights_are_refused_even_with_a_valid_digest(model: Path, damage: str) -> None:
     DAMAGES[damage](model / WEIGHTS)
     edit(model, lambda config: config | {"weights_sha256": sha256_file(model / WEIGHTS)})
     line = error_of(model)
@@ -182,7 +180,7 @@ def test_a_tensor_that_differs_is_named(
     )
 
 
-def test_another_vocabulary_and_other_weights_are_refused_with_both_digests(model: Path) -> None:
+def test_a_mismatch_is_refused_with_both_digests(model: Path) -> None:
     path = model / "vocabulary.tsv"
     ours = Vocabulary.read(path)
     digest = f"{ours.digest[:12]}{REMEDY}"
@@ -235,7 +233,9 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["config.json", "vocabulary.tsv", WEIGHTS])
-def test_what_is_no_file_is_named_and_not_waited_for(model: Path, name: str, kind: str) -> None:
+def test_special_files_are_named_without_waiting_for_them(
+    model: Path, name: str, kind: str
+) -> None:
     (model / name).unlink()
     KINDS[kind](model / name)
     assert error_of(model).startswith(f"{model / name}: ")

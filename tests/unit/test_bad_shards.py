@@ -304,9 +304,7 @@ def sign_file(folder: Path, name: str) -> None:
     (folder / "manifest.json").write_text(json.dumps(tree))
 
 
-def test_a_file_of_other_contents_is_refused_though_its_digest_is_right(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_other_contents_are_refused_even_with_a_valid_digest(corpus: Path, tmp_path: Path) -> None:
     for what, name, change, *arguments in CHANGES:
         folder = Path(shutil.copytree(corpus, tmp_path / what))
         change(folder / name, *arguments)
@@ -335,7 +333,7 @@ def test_a_shard_with_random_bytes_is_refused(right: str, folder: Path, seed: in
         check(folder, right, what)
 
 
-def test_one_changed_byte_is_found_by_an_evaluation_after_a_training(folder: Path) -> None:
+def test_evaluation_finds_one_byte_changed_after_training(folder: Path) -> None:
     manifest = Manifest.read(folder / "manifest.json")
     assert len(TrainedCells([manifest], ["one"]).seen["one"]) > 100
     with h5py.File(folder / "train-00000.h5ad", "a") as file:

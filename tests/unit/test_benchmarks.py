@@ -63,7 +63,7 @@ TRAINING = ("genes", "leave_out", "lengths", "perturbations", "quality", "struct
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_benchmark_that_trains_writes_a_configuration_that_is_accepted(
+def test_a_benchmark_that_trains_writes_a_valid_configuration(
     root: Path, tmp_path: Path, simulated: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(root / "benchmarks"))

@@ -88,9 +88,7 @@ def expected_cells() -> list[int]:
     return [i for i in range(160) if i % 4 and i not in (1, 2, 5, 7, 9, 11)]
 
 
-def test_cells_and_components_are_those_of_the_tasks(
-    given: argparse.Namespace, embedded_cells: Any
-) -> None:
+def test_cells_match_those_of_the_tasks(given: argparse.Namespace, embedded_cells: Any) -> None:
     cells = embedded_cells.read_cells(given)
     chosen = expected_cells()
     assert cells.names.tolist() == [f"cell {i}" for i in chosen]
@@ -115,7 +113,7 @@ def test_cells_and_components_are_those_of_the_tasks(
     assert every.names.tolist() == [f"cell {i}" for i in range(160) if i not in (0, 1, 2, 5, 7, 11)]
 
 
-def test_the_draw_of_many_cells_is_that_of_the_tasks(embedded_cells: Any) -> None:
+def test_large_samples_of_cells_match_those_of_the_tasks(embedded_cells: Any) -> None:
     labels = np.array(["a", "b", None] * 5_000, object)
     kept, dropped = embedded_cells._choose(labels, 3)
     assert kept.tolist() == choose_cells(pd.Series(labels), 10, 3).cells.tolist()
@@ -141,7 +139,7 @@ def test_without_a_label_a_bridge_ends_in_a_line(
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_without_its_package_a_bridge_says_so_in_one_line(package: str, tmp_path: Path) -> None:
+def test_without_its_package_a_bridge_fails_in_one_line(package: str, tmp_path: Path) -> None:
     script, module, tested, key = PACKAGES[package]
     (tmp_path / module).mkdir()
     (tmp_path / module / "__init__.py").write_text(

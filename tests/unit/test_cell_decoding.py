@@ -147,7 +147,7 @@ def test_an_unknown_batch_has_no_term() -> None:
 
 
 @EVERY_FAMILY
-def test_the_adversary_s_gradient_is_reversed_for_the_encoder_alone(family: str) -> None:
+def test_the_adversary_reverses_only_the_encoder_gradient(family: str) -> None:
     adversary = {"batch_column": "batch", "batch_adversary": 0.5, "batch_adversary_scale": 3.0}
     model = decoding_model(family, **adversary)
     prepared = prepare(model, cells_of())
@@ -180,7 +180,7 @@ def test_an_adversary_without_a_batch_is_refused() -> None:
         decoding_model("profile", batch_adversary=1.0)
 
 
-def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
+def test_the_batch_share_is_an_analysis_of_variance() -> None:
     generator = torch.Generator().manual_seed(0)
     n = 200
     width = 6
@@ -214,7 +214,7 @@ def test_the_share_of_the_batch_is_that_of_an_analysis_of_variance() -> None:
     assert "batch_r2" not in Monitor(model).line(mesh)
 
 
-def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> None:
+def test_the_profile_encoder_is_a_plain_perceptron() -> None:
     model = decoding_model("profile")
     batch = cells_of()
     dense = torch.zeros(len(batch.lengths), N_GENES + 2)
@@ -224,7 +224,7 @@ def test_the_profile_encoder_is_a_perceptron_on_the_log_normalised_profile() -> 
     torch.testing.assert_close(model.embed(batch), model.norm(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_is_judged_against_the_mean_profile() -> None:
+def test_a_model_is_compared_with_the_mean_profile() -> None:
     objective = decoding_model("profile").objective
     # 1/2, 1/200 and 99/200
     train = GeneStatistics(np.array([99, 0, 49]), np.array([1.0, 1.0, 2.0]), 1.0, 100)
@@ -244,7 +244,7 @@ def test_a_model_is_judged_against_the_mean_profile() -> None:
     assert verdict.outcome == ("behind" if own > base else "ahead")
 
 
-def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
+def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     model = decoding_model("profile", likelihood="nb")
     batch = cells_of()
     prepared = prepare(model, batch)
@@ -260,7 +260,7 @@ def test_the_loss_of_a_model_is_that_of_its_hidden_counts() -> None:
     assert "profile_dispersion" in model.gene_rows & set(model.plan.finish)
 
 
-def test_means_are_judged_like_those_of_counts() -> None:
+def test_means_are_scored_like_counts() -> None:
     train = GeneStatistics(np.ones(60, np.int64), np.ones(60), 1.0, 10)
     figures = []
     for options in ({"weights": "counts"}, {"likelihood": "nb"}):
@@ -272,7 +272,7 @@ def test_means_are_judged_like_those_of_counts() -> None:
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
 
 
-def test_denoise_is_cell_decoding_of_thinned_counts_that_predicts_the_whole_cell() -> None:
+def test_denoise_equals_cell_decoding_of_thinned_counts() -> None:
     batch = cells_of()
     preset = decoding_model("encoder", objective="denoise", decoder_hidden=None)
     same = decoding_model(
@@ -306,7 +306,7 @@ def _values_by_gene(batch: Any) -> dict[tuple[int, int], float]:
     return dict(zip(zip(cell, batch.genes.tolist()), batch.values.tolist()))
 
 
-def test_queried_genes_are_hidden_ones_with_the_values_of_the_whole_cell() -> None:
+def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
     batch = cells_of((20, 31, 1, 14, 2, N_GENES))
     view = _view(batch, max_asked=8, undetected_ratio=2)
     given = _values_by_gene(view)
@@ -353,7 +353,7 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "autoencoder"])
-def test_loss_is_the_squared_error_over_hidden_genes_in_the_measure_of_asked_ones(
+def test_the_loss_is_the_squared_error_of_hidden_genes(
     family: str,
 ) -> None:
     model = initialized(query_spec(family, undetected_ratio=0.5))
@@ -385,7 +385,7 @@ def test_the_plan_counts_the_decoder() -> None:
     assert few < 0.7 * many
 
 
-def test_a_model_is_judged_against_the_mean_with_zeros() -> None:
+def test_a_model_is_compared_with_the_mean_including_zeros() -> None:
     objective = initialized(query_spec("profile")).objective
     train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # means 1 and 0
     genes = np.array([0, 0, 1])

@@ -72,7 +72,7 @@ def test_a_token_per_column_stands_before_the_genes_of_each_cell() -> None:
     )
 
 
-def test_without_attention_a_vector_is_that_of_the_genes_alone() -> None:
+def test_without_attention_a_vector_depends_only_on_genes() -> None:
     batch = _cells()
     torch.testing.assert_close(
         _model(layers=0).embed(batch), _model(layers=0, covariates=[]).embed(batch)
@@ -80,7 +80,7 @@ def test_without_attention_a_vector_is_that_of_the_genes_alone() -> None:
     assert not torch.allclose(_model().embed(batch), _model(covariates=[]).embed(batch), atol=1e-4)
 
 
-def test_a_vector_depends_on_the_cell_s_own_levels_of_named_columns() -> None:
+def test_a_vector_depends_on_the_levels_of_its_cell() -> None:
     model: Any
     batch: Any
     model = _model()
@@ -113,7 +113,7 @@ def test_no_objective_masks_them(objective: str) -> None:
     assert len(plain.genes) == int((~prefix).sum())
 
 
-def test_training_makes_some_levels_unknown_by_cell_and_step() -> None:
+def test_training_hides_some_levels_by_step() -> None:
     model = _model(covariate_unknown_frac=0.25).train()
     batch = _cells(4000)
     batch = replace(batch, levels=torch.ones_like(batch.levels))  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def _encoder(pooling: str, **options: Any) -> Any:
     return model
 
 
-def test_the_vector_of_cls_is_the_last_state_of_a_token_before_the_cell() -> None:
+def test_the_cls_vector_is_the_last_state_before_the_cell() -> None:
     model = _encoder("cls").eval()
     batch = cells_of((5,))
     genes = model.objective.prepare(model.objective.view(batch, **KEYS), **KEYS)
@@ -203,7 +203,7 @@ def _whole_cells(family: str) -> Batch:
 
 
 @pytest.mark.parametrize("n_ends", [1, 2])
-def test_ends_stand_around_each_cell_whose_tokens_stay_as_they_are(n_ends: int) -> None:
+def test_end_tokens_surround_each_unchanged_cell(n_ends: int) -> None:
     batch = _whole_cells("scgpt")
     ended = with_ends(batch, n_ends)
     for name, before, behind in (
@@ -220,7 +220,7 @@ def test_ends_stand_around_each_cell_whose_tokens_stay_as_they_are(n_ends: int) 
 @pytest.mark.parametrize(
     ("family", "objective"), [("bert", "masked_gene"), ("scgpt", "masked_value")]
 )
-def test_only_genes_are_masked_and_each_cell_has_a_target(family: str, objective: str) -> None:
+def test_only_genes_are_masked(family: str, objective: str) -> None:
     model = _post_norm(family, ends="cls", objective=objective, mask_frac=0.01)
     prepared = prepare(model, _whole_cells(family), 100)
     assert (prepared.answers > (1 if objective == "masked_gene" else 0)).all(), "of genes"

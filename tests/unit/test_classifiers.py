@@ -39,7 +39,7 @@ def _cells(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
     [(90, 12, 4), (90, 12, 2), (30, 80, 3)],
     ids=["many", "two", "fewer cells than features"],
 )
-def test_coefficients_are_those_of_scikit_learn(
+def test_coefficients_equal_scikit_learn(
     n: int, width: int, classes: int, standardised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logistic, "TOLERANCE", 1e-9)
@@ -63,7 +63,7 @@ def test_coefficients_are_those_of_scikit_learn(
 
 
 @pytest.mark.parametrize("standardised", [True, False])
-def test_sparse_and_large_features_have_the_same_predictions(
+def test_sparse_features_have_the_same_predictions_as_dense(
     standardised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features, labels = _cells(60, 20, 3)
@@ -91,7 +91,7 @@ def test_sparse_and_large_features_have_the_same_predictions(
 
 
 @pytest.mark.filterwarnings("ignore:Line Search failed")
-def test_scales_that_no_cholesky_factor_has_are_left_to_scikit_learn(
+def test_singular_scales_are_left_to_scikit_learn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     features, labels = _cells(90, 12, 3)
@@ -101,7 +101,7 @@ def test_scales_that_no_cholesky_factor_has_are_left_to_scikit_learn(
     assert set(fitted.predict(features)) <= set(labels)
 
 
-def test_a_fit_that_stops_early_says_so(
+def test_a_fit_that_stops_early_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logistic, "MAX_STEPS", 2)
@@ -129,7 +129,7 @@ def predicted(
     return predict_all(fit_all(features, labels, 5, context), features)
 
 
-def test_a_second_evaluation_reads_what_the_first_predicted_and_computes_a_damaged_file_again(
+def test_a_second_evaluation_reads_stored_predictions(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "baselines" / "pbmc.npz"
@@ -154,7 +154,7 @@ def test_a_second_evaluation_reads_what_the_first_predicted_and_computes_a_damag
     assert BaselineCache(file).known.keys() == known.keys()
 
 
-def test_other_features_labels_or_cells_are_other_predictions(tmp_path: Path) -> None:
+def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
     cache = BaselineCache()
     predicted(cache)
     predicted(cache, labels=np.roll(LABELS, 1))
@@ -165,7 +165,7 @@ def test_other_features_labels_or_cells_are_other_predictions(tmp_path: Path) ->
     assert len(cache.known) == 6 + 6 + 3 * 3
 
 
-def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
+def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     file = tmp_path / "pbmc.npz"
     genes = sp.csr_matrix(np.maximum(DENSE, 0))
     train = np.arange(0, 30, 2)
@@ -184,7 +184,7 @@ def test_components_are_kept_by_cells_and_folds(tmp_path: Path) -> None:
     assert len(again.known) == 1 + len(others), "large arrays would make every evaluation read them"
 
 
-def test_components_repeat_and_are_no_more_than_the_cells_span() -> None:
+def test_components_never_exceed_the_rank_of_the_cells() -> None:
     random = np.random.default_rng(1)
     copies = sp.csr_matrix(
         np.log1p(random.poisson(0.5, (20, 2000)))[random.integers(0, 20, 800)].astype(np.float32)

@@ -98,7 +98,7 @@ def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
     return np.asarray(centred / np.maximum(centred.std(1, keepdims=True), 1e-9))
 
 
-def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(
+def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(features_module, "RANKED_GENES", 20)
@@ -153,7 +153,7 @@ def test_rows_equal_pipelines_of_scikit_learn_over_the_same_folds_of_each_seed(
     assert kinds == 14 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
 
 
-def test_genes_by_rank_share_ranks_and_those_that_differ_most_are_chosen(
+def test_tied_genes_share_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random = np.random.default_rng(2)
@@ -172,9 +172,7 @@ def test_genes_by_rank_share_ranks_and_those_that_differ_most_are_chosen(
     np.testing.assert_allclose(ranked.select(train, labels[train]), expected[:, largest], atol=1e-9)
 
 
-def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chosen_on_the_training_cells() -> (
-    None
-):
+def test_variable_genes_are_chosen_on_training_cells() -> None:
     random = np.random.default_rng(3)
     labels = np.array(["a", "b"] * 30)
     mean = np.exp(random.normal(size=2100))
@@ -210,7 +208,7 @@ def test_variable_genes_have_the_largest_dispersion_for_their_mean_and_are_chose
         np.testing.assert_array_equal(right[test], predicted == labels[test])
 
 
-def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features() -> None:
+def test_verdicts_compare_the_best_rows() -> None:
     labels = np.array(["a", "b"] * 10)
     wrong = {
         "embedding + logistic regression": 4,
@@ -257,7 +255,7 @@ def test_verdicts_are_best_against_best_and_the_same_classifier_on_each_features
     assert found == pytest.approx([0.9, 0.15, 0.0, 0.25, 0.3, 0.25])
 
 
-def test_each_class_gives_its_shots_and_all_others_are_tested() -> None:
+def test_each_class_gives_its_shots() -> None:
     labels = np.array(["a"] * 12 + ["b"] * 9 + ["rare"] * 3)
     (_, train, test), (number, other, _) = draw_shots(labels, ["a", "b"], 4, draws=2, seed=0)
     assert number == 1
@@ -267,7 +265,7 @@ def test_each_class_gives_its_shots_and_all_others_are_tested() -> None:
 
 
 @pytest.mark.parametrize(("most", "folds"), [(10, 4), (3, 3)])
-def test_a_donor_is_tested_once_and_never_trained_on_then(most: int, folds: int) -> None:
+def test_a_donor_is_never_trained_on_while_tested(most: int, folds: int) -> None:
     groups = pd.Series(["a", "b", None, "c", "d", "a", "b", "c", "d", "d"])
     splits = list(splits_of(groups, most))
     assert len(splits) == folds
@@ -294,7 +292,7 @@ def _accuracies(
     ]
 
 
-def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(
+def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
     context: Context,
 ) -> None:
     cells, labels = _chosen(context, 3)
@@ -332,7 +330,7 @@ def test_the_ceiling_of_a_cell_is_predicted_from_the_other_half_of_the_labels(
     )
 
 
-def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context: Context) -> None:
+def test_few_shot_scores_come_from_classifiers_of_those_shots(context: Context) -> None:
     _, labels = _chosen(context, 8)
     classes, sizes = np.unique(labels, return_counts=True)
     classes = classes[np.lexsort((classes, -sizes))].tolist()  # the largest first
@@ -369,7 +367,7 @@ def test_scores_of_few_shots_are_those_of_classifiers_that_saw_the_shots(context
     assert result.verdicts[0].metric == "accuracy, 3 per class"
 
 
-def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(
+def test_new_donors_are_scored_by_classifiers_without_them(
     context: Context,
 ) -> None:
     donors = pd.Series(np.arange(context.reader.n_obs) // 7 % 3, name="donor").astype(str)
@@ -396,7 +394,7 @@ def test_scores_of_new_donors_are_those_of_classifiers_that_never_saw_the_donor(
     )
 
 
-def test_features_are_those_of_embed_and_of_the_models_training_cells(context: Context) -> None:
+def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     model = context.model
     counts = read_rows(context.reader, np.arange(30))
     found = features_of_counts(context, counts)

@@ -48,7 +48,7 @@ def commands(
             yield from commands(inner, (*words, name))
 
 
-def test_help_of_every_command_imports_no_torch_no_pandas_and_no_hdf5() -> None:
+def test_help_imports_no_slow_library() -> None:
     lines = [
         "import sys",
         "from cellmill.cli import main",
@@ -69,7 +69,7 @@ def test_help_of_every_command_imports_no_torch_no_pandas_and_no_hdf5() -> None:
     )
 
 
-def test_modules_are_imported_without_the_collector_and_left_out_of_its_work() -> None:
+def test_imported_modules_are_left_out_of_garbage_collection() -> None:
     lines = (
         "import gc, sys",
         "from cellmill.imports import importing",
@@ -109,7 +109,7 @@ CELLS = "--input none.h5ad --out o.h5ad"
         ),
     ],
 )
-def test_what_a_command_cannot_take_is_one_line(
+def test_bad_arguments_are_refused_in_one_line(
     command: str, message: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage, *words = command.replace("CONFIG", str(config)).split()
@@ -221,7 +221,7 @@ def arguments(command: str, dest: str, value: Path, elsewhere: Path) -> list[str
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.full) for kind in SPECIAL] + ["a loop"]
 )
-def test_a_path_that_is_no_file_is_one_line(
+def test_a_path_to_a_special_file_is_refused_in_one_line(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -255,7 +255,7 @@ def test_a_path_that_is_no_file_is_one_line(
         ("shard --cells {a} --vocabulary {b} --out {b}", "shard: --out {b} is --vocabulary, which"),
     ],
 )
-def test_an_output_that_is_another_file_of_the_command_is_refused(
+def test_an_output_that_overwrites_an_input_is_refused(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = {name: tmp_path / name for name in ("a", "b", "link")}
@@ -268,7 +268,7 @@ def test_an_output_that_is_another_file_of_the_command_is_refused(
     assert [paths[name].read_text() for name in ("a", "b")] == ["a", "b"]
 
 
-def test_a_machine_without_which_is_told_who_needs_it(tmp_path: Path) -> None:
+def test_without_a_machine_the_error_names_who_needs_it(tmp_path: Path) -> None:
     """As a minimal image is: Snakemake's plugin for SLURM calls the program when it is imported."""
     command = [str(Path(sys.executable).with_name("cellmill")), "profiles", "install"]
     done = subprocess.run(

@@ -46,7 +46,7 @@ def config(tmp_path: Path) -> Config:
     return Config(path)
 
 
-def test_a_run_has_every_section_with_its_defaults_and_cannot_be_changed(config: Config) -> None:
+def test_a_run_has_every_section_with_its_defaults(config: Config) -> None:
     run = config().runs["demo"]
     assert (run.train.epochs, run.train.steps, run.train.lr) == (2, None, 1e-3)
     assert (run.tokens.tokenizer, run.model.family, run.parallel.strategy) == (
@@ -76,7 +76,7 @@ def test_a_run_overrides_single_keys_of_a_default_section(config: Config) -> Non
     assert (train.steps, train.epochs) == ("auto", None), "a length replaces the default length"
 
 
-def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have(
+def test_another_tokenizer_keeps_the_shared_options(
     config: Config,
 ) -> None:
     rank = {"tokens": {"tokenizer": "rank"}, "objective": {"name": "masked_gene"}}
@@ -98,7 +98,7 @@ def test_a_run_with_another_tokenizer_keeps_the_options_that_all_tokenizers_have
     }
 
 
-def test_a_corpus_overrides_defaults_and_the_others_keep_them(config: Config) -> None:
+def test_a_corpus_overrides_defaults_of_only_itself(config: Config) -> None:
     mouse = {"table": str(config.table), "preprocess": {"organism": "mouse"}}
     # YAML loads 3e-4 as text
     corpora = config(preprocess={"min_genes": "9"}, corpora={"mouse": mouse}).corpora
@@ -110,9 +110,7 @@ def test_a_corpus_overrides_defaults_and_the_others_keep_them(config: Config) ->
 
 
 @pytest.mark.parametrize("stage", OPTIONS)
-def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(
-    config: Config, stage: str
-) -> None:
+def test_a_stage_reads_its_sections_back_from_json(config: Config, stage: str) -> None:
     pipeline = config()
     name = (
         "pbmc" if stage in ("preprocess", "vocabulary", "divide", "shard_part", "shard") else "demo"
@@ -123,7 +121,7 @@ def test_a_stage_is_handed_its_own_sections_and_takes_them_back_from_json(
     assert options.model_dump(mode="json") == sections
 
 
-def test_a_corpus_and_an_evaluation_have_the_datasets_they_name_in_the_order_of_the_table(
+def test_a_corpus_lists_its_datasets_in_table_order(
     config: Config,
 ) -> None:
     def named(*datasets: str) -> dict[str, Any]:
@@ -285,9 +283,7 @@ PARENT = {"corpus": "pbmc", "model": {"hidden": 32, "heads": 2, "dropout": 0.1}}
 TUNED = {"corpus": "pbmc", "init_from": "big"}
 
 
-def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_them(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_run_takes_model_and_tokens_from_its_start(config: Config, tmp_path: Path) -> None:
     def model(
         top: dict[str, Any], run: dict[str, Any] = TUNED, name: str = "tuned"
     ) -> tuple[Any, ...]:
@@ -333,7 +329,7 @@ def test_a_run_takes_model_and_tokens_of_the_one_it_starts_from_unless_it_sets_t
         ),
     ],
 )
-def test_a_model_that_cannot_be_the_one_it_starts_from_is_refused_before_training(
+def test_an_incompatible_start_is_refused_before_training(
     config: Config, tmp_path: Path, tokenizer: str | None, own: dict[str, Any], problem: str
 ) -> None:
     stored = {"model": {"hidden": 128}, "tokens": {"tokenizer": tokenizer}}
@@ -345,7 +341,7 @@ def test_a_model_that_cannot_be_the_one_it_starts_from_is_refused_before_trainin
     assert message == f"runs.tuned: {problem.format(parent)}; make them equal"
 
 
-def test_an_unknown_dataset_is_named_with_the_known_ones(config: Config) -> None:
+def test_an_unknown_dataset_is_named_with_the_valid_names(config: Config) -> None:
     end = f"no dataset 'nope' in {config.table}; there are: sim, other"
     assert (
         refusal(config, {"evaluate": {"datasets": ["nope"]}})
@@ -374,7 +370,7 @@ def test_a_file_that_is_missing_or_not_yaml_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(broken.value)
 
 
-def test_every_word_leads_to_an_option_that_the_documentation_has() -> None:
+def test_every_search_word_leads_to_a_documented_option() -> None:
     text = (Path(__file__).resolve().parents[2] / "config" / "README.md").read_text(
         encoding="utf-8"
     )

@@ -68,7 +68,7 @@ def mudata(request: pytest.FixtureRequest, counts: sp.csr_matrix, tmp_path: Path
     return path
 
 
-def test_the_only_rna_of_a_mudata_is_read_with_the_columns_of_the_whole(
+def test_the_only_rna_of_a_mudata_keeps_the_shared_columns(
     mudata: Path, counts: sp.csr_matrix, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (read(mudata) != counts).nnz == 0
@@ -79,7 +79,7 @@ def test_the_only_rna_of_a_mudata_is_read_with_the_columns_of_the_whole(
         assert list(reader.obs) == ["kind", "depth", "donor"]
 
 
-def test_a_modality_is_named_behind_the_path(mudata: Path, counts: sp.csr_matrix) -> None:
+def test_a_modality_is_named_after_the_path(mudata: Path, counts: sp.csr_matrix) -> None:
     part = Path(f"{mudata}#prot")
     assert (read(part) != counts[::2, :4]).nnz == 0
     with open_counts(part) as reader:
@@ -160,9 +160,7 @@ def test_data_frames_without_attributes_are_read(counts: sp.csr_matrix, tmp_path
         assert (read(path, matrix) != counts).nnz == 0
 
 
-def test_a_file_without_counts_says_what_each_matrix_looks_like(
-    counts: sp.csr_matrix, tmp_path: Path
-) -> None:
+def test_a_file_without_counts_describes_each_matrix(counts: sp.csr_matrix, tmp_path: Path) -> None:
     logs = logs_of(counts, 1e4)
     scaled = sp.csr_matrix(logs.toarray() - 0.5)
     path = seurat(counts, tmp_path / "seurat.h5ad", scaled, logs)
@@ -204,7 +202,7 @@ def test_counts_are_not_recovered_without_depths(counts: sp.csr_matrix, tmp_path
     )
 
 
-def test_a_raw_that_is_null_is_no_raw_before_a_run(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_a_null_raw_counts_as_missing_before_a_run(counts: sp.csr_matrix, tmp_path: Path) -> None:
     path = in_zarr(counts, tmp_path)
     (path / "raw").mkdir(exist_ok=True)
     (path / "raw" / "zarr.json").write_text(
@@ -250,7 +248,7 @@ def test_a_zarr_of_pegasus_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_names_that_pegasusio_cut_are_said(
+def test_names_cut_by_pegasusio_are_reported(
     counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     obs = OBS.rename_axis("barcodekey")

@@ -74,9 +74,7 @@ def saved(folder: Path, cells: list[list[int]], **columns: Any) -> Path:
     return folder
 
 
-def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_that_order(
-    tmp_path: Path, published: Path
-) -> None:
+def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) -> None:
     rng = np.random.RandomState(4)
     cells = [
         [GENES[i] for i in rng.permutation(len(GENES))[: rng.randint(5, 30)]] for _ in range(12)
@@ -175,7 +173,7 @@ def test_ranks_keep_their_order_to_the_batch_and_are_embedded_as_the_counts_of_t
         ([[5, 6], [7], [8, 9, 8]], "cell 2 has a gene twice; expected ranks"),
     ],
 )
-def test_tokens_that_are_no_ranks_are_refused(
+def test_tokens_that_are_not_ranks_are_refused(
     cells: list[list[int]], message: str, tmp_path: Path, refused: Refused, published: Path
 ) -> None:
     assert message in refused(
@@ -183,7 +181,7 @@ def test_tokens_that_are_no_ranks_are_refused(
     )
 
 
-def test_a_damaged_dataset_and_one_that_points_elsewhere_are_named(
+def test_a_damaged_dataset_is_named(
     tmp_path: Path, refused: Refused, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path / "cells.dataset", [[5, 6], [7], [8, 9]])

@@ -166,7 +166,7 @@ def test_without_accounting_the_cost_comes_from_attempt_files(
         (REQUEUED.replace("NAME", "another"), 0, "", "sacct does not know the job"),
     ],
 )  # fmt: skip
-def test_if_sacct_fails_the_cost_comes_from_attempt_files_and_the_reason_is_recorded(
+def test_the_cost_comes_from_attempt_files_if_sacct_fails(
     tmp_path: Path, no_slurm: Path, answer: str, code: int, error: str, reason: str
 ) -> None:
     job = record(tmp_path, 1)
@@ -245,7 +245,7 @@ def test_damaged_records_give_an_unknown_cost_or_a_warning(
     )
 
 
-def test_training_time_is_the_sum_of_steps_at_the_rates_of_the_curve(tmp_path: Path) -> None:
+def test_training_time_follows_the_rates_of_the_curve(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"options": {"train": {"global_batch": 64}}}))
     assert training_seconds(tmp_path) is None
     lines = [

@@ -34,9 +34,7 @@ from tests.unit.test_named_files import write_config
 Make = Callable[..., Path]
 
 
-def test_raw_and_layers_are_read_with_their_own_genes(
-    make_h5ad: Make, counts: sp.csr_matrix
-) -> None:
+def test_raw_counts_are_read_with_their_genes(make_h5ad: Make, counts: sp.csr_matrix) -> None:
     part = ad.AnnData(np.log1p(counts[:, :20]), layers={"umi": counts[:, :20]})
     whole = ad.AnnData(counts)
     part.var_names = GENES[:20]
@@ -54,7 +52,7 @@ def test_raw_and_layers_are_read_with_their_own_genes(
     assert "no matrix 'umis' (the dataset's `counts`); did you mean 'umi'?" in refusal(path, "umis")
 
 
-def test_unsorted_repeated_and_zero_entries_become_canonical_and_sums_never_wrap(
+def test_unsorted_entries_become_canonical(
     make_h5ad: Make,
 ) -> None:
     path = make_h5ad(sp.csr_matrix(np.ones((2, 4), np.uint32)))
@@ -77,7 +75,7 @@ def test_unsorted_repeated_and_zero_entries_become_canonical_and_sums_never_wrap
         assert read(path).sum() == 600
 
 
-def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Path) -> None:
+def test_a_large_file_needs_the_memory_of_one_block(tmp_path: Path) -> None:
     script = """
         import resource, sys, tracemalloc
         import numpy as np, pandas as pd, scipy.sparse as sp
@@ -108,7 +106,7 @@ def test_a_large_file_is_read_and_written_in_the_memory_of_a_block(tmp_path: Pat
     assert grown_kb < 30_000, f"{grown_kb} kB for a file of {path.stat().st_size / 1e6:.0f} MB"
 
 
-def test_written_cells_are_contiguous_aligned_and_open_in_anndata(tmp_path: Path) -> None:
+def test_written_cells_open_in_anndata(tmp_path: Path) -> None:
     matrix = sp.random(3000, 200, 0.3, "csr", random_state=1)
     matrix.data = np.arange(matrix.nnz) % 60_000 + 1.0
     obs = pd.DataFrame(
@@ -171,9 +169,7 @@ def test_values_that_are_not_counts_are_refused(
     assert refusal(path) == f"{path}: X does not hold counts: {text}"
 
 
-def test_missing_foreign_empty_and_truncated_files_are_named(
-    tmp_path: Path, make_h5ad: Make, counts: sp.csr_matrix
-) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, make_h5ad: Make, counts: sp.csr_matrix) -> None:
     assert refusal(tmp_path / "none.h5ad") == f"{tmp_path}/none.h5ad: no such file"
     assert refusal(tmp_path).startswith(
         f"{tmp_path}: no known format; there are: FASTA of proteins ("
@@ -197,7 +193,7 @@ def test_missing_foreign_empty_and_truncated_files_are_named(
         )
 
 
-def test_cells_of_one_name_are_counted_and_kept_apart_by_row(
+def test_cells_with_equal_names_are_kept_apart_by_row(
     make_h5ad: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = np.arange(15, dtype=np.float32).reshape(5, 3)
@@ -214,7 +210,7 @@ def test_cells_of_one_name_are_counted_and_kept_apart_by_row(
     )
 
 
-def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(
+def test_a_full_disk_leaves_the_old_file(
     tmp_path: Path, simulated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.h5ad"
@@ -235,9 +231,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_file(
     assert os.listdir(tmp_path) == ["out.h5ad"]
 
 
-def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(
-    tmp_path: Path, counts: sp.csr_matrix
-) -> None:
+def test_a_disk_that_fills_at_any_byte_is_one_error(tmp_path: Path, counts: sp.csr_matrix) -> None:
     path = tmp_path / "cells.h5ad"
     var = pd.DataFrame(index=GENES)
 
@@ -257,9 +251,7 @@ def test_a_disk_that_fills_up_at_any_byte_is_one_error_without_a_crash(
             assert os.listdir(tmp_path) == []
 
 
-def test_a_layer_that_is_called_x_is_read_by_its_place(
-    make_h5ad: Make, counts: sp.csr_matrix
-) -> None:
+def test_a_layer_called_x_is_read_as_a_layer(make_h5ad: Make, counts: sp.csr_matrix) -> None:
     data = ad.AnnData(np.log1p(counts), layers={"X": counts})
     path = make_h5ad(data.X, layers=data.layers)
     assert (read(path, "layers/X") != counts).nnz == 0
@@ -306,9 +298,7 @@ def walker(folder: Path) -> Path:
     return script
 
 
-def test_a_walk_that_does_not_end_is_one_line_and_each_input_is_walked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_walk_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = a_file(tmp_path / "a.h5ad")
     slow = a_file(tmp_path / "slow.h5ad")
     text = tmp_path / "text.h5ad"
@@ -335,7 +325,7 @@ def test_a_walk_that_does_not_end_is_one_line_and_each_input_is_walked_once(
     h5_walk.check_walk([whole, tmp_path / "absent.h5ad", tmp_path, text])
 
 
-def test_counts_beyond_16_bits_are_written_in_32_and_no_sum_wraps(tmp_path: Path) -> None:
+def test_counts_beyond_16_bits_are_written_in_32(tmp_path: Path) -> None:
     assert (count_dtype(65_535), count_dtype(65_536)) == (np.uint16, np.uint32)
     obs = pd.DataFrame(index=["c"])
     var = pd.DataFrame(index=["g", "h"])

@@ -60,9 +60,7 @@ def same_components(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.abs(found[:, :5]), np.abs(expected[:, :5]), rtol=1e-2, atol=1e-2)
 
 
-def test_thinning_keeps_each_count_with_the_same_probability_and_kept_genes_are_the_same_for_all_cells() -> (
-    None
-):
+def test_thinning_keeps_each_count_with_equal_probability() -> None:
     counts = sp.random(
         200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20)
     )

@@ -46,7 +46,7 @@ def test_all_ranks_have_one_device(wanted: str, gpus: tuple[int, ...], decided: 
         ),
     ],
 )
-def test_missing_gpus_are_named_with_node_driver_and_build_of_torch(
+def test_missing_gpus_are_named_with_their_node(
     wanted: str, nodes: list[NodeGpus], seen: str
 ) -> None:
     line = (
@@ -71,9 +71,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_the_first_rank_decides_and_the_others_read_it(
-    rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_decides_the_device(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(staging.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as of_first:
@@ -90,7 +88,7 @@ def test_device_cpu_hides_the_gpus_of_a_node(rank: None) -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_gpus_that_are_requested_are_wanted_unless_the_profile_says_cpu() -> None:
+def test_requested_gpus_are_used_unless_the_profile_says_cpu() -> None:
     assert Machine(gpus_per_node="h100:4").wanted_device == "cuda"
     assert Machine(gres="gpu:2", device="cpu").wanted_device == "cpu"
     assert (Machine().wanted_device, Machine(device="cuda").wanted_device) == ("auto", "cuda")

@@ -43,9 +43,7 @@ LENGTHS = (3, 5, 0, 4)
 NAMES = [f"cell{i}" for i in range(60)]
 
 
-def test_the_loss_is_the_mean_squared_error_of_a_linear_layer_on_the_vectors_of_cells_that_have_one() -> (
-    None
-):
+def test_the_loss_is_the_mean_squared_error_of_a_linear_layer() -> None:
     model = initialized(spec(GENES, TOKENS, **MODEL))
     given = np.random.default_rng(2).normal(size=(4, 3)).astype(np.float32)
     given[1, 2] = np.nan
@@ -118,7 +116,7 @@ def teach(shards: Manifest, out: Path, *files: Path) -> int:
         ("X_cellmill", {"model_digest": "abc", "supervised_by": "kind, donor"}),
     ],
 )
-def test_vectors_are_found_by_name_and_standardised_over_training_cells(
+def test_vectors_are_standardised_over_training_cells(
     shards: Manifest,
     tmp_path: Path,
     key: str | None,
@@ -181,9 +179,7 @@ def options(**teacher: Any) -> Any:
     return train_options(model={"family": "profile"}, objective={"name": "sum", "parts": parts})
 
 
-def test_the_run_has_the_digest_of_the_vectors_and_the_labels_of_the_teacher(
-    shards: Manifest, tmp_path: Path
-) -> None:
+def test_the_run_records_the_digest_of_its_vectors(shards: Manifest, tmp_path: Path) -> None:
     found = []
     for seed in range(2):
         vectors = np.random.default_rng(seed).normal(size=(60, 2)).astype(np.float32)
@@ -221,7 +217,9 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_vectors_are_one_line(shards: Manifest, tmp_path: Path, case: str) -> None:
+def test_damaged_vectors_are_refused_in_one_line(
+    shards: Manifest, tmp_path: Path, case: str
+) -> None:
     out, (name, change, message) = tmp_path / "out", DAMAGE[case]
     assert (
         teach(shards, out, write_teacher(tmp_path / "teacher", np.eye(60, 2, dtype=np.float32)))
@@ -256,7 +254,7 @@ UNUSABLE: dict[str, tuple[Any, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_teacher_that_cannot_be_used_is_one_line(
+def test_an_unusable_teacher_is_refused_in_one_line(
     shards: Manifest, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors, names, message = UNUSABLE[case]

@@ -50,7 +50,7 @@ def _written(adata: ad.AnnData, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", quick(TOKENIZERS, TOKENIZERS[:1]))
-def test_the_other_genes_and_cells_and_the_order_of_columns_change_nothing(
+def test_the_order_of_columns_changes_nothing(
     tmp_path: Path, corpus: dict[str, Path], tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = "masked_gene" if tokenizer == "rank" else "masked_value"
@@ -75,7 +75,7 @@ def test_the_other_genes_and_cells_and_the_order_of_columns_change_nothing(
         )
 
 
-def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path]) -> None:
+def test_tokens_made_on_the_fly_equal_those_of_shards(corpus: dict[str, Path]) -> None:
     manifest = Manifest.read(corpus["manifest"])
     from_file = _tokens(
         corpus["cells"], Vocabulary.read(corpus["vocabulary"]), ContinuousTokens(max_tokens=64)
@@ -92,7 +92,7 @@ def test_tokens_made_on_the_fly_are_those_of_the_shards(corpus: dict[str, Path])
     assert checked == len(from_file)
 
 
-def test_tokens_of_raw_cells_are_those_of_the_preprocessed_ones(
+def test_tokens_of_raw_cells_equal_those_of_preprocessed_cells(
     tmp_path: Path, simulated: Path
 ) -> None:
     """A gene that few cells of one file have is a token there too, as in a file where many have it."""
@@ -130,7 +130,7 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
     return made
 
 
-def test_obs_and_digests_are_stored_and_a_cell_without_known_genes_has_no_vector(
+def test_a_cell_without_known_genes_has_no_vector(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = ad.read_h5ad(corpus["cells"])[:20].copy()
@@ -156,9 +156,7 @@ def test_obs_and_digests_are_stored_and_a_cell_without_known_genes_has_no_vector
     )
 
 
-def test_low_coverage_and_foreign_genes_are_refused(
-    tmp_path: Path, corpus: dict[str, Path], model: Path
-) -> None:
+def test_low_gene_coverage_is_refused(tmp_path: Path, corpus: dict[str, Path], model: Path) -> None:
     adata = ad.read_h5ad(corpus["cells"])
     rest = adata[:, 5:].copy()
     rest.var_names = [f"foreign {i}" for i in range(rest.n_vars)]
@@ -180,7 +178,7 @@ def test_low_coverage_and_foreign_genes_are_refused(
         _embed(model, _written(rest, tmp_path / "b.h5ad"))
 
 
-def test_the_models_genes_that_a_file_lacks_are_weighed_reported_and_refused(
+def test_genes_that_a_file_lacks_are_reported_by_weight(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adata = ad.read_h5ad(corpus["cells"])
@@ -272,7 +270,7 @@ def test_waiting_threads_do_not_spin() -> None:
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)) == {"0"}
 
 
-def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Path) -> None:
+def test_embeddings_of_other_cells_are_refused(tmp_path: Path) -> None:
     obs = ad.AnnData(np.zeros((3, 1))).obs
     path = tmp_path / "e.h5ad"
     write_embedding(path, obs, np.ones((3, 4), np.float32), {"model_digest": "a" * 64})
@@ -302,7 +300,7 @@ def test_embeddings_of_another_model_or_of_other_cells_are_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     "other", quick(["{id}.4", "{id}_PAR_Y", "{symbol}", "{symbol}_{id}.7"], ["{id}.4", "{symbol}"])
 )
-def test_a_gene_in_two_columns_has_the_embedding_of_its_sum_raw_and_preprocessed(
+def test_duplicate_columns_embed_like_their_sum(
     tmp_path: Path,
     corpus: dict[str, Path],
     model: Path,

@@ -55,7 +55,7 @@ def test_only_cells_of_the_test_split_are_scored(corpus: dict[str, Path], tmp_pa
     assert metrics["fingerprint"] == manifest.fingerprint
 
 
-def test_numbers_repeat_and_initial_weights_are_level_with_untrained_ones(
+def test_initial_weights_are_level_with_untrained_ones(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     both = [evaluate(corpus, tmp_path / name / "metrics.json", seed=0) for name in "ab"]
@@ -74,9 +74,7 @@ def test_numbers_repeat_and_initial_weights_are_level_with_untrained_ones(
 
 
 @pytest.mark.full
-def test_all_cells_are_scored_on_request_and_of_datasets_outside_the_corpus(
-    corpus: dict[str, Path], tmp_path: Path
-) -> None:
+def test_all_cells_are_scored_on_request(corpus: dict[str, Path], tmp_path: Path) -> None:
     few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
     dataset = evaluate(corpus, tmp_path / "metrics.json", cells="all", **few)["datasets"][
         "simulated"
@@ -101,7 +99,7 @@ def test_all_cells_are_scored_on_request_and_of_datasets_outside_the_corpus(
     ("column", "said"),
     [("cell_type", "supervised by this label (cell_type)"), ("donor", "supervised by donor")],
 )
-def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_and_verdict(
+def test_a_model_trained_with_labels_is_marked_supervised(
     corpus: dict[str, Path], tmp_path: Path, column: str, said: str
 ) -> None:
     model = with_config(
@@ -128,9 +126,7 @@ def test_a_model_that_was_trained_with_labels_is_named_supervised_in_every_row_a
     )
 
 
-def test_a_dataset_without_label_skips_the_probe_and_nothing_else(
-    corpus: dict[str, Path], tmp_path: Path
-) -> None:
+def test_without_a_label_only_the_probe_is_skipped(corpus: dict[str, Path], tmp_path: Path) -> None:
     dataset = evaluate(corpus, tmp_path / "metrics.json", "-")["datasets"]["simulated"]
     assert dataset["roles"] == {}
     assert dataset["tasks"]["probe"]["skipped"] == "the dataset has no label column"
@@ -138,7 +134,7 @@ def test_a_dataset_without_label_skips_the_probe_and_nothing_else(
     assert {row["label"] for row in read_umap(tmp_path / "umap.tsv")} == {""}
 
 
-def test_every_label_has_rows_of_its_own_and_tasks_see_the_roles(
+def test_every_label_has_its_rows(
     corpus: dict[str, Path], tmp_path: Path, toy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Context] = []
@@ -156,7 +152,7 @@ def test_every_label_has_rows_of_its_own_and_tasks_see_the_roles(
             assert (seen[0].roles[role] == reader.obs[role]).all()
 
 
-def test_rare_classes_and_missing_labels_are_left_out_by_name_and_one_class_is_skipped_with_the_reason(
+def test_rare_classes_are_left_out_by_name(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = np.array(["a", "b"], dtype=object)[np.arange(600) % 2]
@@ -200,7 +196,7 @@ def test_labels_that_cannot_be_probed_are_refused_in_one_line(
     assert not (tmp_path / "metrics.json").exists()
 
 
-def test_a_dataset_without_any_label_skips_the_tasks_that_need_one(
+def test_tasks_that_need_a_label_are_skipped_without_one(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     """Its cells may all have a text that means no label, and other datasets be labelled."""
@@ -210,7 +206,7 @@ def test_a_dataset_without_any_label_skips_the_tasks_that_need_one(
     assert tasks["reconstruct"]["skipped"] is None
 
 
-def test_the_log_has_a_short_line_for_each_task_and_names_few_classes(
+def test_the_log_has_one_short_line_per_task(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = np.array([f"c{i % 60}" for i in range(600)], dtype=object)
@@ -256,7 +252,7 @@ def test_files_that_do_not_pair_up_are_refused(corpus: dict[str, Path], tmp_path
         )
 
 
-def test_an_output_that_cannot_be_written_or_would_replace_another_file_is_refused_at_the_start(
+def test_an_unwritable_output_is_refused_at_the_start(
     corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage, "_Evaluation", lambda *_: pytest.fail("it has begun"))
@@ -285,9 +281,7 @@ def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path
     stage._beside.cache_clear()
 
 
-def test_a_corpus_without_held_out_cells_says_what_to_change(
-    tmp_path: Path, simulated: Path
-) -> None:
+def test_a_corpus_without_held_out_cells_names_the_remedy(tmp_path: Path, simulated: Path) -> None:
     corpus = make_evaluated(tmp_path, simulated, test_frac=0)
     message = "no held-out cells: all 600 were trained or validated on; raise shard.test_frac, or set evaluate.cells to"
     with pytest.raises(DataError, match=message):
@@ -327,7 +321,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_plugin_task_runs_by_name_into_metrics_and_page(
+def test_a_plugin_task_reaches_metrics_and_the_page(
     corpus: dict[str, Path], tmp_path: Path, toy: None
 ) -> None:
     metrics = evaluate(
@@ -368,7 +362,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def test_tasks_in_processes_of_their_own_have_the_results_of_one_process_and_save_its_baselines(
+def test_parallel_tasks_give_the_results_of_one_process(
     corpus: dict[str, Path], tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks: dict[str, Any] = {"probe": {"seeds": 1}, "few_shot": {"draws": 2}, "reconstruct": {}}
@@ -393,7 +387,7 @@ def test_tasks_in_processes_of_their_own_have_the_results_of_one_process_and_sav
     ],
     ids=["killed", "failed"],
 )
-def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
+def test_a_killed_task_is_one_line(
     corpus: dict[str, Path],
     tmp_path: Path,
     toy: None,
@@ -409,7 +403,7 @@ def test_the_end_of_a_process_of_a_task_is_one_line_and_ends_the_others(
     assert [process for process in active_children() if "ForkProcess" in process.name] == []
 
 
-def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
+def test_ctrl_c_during_a_fork_still_ends_the_evaluation(
     corpus: dict[str, Path],
     tmp_path: Path,
     two_threads: None,
@@ -437,7 +431,7 @@ def test_ctrl_c_while_processes_are_forked_ends_the_evaluation_afterwards(
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluation(
+def test_the_umap_process_ends_with_its_evaluation(
     started: bool,
 ) -> None:
     code = (
@@ -460,7 +454,7 @@ def test_the_process_of_the_umap_ignores_ctrl_c_and_ends_with_a_killed_evaluatio
         assert "Traceback" not in evaluation.communicate()[1]
 
 
-def test_a_run_whose_tasks_were_all_skipped_is_not_shown_as_scored(
+def test_a_run_with_only_skipped_tasks_is_not_shown_as_scored(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run" / "evaluate" / "metrics.json"

@@ -211,7 +211,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("path", "run"), _runs())
-def test_the_example_trains_from_the_model_it_names_and_predicts(
+def test_the_example_predicts_with_a_trained_model(
     path: Path, run: str, runs: Runs, tmp_path: Path
 ) -> None:
     trained = runs.train(path, run)

@@ -67,7 +67,7 @@ def _first(
     return dict(initial_tensors(network, seed, init_from, vocabulary))
 
 
-def test_a_full_disk_is_one_error_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with (
         full_after(1000),
@@ -88,7 +88,7 @@ def test_an_exported_model_comes_back_bit_for_bit(exported: Path) -> None:
     assert all(parameter.device.type == "cpu" for parameter in found.values())
 
 
-def test_initial_values_depend_on_name_and_seed() -> None:
+def test_initial_values_depend_only_on_their_name_and_seed() -> None:
     first, again, other = (_first(seed, None, _vocabulary(range(30))) for seed in (0, 0, 1))
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     random = [name for name, tensor in first.items() if tensor.unique().numel() > 1]
@@ -173,7 +173,7 @@ def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path)
         ),
     ],
 )
-def test_a_model_of_another_width_or_other_values_is_refused(
+def test_a_model_of_another_width_is_refused(
     tmp_path: Path, tokens: dict[str, Any], own: dict[str, Any], message: str, section: str
 ) -> None:
     _vocabulary(range(30)).write(tmp_path / "genes.tsv")
@@ -270,7 +270,7 @@ def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, capsys: Any) 
     assert not (tmp_path / "m.onnx").exists()
 
 
-def test_a_model_that_knows_too_few_of_what_cells_express_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_lacks_most_expressed_genes_is_refused(tmp_path: Path) -> None:
     ours = _vocabulary(range(10))
     folder = tmp_path / "model"
     ours.n_cells[:] = [90, *[1] * 8, 2]
@@ -288,7 +288,7 @@ def test_a_model_that_knows_too_few_of_what_cells_express_is_refused(tmp_path: P
         check_genes(train_options(), folder, tmp_path / "ours.tsv")
 
 
-def test_the_threshold_is_no_part_of_a_run_and_the_rows_are() -> None:
+def test_the_threshold_does_not_change_a_run() -> None:
     stored = {
         "options": train_options().model_dump(mode="json"),
         "identity": identity(train_options(), None),
@@ -306,7 +306,7 @@ def test_the_threshold_is_no_part_of_a_run_and_the_rows_are() -> None:
     assert changed == {"finetune.new_genes": "random -> mean"}
 
 
-def test_new_genes_have_the_mean_row_and_their_own_given_vector(tmp_path: Path) -> None:
+def test_new_genes_have_the_mean_row(tmp_path: Path) -> None:
     _vocabulary(range(20)).write(tmp_path / "theirs.tsv")
     folder = export_model(
         tmp_path / "model", tmp_path / "theirs.tsv", {"max_tokens": 32}, gene_vector_dim=3

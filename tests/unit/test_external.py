@@ -63,7 +63,7 @@ def embed_external(command: str, cells: Path, out: Path) -> int:
     )
 
 
-def test_paths_stay_in_one_argument_and_no_shell_reads_them() -> None:
+def test_no_shell_reads_a_path() -> None:
     words = command_words("run 'a b' --in={cells} {out}.x ; $HOME", "c; {out} d", "o u t")
     assert words == ["run", "a b", "--in=c; {out} d", "o u t.x", ";", "$HOME"]
 
@@ -142,7 +142,7 @@ def test_without_external_models_the_options_are_what_they_were() -> None:
         ),
     ],
 )
-def test_what_a_command_gets_wrong_is_one_line(
+def test_mistakes_in_a_command_are_refused_in_one_line(
     change: str,
     message: str,
     corpus: dict[str, Path],
@@ -192,7 +192,7 @@ def test_the_embedding_is_kept_in_the_form_of_ours(
     assert made.uns["cellmill"]["command"] == command
 
 
-def test_a_model_that_is_used_as_it_is_has_the_embedding_of_stage_embed(
+def test_an_unchanged_model_has_the_embedding_of_stage_embed(
     corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -251,7 +251,7 @@ def made(corpus: dict[str, Path], tmp_path: Path) -> Path:
     return tmp_path / "made.h5ad"
 
 
-def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
+def test_an_external_model_changes_no_verdict(
     corpus: dict[str, Path], tmp_path: Path, made: Path
 ) -> None:
     pytest.importorskip("igraph", reason="task clustering requires igraph")
@@ -287,7 +287,7 @@ def test_rows_of_an_external_model_change_no_verdict_and_no_gate(
         evaluated(corpus, tmp_path / "gate", [made], tasks={"probe": {"seeds": 1}}, gate=gate)
 
 
-def test_files_of_external_models_pair_up_and_are_of_the_command(
+def test_files_of_external_models_match_their_command(
     corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     message = "expected 1 --external for each of 1 --cells, for evaluate.external: pca; got 0 files"
@@ -315,9 +315,7 @@ def zoo_cells(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("zoo_cells")
 
 
-def test_a_preset_is_fitted_on_training_cells_alone(
-    corpus: dict[str, Path], zoo_cells: Any
-) -> None:
+def test_a_preset_is_fitted_only_on_training_cells(corpus: dict[str, Path], zoo_cells: Any) -> None:
     manifest = Manifest.read(corpus["manifest"])
     mask = zoo_cells.training_cells(corpus["manifest"], "simulated", ad.read_h5ad(corpus["cells"]))
     with open_counts(corpus["cells"]) as reader:
@@ -357,7 +355,7 @@ def test_cells_of_another_dataset_have_no_training_cells(
         ),
     ],
 )
-def test_the_last_line_says_what_is_wrong_and_no_file_is_written(
+def test_a_failed_command_writes_no_file(
     fault: str, message: str, corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     version = pytest.importorskip(
@@ -375,7 +373,7 @@ def test_the_last_line_says_what_is_wrong_and_no_file_is_written(
     assert not (tmp_path / "made").exists()
 
 
-def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so(
+def test_harmony_corrects_components_of_training_cells(
     corpus: dict[str, Path], tmp_path: Path, zoo_cells: Any
 ) -> None:
     harmonypy = pytest.importorskip("harmonypy", reason="preset harmony requires harmonypy")
@@ -425,7 +423,7 @@ def test_harmony_corrects_components_of_training_cells_and_is_a_row_that_says_so
         ("scvi", "[b]", "preset scvi is fitted on training cells; add b to corpora.one.datasets"),
     ],
 )
-def test_a_preset_without_the_cells_or_batches_that_it_reads_is_refused_before_a_run(
+def test_a_preset_without_its_batches_is_refused_before_a_run(
     preset: str, datasets: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -96,9 +96,7 @@ NORM = "the gradient norm of step 2"
          "the log"),
     ],
 )  # fmt: skip
-def test_the_line_names_the_rank_behind(
-    where: list[tuple[int, str, bool] | None], line: str
-) -> None:
+def test_the_line_names_the_slow_rank(where: list[tuple[int, str, bool] | None], line: str) -> None:
     assert (
         hang_line(positions(*where, tick=0), positions(*where, tick=4), "600 s (train.timeout_s)")
         == line
@@ -121,7 +119,7 @@ worker.main(Path(sys.argv[1]), Path(sys.argv[1], "error.txt"), "cpu")
         (None, "2.4", "rank 1 and 2 more (ranks 2, 3) do not", "2.4 s (the least time to join)"),
     ],
 )
-def test_a_start_that_ranks_never_join_ends_in_time_with_their_names(
+def test_ranks_that_never_join_are_named_in_time(
     tmp_path: Path, node: str | None, join_s: str, named: str, waited: str
 ) -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -178,7 +176,7 @@ def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
 FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"
 
 
-def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the_run(
+def test_the_message_names_the_first_change_for_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -202,7 +200,7 @@ def test_the_message_lists_the_parts_and_the_first_change_for_the_options_of_the
     assert planned(activation_checkpointing="full").endswith("): lower train.token_budget to 128")
 
 
-def test_a_failed_collective_is_named_with_its_rank_and_the_network(
+def test_a_failed_collective_is_named_with_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "3", "GLOO_SOCKET_IFNAME": "ib7", "NCCL_IB_DISABLE": "1"}.items():
@@ -232,7 +230,7 @@ def test_a_failed_collective_is_named_with_its_rank_and_the_network(
     assert not (tmp_path / "jobs" / "error.txt").exists()
 
 
-def test_out_of_memory_errors_are_told_from_others() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     for allocate in (
         lambda: torch.empty(1 << 58, dtype=torch.uint8),
         lambda: np.empty(1 << 58, np.uint8),

@@ -98,7 +98,7 @@ def test_a_url_of_each_protocol_is_read_as_the_file(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
-def test_an_s3_bucket_is_read_with_the_credentials_of_the_environment(
+def test_an_s3_bucket_uses_credentials_of_the_environment(
     counts: sp.csr_matrix, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3fs = pytest.importorskip("s3fs", reason="the extra s3 is not installed")
@@ -144,9 +144,7 @@ def test_many_jobs_that_ask_at_once_fetch_once(
     assert found[0].path.read_bytes() == content
 
 
-def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
-    server: Server, content: bytes, tmp_path: Path
-) -> None:
+def test_a_killed_fetch_is_taken_over(server: Server, content: bytes, tmp_path: Path) -> None:
     first = fetch_url(server.url("cells.h5ad"), tmp_path).path
     folder = first.parent
     first.unlink()
@@ -162,9 +160,7 @@ def test_a_fetch_that_was_killed_is_taken_over_and_leaves_nothing(
     assert fetch_url(server.url("cells.h5ad"), tmp_path).path.read_bytes() == content
 
 
-def test_what_cannot_be_fetched_whole_is_one_line_and_leaves_no_file(
-    server: Server, content: bytes, tmp_path: Path
-) -> None:
+def test_an_incomplete_fetch_leaves_no_file(server: Server, content: bytes, tmp_path: Path) -> None:
     def message(url: str) -> str:
         with pytest.raises((DataError, ConfigError)) as error:
             fetch_url(url, tmp_path / "cache")
@@ -211,7 +207,7 @@ def test_no_message_has_credentials(
     assert "hunter2" not in str(failed.value)
 
 
-def test_a_record_names_the_copy_and_fetches_it_again(
+def test_a_record_fetches_its_copy_again(
     server: Server, counts: sp.csr_matrix, content: bytes, tmp_path: Path
 ) -> None:
     record = tmp_path / "cells.fetched.json"

@@ -103,7 +103,7 @@ def test_the_file_of_a_writer_that_lives_stays(tmp_path: Path) -> None:
     assert not other.exists()
 
 
-def test_an_error_without_a_name_gets_that_of_the_file(
+def test_an_error_without_a_name_gets_that_file_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final = tmp_path / "out.npy"
@@ -141,7 +141,7 @@ def test_a_full_disk_ends_a_stage_in_one_line_without_output(tmp_path: Path) -> 
     assert names(tmp_path) == []
 
 
-def test_a_file_appears_when_the_block_ends_and_an_error_keeps_the_old_one(tmp_path: Path) -> None:
+def test_a_file_appears_only_when_its_block_ends(tmp_path: Path) -> None:
     final = tmp_path / "new" / "out.txt"
     with atomic_path(final) as path:
         assert (path.suffix, path.parent) == (".txt", final.parent)
@@ -155,7 +155,7 @@ def test_a_file_appears_when_the_block_ends_and_an_error_keeps_the_old_one(tmp_p
     assert error.value.filename == str(tmp_path)
 
 
-def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
+def test_bytes_reach_the_disk_before_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a power failure at any moment leaves: each fsync with what it makes durable."""
@@ -173,7 +173,7 @@ def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_next_file(
     assert durable == [("all of it", False), ("folder", True)]
 
 
-def test_json_round_trips_and_nan_or_a_file_that_holds_none_is_refused(tmp_path: Path) -> None:
+def test_json_refuses_nan(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None], "é": {"b": True}}
     path = tmp_path / "value.json"
     write_json(path, value)
@@ -198,7 +198,7 @@ def shown(out: io.StringIO, seconds: list[float], rows: int = 1000, **options: A
     return out.getvalue().splitlines()
 
 
-def test_a_log_gets_a_line_after_5_s_and_then_every_30_s_of_rank_0(
+def test_a_log_gets_progress_only_from_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert shown(io.StringIO(), [0.5] * 9) == []

@@ -123,7 +123,7 @@ def run(model: Any, prepared: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 @every_row
-def test_padding_changes_no_loss_and_no_gradient(row: str) -> None:
+def test_padding_changes_no_gradient(row: str) -> None:
     model = model_of(row, dropout=0.2)
     batch = cells_of(row)
     plain = prepare(model, batch)
@@ -139,7 +139,7 @@ def test_padding_changes_no_loss_and_no_gradient(row: str) -> None:
 
 
 @every_row
-def test_no_cells_have_no_loss_and_a_zero_gradient_of_every_parameter(row: str) -> None:
+def test_an_empty_batch_has_zero_gradients(row: str) -> None:
     model = model_of(row, dropout=0.1)
     prepared = prepare(model, cells_of(row).cut(0, 0))
     loss, gradients = run(model, prepared)
@@ -153,7 +153,7 @@ def test_no_cells_have_no_loss_and_a_zero_gradient_of_every_parameter(row: str) 
 
 
 @every_row
-def test_the_loss_of_cells_is_the_sum_of_their_losses_in_any_batching(row: str) -> None:
+def test_the_loss_of_cells_adds_up_in_any_batching(row: str) -> None:
     model = model_of(row, dropout=0.3)
     batch = cells_of(row)
     prepared = [prepare(model, batch.cut(*part)) for part in ((0, 6), (0, 1), (1, 4), (4, 6))]
@@ -163,7 +163,7 @@ def test_the_loss_of_cells_is_the_sum_of_their_losses_in_any_batching(row: str) 
 
 
 @every_row
-def test_an_embedding_depends_on_neither_other_cells_nor_the_order_of_genes(row: str) -> None:
+def test_an_embedding_is_independent_of_other_cells(row: str) -> None:
     model = model_of(row, dropout=0.5).eval()
     batch = cells_of(row)
     order = torch.cat(
@@ -180,7 +180,7 @@ def test_an_embedding_depends_on_neither_other_cells_nor_the_order_of_genes(row:
 
 
 @every_row
-def test_autocast_to_bf16_stays_near_float32_and_every_parameter_is_trained(row: str) -> None:
+def test_autocast_to_bf16_stays_near_float32(row: str) -> None:
     model = model_of(row)
     prepared = prepare(model, cells_of(row))
     exact = model(prepared)
@@ -195,7 +195,7 @@ def test_autocast_to_bf16_stays_near_float32_and_every_parameter_is_trained(row:
 
 
 @every_row
-def test_recomputed_activations_give_the_same_gradients_with_dropout(row: str) -> None:
+def test_recomputed_activations_give_equal_gradients(row: str) -> None:
     how: Literal["full", "selective"] | None
     found = []
     for how in (None, "full", "selective"):

@@ -83,7 +83,7 @@ OTHERS = {
 @pytest.mark.parametrize("looks", OTHERS)
 @pytest.mark.parametrize("rule", ["refuse", "round", "stochastic"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_values_that_no_rounding_makes_counts_of_are_refused_by_name(
+def test_values_that_cannot_be_rounded_are_refused(
     make_h5ad: Make, looks: str, rule: str, dtype: Any
 ) -> None:
     values = OTHERS[looks](counts_of()).astype(dtype)
@@ -95,9 +95,7 @@ def test_values_that_no_rounding_makes_counts_of_are_refused_by_name(
 @pytest.mark.parametrize(
     "values", [estimated(), half_mapped(), 20 * estimated(), counts_of() + np.eye(60, 40) / 2]
 )
-def test_estimated_counts_are_refused_with_the_option_that_reads_them(
-    make_h5ad: Make, values: np.ndarray
-) -> None:
+def test_estimated_counts_are_refused_with_the_remedy(make_h5ad: Make, values: np.ndarray) -> None:
     message = refusal(make_h5ad(sp.csr_matrix(values)))
     assert "is fractional: it looks like estimated counts, as of RSEM, SoupX" in message
     assert message.endswith("; set counts_rule to stochastic or round, if they are counts")
@@ -110,7 +108,7 @@ def test_round_takes_the_nearest_whole_number(make_h5ad: Make, values: np.ndarra
 
 
 @pytest.mark.parametrize("values", [estimated(), half_mapped()])
-def test_a_draw_keeps_row_sums_and_whole_numbers(make_h5ad: Make, values: np.ndarray) -> None:
+def test_a_draw_keeps_row_sums(make_h5ad: Make, values: np.ndarray) -> None:
     got = read(make_h5ad(sp.csr_matrix(values)), "stochastic")
     assert (np.abs(got - values) < 1).all()
     assert (got == values)[values == np.floor(values)].all()
@@ -139,7 +137,7 @@ def test_genes_of_a_cell_are_drawn_nearly_independently() -> None:
     assert pairs == {(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)}
 
 
-def test_a_draw_depends_on_file_cell_and_gene_only(make_h5ad: Make, tmp_path: Path) -> None:
+def test_a_draw_depends_only_on_its_position(make_h5ad: Make, tmp_path: Path) -> None:
     values = estimated()
     path = make_h5ad(sp.csr_matrix(values), genes=GENES)
     wanted = read(path, "stochastic")
@@ -162,7 +160,7 @@ def test_whole_numbers_are_read_as_they_are_under_any_rule(make_h5ad: Make) -> N
         assert (read(path, rule) == counts).all()
 
 
-def test_the_rule_is_recorded_with_cells_and_report(
+def test_the_rule_is_recorded_with_the_cells(
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = PreprocessOptions.model_validate(
@@ -203,7 +201,7 @@ def test_the_rule_is_recorded_with_cells_and_report(
             assert reader.recorded == {"counts_rule": "stochastic"}
 
 
-def test_logs_of_a_few_cells_are_told_from_estimated_counts() -> None:
+def test_logarithms_are_told_apart_from_estimated_counts() -> None:
     for n_cells in (1, 2, 5):
         logs = np.log1p(mean_normalised(counts_of(6, n_cells)))
         assert describe_fractions(sp.csr_matrix(logs)).text == "log-transformed"

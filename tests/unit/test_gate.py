@@ -38,7 +38,7 @@ def _datasets(**tasks: Any) -> dict[str, Any]:
     }
 
 
-def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
+def test_a_gate_compares_the_best_rows_by_their_means() -> None:
     datasets = _datasets(probe={}, probe_of_donor={}, other={})
     assert failures([BaselineGate(task="probe", baseline="majority")], datasets) == []
     assert (
@@ -56,7 +56,7 @@ def test_a_gate_compares_the_best_rows_by_their_means_on_every_label() -> None:
     )
 
 
-def test_a_gate_of_an_error_takes_the_lowest_of_its_finite_values() -> None:
+def test_a_gate_on_an_error_takes_the_lowest_value() -> None:
     errors = [{"name": "a", "kind": "model", "MAE": value} for value in (float("nan"), 0.5, 0.4)]
     datasets = _datasets(
         change={
@@ -102,9 +102,7 @@ def test_a_gate_that_compares_nothing_is_an_error(
         failures([BaselineGate(task="probe", **gate)], _datasets(probe=changed))
 
 
-def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_options_as_they_were() -> (
-    None
-):
+def test_a_gate_on_a_task_that_does_not_run_is_refused() -> None:
     with pytest.raises(
         ValidationError,
         match=r"task 'prob' is not in evaluate\.tasks, which are: probe, reconstruct",
@@ -116,9 +114,7 @@ def test_a_gate_of_a_task_that_is_not_run_is_refused_and_no_gate_leaves_the_opti
     assert "gate" not in given.model_dump(mode="json")
 
 
-def test_a_failed_gate_ends_the_stage_in_one_line_and_keeps_the_results_beside(
-    tmp_path: Path, corpus: dict[str, Path]
-) -> None:
+def test_a_failed_gate_keeps_the_results(tmp_path: Path, corpus: dict[str, Path]) -> None:
     out = tmp_path / "evaluate" / "metrics.json"
     tasks: dict[str, Any] = {"probe": {"seeds": 1}, "throughput": {}}
     gate = {"task": "probe", "baseline": "majority"}

@@ -69,7 +69,7 @@ def test_counts_of_names_made_unique_are_added_to_their_gene(
     assert f"d: {2 * N_GENES} names are of {N_GENES} genes: their counts are summed, as " in printed
 
 
-def test_names_that_scanpy_and_R_make_unique_are_one_gene() -> None:
+def test_names_made_unique_by_other_tools_are_one_gene() -> None:
     # anndata's make_index_unique and R's make.unique pass over a name that is taken
     found = match_names(["TBCE", "TBCE-2", "TBCE-1", "TBCE.1", "TBCE.2", "TBCE-1-1"], "human")
     assert {*found.gene_ids} == {"ENSG00000284770"}
@@ -79,7 +79,7 @@ def test_names_that_scanpy_and_R_make_unique_are_one_gene() -> None:
 @pytest.mark.parametrize(
     "name", ["HLA-A", "NKX2-1", "AC012345.1", "MT-CO1", "KRTAP4-11", "RP11-34P13.7", "FOO-1"]
 )
-def test_a_suffix_whose_stem_the_file_lacks_is_left_alone(name: str) -> None:
+def test_a_suffix_without_its_stem_stays_in_the_name(name: str) -> None:
     together = match_names([name, "ACTB", "TP53"], "human")
     assert together.gene_ids[0] == match_names([name], "human").gene_ids[0]
     assert together.made_unique == {}
@@ -128,7 +128,7 @@ def test_ids_in_any_column_come_before_symbols(tmp_path: Path, column: str) -> N
     )
 
 
-def test_gaps_of_the_best_column_are_filled_from_others(tmp_path: Path) -> None:
+def test_gaps_in_the_best_column_are_filled_from_the_rest(tmp_path: Path) -> None:
     ids = [*IDS[:45], *[None] * 15]
     symbols = [None, None, *SYMBOLS[2:]]
     for missing in (None, float("nan")):
@@ -142,13 +142,13 @@ def test_gaps_of_the_best_column_are_filled_from_others(tmp_path: Path) -> None:
         assert found.coverage == {"the index": 0, "a": 45 / 60, "b": 58 / 60}
 
 
-def test_a_column_of_other_genes_fills_no_gap() -> None:
+def test_a_column_of_different_genes_fills_no_gap() -> None:
     index = [*SYMBOLS[:50], *(f"probe {i}" for i in range(10))]
     var = pd.DataFrame({"nearest": [*SYMBOLS[1:41], *[""] * 10, *SYMBOLS[50:]]}, index=index)
     assert choose_names(index, var, "human").gene_ids == [*IDS[:50], *[""] * 10]
 
 
-def test_a_column_that_names_as_many_other_genes_is_a_conflict() -> None:
+def test_a_column_that_names_as_many_genes_is_a_conflict() -> None:
     var = pd.DataFrame({"nearest": [*SYMBOLS[1:], SYMBOLS[0]]}, index=SYMBOLS)
     assert choose_names(SYMBOLS, var, "human").conflict == "nearest"
     var["nearest"] = [f"{gene}.3" for gene in IDS]
@@ -160,7 +160,7 @@ def test_a_column_that_names_as_many_other_genes_is_a_conflict() -> None:
     "prefix",
     ["GRCh38_", "GRCh38-", "hg19_", "GRCh38______", "GRCh38-2020-A_", "hg19_premrna___", "human:"],
 )
-def test_a_prefix_that_names_share_is_left_out_and_printed(
+def test_a_shared_prefix_is_removed_from_names(
     tmp_path: Path, prefix: str, names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     var = pd.DataFrame(index=[f"{prefix}{name}" for name in names])
@@ -169,7 +169,7 @@ def test_a_prefix_that_names_share_is_left_out_and_printed(
         assert f"d: prefix {prefix!r} is left out of {N_GENES} names\n" in capsys.readouterr().out
 
 
-def test_of_two_genomes_each_organism_takes_its_own(tmp_path: Path) -> None:
+def test_each_organism_takes_its_genome_of_two(tmp_path: Path) -> None:
     names = [*(f"GRCh38_{name}" for name in SYMBOLS), "mm10___Actb", "mm10___Trp53", "mm10___Xist"]
     found = match_names(names, "human")
     assert found.gene_ids == [*IDS, "", "", ""]
@@ -179,11 +179,11 @@ def test_of_two_genomes_each_organism_takes_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "form", ["adt_{}", "ADT-{}", "sg_{}", "{}:UCHT1|{}|AHS0231|pAbO", "guide_{}", "HTO:{}"]
 )
-def test_antibodies_and_guides_are_never_their_target_gene(form: str) -> None:
+def test_antibodies_never_count_as_their_target_gene(form: str) -> None:
     assert match_names([form.replace("{}", name) for name in SYMBOLS], "human").n_matched == 0
 
 
-def test_missing_names_are_no_gene_though_NA_was_a_symbol() -> None:
+def test_missing_names_never_match_a_gene_called_NA() -> None:
     matches = match_names(["NA", "NA.1", "NA-2", "nan", "XK", "TP53"], "human")
     assert [bool(gene) for gene in matches.gene_ids] == [False] * 4 + [True] * 2
 
@@ -248,7 +248,7 @@ def test_a_family_of_names_is_recognised_with_the_way_on(
     assert "mouse" not in message.replace("human or mouse orthologs", "")
 
 
-def test_names_of_another_case_are_said_to_be_that(tmp_path: Path) -> None:
+def test_names_in_another_case_are_recognised(tmp_path: Path) -> None:
     path = written(tmp_path, COUNTS, pd.DataFrame(index=[name.lower() for name in SYMBOLS]))
     assert "differ from human symbols in upper and lower case, as " in refusal(
         path, tmp_path / "out.h5ad"
@@ -308,7 +308,7 @@ def test_a_model_reads_genes_from_the_column_that_has_them(tmp_path: Path, make_
     assert target.tolist() == vocabulary.rows_of(IDS).tolist()
 
 
-def test_a_model_of_another_organism_says_so(tmp_path: Path, make_h5ad: Make) -> None:
+def test_a_model_of_another_organism_is_reported(tmp_path: Path, make_h5ad: Make) -> None:
     mouse = gene_table("mouse")
     to_mouse = orthologs("human", "mouse")
     human = written(tmp_path, COUNTS, pd.DataFrame(index=SYMBOLS))
@@ -334,7 +334,7 @@ def test_a_model_of_another_organism_says_so(tmp_path: Path, make_h5ad: Make) ->
                 match_columns(reader, vocabulary)
 
 
-def test_a_model_says_which_names_it_sums(tmp_path: Path, make_h5ad: Make) -> None:
+def test_a_model_reports_which_names_it_sums(tmp_path: Path, make_h5ad: Make) -> None:
     run(make_h5ad(sp.csr_matrix(COUNTS), genes=IDS), tmp_path / "plain.h5ad")
     vocabulary = build_vocabulary([tmp_path / "plain.h5ad"])
     twice = [*SYMBOLS, f"{SYMBOLS[0]}-1"]
@@ -348,7 +348,7 @@ def test_a_model_says_which_names_it_sums(tmp_path: Path, make_h5ad: Make) -> No
     )
 
 
-def test_columns_that_name_other_genes_are_a_question_for_the_user(tmp_path: Path) -> None:
+def test_columns_that_name_different_genes_need_a_choice(tmp_path: Path) -> None:
     var = pd.DataFrame({"nearest": [*SYMBOLS[1:], SYMBOLS[0]]}, index=SYMBOLS)
     path = written(tmp_path, COUNTS, var)
     assert refusal(path, tmp_path / "out.h5ad") == (

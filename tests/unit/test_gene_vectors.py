@@ -85,9 +85,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_vectors_are_found_by_id_or_symbol_and_scaled_by_one_number(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_vectors_are_matched_by_id_or_symbol(suffix: str, tmp_path: Path) -> None:
     names = [
         *GENES[30:],
         *SYMBOLS[5:15],
@@ -155,7 +153,7 @@ WRONG: dict[str, tuple[list[str], Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> None:
+def test_an_unusable_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     names, vectors, message = WRONG[case]
     path = write_npy(tmp_path / "a.npy", names, vectors)
     if case == "cut":
@@ -178,7 +176,7 @@ def test_a_file_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> No
         ("d.csv", r": expected a file, got a folder$"),
     ],
 )
-def test_files_of_other_kinds_are_refused(name: str, message: str, tmp_path: Path) -> None:
+def test_other_kinds_of_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3), "b": torch.zeros(4)}, tmp_path / "a.safetensors")
     np.save(tmp_path / "b.npy", vectors_of())
     (tmp_path / "d.csv").mkdir()
@@ -219,7 +217,7 @@ WRONG_TABLES = {
 
 
 @pytest.mark.parametrize("case", WRONG_TABLES)
-def test_a_table_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> None:
+def test_an_unusable_table_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     text, message = WRONG_TABLES[case]
     path = tmp_path / "a.tsv"
     path.write_bytes(text.encode("latin-1"))
@@ -228,7 +226,7 @@ def test_a_table_that_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_gene_without_a_vector_has_nan_and_the_first_of_its_names_counts(tmp_path: Path) -> None:
+def test_a_gene_without_a_vector_has_nan(tmp_path: Path) -> None:
     path = write_table(
         tmp_path / "a.csv",
         ["STAT1", "JAK2", "ENSG00000096968"],
@@ -259,9 +257,7 @@ def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Te
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(
-    family: str, tmp_path: Path
-) -> None:
+def test_an_embedding_adds_the_projection_of_its_vector(family: str, tmp_path: Path) -> None:
     model, table = model_of(family, tmp_path)
     batch = to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES))
     own = model.gene_embedding.weight
@@ -280,9 +276,7 @@ def test_a_genes_embedding_is_its_own_plus_the_projection_of_its_vector(
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("family", MODELS)
-def test_vectors_train_only_if_asked_and_their_projection_always(
-    family: str, trained: bool, tmp_path: Path
-) -> None:
+def test_vectors_train_only_on_request(family: str, trained: bool, tmp_path: Path) -> None:
     model, _ = model_of(family, tmp_path, train_gene_vectors=trained)
     prepared = prepare(model, to_tensors(random_cells((9, 14, 1, 14), TOKENS, N_GENES)))
     model(prepared).backward()
@@ -295,7 +289,7 @@ def test_vectors_train_only_if_asked_and_their_projection_always(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_planner_counts_the_vectors_and_trains_what_trains(trained: bool) -> None:
+def test_the_planner_counts_the_vectors(trained: bool) -> None:
     plain, size = (
         measure(spec_of("encoder", **given))
         for given in ({"gene_vector_dim": None}, {"train_gene_vectors": trained})
@@ -306,7 +300,7 @@ def test_the_planner_counts_the_vectors_and_trains_what_trains(trained: bool) ->
     assert own - before == 16 * DIM + (62 * DIM if trained else 0)
 
 
-def test_an_export_carries_the_vectors_and_a_finetune_takes_them_by_gene(tmp_path: Path) -> None:
+def test_an_export_carries_the_vectors(tmp_path: Path) -> None:
     model, table = model_of("encoder", tmp_path)
     folder = save_model(tmp_path / "model", spec_of("encoder"), VOCABULARY, model.state_dict())
     assert torch.equal(load_model(folder)[0].state_dict()[TABLE], table)
@@ -316,7 +310,7 @@ def test_an_export_carries_the_vectors_and_a_finetune_takes_them_by_gene(tmp_pat
     assert not taken[TABLE][2].any(), "a gene that the source does not know has no vector"
 
 
-def test_a_run_is_that_of_the_vectors_and_not_of_their_path(tmp_path: Path) -> None:
+def test_a_run_depends_on_the_vectors_not_their_path(tmp_path: Path) -> None:
     paths = [write_npy(tmp_path / name, GENES[:45], vectors_of()) for name in ("a.npy", "b.npy")]
     runs = [
         train_options(model={"gene_vectors": str(path), "gene_vector_dim": DIM}) for path in paths

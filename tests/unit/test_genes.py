@@ -68,9 +68,7 @@ BRCA2 = "ENSG00000139618"
         ("mouse", "", [f"HLA-DRA_{HLA_DRA}"]),
     ],
 )
-def test_an_id_is_taken_alone_or_beside_a_symbol_without_its_version(
-    organism: str, gene: str, names: list[str]
-) -> None:
+def test_an_id_is_read_without_its_version(organism: str, gene: str, names: list[str]) -> None:
     assert ids(names, organism) == [gene] * len(names)
 
 
@@ -81,7 +79,7 @@ def test_an_id_in_a_column_takes_precedence_over_the_name(column: str) -> None:
     assert got == ["ENSG00000000003", "ENSG00000000419", "ENSG00000139618"]
 
 
-def test_current_symbols_take_precedence_over_previous_ones_and_those_over_aliases() -> None:
+def test_current_symbols_precede_previous_symbols() -> None:
     mapped = map_genes(
         ["BRCA2", "C10orf11", "FANCD1", "SEP15", "C10ORF11"], pd.DataFrame(index=range(5)), "human"
     )
@@ -118,7 +116,7 @@ def test_an_ambiguous_name_maps_to_no_gene() -> None:
     assert mapped.coverage.frac == pytest.approx(1 / 3)
 
 
-def test_mitochondrial_genes_are_recognised_by_symbol_when_named_by_id() -> None:
+def test_mitochondrial_genes_are_recognised_among_ids() -> None:
     names = ["ENSG00000198804", "MT-CO1", "ENSG00000139618", "MT1X"]
     assert map_genes(names, pd.DataFrame(index=names), "human").is_mito.tolist() == [
         True,
@@ -172,7 +170,7 @@ SMALL = CellOntology(
         ("cell", "CD4", 1 / 4, 3),
     ],
 )
-def test_nearness_and_steps_are_those_counted_by_hand(
+def test_nearness_equals_the_count_by_hand(
     one: str, other: str, nearness: float, steps: int
 ) -> None:
     for a, b in ((one, other), (other, one)):
@@ -180,7 +178,7 @@ def test_nearness_and_steps_are_those_counted_by_hand(
         assert SMALL.steps(a, b) == steps
 
 
-def test_terms_of_the_packaged_table_lead_to_cell_and_known_types_are_where_they_belong() -> None:
+def test_terms_of_the_packaged_table_lead_to_cell() -> None:
     ontology = cell_ontology()
     t_cell = "CL:0000084"
     b_cell = "CL:0000236"
@@ -210,7 +208,7 @@ MT_CO1 = "ENSG00000198804"
 run = partial(preprocessed, min_coverage_frac=0.0)
 
 
-def test_the_packaged_table_is_one_to_one_of_known_genes_and_its_own_inverse() -> None:
+def test_the_packaged_table_of_orthologs_is_one_to_one() -> None:
     to_human = orthologs("mouse", "human")
     to_mouse = orthologs("human", "mouse")
     assert len(to_human) == 17_120
@@ -220,9 +218,7 @@ def test_the_packaged_table_is_one_to_one_of_known_genes_and_its_own_inverse() -
     assert CD8B1 not in to_human
 
 
-def test_genes_are_mapped_and_those_without_an_ortholog_counted(
-    make_h5ad: Make, tmp_path: Path
-) -> None:
+def test_genes_without_an_ortholog_are_counted(make_h5ad: Make, tmp_path: Path) -> None:
     genes = ["Trp53", "mt-Co1", "H2-Oa", "Cd8b1", "nothing"]
     path = make_h5ad(sp.csr_matrix(np.arange(1.0, 16).reshape(3, 5)), genes=genes)
     got, report = run(path, tmp_path / "m.h5ad", organism="mouse", reference_organism="human")
@@ -254,7 +250,7 @@ def test_genes_of_the_reference_organism_stay_as_they_are(make_h5ad: Make, tmp_p
     assert (tmp_path / "a.h5ad").read_bytes() == (tmp_path / "b.h5ad").read_bytes()
 
 
-def test_of_a_users_table_pairs_that_occur_once_are_used(make_h5ad: Make, tmp_path: Path) -> None:
+def test_only_one_to_one_pairs_of_a_user_table_are_used(make_h5ad: Make, tmp_path: Path) -> None:
     table = tmp_path / "pairs.tsv"
     rows = [
         f"{TP53}.18\tx\t{TRP53}",
@@ -302,9 +298,7 @@ def test_a_wrong_table_is_named(tmp_path: Path, text: str | None, message: str) 
         orthologs("mouse", "human", path)
 
 
-def test_human_and_mouse_stand_side_by_side_with_a_column_of_the_organism(
-    make_h5ad: Make, tmp_path: Path
-) -> None:
+def test_human_and_mouse_share_one_file(make_h5ad: Make, tmp_path: Path) -> None:
     cells = {}
     for name, genes in {
         "human": ["TP53", "MYC", "CD3E"],

@@ -136,7 +136,7 @@ def check_vectors(
         torch.testing.assert_close(network.embed(batch()), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Path) -> None:
+def test_embeddings_of_a_pretrained_folder_equal_transformers(folder: Path) -> None:
     check_vectors(
         made({"path": str(folder)}),
         transformers.EsmModel.from_pretrained(folder),
@@ -146,9 +146,7 @@ def test_embeddings_of_a_pretrained_folder_are_those_of_transformers(folder: Pat
     )
 
 
-def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_transformers_reads_an_exported_model(folder: Path, tmp_path: Path) -> None:
     VOCABULARY.write(tmp_path / "vocabulary.tsv")
     model: dict[str, Any] = dict.fromkeys(SMALL) | {
         "family": "hf",
@@ -187,7 +185,7 @@ def test_an_exported_model_is_read_by_transformers_and_gives_its_vectors(
     assert all(table[residue] == str(ESM.index(residue)) for residue in RESIDUES)
 
 
-def test_the_head_of_the_folder_predicts_as_that_of_transformers(folder: Path) -> None:
+def test_the_head_of_the_folder_predicts_like_transformers(folder: Path) -> None:
     network: Any = made({"path": str(folder)})
     prepared = network.prepare(batch(), seed=0, step=0)
     starts = np.cumsum([0, *map(len, SEQUENCES)])
@@ -210,7 +208,7 @@ def test_the_head_of_the_folder_predicts_as_that_of_transformers(folder: Path) -
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) -> None:
+def test_every_model_type_equals_transformers(kind: str) -> None:
     options = {"weights": "random", "architecture": {"model_type": kind} | TYPES[kind]}
     network: Any = made(options)
     prepared = network.prepare(batch(), seed=0, step=0)
@@ -258,7 +256,7 @@ def test_every_type_trains_is_measured_and_is_that_of_transformers(kind: str) ->
     assert size.flops.of(1, 0, 0) > 6 * size.blocks * size.block.parameters * 0.9
 
 
-def test_a_folder_is_read_once_and_its_pickle_never(folder: Path, tmp_path: Path) -> None:
+def test_the_pickle_of_a_folder_is_never_read(folder: Path, tmp_path: Path) -> None:
     config = FamilyConfig.model_validate({"family": "hf", "path": str(folder)})
     stored = config.model_dump(mode="json")
     assert stored["residue_ids"]["A"] == ESM.index("A")

@@ -181,9 +181,7 @@ def _python(hub: Any, home: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(
-    hub: Any, run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_pushed_model_is_pulled_unchanged(hub: Any, run_folder: Path, tmp_path: Path) -> None:
     model = run_folder / "model"
     out = tmp_path / "pulled"
     push = [
@@ -224,7 +222,7 @@ def test_a_model_is_pushed_with_its_card_and_pulled_as_it_was(
     assert [path.name for path in tmp_path.iterdir()] == ["pulled"]
 
 
-def test_a_model_of_the_hub_is_loaded_by_its_name_and_its_other_files_stay(
+def test_a_model_of_the_hub_is_loaded_by_its_name(
     hub: Any, run_folder: Path, simulated: Path, tmp_path: Path
 ) -> None:
     hub.repos["me/named"] = {
@@ -242,7 +240,7 @@ def test_a_model_of_the_hub_is_loaded_by_its_name_and_its_other_files_stay(
     assert "run.pkl" not in hub.asked
 
 
-def test_what_is_no_model_is_one_line_and_leaves_nothing(
+def test_a_folder_without_a_model_leaves_nothing_on_the_hub(
     hub: Any, run_folder: Path, tmp_path: Path
 ) -> None:
     files = {path.name: path.read_bytes() for path in (run_folder / "model").iterdir()}

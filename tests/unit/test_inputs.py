@@ -272,9 +272,7 @@ def test_a_package_adds_a_format(
         read(tmp_path / "cells.tsv")
 
 
-def test_names_types_and_categories_of_genes_and_cells_are_read(
-    counts: sp.csr_matrix, tmp_path: Path
-) -> None:
+def test_names_and_categories_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
     with open_counts(tenx_v3(counts, tmp_path)) as reader:
         assert reader.var.symbol.tolist() == [f"S{j}" for j in range(37)]
         assert is_expression(reader.var).tolist() == [True] * 36 + [False]
@@ -291,7 +289,7 @@ def test_names_types_and_categories_of_genes_and_cells_are_read(
     )
 
 
-def test_a_10x_file_of_several_genomes_is_read_whole_or_by_genome(
+def test_a_10x_file_of_several_genomes_is_read_by_genome(
     counts: sp.csr_matrix, tmp_path: Path
 ) -> None:
     path = tenx_v3(counts, tmp_path)
@@ -316,7 +314,9 @@ def test_a_10x_file_of_several_genomes_is_read_whole_or_by_genome(
     assert refusal(old) == f"{old}: has 2 genomes; set the dataset's `counts` to GRCh38 or mm10"
 
 
-def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_a_damaged_matrix_market_folder_fails_in_one_line(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     file = matrix_market(counts, tmp_path) / "sample_matrix.mtx"
     whole = file.read_text()
     first = whole.splitlines()[3]
@@ -349,7 +349,9 @@ def test_a_damaged_matrix_market_folder_is_one_line(counts: sp.csr_matrix, tmp_p
     assert "has 2 matrices (other_matrix.mtx, sample_matrix.mtx)" in refusal(tmp_path)
 
 
-def test_bytes_of_other_files_are_never_counts(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_bytes_of_unrelated_files_are_never_read_as_counts(
+    counts: sp.csr_matrix, tmp_path: Path
+) -> None:
     other = h5ad(counts, tmp_path / "other.h5ad")
     path = tmp_path / "linked.h5ad"
     link = h5py.ExternalLink(str(other), "/X/data")
@@ -369,7 +371,7 @@ def test_bytes_of_other_files_are_never_counts(counts: sp.csr_matrix, tmp_path: 
         assert refusal(path) == f"{path}: {fault}; expected a file that holds its own data"
 
 
-def test_arrays_of_odd_form_are_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
+def test_malformed_arrays_are_refused_in_one_line(counts: sp.csr_matrix, tmp_path: Path) -> None:
     def spoiled(**values: Any) -> str:
         """The refusal of a file with other arrays, or another `shape`; None removes one."""
         path = h5ad(counts, tmp_path / "odd.h5ad")

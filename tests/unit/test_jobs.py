@@ -25,7 +25,7 @@ def test_records_are_read_back_in_order(tmp_path: Path) -> None:
     assert Jobs(tmp_path / "a" / "train").all() == written
 
 
-def test_a_job_belongs_to_its_run_alone_and_squeue_shows_the_run_s_name(tmp_path: Path) -> None:
+def test_a_job_belongs_only_to_its_run(tmp_path: Path) -> None:
     runs = ("x", "x-y", "x.001", "x y", "X")
     names = [Jobs(tmp_path / run / "train").new()[1] for run in runs]
     assert [name.split(".")[0] for name in names] == ["x", "x-y", "x001", "xy", "X"]
@@ -35,7 +35,7 @@ def test_a_job_belongs_to_its_run_alone_and_squeue_shows_the_run_s_name(tmp_path
         ]
 
 
-def test_a_folder_is_itself_by_every_path_and_a_copy_is_another(tmp_path: Path) -> None:
+def test_a_copied_folder_is_not_the_same_folder(tmp_path: Path) -> None:
     original = record(tmp_path / "a" / "train", "7")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert Jobs(tmp_path / "link" / "train").owns(original.name)
@@ -55,7 +55,7 @@ def test_processes_that_ask_at_once_get_one_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "[]", '{"job_id": 5}', "null"])
-def test_a_damaged_record_says_that_it_may_be_removed(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_named_as_removable(tmp_path: Path, text: str) -> None:
     damaged = record(tmp_path / "train", "7").path / "job.json"
     damaged.write_text(text)
     expected = f"{damaged}: not a job record; remove the file: a job that is still alive is then found by its name"
@@ -82,7 +82,7 @@ def never(seconds: float) -> None:
     raise AssertionError("nothing is waited for")
 
 
-def test_of_many_jobs_at_once_one_has_the_folder(tmp_path: Path) -> None:
+def test_only_one_of_many_jobs_gets_the_folder(tmp_path: Path) -> None:
     def attempt(job: int) -> Claim | str:
         try:
             return claim(tmp_path, str(job), wait=renewed)
@@ -120,7 +120,7 @@ def test_a_job_that_ended_leaves_the_folder_at_once(tmp_path: Path, job: str) ->
     assert (own.job, own.file.name) == (job, "00000002.json")
 
 
-def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Path) -> None:
+def test_a_number_passed_by_newer_claims_is_never_reused(tmp_path: Path) -> None:
     first = claim(tmp_path, "1")
 
     def meanwhile(seconds: float) -> None:
@@ -135,7 +135,7 @@ def test_a_number_that_newer_claims_have_passed_is_not_taken_again(tmp_path: Pat
         claim(tmp_path, "2", wait=meanwhile)
 
 
-def test_a_requeued_job_whose_first_start_still_trains_is_refused(tmp_path: Path) -> None:
+def test_a_requeued_job_is_refused_while_its_first_start_trains(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
     assert claimant(tmp_path) == "1"
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_a_requeued_job_whose_first_start_still_trains_is_refused(tmp_path: Path
     assert claimant(tmp_path) == ""
 
 
-def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path) -> None:
+def test_a_killed_job_is_waited_for_until_its_lease_ends(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
     waits: list[float] = []
 
@@ -157,7 +157,7 @@ def test_a_job_that_was_killed_is_waited_for_until_its_lease_ends(tmp_path: Path
     assert len(waits) == 3
 
 
-def test_a_job_that_was_silent_for_too_long_learns_that_another_has_its_run(tmp_path: Path) -> None:
+def test_a_job_silent_for_too_long_learns_that_it_was_replaced(tmp_path: Path) -> None:
     own = claim(tmp_path, "1")
     age(own, module.LEASE_S)
     assert claimant(tmp_path) == ""

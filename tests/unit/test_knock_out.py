@@ -38,7 +38,7 @@ def _shifts(corpus: dict[str, Path], cells: ad.AnnData, gene: str) -> np.ndarray
     return np.where(expressed, 1 - (before * after).sum(1), np.nan)
 
 
-def test_a_shift_is_one_minus_the_cosine_to_the_embedding_without_the_gene(
+def test_a_shift_is_one_minus_the_cosine(
     tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = ad.read_h5ad(corpus["cells"])
@@ -95,7 +95,7 @@ def test_all_genes_of_enough_drawn_cells_are_removed_by_default(
     assert made.obs_names.tolist() != other.obs_names.tolist()
 
 
-def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(
+def test_an_unknown_gene_is_refused_before_any_removal(
     tmp_path: Path, corpus: dict[str, Path]
 ) -> None:
     cells = ad.read_h5ad(corpus["cells"])
@@ -119,9 +119,7 @@ def test_an_unknown_or_rare_gene_is_refused_before_anything_is_removed(
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_only_gene_of_a_cell_has_no_shift_and_no_small_p(
-    tmp_path: Path, corpus: dict[str, Path]
-) -> None:
+def test_a_cell_with_only_one_gene_has_no_shift(tmp_path: Path, corpus: dict[str, Path]) -> None:
     """Without it these cells have no embedding, so nothing was compared."""
     cells = ad.read_h5ad(corpus["cells"])
     counts = cells.X.toarray()

@@ -54,9 +54,7 @@ def _map(folder: Path, text: str, name: str = "map.tsv") -> Path:
     return folder / name
 
 
-def test_mapped_labels_have_the_name_of_the_table_and_others_stay(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_mapped_labels_have_the_name_of_the_table(raw: Path, tmp_path: Path) -> None:
     path = _map(tmp_path, "T\tT cell\njunk\t\n")
     columns = {"label": "kind", "label_name": "cell_type", "label_map": str(path)}
     choice = chosen(raw, None, **columns)
@@ -73,7 +71,7 @@ def test_mapped_labels_have_the_name_of_the_table_and_others_stay(
     assert choice.label_report(np.arange(N) < 12) == {"labels": {"cell_type": counted}}
 
 
-def test_one_column_may_be_two_labels_each_with_a_map_of_its_own(raw: Path, tmp_path: Path) -> None:
+def test_one_column_may_be_two_labels_with_separate_maps(raw: Path, tmp_path: Path) -> None:
     coarse = _map(tmp_path, "B\tall\nHSC\tall\nT\tall\njunk\tall\n", "coarse.tsv")
     fine = _map(tmp_path, "B\tfirst\n", "fine.tsv")
     obs = chosen(
@@ -88,9 +86,7 @@ def test_one_column_may_be_two_labels_each_with_a_map_of_its_own(raw: Path, tmp_
     assert set(obs["kind"].dropna()) == {"B", "HSC", "T", "junk"}
 
 
-def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_whole_numbers_are_the_same_text_as_in_shards(raw: Path, tmp_path: Path) -> None:
     path = _map(tmp_path, "1\tone\n2\ttwo\n")
     obs = chosen(raw, None, label="kind|cluster", label_map=f"|{path}").obs
     assert obs["cluster"].astype(object).fillna("none").tolist() == ["one", "two", "none"] * 8
@@ -114,7 +110,7 @@ def test_a_label_keeps_its_name_and_whole_numbers_are_text_as_in_shards(
         ("from\tinto\nT\tx\n", ": unknown column 'into'; did you mean"),
     ],
 )
-def test_a_wrong_map_is_an_error_of_its_line_before_and_in_the_stage(
+def test_a_wrong_map_is_named_with_its_line(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,7 +159,7 @@ def test_columns_that_do_not_fit_the_labels_are_refused(raw: Path, tmp_path: Pat
         check_inputs(pipeline)
 
 
-def test_two_datasets_of_other_columns_and_vocabularies_are_one_label_in_shards(
+def test_two_vocabularies_become_one_label_in_shards(
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = _dataset(make_h5ad, "first", {"kind": ["T", "B"] * (N // 2)})

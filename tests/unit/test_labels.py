@@ -67,9 +67,7 @@ def _batch() -> Any:
     return to_tensors(random_cells([4] * len(LABELS), TOKENS, GENES, levels=levels))
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_labelled_cells_and_validation_has_no_weights() -> (
-    None
-):
+def test_the_loss_is_the_weighted_cross_entropy() -> None:
     model = _model(class_weights={"m": 0.5, "t": 2.0})
     batch = _batch()
     labelled = [0, 1, 3, 5]
@@ -114,7 +112,7 @@ def _expected_error(logits: np.ndarray, labels: np.ndarray, temperature: float) 
     return float(sum(gaps) / len(labels))
 
 
-def test_the_judge_measures_calibration_with_and_without_the_temperature() -> None:
+def test_calibration_is_measured_with_the_temperature() -> None:
     rng = np.random.default_rng(0)
     objective = _model().objective
     logits = rng.normal(0, 3, (40, 3)).astype(np.float32)
@@ -133,7 +131,7 @@ def test_the_judge_measures_calibration_with_and_without_the_temperature() -> No
     assert figures["temperature"] == 2.5
 
 
-def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
+def test_a_batch_without_labels_has_zero_gradients() -> None:
     model = _model()
     batch = _batch()
     batch.levels[:, 1] = 0
@@ -143,7 +141,7 @@ def test_a_batch_without_labels_has_loss_and_gradients_of_zero() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_a_hidden_label_reverses_the_gradient_of_the_vector_alone_and_is_not_predicted() -> None:
+def test_a_hidden_label_reverses_only_the_vector_gradient() -> None:
     gradients = []
     for scale in (None, 0.25):
         model = _model(adversarial_scale=scale)
@@ -179,7 +177,7 @@ def _stream(objective: dict[str, Any], **stream: Any) -> dict[str, Any]:
     return dict(stored["stream"])
 
 
-def test_a_classification_reads_labelled_cells_evenly_unless_the_run_weights_cells_itself() -> None:
+def test_a_classification_reads_labelled_cells_evenly() -> None:
     label: dict[str, Any] = {"label_column": "kind"}
     alone = {"name": "classification"} | label
     plain = _stream({"name": "cell_decoding"})
@@ -201,7 +199,7 @@ def test_a_classification_reads_labelled_cells_evenly_unless_the_run_weights_cel
     assert _stream({"name": "supervised_contrastive"} | label) == plain
 
 
-def test_balanced_weights_are_numbers_of_the_training_cells_and_average_one(tmp_path: Path) -> None:
+def test_balanced_weights_average_one(tmp_path: Path) -> None:
     donors = np.where(np.arange(90) % 5 == 0, np.nan, np.arange(90) % 3 % 2)
     manifest = write_corpus(
         tmp_path, 90, obs={"donor": donors}, val_frac=0.2, test_frac=0.2, cells_per_shard=64
@@ -252,7 +250,7 @@ def test_columns_without_use_are_refused() -> None:
             check_levels(given, {"kind": ("B cell", "T cell", "<missing>")}, 100)
 
 
-def test_a_cell_without_genes_takes_no_part_though_it_has_tokens_of_its_own() -> None:
+def test_a_cell_without_genes_takes_no_part() -> None:
     model = _model(family="encoder", heads=2, pooling="cls")
     batch = _batch()
     lengths = torch.tensor([4, 0, 4, 4, 4, 8], dtype=torch.int32)
@@ -281,7 +279,7 @@ def test_calibration_finds_the_temperature_of_simulated_logits() -> None:
     assert found.accuracy_above[90] > 0.9 > found.accuracy  # type: ignore[operator]
 
 
-def test_a_temperature_that_raises_the_error_of_held_out_cells_is_not_kept() -> None:
+def test_a_temperature_that_raises_the_error_is_dropped() -> None:
     rng = np.random.default_rng(0)
     logits = np.log(np.tile([0.8, 0.2], (500, 1)))
     # calibrated, but for a few wrong labels that it is sure of
@@ -293,7 +291,7 @@ def test_a_temperature_that_raises_the_error_of_held_out_cells_is_not_kept() -> 
     assert found.calibration_error == found.calibration_error_uncalibrated
 
 
-def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_refused(
+def test_labels_outside_the_block_of_the_vector_are_refused(
     tmp_path: Path,
 ) -> None:
     family = FamilyConfig.model_validate({"family": "bert", "embed_layer": -1})
@@ -313,7 +311,7 @@ def test_labels_of_another_block_than_the_vector_and_models_without_labels_are_r
         )
 
 
-def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
+def test_the_pearson_loss_is_one_minus_the_correlation() -> None:
     table = torch.zeros(12, 3)
     table[:9] = torch.from_numpy(np.random.default_rng(0).normal(size=(9, 3)))
     table[:9, 0] = 1
@@ -328,7 +326,7 @@ def test_the_loss_pearson_is_one_minus_the_correlation_of_the_cells() -> None:
 
 
 @pytest.mark.parametrize("loss", ["mse", "pearson"])
-def test_the_judge_has_rank_correlation_and_errors_in_the_unit_of_the_column(loss: str) -> None:
+def test_the_judge_reports_errors_in_the_unit_of_the_column(loss: str) -> None:
     given = {
         "name": "regression",
         "target_column": "age",
@@ -365,7 +363,7 @@ def test_cells_that_do_not_differ_have_a_finite_gradient(n: int) -> None:
     assert table.grad.isfinite().all()
 
 
-def test_text_is_a_number_only_where_a_reader_would_take_it_for_one() -> None:
+def test_ambiguous_text_is_not_read_as_a_number() -> None:
     scores = pd.Categorical(["1.5", None, "-2e3", "nan"])
     np.testing.assert_array_equal(numbers_in(scores), [1.5, np.nan, -2000, np.nan])
     assert numbers_in(pd.Categorical(["1_2", "1_3", "2_1"])) is None

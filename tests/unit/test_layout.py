@@ -81,7 +81,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], int, int, str]] = [
 
 
 @pytest.mark.parametrize(("options", "world", "local_world", "message"), IMPOSSIBLE)
-def test_an_impossible_product_is_refused_with_the_nearest_possible(
+def test_an_impossible_product_is_refused_with_the_nearest(
     options: dict[str, Any], world: int, local_world: int, message: str
 ) -> None:
     with refused(message):
@@ -128,7 +128,7 @@ LANES = "stream.lanes 8 is not a multiple of"
         ),
     ],
 )
-def test_lanes_that_a_batch_or_processes_cannot_share_are_refused(
+def test_lanes_that_do_not_divide_the_batch_are_refused(
     batch: int, processes: int, message: str
 ) -> None:
     with refused(message):
@@ -149,7 +149,7 @@ def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
         check_nodes(more, range(2, 6), 2)
 
 
-def test_devices_are_known_by_profile_name_and_by_product_name() -> None:
+def test_devices_are_recognised_by_product_name() -> None:
     assert device_named("h100").memory_gb == 80
     bf16 = Parallel(precision="bf16-mixed")
     tf32 = Parallel(tf32=True)

@@ -83,7 +83,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_loss_and_gradients_are_torchs_whatever_the_chunk(chunk: int, likelihood: str) -> None:
+def test_loss_and_gradients_equal_torch_for_any_chunk(chunk: int, likelihood: str) -> None:
     ours = _numbers(likelihood)
     theirs = _numbers(likelihood)
     found = _loss(ours, likelihood)
@@ -94,7 +94,7 @@ def test_loss_and_gradients_are_torchs_whatever_the_chunk(chunk: int, likelihood
     _check_gradients(ours, theirs)
 
 
-def test_in_bf16_loss_and_gradients_stay_near_torchs(chunk: int) -> None:
+def test_loss_and_gradients_in_bf16_stay_near_torch(chunk: int) -> None:
     ours = _numbers()
     exact = _numbers()
     with torch.autocast("cpu", torch.bfloat16):
@@ -125,7 +125,7 @@ def test_a_table_in_bf16_gets_a_bf16_gradient() -> None:
     assert [x.grad.dtype for x in numbers if x.grad is not None] == [torch.bfloat16] * 3
 
 
-def test_without_gradients_the_loss_is_the_same_and_none_are_made() -> None:
+def test_no_gradients_are_computed_without_need() -> None:
     numbers = _numbers()
     with torch.no_grad(), _Allocated() as seen:
         loss = _loss(numbers)
@@ -183,7 +183,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(kept)
 
 
-def test_sums_are_those_of_torch_on_one_thread_bit_by_bit_on_any_number(two_threads: None) -> None:
+def test_sums_are_bitwise_equal_for_any_number_of_threads(two_threads: None) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([0, 700, 1, 2000, 0, 317, 0])
     cell = torch.repeat_interleave(lengths)

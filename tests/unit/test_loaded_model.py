@@ -37,7 +37,7 @@ def folder(corpus: dict[str, Path]) -> Path:
     return corpus["model"]
 
 
-def test_vectors_are_those_of_the_command_in_any_batch_and_order(
+def test_vectors_equal_those_of_the_command(
     tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path
 ) -> None:
     expected = np.asarray(
@@ -79,7 +79,7 @@ def test_every_kind_of_matrix_gives_the_same_vectors(raw: ad.AnnData, folder: Pa
         model.embed(normalised, "count")
 
 
-def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
+def test_duplicate_genes_are_summed_as_in_a_file(
     tmp_path: Path, simulated: Path, raw: ad.AnnData, folder: Path
 ) -> None:
     model = cellmill.load(folder)
@@ -98,7 +98,7 @@ def test_a_backed_adata_is_named_and_genes_of_one_name_are_summed_as_in_a_file(
         model.predict(raw)
 
 
-def test_labels_are_those_of_the_command(
+def test_labels_equal_those_of_the_command(
     tmp_path: Path, simulated: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = export_classifier(
@@ -136,7 +136,7 @@ def test_labels_are_those_of_the_command(
         model.predict(few, min_coverage_frac=0)
 
 
-def test_predictions_of_all_heads_are_those_of_the_command(
+def test_predictions_of_all_heads_equal_the_command(
     tmp_path: Path, simulated: Path, folder: Path
 ) -> None:
     levels = {"cell_type": ("a", "b", "c", "<missing>"), "tissue": ("lung", "skin")}
@@ -230,7 +230,7 @@ def _reconstruct(corpus: dict[str, Path], folder: Path, model: Path, cells: Path
     return result
 
 
-def test_evaluation_measures_calibration_with_the_exported_temperature(
+def test_calibration_is_measured_at_the_exported_temperature(
     tmp_path: Path, corpus: dict[str, Path]
 ) -> None:
     calibration = {"temperature": 0.25, "accuracy_above": [], "labelled_above": []}
@@ -282,7 +282,7 @@ def test_evaluation_names_labels_that_the_model_does_not_know(
         ([], "the file has no such obs column"),
     ],
 )
-def test_evaluation_says_that_it_judges_no_cell(
+def test_an_evaluation_without_judged_cells_is_reported(
     tmp_path: Path, corpus: dict[str, Path], kinds: list[Any], problem: str
 ) -> None:
     parts = {"kind": {"name": "classification", "label_column": "kind"}}
@@ -301,7 +301,7 @@ def test_evaluation_says_that_it_judges_no_cell(
 
 
 @pytest.mark.parametrize("smallest", [None, 0.6])
-def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
+def test_prediction_reports_how_many_cells_agree(
     tmp_path: Path,
     corpus: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
@@ -333,7 +333,7 @@ def test_prediction_says_how_many_cells_agree_and_which_labels_are_unknown(
     ) in lines
 
 
-def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shards() -> None:
+def test_labels_are_the_same_text_as_in_the_shards() -> None:
     kinds = np.repeat(np.arange(30.0), np.arange(1, 31))
     obs = pd.DataFrame({"kind": [*kinds, np.nan]}, index=[str(i) for i in range(len(kinds) + 1)])
     counts = count_labels(obs, "one", "kind", ["29"])
@@ -352,7 +352,7 @@ def test_labels_of_most_cells_are_named_and_whole_numbers_are_those_of_the_shard
 EXAMPLE = Path(__file__).resolve().parents[2] / "config" / "examples" / "in-scanpy.py"
 
 
-def test_the_example_in_scanpy_has_vectors_graph_and_labels_where_they_are_expected(
+def test_the_scanpy_example_stores_vectors_and_labels(
     simulated: Path, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("scanpy", reason="the package scanpy is not installed")

@@ -76,9 +76,7 @@ def line_of(stream: Any) -> str:
     return stream.readline().decode().strip()
 
 
-def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
-    manifest: Manifest, tmp_path: Path
-) -> None:
+def test_reads_move_to_the_copies_once_complete(manifest: Manifest, tmp_path: Path) -> None:
     expected = digests(stream_of(manifest, None))
     folder = tmp_path / "disk" / f"{PREFIX}1"
     stream = stream_of(manifest, folder)
@@ -111,7 +109,7 @@ def test_reads_go_to_the_copies_once_they_are_complete_with_the_same_batches(
         ("limit", 2, "copied 2 of 6 shards"),
     ],
 )
-def test_a_failure_is_one_line_and_the_batches_are_the_same(
+def test_a_failure_leaves_the_batches_unchanged(
     manifest: Manifest, tmp_path: Path, failure: str, n_copies: int, line: str
 ) -> None:
     expected = digests(stream_of(manifest, None))
@@ -135,9 +133,7 @@ def test_a_failure_is_one_line_and_the_batches_are_the_same(
     assert not folder.exists()
 
 
-def test_copies_of_a_killed_process_are_used_and_alone_removed_by_the_next(
-    manifest: Manifest, tmp_path: Path
-) -> None:
+def test_copies_of_a_killed_process_are_reused(manifest: Manifest, tmp_path: Path) -> None:
     expected = digests(stream_of(manifest, None))
     folder = tmp_path / "disk" / f"{PREFIX}1"
     process = copier(manifest, folder)
@@ -157,7 +153,7 @@ def test_copies_of_a_killed_process_are_used_and_alone_removed_by_the_next(
     assert {path.name for path in folder.parent.iterdir()} == {f"{PREFIX}living", "other"}
 
 
-def test_copies_lost_while_they_are_read_are_one_warning_and_the_same_batches(
+def test_copies_lost_while_read_cost_one_warning(
     manifest: Manifest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = digests(stream_of(manifest, None))

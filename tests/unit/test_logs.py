@@ -100,7 +100,7 @@ def local_log(results: Path, text: str) -> Path:
     return path
 
 
-def test_the_log_is_that_of_the_newest_training(results: Path, cli: Cli) -> None:
+def test_the_log_belongs_to_the_newest_training(results: Path, cli: Cli) -> None:
     def logs() -> str:
         return "".join(cli("logs", "one")[1:])
 
@@ -123,7 +123,7 @@ def test_the_log_is_that_of_the_newest_training(results: Path, cli: Cli) -> None
     assert logs() == "job 41: PENDING (Resources)\n"
 
 
-def test_a_closed_pipe_is_no_error(results: Path) -> None:
+def test_a_closed_pipe_is_ignored(results: Path) -> None:
     run_of(results, "one")
     local_log(results, "a line\n" * 100_000)
     words = [sys.executable, "-m", "cellmill.cli", "logs", "one", "--results", str(results)]
@@ -158,7 +158,7 @@ def test_a_local_training_is_followed_until_its_lock_is_free(results: Path, hold
     assert (code, told) == (75, "cellmill attach: the training ended; saved at step 100\n")
 
 
-def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> None:
+def test_a_job_is_followed_to_its_end(results: Path) -> None:
     record, queue, attached = attach(results, "PENDING")
     queue.shows("RUNNING")
     record.log.write_text("step 1/2\nstep 2/2\n")
@@ -190,7 +190,7 @@ def test_a_job_is_followed_to_its_end_and_says_how_it_ended(results: Path) -> No
         ("TIMEOUT", "", 75, "job 41 ended with TIMEOUT; saved at step 100"),
     ],
 )
-def test_the_end_of_a_failed_job_is_one_line_and_an_exit_code(
+def test_the_end_of_a_failed_job_is_one_line(
     results: Path, word: str, error: str, code: int, line: str
 ) -> None:
     record, queue, attached = attach(results, "RUNNING")
@@ -201,7 +201,7 @@ def test_the_end_of_a_failed_job_is_one_line_and_an_exit_code(
     assert (ended, told) == (code, f"cellmill attach: {line}\n")
 
 
-def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
+def test_slurm_is_called_less_often_over_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0]
@@ -222,7 +222,7 @@ def test_slurm_is_asked_less_often_the_longer_a_job_is_followed(
     assert capsys.readouterr().out == "job 41: RUNNING on node1\n"
 
 
-def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
+def test_ctrl_c_ends_only_the_following(results: Path) -> None:
     command(results, "scancel", "echo no >&2; exit 1")
     _, _, attached = attach(results, "RUNNING")
     os.killpg(attached.process.pid, signal.SIGINT)
@@ -232,7 +232,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(results: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["attach", "cancel"])
-def test_a_run_without_a_job_or_training_is_one_line(results: Path, cli: Cli, stage: str) -> None:
+def test_a_run_without_a_job_is_refused_in_one_line(results: Path, cli: Cli, stage: str) -> None:
     record = job(run_of(results, "one"), ended_at=time.time(), state="FAILED")
     (record.path / "error.txt").write_text("rank 1 on node2: no")
     squeue(results, f"41|FAILED|None||{record.name}")
@@ -248,7 +248,7 @@ def test_a_run_without_a_job_or_training_is_one_line(results: Path, cli: Cli, st
     assert cli(stage, "one") == (2, "", silent)
 
 
-def test_a_job_is_cancelled_and_its_end_waited_for(results: Path, cli: Cli) -> None:
+def test_a_cancelled_job_is_waited_for(results: Path, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     checkpoint(train, 100)
     record = job(train, state="RUNNING")
@@ -275,7 +275,7 @@ def test_a_job_that_was_not_recorded_is_cancelled_too(results: Path, cli: Cli) -
     assert not (record.path / "job.json").exists()
 
 
-def test_a_training_on_this_machine_is_asked_to_end(results: Path, hold: Hold, cli: Cli) -> None:
+def test_a_local_training_is_stopped_by_a_signal(results: Path, hold: Hold, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     job(train, ended_at=1.0, state="TIMEOUT")  # of a cluster that no longer exists: not asked
     process = hold(train)
@@ -288,9 +288,7 @@ def test_a_training_on_this_machine_is_asked_to_end(results: Path, hold: Hold, c
     )
 
 
-def test_a_training_on_another_host_is_not_signalled_and_the_host_is_named(
-    results: Path, hold: Hold, cli: Cli
-) -> None:
+def test_a_training_on_another_host_is_not_signalled(results: Path, hold: Hold, cli: Cli) -> None:
     train = run_of(results, "one", state=RUNNING)
     process = hold(train)
     holder = json.loads((train / "lock").read_text())

@@ -20,7 +20,7 @@ from tests.checks import refused
 HOSTILE = "a;b $(touch made) `touch made` 'c\" \\"
 
 
-def test_no_value_but_setup_becomes_a_command_of_the_batch_script(
+def test_only_setup_becomes_a_command_of_the_batch_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, script in {
@@ -102,6 +102,6 @@ def test_gpus_are_counted_in_every_form_of_request(
     assert (machine.gpus_by_type, machine.gpus) == (gpus, sum(gpus.values()))
 
 
-def test_node_counts_accept_numbers_texts_and_ranges() -> None:
+def test_node_counts_accept_ranges() -> None:
     assert list(Machine(nodes=3).node_counts) == [3]
     assert list(Machine(nodes="2-4", launcher="slurm").node_counts) == [2, 3, 4]

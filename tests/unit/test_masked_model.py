@@ -82,7 +82,7 @@ def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float
 
 
 @every_kind
-def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, objective: str) -> None:
+def test_hidden_values_do_not_change_predictions(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective)
     batch = _tensors(tokenizer)
     prepared = model.prepare(batch, seed=1, step=2)
@@ -100,7 +100,7 @@ def test_what_is_hidden_changes_nothing_that_the_model_says(tokenizer: str, obje
 
 
 @every_kind
-def test_what_is_not_hidden_changes_what_the_model_says(tokenizer: str, objective: str) -> None:
+def test_visible_values_change_predictions(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective)
     batch = _tensors(tokenizer)
     prepared = model.prepare(batch, seed=1, step=2)
@@ -122,7 +122,7 @@ def test_what_is_not_hidden_changes_what_the_model_says(tokenizer: str, objectiv
     assert not torch.equal(_predicted(model, other), _predicted(model, prepared))
 
 
-def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target() -> None:
+def test_masks_leave_every_cell_a_target() -> None:
     model = _model("continuous", "masked_value")
     batch = _tensors("continuous", lengths=(1, 2, 3, 40, 40, 60))
 
@@ -144,7 +144,7 @@ def test_masks_depend_on_seed_step_and_cell_and_leave_no_cell_without_a_target()
         )
 
 
-def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> None:
+def test_a_share_of_mask_frac_is_hidden() -> None:
     model = _model("continuous", "masked_value", mask_frac=0.3, dropout=0.2)
     batch = _tensors("continuous", lengths=(60,) * 40)
     state = torch.get_rng_state()
@@ -155,7 +155,7 @@ def test_a_share_of_mask_frac_is_hidden_and_torchs_generator_is_left_alone() -> 
 
 
 @every_kind
-def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> None:
+def test_the_loss_is_computed_from_the_predictions(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective, cell_loss_weight=0)
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
     said = _predicted(model, prepared)
@@ -172,9 +172,7 @@ def test_the_loss_is_that_of_the_predictions(tokenizer: str, objective: str) -> 
 
 
 @every_kind
-def test_the_cell_loss_judges_what_the_embedding_of_the_cell_predicts(
-    tokenizer: str, objective: str
-) -> None:
+def test_the_cell_loss_scores_what_the_embedding_predicts(tokenizer: str, objective: str) -> None:
     model, twice = (_model(tokenizer, objective, cell_loss_weight=weight) for weight in (1, 2))
     prepared = model.prepare(_tensors(tokenizer), seed=0, step=0)
     (said, by_token), (_, by_cell) = _judged(model, prepared)
@@ -199,7 +197,7 @@ def test_what_tensor_parallel_cuts_is_in_the_model() -> None:
     assert {name.replace("*", "0") for name in model.plan.tensor} <= names
 
 
-def test_dropout_changes_with_the_step_and_is_off_in_eval() -> None:
+def test_dropout_changes_with_the_step() -> None:
     model = _model("continuous", "masked_value", dropout=0.3)
     batch = _tensors("continuous")
     prepared = model.prepare(batch, seed=0, step=0)
@@ -222,9 +220,7 @@ def test_first_weights_have_the_spread_of_gpt_2() -> None:
 
 
 @every_kind
-def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(
-    tokenizer: str, objective: str
-) -> None:
+def test_masked_tokens_are_replaced_by_the_split(tokenizer: str, objective: str) -> None:
     split = {"mask_frac": 0.5, "random_frac": 0.2, "keep_frac": 0.3}
     model = _model(tokenizer, objective, **split)
     plain = _model(tokenizer, objective, mask_frac=0.5)
@@ -261,7 +257,7 @@ def test_masked_tokens_are_hidden_random_or_their_own_by_the_split(
 
 
 @every_kind
-def test_the_cell_loss_is_asked_with_every_target_hidden(tokenizer: str, objective: str) -> None:
+def test_the_cell_loss_is_computed_with_every_target_hidden(tokenizer: str, objective: str) -> None:
     model = _model(tokenizer, objective, random_frac=0.3, keep_frac=0.3)
     plain = _model(tokenizer, objective)
     batch = _tensors(tokenizer, lengths=(30, 1, 30))
@@ -288,7 +284,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("tokenizer", ["continuous", "binned"])
-def test_hidden_counts_change_what_the_model_is_given_only_without_renormalize(
+def test_hidden_counts_change_inputs_only_without_renormalize(
     tokenizer: str, renormalize: bool
 ) -> None:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 64})

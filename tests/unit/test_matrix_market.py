@@ -179,15 +179,13 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_of_matrix_market_has_the_counts_of_the_truth(
-    name: str, tmp_path: Path
-) -> None:
+def test_every_layout_of_matrix_market_has_the_true_counts(name: str, tmp_path: Path) -> None:
     write, file = LAYOUTS[name]
     write(tmp_path)
     assert read(tmp_path / file) == TRUTH
 
 
-def test_columns_of_text_tables_become_obs_and_var(tmp_path: Path) -> None:
+def test_columns_of_text_tables_become_obs(tmp_path: Path) -> None:
     parse(tmp_path)
     with open_counts(tmp_path) as reader:
         assert reader.var["gene_name"].tolist()[:4] == ["SYM1", "", "", "SYM4"]
@@ -207,7 +205,7 @@ def test_types_that_10x_does_not_have_are_listed(
     assert capsys.readouterr().err == f"{tmp_path}: features.tsv: {said}\n"
 
 
-def test_matrices_of_nascent_and_mature_molecules_are_summed(
+def test_nascent_molecules_are_added_to_mature_molecules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kb(tmp_path)
@@ -231,7 +229,7 @@ def test_matrices_of_nascent_and_mature_molecules_are_summed(
 
 
 @pytest.mark.parametrize("mode", ["X", "S", "U", "A", "S+A", "S+U+A"])
-def test_spliced_and_ambiguous_counts_of_alevin_fry_are_summed(mode: str, tmp_path: Path) -> None:
+def test_counts_of_alevin_fry_are_summed_over_splicing(mode: str, tmp_path: Path) -> None:
     ends = {"S": "", "U": "-U", "A": "-A"}
     split = {
         (cell, gene + end): DRAW.randint(1, 9) for cell, gene in TRUTH for end in ends.values()
@@ -277,7 +275,7 @@ def test_tables_of_another_sample_are_not_taken(tmp_path: Path) -> None:
     )
 
 
-def test_fractions_of_multi_mappers_point_to_the_matrix_of_counts(tmp_path: Path) -> None:
+def test_multi_mapper_fractions_point_to_the_count_matrix(tmp_path: Path) -> None:
     star(tmp_path)
     text = refusal(tmp_path / "UniqueAndMult-EM.mtx")
     assert "is fractional" in text

@@ -57,7 +57,7 @@ def _activations(of_block: float, recomputed: float = 0.0) -> float:
     return SIZE.blocks * of_block + recomputed + outside
 
 
-def test_one_process_holds_weights_and_moments_in_float32_and_gradients_or_activations() -> None:
+def test_one_process_holds_weights_in_float32() -> None:
     parameters = SIZE.parameters
     begun = _memory(1)
     ended = _memory(1, tokens=SHORT)
@@ -72,13 +72,13 @@ def test_one_process_holds_weights_and_moments_in_float32_and_gradients_or_activ
     assert ended.logits == 0 < begun.logits
 
 
-def test_ddp_holds_its_buckets_and_accumulated_gradients_beside_them() -> None:
+def test_ddp_holds_buckets_next_to_accumulated_gradients() -> None:
     once, twice = (_memory(4, micro_batches=n, strategy="ddp") for n in (1, 2))
     assert (once.gradients, twice.gradients) == (4 * SIZE.parameters, 8 * SIZE.parameters)
     assert once.activations == _memory(1).activations
 
 
-def test_full_shard_divides_weights_and_moments_by_the_processes() -> None:
+def test_full_shard_divides_weights_by_the_processes() -> None:
     for world in (2, 4, 8):
         memory = _memory(world, sharding_strategy="FULL_SHARD")
         share = -(-SIZE.parameters // world)
@@ -92,7 +92,7 @@ def test_full_shard_divides_weights_and_moments_by_the_processes() -> None:
         assert twice.total - memory.total == 4 * SIZE.parameters
 
 
-def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_activations() -> None:
+def test_tensor_parallel_divides_matrices() -> None:
     whole, cut, shared = (
         _memory(4, strategy="ddp", **options)
         for options in ({}, {"tp": 4}, {"tp": 4, "sequence_parallel": True})
@@ -109,7 +109,7 @@ def test_tensor_parallel_divides_matrices_and_sequence_parallel_the_activations(
     assert shared.activations < cut.activations < 0.7 * whole.activations
 
 
-def test_bf16_halves_activations_and_gathered_weights_but_no_weights_and_moments() -> None:
+def test_bf16_halves_activations() -> None:
     exact, low = (
         _memory(4, sharding_strategy="FULL_SHARD", precision=precision)
         for precision in ("32-true", "bf16-mixed")
@@ -123,7 +123,7 @@ def test_bf16_halves_activations_and_gathered_weights_but_no_weights_and_moments
     assert 2 * low.gathered == exact.gathered
 
 
-def test_activation_checkpointing_keeps_the_inputs_of_all_blocks_and_one_block() -> None:
+def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
     kept, chosen, recomputed = (
         _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
     )
@@ -141,7 +141,7 @@ def test_activation_checkpointing_keeps_the_inputs_of_all_blocks_and_one_block()
 @pytest.mark.parametrize(
     "schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"]
 )
-def test_a_pipeline_has_each_block_once_and_tied_parameters_twice(schedule: str) -> None:
+def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
     stages = [stage for rank in range(3) for stage in model.stages(rank)]
@@ -156,7 +156,7 @@ def test_a_pipeline_has_each_block_once_and_tied_parameters_twice(schedule: str)
     )
 
 
-def test_the_peak_is_that_of_the_pipeline_rank_that_needs_the_most() -> None:
+def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
     model = _model(3, pp=3)
     each = [peak_memory(model, LONG, 6, [rank]) for rank in range(3)]
     assert peak_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
@@ -167,7 +167,7 @@ def test_the_peak_is_that_of_the_pipeline_rank_that_needs_the_most() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_offloaded_parts_are_in_host_memory_and_not_on_the_device(pp: int) -> None:
+def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     strategy: dict[str, Any] = {"sharding_strategy": "FULL_SHARD", "pp": pp}
     plain, moments, full = (
         _memory(4, tokens=SHORT, cpu_offload=how, **strategy) for how in (None, "optimizer", "full")
@@ -181,7 +181,7 @@ def test_offloaded_parts_are_in_host_memory_and_not_on_the_device(pp: int) -> No
     assert host_bytes(_model(4, **strategy))[0] == 0
 
 
-def test_a_checkpoint_is_staged_in_twelve_bytes_per_parameter_of_the_shard() -> None:
+def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
     sharded = host_bytes(_model(4, sharding_strategy="FULL_SHARD"))[1]
     assert (host_bytes(_model(1))[1], sharded) == (
         12 * SIZE.parameters,
@@ -221,9 +221,7 @@ def pp(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("schedule", "times", "pp"), quick(product(TABLED, (1, 2), (2, 4)), QUICK), indirect=["pp"]
 )
-def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(
-    pp: int, schedule: str, times: int
-) -> None:
+def test_idle_time_agrees_with_the_schedule_table(pp: int, schedule: str, times: int) -> None:
     parallel = Parallel(pp=pp, schedule=schedule)
     micro_batches = times * parallel.stages
     table = _table(parallel, micro_batches)
@@ -236,7 +234,7 @@ def test_idle_time_and_kept_micro_batches_agree_with_the_schedule_table(
     assert planned == most
 
 
-def test_idle_time_is_zero_without_a_pipeline_and_known_for_1f1b() -> None:
+def test_idle_time_is_zero_without_a_pipeline() -> None:
     assert idle_frac(Parallel(), 5) == 0
     assert idle_frac(Parallel(pp=4), 8) == pytest.approx(3 / 11)
     assert [kept_micro_batches(Parallel(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]

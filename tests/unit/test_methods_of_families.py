@@ -87,7 +87,7 @@ def tensors_of(model: Model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_matrices_of_blocks_decay_and_nothing_of_one_dimension_does(family: str) -> None:
+def test_only_matrices_of_blocks_decay(family: str) -> None:
     model = build(spec_of(family))
     decayed = decayed_parameters(model)
     parameters = dict(model.named_parameters())
@@ -131,7 +131,7 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("method", "family"), pairs())
-def test_frozen_stays_trained_moves_and_merged_is_as_adapted(family: str, method: str) -> None:
+def test_a_merged_model_equals_the_adapted_one(family: str, method: str) -> None:
     model, made, before = tuned(family, method)
     given = spec_of(family)
     after = tensors_of(model)
@@ -155,9 +155,7 @@ def test_frozen_stays_trained_moves_and_merged_is_as_adapted(family: str, method
 @pytest.mark.parametrize(
     "family", [name for name in NAMES if name.values[0] in ("encoder", "hf bert", "hf gpt2")]
 )
-def test_peft_reads_the_adapter_and_merges_it_to_the_same_model(
-    family: str, tmp_path: Path
-) -> None:
+def test_peft_reads_the_adapter(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip(
         "peft", reason="peft is not installed: envs/requirements-hf.lock has it"
     )

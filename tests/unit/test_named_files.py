@@ -72,9 +72,7 @@ def checked(
         ),
     ],
 )
-def test_a_missing_file_of_an_option_is_named_unless_a_rule_makes_it(
-    project: Path, options: str, where: str
-) -> None:
+def test_a_missing_file_of_an_option_is_named(project: Path, options: str, where: str) -> None:
     assert checked(options) == f"{where}nope: no such file"
     assert checked(options, made="nope") is None
     Path("nope").mkdir()
@@ -105,9 +103,7 @@ def test_missing_files_of_another_model_are_named(project: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["hf://owner", "hf://own/a:b", "hf://own/../x", "hf://own/name@", "hf://own/name@a@b"]
 )
-def test_a_misspelt_model_on_the_hub_is_named_although_results_stand(
-    project: Path, model: str
-) -> None:
+def test_a_misspelt_model_is_named_even_if_results_exist(project: Path, model: str) -> None:
     said = f"expected hf://owner/name or hf://owner/name@revision, got '{model}'"
     parent = ("{corpus: c}", f"{{corpus: c, init_from: {model}}}")
     assert checked(change=parent) == f"runs.r.init_from: {said}"
@@ -129,7 +125,7 @@ def test_tasks_without_a_label_are_named_once_for_all_runs(project: Path) -> Non
     assert check_inputs(load_config(path)) == [line]
 
 
-def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project: Path) -> None:
+def test_a_missing_input_is_not_replaced_by_other_cells(project: Path) -> None:
     old = {"path": "data/raw.h5ad"}
     new = {"path": "data/new.h5ad"}
     none = "t.tsv: dataset one: data/new.h5ad: no such file"
@@ -154,7 +150,7 @@ def test_cells_of_another_input_than_the_one_that_is_missing_are_refused(project
     assert checked(one=new | {"source": command}) == f"{none}; make it: {command}"
 
 
-def test_an_input_that_is_a_fifo_is_named_and_not_waited_for(project: Path) -> None:
+def test_a_fifo_as_input_is_named_without_waiting(project: Path) -> None:
     os.mkfifo("data/fifo.h5ad")
     fifo: dict[str, object] = {"path": "data/fifo.h5ad"}
     with limited():
@@ -179,7 +175,7 @@ def test_an_input_that_is_a_fifo_is_named_and_not_waited_for(project: Path) -> N
         ("evaluate: {tasks: {integration: {}}}", None),
     ],
 )
-def test_a_package_that_a_stage_needs_is_looked_up_before_anything_runs(
+def test_a_missing_package_is_named_before_anything_runs(
     project: Path, monkeypatch: pytest.MonkeyPatch, options: str, message: str | None
 ) -> None:
     monkeypatch.setattr(input_check, "find_spec", lambda module: None)

@@ -102,7 +102,7 @@ def labels_of(raw: Path, **columns: str) -> Counter[str]:
     return Counter(obs["kind"].dropna())
 
 
-def test_only_labels_lose_these_texts_and_the_table_replaces_the_list(raw: Path) -> None:
+def test_the_table_replaces_the_list_of_missing_labels(raw: Path) -> None:
     classes = dict.fromkeys(["T cell", "B cell", "HSC", "other"], 12)
     empty = dict.fromkeys(["unknown", "", "nan", "Unassigned", "doublet"], 12)
     assert labels_of(raw, label="kind") == classes
@@ -120,7 +120,7 @@ OPTIONS = (
 )
 
 
-def test_such_cells_are_counted_in_log_and_page_and_missing_in_shards(
+def test_missing_labels_are_counted_in_log_and_page(
     raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, OPTIONS, one={"path": raw, "label": "kind"})
@@ -172,7 +172,7 @@ def test_predictions_compare_no_text_that_means_no_label() -> None:
     )
 
 
-def test_a_control_value_stays_in_a_label_although_it_is_on_the_list(make_h5ad: Make) -> None:
+def test_a_control_value_on_the_list_stays_a_label(make_h5ad: Make) -> None:
     kinds = ["none", "TP53", "unknown"] * 8
     matrix = np.random.default_rng(0).poisson(3, (len(kinds), 2)).astype(np.float32) + 1
     obs = pd.DataFrame({"kind": kinds}, index=[f"cell_{i}" for i in range(len(kinds))])

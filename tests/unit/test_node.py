@@ -118,7 +118,7 @@ def test_a_hang_without_restarts_is_the_error(tmp_path: Path) -> None:
     assert error.read_text() == HUNG
 
 
-def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> None:
+def test_a_node_that_never_comes_ends_the_job(tmp_path: Path) -> None:
     write_task(Job("waits", [str(tmp_path)], 2, 1, join_s=1.0), Machine(), tmp_path)
     printed, _ = (first := start(tmp_path, 0, nodes=2)).communicate(timeout=500)
     assert first.returncode == 1, printed
@@ -128,7 +128,7 @@ def test_a_node_that_never_comes_is_named_and_ends_the_job(tmp_path: Path) -> No
     assert "Traceback" not in printed
 
 
-def test_a_node_without_the_interface_says_which_it_has_and_starts_nothing(tmp_path: Path) -> None:
+def test_a_node_without_the_interface_lists_its_interfaces(tmp_path: Path) -> None:
     write_task(Job("waits", [str(tmp_path)], 1, 1), Machine(interface="ib9"), tmp_path)
     printed, _ = (node := start(tmp_path, 0, nodes=1)).communicate(timeout=500)
     assert node.returncode == 1, printed
@@ -171,9 +171,7 @@ NODES = 64
 GPUS = 8
 
 
-def test_every_node_has_its_rank_and_all_the_same_first_node_secret_and_ports(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_nodes_agree_on_the_first_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(
         launcher="slurm",
         nodes=str(NODES),
@@ -237,14 +235,14 @@ def start(folder: Path, node: int, nodes: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_exit_code_is_that_of_the_agent_that_failed_first(victim: int) -> None:
+def test_the_first_failed_agent_sets_the_exit_code(victim: int) -> None:
     agents = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     agents[victim].kill()
     assert wait_for(agents, lambda: None) == -signal.SIGKILL
     assert agents[1 - victim].returncode == -signal.SIGTERM
 
 
-def test_processes_share_the_cores_reserved_for_them_and_waiting_threads_yield(
+def test_processes_share_the_cores_reserved_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):

@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_column_is_named_before_anything_runs_and_before_counts_are_read(
+def test_a_wrong_column_is_named_before_anything_runs(
     raw: Path, case: str, check: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns, fault = WRONG[case]
@@ -150,7 +150,7 @@ def test_a_wrong_column_is_named_before_anything_runs_and_before_counts_are_read
         assert str(early.value).startswith(f"t.tsv: dataset one: {raw} has {fault}")
 
 
-def test_roles_are_columns_of_preprocessed_cells_and_of_shards(
+def test_roles_are_columns_of_cells_in_every_format(
     raw: Path, obs: pd.DataFrame, tmp_path: Path
 ) -> None:
     row = {
@@ -194,7 +194,7 @@ def test_a_column_with_the_name_of_a_role_is_kept_under_another(
         chosen(raw, None, batch="lane", label="batch")
 
 
-def test_a_dataset_has_options_of_its_own() -> None:
+def test_a_dataset_may_set_options() -> None:
     corpus = Preprocess(min_genes=200, organism="human", keep_obs=["a"])
     own = {"organism": "none", "min_genes": "20", "max_mito_frac": "1"}
     row = Dataset.model_validate({"dataset": "d", "path": "p"} | own)
@@ -211,7 +211,7 @@ def test_a_dataset_has_options_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("form", ["zarr 2 csr_matrix", "zarr 3 csr_matrix", "loom"])
-def test_columns_and_counts_of_other_formats_are_looked_for_too(
+def test_columns_of_every_format_are_checked(
     counts: sp.csr_matrix, tmp_path: Path, check: Callable[..., None], form: str
 ) -> None:
     path = FORMATS[form](counts, tmp_path)
@@ -224,9 +224,7 @@ def test_columns_and_counts_of_other_formats_are_looked_for_too(
         check(path, counts="unspliced", label="depth")
 
 
-def test_names_that_are_damaged_are_left_to_the_stage_and_bytes_are_read(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_damaged_names_are_left_to_the_stage(raw: Path, tmp_path: Path) -> None:
     def names_after(
         change: Callable[[h5py.File], None],
     ) -> tuple[list[str], list[str] | None] | None:

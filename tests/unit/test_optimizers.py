@@ -39,7 +39,7 @@ def _is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (8, 24), (24, 8)])
-def test_singular_values_of_an_update_are_about_one_and_its_directions_those_of_the_matrix(
+def test_singular_values_of_an_update_are_about_one(
     shape: tuple[int, int],
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,7 @@ def test_singular_values_of_an_update_are_about_one_and_its_directions_those_of_
     assert not orthogonalised(torch.zeros(shape)).any()
 
 
-def test_two_steps_are_muon_for_matrices_of_blocks_and_adamw_for_the_rest() -> None:
+def test_only_matrices_of_blocks_are_stepped_by_muon() -> None:
     model = _model()
     plain = _model()
     optimizer = build_optimizer(model, TRAIN)
@@ -79,7 +79,7 @@ def test_two_steps_are_muon_for_matrices_of_blocks_and_adamw_for_the_rest() -> N
             assert set(optimizer.state[found]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_skipped_step_changes_nothing_even_if_gradients_are_not_finite() -> None:
+def test_a_skipped_step_ignores_infinite_gradients() -> None:
     model = _model()
     optimizer = build_optimizer(model, TRAIN)
     assert isinstance(optimizer, Muon)
@@ -117,7 +117,7 @@ def test_owners_have_about_the_same_work() -> None:
     assert owners([(8, 8)], 4) == [0]
 
 
-def test_an_installed_optimizer_is_planned_stepped_stored_and_not_offloaded(
+def test_an_installed_optimizer_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     point = EntryPoint("toy_momentum", "cellmill_toy.options:ToyMomentum", "cellmill.optimizer")
@@ -162,7 +162,7 @@ def test_an_optimizer_without_options_is_stored_as_its_name() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
-def test_offloaded_adamw_equals_torchs_bit_for_bit_also_where_weights_are_written_between_steps(
+def test_offloaded_adamw_is_bitwise_that_of_torch(
     monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
     # as if the parameters were on a GPU
@@ -204,7 +204,7 @@ def test_offloaded_adamw_equals_torchs_bit_for_bit_also_where_weights_are_writte
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer"])
-def test_an_optimizer_of_a_stage_without_trained_parameters_steps(offload: str | None) -> None:
+def test_an_optimizer_without_trained_parameters_steps(offload: str | None) -> None:
     optimizer = build_optimizer(nn.Linear(2, 2).requires_grad_(False), Train(steps=1), offload)
     step_if(torch.tensor(True), optimizer)
     optimizer.step()

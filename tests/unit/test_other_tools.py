@@ -56,7 +56,7 @@ def sums_by_gene(counts: sp.csr_matrix, kept: list[bool]) -> dict[str, list[floa
     return sums
 
 
-def test_excluded_probes_are_dropped_and_the_others_summed_by_gene(
+def test_excluded_probes_are_dropped(
     counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = flex(counts, tmp_path)
@@ -72,7 +72,7 @@ def test_excluded_probes_are_dropped_and_the_others_summed_by_gene(
     )
 
 
-def test_probes_named_by_gene_and_hash_are_summed_by_the_gene(
+def test_probes_named_by_gene_are_summed(
     counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = flex(counts, tmp_path, columns=False)
@@ -146,7 +146,7 @@ def rename_attributes(path: Path, genes: str, cells: str) -> Path:
 @pytest.mark.parametrize(
     "names", [("target_name", "barcode"), ("rownames", "colnames"), ("some_genes", "some_cells")]
 )
-def test_loom_files_with_other_names_are_read(
+def test_loom_files_with_unusual_names_are_read(
     names: tuple[str, str], counts: sp.csr_matrix, tmp_path: Path
 ) -> None:
     path = rename_attributes(loom(counts, tmp_path), *names)
@@ -155,7 +155,7 @@ def test_loom_files_with_other_names_are_read(
         assert (reader.var_names, reader.obs.index.tolist()) == (GENES, CELLS)
 
 
-def test_of_several_loom_attributes_the_best_names_genes(
+def test_the_best_of_several_loom_attributes_names_genes(
     counts: sp.csr_matrix, tmp_path: Path
 ) -> None:
     path = rename_attributes(loom(counts, tmp_path), "some", "CellID2")

@@ -32,7 +32,7 @@ def _predicted(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weights_of_cells(
+def test_mean_scores_equal_the_metric(
     metric: str,
 ) -> None:
     labels, predicted = _predicted()
@@ -52,9 +52,7 @@ def test_mean_scores_are_the_metric_and_deviations_its_derivatives_by_the_weight
             assert (row[tested][cell] - value) / len(seen) == pytest.approx(slope, abs=1e-6)
 
 
-def test_identical_predictions_differ_by_nothing_and_a_difference_in_every_cell_has_no_width() -> (
-    None
-):
+def test_identical_predictions_differ_by_nothing() -> None:
     labels, predicted = _predicted()
     for metric in METRICS:
         scores = cell_scores(metric, labels, predicted)
@@ -78,7 +76,7 @@ def test_the_interval_by_hand() -> None:
     assert found.high - found.mean == pytest.approx(found.mean - found.low)
 
 
-def test_the_table_has_means_over_repetitions_and_every_difference() -> None:
+def test_the_table_has_means_over_repetitions() -> None:
     labels = np.array(["a", "b", "b", "a"])
     made = Predictions(labels, 2)
     for repetition, (own, other) in enumerate([("abba", "bbba"), ("abbb", "aaba")]):
@@ -140,14 +138,14 @@ def test_the_table_has_means_over_repetitions_and_every_difference() -> None:
         (0.3, (0.1, 0.5), 3, "own is ahead of other by 0.300 accuracy (+0.100 to +0.500)."),
     ],
 )
-def test_a_verdict_is_level_where_the_interval_contains_zero_and_open_with_few_units_or_an_interval_of_no_width(
+def test_a_verdict_is_level_if_the_interval_contains_zero(
     difference: float, interval: tuple[float, float] | None, n: int | None, text: str
 ) -> None:
     verdict = compare("own", "other", "accuracy", difference, interval, n=n)
     assert (sentence(verdict), verdict.outcome in text) == (text, True)
 
 
-def test_a_column_counts_its_units_and_knows_which_of_two_errors_is_better() -> None:
+def test_a_column_chooses_the_better_of_two_errors() -> None:
     scores = {"embedding": np.array([[0.2]]), "a": np.array([[0.5]]), "b": np.array([[0.4]])}
     one = ScoreColumn("x", "error", scores, lower_is_better=True)
     assert (one.best(own=False), one.compare("embedding", "b").n) == ("b", 1)
@@ -180,9 +178,7 @@ def test_the_share_of_a_gap_by_hand() -> None:
         )
 
 
-def test_a_column_names_what_is_0_and_100_percent_and_has_no_scale_where_these_may_be_equal() -> (
-    None
-):
+def test_a_column_defines_what_0_and_100_percent_are() -> None:
     random = np.random.default_rng(0)
     errors = {
         "embedding + ridge": 0.4,
@@ -235,9 +231,7 @@ def test_a_gap_in_words() -> None:
     )
 
 
-def test_the_scale_of_labels_is_over_the_tested_cells_from_the_largest_class_to_the_halves() -> (
-    None
-):
+def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     labels = np.array(list("aaabbc"))
     halves = np.array(list("aabbbx"))
     made = Predictions(labels, 2, halves=halves)

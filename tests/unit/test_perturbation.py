@@ -106,7 +106,7 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
         np.testing.assert_array_equal(predicted, contexts[name], "of expression of tested units")
 
 
-def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
+def test_genes_are_matched_by_id_symbol_or_alias() -> None:
     ids = ["ENSG00000115415", "ENSG00000173166"]
     symbols = ["STAT1", "RAPH1"]
     vocabulary = Vocabulary(ids, symbols, np.ones(2, np.int64), np.ones(2, np.float32))
@@ -122,7 +122,7 @@ def test_genes_are_found_by_id_symbol_and_alias_and_several_by_plus() -> None:
     }
 
 
-def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_controls(
+def test_a_change_is_measured_within_batches(
     screen: Context,
 ) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
@@ -154,7 +154,7 @@ def test_a_change_is_measured_within_batches_and_from_its_own_half_of_the_contro
         np.testing.assert_allclose(found[unit], np.mean(of_cells, axis=0), atol=1e-5)
 
 
-def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen: Context) -> None:
+def test_only_what_the_model_has_not_seen_is_tested(screen: Context) -> None:
     task = Perturbation(CONFIG)
     result = task.run(screen)
     assert result.figures["perturbation_folds"] == 1
@@ -197,7 +197,7 @@ def test_what_the_model_has_not_seen_is_tested_and_the_rest_is_fitted_on(screen:
         task.run(as_text)
 
 
-def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_folds(
+def test_an_unrelated_model_is_tested_on_all_perturbations(
     screen: Context,
 ) -> None:
     result = Perturbation(CONFIG).run(replace(screen, scored=np.ones_like(screen.scored)))
@@ -214,7 +214,7 @@ def test_a_model_that_saw_no_cell_is_tested_on_all_perturbations_and_batches_in_
     assert rows["best other perturbation"]["Pearson, new batch_mean"] is None
 
 
-def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: Context) -> None:
+def test_co_expression_uses_only_starting_controls(screen: Context) -> None:
     held = HeldOut.of(screen, CONFIG, "perturbation")
     profiles = held.profiles
     found = held.features[CO_EXPRESSION]
@@ -246,9 +246,7 @@ def test_co_expression_is_of_the_correlation_of_starting_controls_alone(screen: 
     np.testing.assert_array_equal(other.features[CO_EXPRESSION], found)
 
 
-def test_a_prior_may_have_genes_that_no_cell_measures_and_is_compared_with_the_mean(
-    screen: Context, tmp_path: Path
-) -> None:
+def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> None:
     symbols = screen.model.vocabulary.symbols
     ids = screen.model.vocabulary.gene_ids
     perturbation = screen.roles["perturbation"].replace(

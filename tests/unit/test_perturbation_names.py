@@ -68,7 +68,7 @@ def test_a_combination_of_genes_has_one_name(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", WHOLE)
-def test_a_gene_or_guide_with_a_delimiter_in_its_name_stays_whole(text: str) -> None:
+def test_a_gene_with_a_delimiter_in_its_name_stays_whole(text: str) -> None:
     found = merge_names([text], ["ctrl"], TargetNames(GENES, "human"))
     assert found.names == {text: text}
     assert found.undivided == {}
@@ -82,7 +82,7 @@ def test_genes_joined_by_an_unknown_delimiter_are_named(delimiter: str) -> None:
     assert found.undivided == {text: delimiter}
 
 
-def test_other_names_of_the_same_parts_are_named_and_left_alone() -> None:
+def test_alternative_names_of_a_combination_are_reported() -> None:
     found = merge_names(
         ["drug+TP53", "TP53+drug", "drug+MYC", "sg_1"], ["ctrl"], TargetNames(GENES, "human")
     )
@@ -95,7 +95,7 @@ def test_other_names_of_the_same_parts_are_named_and_left_alone() -> None:
     ]
 
 
-def test_genes_without_an_organism_are_those_of_the_file() -> None:
+def test_without_an_organism_genes_are_those_in_the_file() -> None:
     found = merge_names(["g2_g1", "KRAS_EGFR"], [], TargetNames(["g1", "g2"], None)).names
     assert found == {"g2_g1": "g1+g2", "KRAS_EGFR": "KRAS_EGFR"}
 
@@ -188,7 +188,7 @@ def test_a_value_with_the_separator_in_it_is_one_control(make_h5ad: Make, tmp_pa
     assert Counter(obs["is_control"]) == {True: 20, False: 20}
 
 
-def test_a_difference_in_depth_between_controls_and_others_is_said(
+def test_a_difference_in_depth_from_controls_is_reported(
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = np.array(["ctrl", "TP53"] * 40)
@@ -227,7 +227,7 @@ def test_controls_without_a_control_guide_are_named(
     ) in lines
 
 
-def test_the_report_shows_what_was_merged_and_the_controls(make_h5ad: Make, tmp_path: Path) -> None:
+def test_the_report_shows_what_was_merged(make_h5ad: Make, tmp_path: Path) -> None:
     prepared(make_h5ad, tmp_path, {"target": ["ctrl", "TP53+MYC", "MYC+TP53"] * 20}, control="ctrl")
     folder = next(tmp_path.rglob("one.json")).parents[1]
     page = html.unescape(render("x", [], [read_corpus(folder)]))

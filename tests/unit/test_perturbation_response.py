@@ -59,7 +59,7 @@ def _cells() -> Batch:
 
 
 @pytest.mark.parametrize("length", [None, 200])
-def test_the_decoder_is_given_the_vector_and_the_response(length: int | None) -> None:
+def test_the_decoder_receives_the_vector_of_the_response(length: int | None) -> None:
     model = _model()
     prepared = prepare(model, _cells(), length)
     # cells of unknown perturbation are no targets
@@ -95,7 +95,7 @@ def test_another_control_or_gene_gives_another_loss() -> None:
     assert len({round(loss, 4) for loss in losses}) == 3
 
 
-def test_a_perturbation_that_was_not_trained_on_has_the_response_to_its_genes() -> None:
+def test_an_untrained_perturbation_has_the_response_to_its_genes() -> None:
     model = _model()
     vectors = torch.randn(3, 16, generator=torch.Generator().manual_seed(2))
     before = model.objective.log_profile(model, vectors, None, [])
@@ -113,7 +113,7 @@ def test_a_perturbation_that_was_not_trained_on_has_the_response_to_its_genes() 
     torch.testing.assert_close(named, model.objective.log_profile(model, moved, None, []))
 
 
-def test_expected_logarithms_are_those_of_poisson_counts() -> None:
+def test_expected_logarithms_equal_poisson_counts() -> None:
     shares = np.array([[0.001, 0.2, 0.799], [0.0, 0.5, 0.5]])
     depth = np.array([150, 12])
     counts = np.arange(600)
@@ -139,7 +139,7 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path) 
     assert fitted(found, path, shards) == found
 
 
-def test_a_predicted_change_is_the_mean_over_the_controls_of_its_strata(context: Context) -> None:
+def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> None:
     sizes = {"family": "profile", "hidden": 16, "layers": 1}
     model = initialized(
         spec(context.model.vocabulary.n_genes, context.model.tokens, LEVELS, **sizes | OPTIONS)

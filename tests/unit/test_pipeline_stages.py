@@ -29,7 +29,7 @@ def test_each_stage_is_in_one_process(options: dict[str, Any], expected: list[li
 
 
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 3), (2, 2), (2, 3), (4, 6), (4, 7), (8, 61)])
-def test_blocks_are_assigned_in_order_and_evenly(stages: int, blocks: int) -> None:
+def test_blocks_are_assigned_evenly_in_order(stages: int, blocks: int) -> None:
     dealt = [blocks_of(stage, stages, blocks) for stage in range(stages)]
     assert [block for part in dealt for block in part] == list(range(blocks))
     sizes = [len(part) for part in dealt]
@@ -40,7 +40,7 @@ def test_blocks_are_assigned_in_order_and_evenly(stages: int, blocks: int) -> No
 @pytest.mark.parametrize("objective", ["masked_value", "masked_gene"])
 @pytest.mark.parametrize("cell_loss_weight", [0.0, 1.0])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_stages_together_are_the_model_and_only_ends_share(
+def test_stages_together_are_the_model(
     objective: Any, cell_loss_weight: float, stages: int
 ) -> None:
     config = spec(30, layers=4, hidden=16, objective=objective, cell_loss_weight=cell_loss_weight)

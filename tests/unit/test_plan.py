@@ -86,7 +86,7 @@ def _refused(corpus: Manifest, out: Path, **what: Any) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_steps_tokens_and_micro_batches_are_those_of_the_stream(
+def test_the_number_of_steps_equals_that_of_the_stream(
     corpus: Manifest, tmp_path: Path, world: int
 ) -> None:
     given: dict[str, Any] = {"tokens": _options().tokens, "token_budget": 64, "shuffle": False}
@@ -120,7 +120,7 @@ def test_cells_that_are_read_more_often_count_as_often(tmp_path: Path) -> None:
     stream.close()
 
 
-def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(
+def test_the_plan_says_how_auto_chose_the_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     auto = Train.model_validate({"steps": "auto"})
@@ -145,9 +145,7 @@ def test_auto_takes_epochs_and_at_least_the_minimum_and_the_plan_says_which(
     ]
 
 
-def test_parameters_and_flops_are_those_of_the_model_and_its_cells(
-    corpus: Manifest, tmp_path: Path
-) -> None:
+def test_parameters_and_flops_equal_those_of_the_model(corpus: Manifest, tmp_path: Path) -> None:
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
     size = measure(ModelSpec.of(options, 40))
@@ -213,7 +211,7 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
     ],
     ids=str,
 )
-def test_assumptions_hints_and_warnings_are_lines_of_the_plan(
+def test_assumptions_are_lines_of_the_plan(
     corpus: Manifest,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -372,9 +370,7 @@ def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path:
     assert staged["step"]["idle_s"] == pytest.approx(staged["step"]["step_s"] / 5)
 
 
-def test_the_largest_micro_batch_fits_and_one_more_token_does_not(
-    corpus: Manifest, tmp_path: Path
-) -> None:
+def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 2.0}, **BIG}
     planned = _plan(corpus, tmp_path, nproc=4, **changes)
     options = _options(**changes)
@@ -437,7 +433,7 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
         assert planned["hours"] == pytest.approx(suggestion.hours)
 
 
-def test_the_fastest_come_first_and_layouts_that_do_not_fit_are_counted() -> None:
+def test_the_fastest_layouts_come_first() -> None:
     suggestions, options = _suggest(plan={"memory_gb": 12})
     hours = [suggestion.hours or 0 for suggestion in suggestions.fitting]
     assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
@@ -484,7 +480,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]
     return of
 
 
-def test_runs_and_layouts_are_planned_without_a_corpus(
+def test_runs_are_planned_without_a_corpus(
     printed: Callable[..., tuple[str, str]],
 ) -> None:
     out, _ = printed("--suggest --nodes 128 --nproc-per-node 8 --device a100 --cells 5000")
@@ -503,7 +499,7 @@ def test_runs_and_layouts_are_planned_without_a_corpus(
     assert "validation  163 times 1,000 cells, 0% of the hours\n" in out
 
 
-def test_host_memory_that_is_pinned_beside_gpus_must_fit_into_the_jobs_memory(
+def test_pinned_host_memory_must_fit_into_the_job(
     printed: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
     words = "--device h100 --cells 5000 --nproc-per-node 4 --mem-mb"
@@ -518,7 +514,7 @@ def test_host_memory_that_is_pinned_beside_gpus_must_fit_into_the_jobs_memory(
     )
 
 
-def test_validation_time_is_counted_and_a_large_share_gets_a_hint(
+def test_a_large_share_of_validation_time_gets_a_hint(
     printed: Callable[..., tuple[str, str]],
 ) -> None:
     # 97,657 steps of 512 cells; 489 times 6,250,000 cells forward, a third of a step each
@@ -530,7 +526,7 @@ def test_validation_time_is_counted_and_a_large_share_gets_a_hint(
     ) in printed("--device h100 --cells 50000000")[0]
 
 
-def test_a_device_without_bfloat16_is_refused_with_the_alternative(
+def test_a_device_without_bfloat16_is_refused(
     printed: Callable[..., tuple[str, str]],
 ) -> None:
     line = "parallel.precision bf16-mixed: a v100 has no bfloat16; set it to 16-mixed\n"
@@ -540,7 +536,7 @@ def test_a_device_without_bfloat16_is_refused_with_the_alternative(
     assert error == "cellmill plan: no layout fits, for the reasons above\n"
 
 
-def test_compile_and_offload_of_the_configuration_stay() -> None:
+def test_the_search_keeps_compile_and_offload() -> None:
     found, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
     suggested = [each.options.parallel for each in found.fitting]
     assert {(each.compile, each.cpu_offload) for each in suggested} == {(True, "optimizer")}

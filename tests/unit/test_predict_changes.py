@@ -104,7 +104,7 @@ def mean_of(cells: ad.AnnData, name: str) -> np.ndarray:
     return np.asarray(cells.X[(cells.obs.perturbation == name).to_numpy()].mean(axis=0)).ravel()
 
 
-def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any, Path]) -> None:
+def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path]) -> None:
     context, found, path = cells
     about = ad.read_h5ad(path).uns["cellmill_changes"]
     folds = int(about["n_folds"])
@@ -131,7 +131,7 @@ def test_scores_of_the_profiles_are_those_of_the_task(cells: tuple[Context, Any,
             assert mean == pytest.approx(first, abs=1e-4, nan_ok=True), (name, metric)
 
 
-def test_the_file_has_measured_cells_and_both_halves_of_the_controls_in_order(
+def test_the_file_has_both_halves_of_the_controls(
     cells: tuple[Context, Any, Path],
 ) -> None:
     context, found, path = cells
@@ -189,7 +189,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(
             np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)
 
 
-def test_predicted_cells_begin_as_controls_of_the_strata_and_have_the_predicted_means(
+def test_predicted_cells_have_the_predicted_means(
     cells: tuple[Context, Any, Path], perturbed_cells: Any
 ) -> None:
     _, found, path = cells
@@ -220,7 +220,7 @@ def test_predicted_cells_begin_as_controls_of_the_strata_and_have_the_predicted_
     assert (again.predicted("mean").X != found.predicted("mean").X).nnz == 0
 
 
-def test_a_gene_gets_its_mean_by_the_number_of_cells_that_have_it(perturbed_cells: Any) -> None:
+def test_the_mean_of_a_gene_covers_only_cells_that_measure_it(perturbed_cells: Any) -> None:
     generator = np.random.default_rng(0)
     cells = np.zeros((100, 6))
     cells[:40, :5] = 2.0
@@ -285,7 +285,7 @@ def test_the_mean_of_sampled_cells_scatters_like_a_sample_s(perturbed_cells: Any
     assert np.max(pinned) < 1e-12
 
 
-def test_sampled_cells_are_as_many_as_measured_of_each_perturbation(
+def test_each_perturbation_has_as_many_sampled_cells(
     cells: tuple[Context, Any, Path], perturbed_cells: Any
 ) -> None:
     _, found, path = cells
@@ -438,7 +438,7 @@ def test_cell_eval2_gives_our_numbers_for_each_method(
     assert (made["de_backend"], made["device"]) == ("scanpy", "cpu")
 
 
-def test_one_perturbation_has_no_rank_among_others(
+def test_a_single_perturbation_has_no_rank(
     cells: tuple[Context, Any, Path], tmp_path: Path
 ) -> None:
     path = changed_cells(cells[2], tmp_path / "one.h5ad", keep=1, methods=2)

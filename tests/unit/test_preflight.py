@@ -133,7 +133,7 @@ def run_here(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_processes_that_cannot_connect_are_no_go_with_their_error(project: Path) -> None:
+def test_processes_that_cannot_connect_report_their_error(project: Path) -> None:
     process = run_here("--profile", write_profile(nproc_per_node=2), GLOO_SOCKET_IFNAME="nope0")
     printed, complaints = process.communicate(timeout=500)
     assert process.returncode == 2, printed + complaints
@@ -166,7 +166,7 @@ c1|IDLE|64|256000|gpu:a100:1|(null)|cpu*|UP|UNLIMITED
 
 
 @pytest.mark.parametrize("name", ["slurm", "slurm-a100", "slurm-h100"])
-def test_a_shipped_profile_is_go_on_a_site_that_has_its_machines(
+def test_a_shipped_profile_is_go_on_a_matching_site(
     root: Path, preflight: Preflight, commands: Commands, name: str
 ) -> None:
     shutil.copytree(root / "profiles", "profiles")
@@ -176,7 +176,7 @@ def test_a_shipped_profile_is_go_on_a_site_that_has_its_machines(
     assert (code, lines[-1], last) == (0, "go", "")
 
 
-def test_an_interrupt_ends_every_process_and_has_its_own_exit_code(project: Path) -> None:
+def test_an_interrupt_ends_every_process(project: Path) -> None:
     process = run_here("--profile", write_profile(nproc_per_node=2))
     head = Path("results/preflight/one/jobs/001/head.json")
     wait_for(head.exists)
@@ -202,9 +202,7 @@ def test_one_preflight_of_a_profile_at_a_time(preflight: Preflight) -> None:
     assert (code, last) == (2, "cellmill preflight: no go: 1 reason")
 
 
-def test_a_cluster_that_meets_every_request_is_go_with_a_figure_for_each(
-    preflight: Preflight, commands: Commands
-) -> None:
+def test_a_cluster_that_meets_every_request_is_go(preflight: Preflight, commands: Commands) -> None:
     profile = write_slurm(
         mem_mb=200_000, cpus_per_task=32, constraint="a100&ib", slurm_account="lab", qos="long"
     )
@@ -293,7 +291,7 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
     ],
     ids=str,
 )  # fmt: skip
-def test_what_slurm_cannot_run_is_one_line_with_the_key_to_change(
+def test_what_slurm_cannot_run_is_named_with_its_key(
     preflight: Preflight,
     commands: Commands,
     changes: dict[str, Any],
@@ -308,7 +306,7 @@ def test_what_slurm_cannot_run_is_one_line_with_the_key_to_change(
     assert (code, last) == ((2, "cellmill preflight: no go: 1 reason") if refusals else (0, ""))
 
 
-def test_missing_commands_are_named_and_the_configuration_is_still_checked(
+def test_missing_commands_are_named(
     preflight: Preflight, project: Path, commands: Commands
 ) -> None:
     for name in ("sbatch", "scancel"):
@@ -343,7 +341,7 @@ LARGER = "set-resources: train: nodes: 2, or a larger job"
         ("4", "ok  launcher: allocation: job 5 has 4 nodes, requested: 4"),
     ],
 )
-def test_an_allocation_must_exist_and_be_large_enough(
+def test_an_allocation_must_be_large_enough(
     preflight: Preflight,
     commands: Commands,
     monkeypatch: pytest.MonkeyPatch,
@@ -384,9 +382,7 @@ def test_a_wrong_argument_or_machine_is_the_only_reason(
         assert found.startswith(start)
 
 
-def test_a_plan_for_another_machine_and_a_name_unknown_to_snakemake_are_reported(
-    preflight: Preflight, project: Path
-) -> None:
+def test_a_plan_for_another_machine_is_reported(preflight: Preflight, project: Path) -> None:
     Path(write_profile(), "config.yaml").write_text(
         "default-resources: {slurm_partition: cpu}\nset-resources: {plan: {nodes: 2}, train: {nproc_per_node: 2}}\n"
     )
@@ -565,13 +561,13 @@ def test_what_differs_on_a_node_changes_one_line(changes: dict[str, Any], line: 
     ],
     ids=str,
 )  # fmt: skip
-def test_a_node_is_compared_with_this_machine_and_its_profile(
+def test_a_node_is_compared_with_this_machine(
     changes: dict[str, Any], machine: dict[str, Any], line: str
 ) -> None:
     assert [each for each in judge(node(**changes), **machine) if each.startswith(line)]
 
 
-def test_bandwidth_is_reported_with_the_interface_that_carried_it() -> None:
+def test_bandwidth_is_reported_with_its_interface() -> None:
     inside = [{"host": "n1", "bus_gb_per_s": 231.2}, {"host": "n2", "bus_gb_per_s": 229.96}]
     fast = {"backend": "nccl", "bytes": 256 << 20, "inside": inside, "between": 21.337}
     fast |= {"interfaces": {"n1": "mlx5_0", "n2": "mlx5_0"}}
@@ -596,7 +592,7 @@ def test_bandwidth_is_reported_with_the_interface_that_carried_it() -> None:
         ]
 
 
-def test_loopback_traffic_inside_a_node_is_not_taken_for_the_network() -> None:
+def test_loopback_traffic_does_not_count_as_network() -> None:
     assert busiest({"lo": 900, "eth0": 300, "ib0": 20}, 100) == "eth0"
     assert busiest({"lo": 900, "eth0": 30}, 100) == "lo", "all nodes are this machine"
     assert busiest({"lo": 9, "eth0": 30, "mlx5_0": 700, "mlx5_1": 700}, 100) == "mlx5_0"
@@ -634,7 +630,7 @@ NOT_MOUNTED = f"work in a folder that every node mounts, or {KEYS} sbatch_option
     ],
     ids=str,
 )  # fmt: skip
-def test_a_job_that_failed_says_how_far_it_came(
+def test_a_failed_job_reports_its_progress(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     end: dict[str, Any],

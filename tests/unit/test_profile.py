@@ -173,9 +173,7 @@ def test_default_resources_do_not_reach_a_training() -> None:
         ({"partition": "gpu"}, "unknown key 'partition'; did you mean 'slurm_partition'?"),
     ],
 )  # fmt: skip
-def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(
-    train: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_value_of_a_profile_is_named(train: dict[str, Any], message: str) -> None:
     write(yaml.safe_dump({"set-resources": {"train": train}}, sort_keys=False))
     with pytest.raises(ConfigError) as error:
         read_profile("one").machine()
@@ -200,7 +198,7 @@ def test_an_invalid_value_or_one_that_snakemake_reads_differently_is_named(
         ("default-resources: 4\n", "default-resources: expected a mapping, got '4'"),
     ],
 )
-def test_an_invalid_profile_is_one_line(text: str, message: str) -> None:
+def test_an_invalid_profile_is_refused_in_one_line(text: str, message: str) -> None:
     write(text)
     with pytest.raises(ConfigError) as error:
         read_profile("one")
@@ -208,7 +206,7 @@ def test_an_invalid_profile_is_one_line(text: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_name_is_looked_up_in_profiles_and_then_where_snakemake_looks(alone: Path) -> None:
+def test_a_name_is_looked_up_in_profiles_first(alone: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_profile("one")
     places = f"profiles/one, {alone}/one, {alone}/user/snakemake/one, {alone}/site/snakemake/one"
@@ -225,7 +223,7 @@ def test_a_name_is_looked_up_in_profiles_and_then_where_snakemake_looks(alone: P
     )
 
 
-def test_a_path_is_used_as_given_with_the_newest_file_for_this_snakemake(alone: Path) -> None:
+def test_a_path_is_used_with_its_newest_profile_file(alone: Path) -> None:
     write("cores: 1\n", "x/mine.yaml")
     assert read_profile("x/mine.yaml").name == "mine"
     for name in ("config.yaml", "config.v8+.yaml", "profile.v9+.yaml", "profile.v99+.yaml"):

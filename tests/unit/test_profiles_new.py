@@ -75,7 +75,7 @@ def new(*words: str) -> tuple[Machine, dict[str, Any], str]:
     return read_profile("mine").machine(), yaml.safe_load(text), text
 
 
-def test_the_best_partition_is_written_with_the_figures_of_its_smallest_node(
+def test_the_best_partition_has_the_figures_of_its_smallest_node(
     cluster: Cluster, capsys: Capsys
 ) -> None:
     cluster(accounts="lab||normal,long\nlab2||short\n", default="lab")
@@ -204,7 +204,7 @@ def test_odd_sites(
     )
 
 
-def test_no_attempt_of_a_stage_exceeds_the_limits_of_its_partition(cluster: Cluster) -> None:
+def test_no_attempt_exceeds_the_limits_of_its_partition(cluster: Cluster) -> None:
     cluster(
         SITE.replace("c1|MIXED|64|256000", "c1|MIXED|64|20000").replace(
             "cpu*|UP|UNLIMITED", "cpu*|UP|3:20:00"
@@ -250,7 +250,7 @@ def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Cluster
     ],
     ids=["one", "several", "not the default"],
 )  # fmt: skip
-def test_account_and_qos_are_those_that_the_partition_accepts(
+def test_the_account_is_accepted_by_the_partition(
     cluster: Cluster, accounts: str, default: str, limits: str, wanted: tuple[str, str, str]
 ) -> None:
     cluster(site("gpu:h100:4"), accounts=accounts, default=default, limits={"p": limits})
@@ -318,7 +318,7 @@ CONTENTS = "gpu: 2 nodes with 8 x h100, 1 node with 4 x a100, at most 4 in a job
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_a_refusal_is_one_line_and_writes_nothing(
+def test_a_refusal_writes_nothing(
     cluster: Cluster, capsys: Capsys, words: list[str], message: str
 ) -> None:
     cluster()
@@ -331,7 +331,7 @@ def test_a_refusal_is_one_line_and_writes_nothing(
     ]
 
 
-def test_without_slurm_or_its_controller_the_line_says_so(
+def test_a_missing_slurm_controller_is_reported(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     said = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
@@ -403,7 +403,7 @@ def test_snakemake_finds_a_linked_profile_by_its_name(
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
-def test_existing_files_and_other_links_are_left_alone(
+def test_existing_files_are_left_unchanged(
     root: Path, home: Path, tmp_path: Path, capsys: Capsys, kind: str
 ) -> None:
     home.mkdir(parents=True)
@@ -438,9 +438,7 @@ def test_the_undo_command_works_with_a_space_in_the_path(
     assert (root / "profiles" / "slurm" / "config.yaml").exists()
 
 
-def test_a_profile_called_default_and_a_folder_without_profiles_are_refused_with_the_remedy(
-    home: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
     remedy = "run this at the root of a checkout, or set --from FOLDER"
     assert capsys.readouterr().err == f"cellmill profiles: {tmp_path}: has no profiles; {remedy}\n"

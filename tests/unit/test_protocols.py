@@ -132,7 +132,7 @@ def test_a_protocol_is_found_in_any_column(name: str, column: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_protocols_are_not_taken_for_full_length(name: str) -> None:
+def test_unrelated_protocols_do_not_count_as_full_length(name: str) -> None:
     assert find_full_length(pd.DataFrame({"assay": [name, name]}), np.ones(2, bool)) is None
 
 

@@ -95,7 +95,7 @@ def _ours(network: Any, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 @VERSIONS
-def test_states_and_logits_are_those_of_transformers(version: str, tmp_path: Path) -> None:
+def test_states_equal_those_of_transformers(version: str, tmp_path: Path) -> None:
     network, genes = _imported(tmp_path, version)
     ours = _ours(network, _batch(_cells(), genes))
     stored = {
@@ -111,7 +111,7 @@ def test_states_and_logits_are_those_of_transformers(version: str, tmp_path: Pat
     [("V1", {}), ("V1", {"embed_layer": 0}), ("V2", {}), ("V2", {"pooling": "mean"})],
     ids=str,
 )
-def test_the_embedding_is_the_mean_of_genes_or_the_state_of_cls_before_the_last_layer(
+def test_the_embedding_is_the_mean_or_the_cls_state(
     version: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     network, genes = _imported(tmp_path, version, **options)
@@ -147,9 +147,7 @@ def _rank_value_encoding(
 
 
 @VERSIONS
-def test_tokens_are_the_rank_value_encoding_of_the_folders_medians(
-    version: str, tmp_path: Path
-) -> None:
+def test_tokens_are_rank_values_by_the_medians_of_the_folder(version: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     import_geneformer(
         geneformer_folder(tmp_path / "published", GENES, version, positions=20), model
@@ -173,9 +171,7 @@ def _folder(path: Path, kind: str) -> PublishedFolder:
 
 
 @pytest.mark.parametrize("kind", ["V1", "V2", "scgpt"])
-def test_sections_read_while_planning_are_those_of_the_imported_model(
-    kind: str, tmp_path: Path
-) -> None:
+def test_planning_reads_the_sections_of_the_imported_model(kind: str, tmp_path: Path) -> None:
     published = _folder(tmp_path / "published", kind)
     import_model(kind=published.kind, folder=published.folder, out=tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -184,7 +180,7 @@ def test_sections_read_while_planning_are_those_of_the_imported_model(
     assert Tokens.model_validate(sections["tokens"]).model_dump(mode="json") == config["tokens"]
 
 
-def test_each_published_folder_has_a_name_of_its_own_that_files_may_have() -> None:
+def test_each_published_folder_has_a_valid_unique_name() -> None:
     # the last is another where link leads
     paths = ("a/x", "b/x", "a:x", "../x y", "é" * 300, "..", "a/link/../x")
     names, same = (
@@ -217,7 +213,7 @@ class _Harmful:
     ],
     ids=["code", "array", "scalar of text", "list", "no dictionary"],
 )
-def test_pickles_with_anything_but_texts_and_numbers_are_refused(
+def test_pickles_with_arbitrary_objects_are_refused(
     value: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -229,7 +225,7 @@ def test_pickles_with_anything_but_texts_and_numbers_are_refused(
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_pickles_of_texts_and_numbers_are_read(protocol: int, tmp_path: Path) -> None:
+def test_pickles_of_plain_values_are_read(protocol: int, tmp_path: Path) -> None:
     value = {
         "a": 1,
         "b": 0.1,
@@ -306,7 +302,7 @@ def _restated(folder: Path, names: list[str], bins: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attention", ["Wqkv", "in_proj"])
-def test_the_vector_is_that_of_torchs_encoder(attention: str, tmp_path: Path) -> None:
+def test_the_vector_equals_the_encoder_of_torch(attention: str, tmp_path: Path) -> None:
     folder = scgpt_folder(tmp_path / "published", NAMES, attention)
     import_scgpt(folder, tmp_path / "model")
     network, vocabulary, tokens, _ = load_for_inference(tmp_path / "model")
@@ -334,7 +330,7 @@ def test_values_are_scgpts_bins() -> None:
     )
 
 
-def test_symbols_become_ensembl_ids_and_the_others_are_counted(tmp_path: Path) -> None:
+def test_symbols_become_ensembl_ids(tmp_path: Path) -> None:
     names = [*NAMES, "CD20", "GAPDH.2"]  # an alias of MS4A1, whose own name comes first
     folder = scgpt_folder(tmp_path / "published", names)
     line = import_scgpt(folder, tmp_path / "model")
@@ -433,7 +429,7 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
 @pytest.mark.parametrize(
     ("kind", "damage", "problem"), REFUSED, ids=[problem for _, _, problem in REFUSED]
 )
-def test_folders_of_other_models_and_damaged_ones_are_refused(
+def test_folders_of_other_models_are_refused(
     kind: str,
     damage: Callable[[Path], Any],
     problem: str,
@@ -481,9 +477,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_tokens_are_in_the_order_of_geneformers_real_dictionaries(
-    shipped: Path, tmp_path: Path
-) -> None:
+def test_tokens_follow_the_real_dictionaries_of_geneformer(shipped: Path, tmp_path: Path) -> None:
     tokens, medians = (
         read_numbers(shipped / f"{name}_dictionary.pkl") for name in ("token", "gene_median")
     )
@@ -525,7 +519,7 @@ def test_scgpts_real_vocabularies_are_read_by_symbol(
     }
 
 
-def test_tokens_of_a_corpus_with_the_models_medians_are_in_its_order(tmp_path: Path) -> None:
+def test_tokens_of_a_corpus_follow_the_medians_of_the_model(tmp_path: Path) -> None:
     import_geneformer(
         geneformer_folder(tmp_path / "published", GENES[:-5], positions=64), tmp_path / "model"
     )

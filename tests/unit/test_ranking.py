@@ -69,7 +69,7 @@ def first_line(runs: list[ReportedRun]) -> str:
     return " ".join(re.sub("<[^>]*>", "", found).split())
 
 
-def test_runs_of_other_left_out_batches_are_not_tied() -> None:
+def test_runs_with_different_left_out_batches_are_not_tied() -> None:
     probe = result("accuracy", [0.90, 0.91, 0.90])
     runs = [
         run("first", probe=probe, leave_out=result("accuracy, new batch", [0.87, 0.88, 0.88])),
@@ -93,7 +93,7 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
     )
 
 
-def test_runs_with_other_tasks_are_compared_over_those_of_all() -> None:
+def test_runs_are_compared_over_their_shared_tasks() -> None:
     runs = [
         run("first", probe=result("f", [0.8, 0.8]), clustering=result("ARI", [0.99, 0.99])),
         run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
@@ -129,7 +129,7 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.004, 0.05])
-def test_the_interval_over_repetitions_is_that_of_a_paired_t_test(shift: float) -> None:
+def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> None:
     generator = np.random.default_rng(0)
     a = generator.normal(0.8, 0.05, 8)
     b = a + generator.normal(shift, 0.01, 8)

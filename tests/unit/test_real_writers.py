@@ -205,9 +205,7 @@ def test_counts_of_kb_python_have_the_molecules(
     assert read(out) == found == genome.total
 
 
-def test_nascent_and_mature_counts_of_kb_python_have_the_molecules(
-    nascent: TinyGenome, tmp_path: Path
-) -> None:
+def test_counts_of_kb_python_include_nascent_molecules(nascent: TinyGenome, tmp_path: Path) -> None:
     out = kb(nascent, tmp_path, "nac", "--h5ad")
     assert read(out) == read(out / "adata.h5ad") == read(out, "total") == nascent.total
     assert read(out, "cell") == nascent.spliced
@@ -322,7 +320,7 @@ def test_files_of_python_writers_have_the_counts(
     assert read(tmp_path / file, counts) == truth[1]
 
 
-def test_pegasusio_cuts_suffixes_and_cellmill_says_so(
+def test_suffixes_cut_by_pegasusio_are_reported(
     truth: tuple[Path, Counts], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = """

@@ -48,7 +48,7 @@ def _judged(context: Context, model: EvaluatedModel, **options: Any) -> TaskResu
     return reconstruct.Reconstruct(ReconstructConfig(**options)).run(replace(context, model=model))
 
 
-def test_means_and_frequencies_are_those_of_the_training_shards_alone(
+def test_means_come_only_from_training_shards(
     corpus: dict[str, Path],
 ) -> None:
     manifest = Manifest.read(corpus["manifest"])
@@ -70,7 +70,7 @@ def test_means_and_frequencies_are_those_of_the_training_shards_alone(
     assert statistics.mean[~seen] == pytest.approx(np.full((~seen).sum(), statistics.global_mean))
 
 
-def test_values_are_judged_as_numpy_would() -> None:
+def test_values_are_scored_as_numpy_would() -> None:
     random = np.random.default_rng(0)
     genes = random.integers(0, 5, 400)
     targets = random.normal(size=400)
@@ -86,7 +86,7 @@ def test_values_are_judged_as_numpy_would() -> None:
     assert figures["pearson_gene_centred"] == pytest.approx(centred)
 
 
-def test_masked_genes_are_judged_against_their_frequency() -> None:
+def test_masked_genes_are_compared_with_their_frequency() -> None:
     train = GeneStatistics(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
     correct = np.array([1, 0, 0, 0], bool)
     cross_entropy = np.array([0.1, 2, 3, 3.0])
@@ -102,7 +102,7 @@ def test_masked_genes_are_judged_against_their_frequency() -> None:
     ]
 
 
-def test_perfect_answers_score_one_and_gene_means_zero(
+def test_perfect_answers_score_one(
     tmp_path: Path, corpus: dict[str, Path], context: Context
 ) -> None:
     model = _model(tmp_path, corpus, "continuous", "masked_value")
@@ -128,7 +128,7 @@ def test_perfect_answers_score_one_and_gene_means_zero(
         pytest.param("rank", "masked_gene", marks=pytest.mark.full),
     ],
 )
-def test_masks_are_the_same_in_every_run_and_packing(
+def test_masks_are_the_same_in_every_run(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     corpus: dict[str, Path],
@@ -143,7 +143,7 @@ def test_masks_are_the_same_in_every_run_and_packing(
     assert _judged(context, model).figures == pytest.approx(reference, abs=1e-5)
 
 
-def test_options_of_the_objective_may_be_changed_for_judging_but_not_trained_parameters(
+def test_judging_may_change_only_untrained_options(
     tmp_path: Path, corpus: dict[str, Path], context: Context
 ) -> None:
     model = _model(tmp_path / "value", corpus, "continuous", "masked_value")

@@ -55,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_an_installed_package_adds_names_and_replaces_no_built_in() -> None:
+def test_an_installed_package_replaces_no_built_in() -> None:
     assert plugin.names("task")[len(plugin.BUILT_IN["task"]) :][-3:] == ["broken", "twice", "twice"]
     assert plugin.load("task", "probe").__module__.startswith("cellmill.")
     assert TaskConfig.model_validate({"name": "good"}) == Good()
@@ -86,9 +86,7 @@ def test_an_installed_package_adds_names_and_replaces_no_built_in() -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_their_contract_are_refused_in_one_line(
-    name: str, message: str
-) -> None:
+def test_options_that_break_their_contract_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TaskConfig.model_validate({"name": name})
 
@@ -103,6 +101,6 @@ def test_an_implementation_that_cannot_be_imported_is_named(
         Good().load()
 
 
-def test_an_error_of_a_package_is_one_line() -> None:
+def test_an_error_of_a_package_is_reported_in_one_line() -> None:
     assert in_one_line(RuntimeError("several\n\n lines")) == "RuntimeError: several lines"
     assert len(in_one_line(RuntimeError("x" * 1000))) == 300

@@ -101,7 +101,7 @@ def listening_ports() -> set[int]:
     }
 
 
-def test_a_first_node_listens_with_relay_and_entrance_alone() -> None:
+def test_a_first_node_opens_only_its_relay_and_entrance() -> None:
     place = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
     before = listening_ports()
     relay = Relay(place).start()
@@ -118,7 +118,7 @@ def test_another_user_of_the_node_is_turned_away(nodes: Nodes) -> None:
     assert nodes.client(nodes.first).get("key") == b"ours"
 
 
-def test_the_entrance_opens_to_the_secret_alone(nodes: Nodes) -> None:
+def test_the_entrance_opens_only_to_the_secret(nodes: Nodes) -> None:
     stranger = Relay(replace(nodes.rendezvous, node=1, secret="guessed"))
     assert asyncio.run(nodes.second._knock(nodes.rendezvous.ports[1])) is not None
     with pytest.raises(asyncio.IncompleteReadError):
@@ -196,7 +196,7 @@ def test_the_handshake_cannot_be_passed_on(nodes: Nodes) -> None:
         (LOOPBACK, f"node2 cannot reach {LOOPBACK}, the first node (Connect call failed"),
     ],
 )
-def test_a_first_node_that_cannot_be_resolved_or_reached_is_said_once(
+def test_an_unreachable_first_node_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, said: str
 ) -> None:
     monkeypatch.setattr(rendezvous, "RESOLVE_S", 0.0)
@@ -225,7 +225,7 @@ def test_an_entrance_without_a_free_port_is_the_run_s_error(
     assert (str(end.value), (tmp_path / "error.txt").read_text()) == (line, line)
 
 
-def test_nodes_that_never_join_are_named_and_end_the_job(
+def test_nodes_that_never_join_end_the_job(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: Nodes
 ) -> None:
     monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
@@ -250,7 +250,7 @@ def test_nodes_that_never_join_are_named_and_end_the_job(
     assert not (tmp_path / "late.txt").exists()
 
 
-def test_the_interface_between_nodes_is_named_where_a_node_s_name_is_its_loopback(
+def test_an_interface_is_named_if_the_node_name_is_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agent.socket, "gethostbyname", lambda name: "192.168.7.1")

@@ -82,9 +82,7 @@ def test_each_epoch_has_exactly_its_repeats(
         (1, 1000, 5),
     ],
 )
-def test_levels_are_read_by_the_formula_and_cells_of_one_level_differ_by_one(
-    exponent: float, most: float, n_free: int
-) -> None:
+def test_repeats_of_a_level_follow_the_formula(exponent: float, most: float, n_free: int) -> None:
     # no cell has level 3
     names = [1, 2, 4, 5, 6]
     sizes = np.array([700, 200, 80, 19, 1])
@@ -101,7 +99,7 @@ def test_levels_are_read_by_the_formula_and_cells_of_one_level_differ_by_one(
     np.testing.assert_allclose(read[free], share * read[free].sum() / share.sum(), atol=1)
 
 
-def test_a_curriculum_goes_from_one_exponent_to_another_and_resumes_in_it(
+def test_a_curriculum_resumes_between_its_exponents(
     manifest: Manifest,
 ) -> None:
     options = {"weight_exponent": 0.0, "weight_start_exponent": 1.0, "weight_warmup_steps": 34}
@@ -150,9 +148,7 @@ def kinds_of(manifest: Manifest) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(
-    labelled: Manifest, lanes: int
-) -> None:
+def test_labelled_cells_are_read_evenly(labelled: Manifest, lanes: int) -> None:
     kinds = kinds_of(labelled)
     sizes = Counter(kinds.tolist())
     assert sizes["<missing>"] > 400
@@ -187,7 +183,7 @@ def test_labelled_cells_are_read_evenly_and_the_others_fill_the_rest(
                 assert max(times) - min(times) <= 1, (kind, epoch)
 
 
-def test_where_every_cell_has_a_label_or_none_has_every_cell_is_read(
+def test_every_cell_is_read_if_labels_are_all_or_none(
     manifest: Manifest, labelled: Manifest
 ) -> None:
     weighted = stream_of(manifest)
@@ -197,7 +193,7 @@ def test_where_every_cell_has_a_label_or_none_has_every_cell_is_read(
     assert Repeats(np.zeros(9, np.int32), options).counts(0, 0, 0).tolist() == 9 * [1]
 
 
-def test_a_part_of_the_cells_is_weighted_like_a_corpus_of_these_alone(labelled: Manifest) -> None:
+def test_a_subset_is_weighted_like_a_corpus_of_only_it(labelled: Manifest) -> None:
     stream = stream_of(labelled, labelled_frac=1, train_frac=0.3)
     kinds = kinds_of(labelled)
     n = stream.n_cells
@@ -224,7 +220,7 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
     assert min(read.values()) > 0.4 * read.total()
 
 
-def test_without_weights_the_order_is_that_of_earlier_versions() -> None:
+def test_without_weights_the_order_matches_earlier_versions() -> None:
     digest = hashlib.sha256()
     for shards, lanes, equal in (((100, 37, 64), 4, False), ((500,), 8, True)):
         stream = StreamOptions(lanes=lanes, block_cells=8, window_blocks=3, equal_steps=equal)
@@ -239,7 +235,7 @@ def test_without_weights_the_order_is_that_of_earlier_versions() -> None:
     assert digest.hexdigest() == "67ee7b613c1469aa0d8de8663255442df6cbf9131efa6cc11fbfa4cfe1a572ad"
 
 
-def test_weights_are_part_of_the_order_and_of_the_data(manifest: Manifest) -> None:
+def test_weights_are_part_of_the_order(manifest: Manifest) -> None:
     stream = stream_of(manifest)
     plain = stream_of(manifest, weight_by=None)
     state = plain.state_dict()

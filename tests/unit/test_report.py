@@ -136,7 +136,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
     )
 
 
-def test_rows_are_marked_features_stand_by_classifier_and_each_comparison_is_a_bar_of_the_tasks_scale(
+def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
     page: str,
 ) -> None:
     shown = page[page.index('id="evaluation"') :]
@@ -159,7 +159,7 @@ def test_the_same_folders_give_the_same_bytes(tmp_path: Path, page: str) -> None
     assert render(f"Cells {EVIL}", runs, [read_corpus(tmp_path / "corpora" / "pbmc")]) == page
 
 
-def test_the_page_says_which_files_are_missing(tmp_path: Path) -> None:
+def test_missing_files_are_listed_on_the_page(tmp_path: Path) -> None:
     text = text_of(render("r", [read_run(tmp_path)], [read_corpus(tmp_path)]))
     for wanted in (
         "not trained",
@@ -171,7 +171,7 @@ def test_the_page_says_which_files_are_missing(tmp_path: Path) -> None:
         assert wanted in text, wanted
 
 
-def test_missing_folders_and_doubled_names_are_named(tmp_path: Path) -> None:
+def test_missing_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone: expected the folder of a run, found none$"):
         read_run(tmp_path / "gone")
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_missing_folders_and_doubled_names_are_named(tmp_path: Path) -> None:
         ("evaluate/umap.tsv", b"\xff\x00"),
     ],
 )
-def test_a_file_of_other_content_is_named_in_one_line(
+def test_a_file_with_wrong_content_is_named_in_one_line(
     tmp_path: Path, file: str, content: Any
 ) -> None:
     folder = make_run(tmp_path / "run")
@@ -215,7 +215,7 @@ def test_a_file_of_other_content_is_named_in_one_line(
      ("level", '<div class="losses"><h4>Where models are behind: in no comparison<'),
      ("ahead", None)],
 )  # fmt: skip
-def test_the_box_of_comparisons_warns_only_where_a_model_is_behind(
+def test_comparisons_warn_only_if_a_model_is_behind(
     tmp_path: Path, outcome: Outcome, box: str | None
 ) -> None:
     run = make_run(tmp_path / "first")
@@ -229,7 +229,7 @@ def test_the_box_of_comparisons_warns_only_where_a_model_is_behind(
     ) * 2
 
 
-def test_a_gap_without_a_scale_is_in_the_table_and_in_the_first_line(tmp_path: Path) -> None:
+def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     words = "no scale: all (0.410) is not clearly better than majority (0.400)"
     with changed_metrics(run) as datasets:
@@ -241,7 +241,7 @@ def test_a_gap_without_a_scale_is_in_the_table_and_in_the_first_line(tmp_path: P
     assert f"(embedding + logistic regression); {words}." in text
 
 
-def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() -> None:
+def test_wide_tables_mark_the_best_baseline() -> None:
     accuracies = {
         "embedding + kNN": 0.9,
         "embedding + logistic regression": 0.8,
@@ -273,7 +273,7 @@ def test_tables_of_many_columns_show_means_and_mark_the_best_baseline_of_each() 
     assert "own is level." in page
 
 
-def test_a_figure_is_a_picture_in_the_colours_of_the_page_and_its_numbers(tmp_path: Path) -> None:
+def test_a_figure_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     lines = [
         {"step": 1, "loss": 2.0},
         {"step": 2, "loss": float("nan")},
@@ -301,7 +301,7 @@ def test_a_figure_is_a_picture_in_the_colours_of_the_page_and_its_numbers(tmp_pa
     assert chart["rows"] == [[EVIL, "training", 1, 2.0], [EVIL, "validation", 2, 1.0]]
 
 
-def test_a_umap_shows_at_most_4000_cells_with_3_decimals_by_label_or_batch() -> None:
+def test_a_umap_shows_at_most_4000_cells() -> None:
     cells = [{"x": "1.23456", "y": "2", "label": "B", "heldout": "1"}] * 5000
     figure = figures.umap("UMAP", cells, ["B"])
     assert len(figure.rows) == 4000
@@ -311,7 +311,7 @@ def test_a_umap_shows_at_most_4000_cells_with_3_decimals_by_label_or_batch() -> 
     assert {row["c"] for row in figures.umap("UMAP", cells, ["a", "b"], "batch").rows} == {0, 1}
 
 
-def test_a_histogram_leaves_out_the_tails_and_counts_their_cells() -> None:
+def test_a_histogram_leaves_out_the_tails() -> None:
     before = [1, 0, 500, 499, 0, 0, 1]
     figure = figures.histogram("genes", range(8), before, before, "genes per cell")
     assert [(row["from"], row["before"]) for row in figure.rows] == [(2, 500), (3, 499)]
@@ -367,7 +367,7 @@ GENES = "all genes + LR"
 UNSCALED = "all genes + LR, unscaled"
 
 
-def test_the_standing_names_the_best_run_and_its_difference_from_the_best_baseline() -> None:
+def test_the_standing_names_the_best_run() -> None:
     def run(name: str, value: float, low: float, high: float) -> ReportedRun:
         found = [
             compare(OWN, UNSCALED, "f", value - 0.8, (low, high)),
@@ -397,7 +397,7 @@ def test_the_standing_names_the_best_run_and_its_difference_from_the_best_baseli
     assert [one.best for one in standings(runs)] == [True, True, False]
 
 
-def test_the_first_sentences_name_the_tasks_where_a_run_is_ahead_and_behind() -> None:
+def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     hidden = [
         compare(OWN, GENES, f"{one} by gene", size, (0.01, 0.2))
         for one, size in (("r", 0.06), ("rho", 0.08))
@@ -424,7 +424,7 @@ def test_the_first_sentences_name_the_tasks_where_a_run_is_ahead_and_behind() ->
     ("low", "outcome", "against"),
     [(0.02, "ahead", UNSCALED), (-0.02, "level", UNSCALED), (None, None, UNTRAINED)],
 )
-def test_a_run_is_ahead_of_the_best_other_baseline_where_its_untrained_network_is_the_best(
+def test_an_untrained_network_counts_as_its_own_baseline(
     low: float | None, outcome: str | None, against: str
 ) -> None:
     """With `low` None, there is no other baseline."""
@@ -456,7 +456,7 @@ def test_a_run_has_one_next_step() -> None:
     assert "Next: take the best baseline" in text_of(render("r", [replace(run, plan=None)], []))
 
 
-def test_runs_that_are_level_share_the_first_sentence_and_the_advice(tmp_path: Path) -> None:
+def test_runs_that_are_level_share_the_first_sentence(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name) for name in ("first", "second")]
     for folder in folders:
         totals = dict.fromkeys([*TOTALS, "max_memory_gb"])
@@ -478,7 +478,7 @@ def test_runs_that_are_level_share_the_first_sentence_and_the_advice(tmp_path: P
     assert "first, second: max memory gb, nobody knows." in text
 
 
-def test_each_objective_has_a_figure_of_its_losses_with_its_runs_in_the_legend() -> None:
+def test_each_objective_has_a_figure_of_its_losses() -> None:
     lines = [{"step": 1, "loss": 2.0}]
     options = [
         {"objective": {"name": name}}
@@ -498,7 +498,7 @@ def test_each_objective_has_a_figure_of_its_losses_with_its_runs_in_the_legend()
 
 
 @pytest.mark.full
-def test_ten_runs_with_long_curves_and_a_umap_each_are_less_than_4_mb(tmp_path: Path) -> None:
+def test_a_page_of_ten_runs_is_less_than_4_mb(tmp_path: Path) -> None:
     numbers = np.random.Generator(np.random.Philox(key=1)).normal(size=(1000, 8))
     keys = ("loss", "grad_norm", "lr", "cells_per_s", "data_wait_frac", "depth_r2", "batch_r2")
     lines = [
@@ -520,7 +520,7 @@ def test_ten_runs_with_long_curves_and_a_umap_each_are_less_than_4_mb(tmp_path: 
     assert len(page.encode()) < 4e6
 
 
-def test_the_static_picture_of_a_umap_has_every_pixel_in_fewer_bytes() -> None:
+def test_the_static_umap_has_every_pixel_in_fewer_bytes() -> None:
     spec = {
         "data": {"values": [{"x": 1}]},
         "mark": "point",
@@ -551,7 +551,7 @@ def chunks(png: bytes) -> tuple[list[bytes], bytes]:
     return rest, pixels
 
 
-def test_planned_tensors_stand_beside_measured_tensors_and_never_beside_a_process() -> None:
+def test_planned_tensors_stand_next_to_measured_tensors() -> None:
     plan = {"memory": {"total_bytes": 46_000_000}}
     on_cpu = ReportedRun(
         "r", plan, None, None, None, None, lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}]
@@ -584,7 +584,7 @@ def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:
     assert "embeddings/" not in text, "a file that is not there"
 
 
-def test_damage_below_what_reading_checks_is_one_line_too(tmp_path: Path) -> None:
+def test_damage_missed_by_the_reader_is_still_one_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     with changed_metrics(folder) as datasets:
         datasets["pbmc"]["tasks"]["probe"]["differences"] = [{"interval": "none"}]

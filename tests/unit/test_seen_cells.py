@@ -69,7 +69,7 @@ def run_predict(model: Path, source: Path, out: Path, smallest: float | None = N
     return ad.read_h5ad(out)
 
 
-def test_the_accuracy_is_that_of_cells_never_trained_on(
+def test_the_accuracy_counts_only_cells_never_trained_on(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_run(tmp_path / "run", corpus)
@@ -100,7 +100,7 @@ def test_the_accuracy_is_that_of_cells_never_trained_on(
     assert about["n_seen_in_training"] == (~unseen).sum()
 
 
-def test_cells_with_fewer_genes_are_told_by_the_others(
+def test_cells_with_fewer_genes_are_recognised_by_the_rest(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_run(tmp_path / "run", corpus)
@@ -116,7 +116,7 @@ def test_cells_with_fewer_genes_are_told_by_the_others(
     assert not found.obs["cellmill_seen_in_training"].any(), "eight genes tell no cell"
 
 
-def test_training_cells_alone_have_no_accuracy(
+def test_a_dataset_of_training_cells_has_no_accuracy(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_run(tmp_path / "run", corpus)
@@ -129,7 +129,7 @@ def test_training_cells_alone_have_no_accuracy(
     assert "accuracy" not in found.uns["cellmill_prediction"]
 
 
-def test_a_copied_model_says_that_its_cells_are_unknown(
+def test_a_copied_model_reports_its_cells_as_unknown(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied = shutil.copytree(make_run(tmp_path / "run", corpus), tmp_path / "copied")
@@ -167,7 +167,7 @@ def test_a_model_before_it_without_known_cells_is_named(
     assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(unknown)]
 
 
-def test_changed_shards_are_not_taken_for_the_cells_of_a_model(
+def test_changed_shards_do_not_count_as_training_cells(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = with_config(make_run(tmp_path / "run", corpus), fingerprint="of other shards")
@@ -175,7 +175,7 @@ def test_changed_shards_are_not_taken_for_the_cells_of_a_model(
     assert f"({corpus['manifest']} is of other shards by now)" in capsys.readouterr().out
 
 
-def test_predictions_in_python_show_what_the_command_says(
+def test_predictions_in_python_show_the_message_of_the_command(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(tmp_path / "run", corpus)
@@ -203,7 +203,7 @@ def test_predictions_in_python_show_what_the_command_says(
     ]
 
 
-def test_a_rejected_cell_has_no_label_and_a_flag(
+def test_a_rejected_cell_has_no_label(
     tmp_path: Path, simulated: Path, corpus: dict[str, Path]
 ) -> None:
     """Also of a model with a class of that name: one text would stand for both."""

@@ -64,9 +64,7 @@ def fasta(tmp_path: Path) -> Path:
     return path
 
 
-def test_records_are_read_in_order_with_the_fields_of_their_headers(
-    fasta: Path, tmp_path: Path
-) -> None:
+def test_records_are_read_in_order(fasta: Path, tmp_path: Path) -> None:
     with open_dataset(fasta) as reader:
         assert decoded(reader.rows(2)) == [UBIQUITIN, INSULIN_A, UBIQUITIN, "", INSULIN_B, "MXU"]
         obs = reader.obs
@@ -113,9 +111,7 @@ def test_records_are_read_in_order_with_the_fields_of_their_headers(
         (gzip.compress(FASTA.encode(), mtime=0)[:-20], "damaged: Compressed file ended before"),
     ],
 )
-def test_a_file_that_is_no_fasta_of_proteins_is_named(
-    content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_fasta_is_named(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / ("bad.fa.gz" if content.startswith(b"\x1f\x8b") else "bad.fa")
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -123,7 +119,7 @@ def test_a_file_that_is_no_fasta_of_proteins_is_named(
     assert f"{path}: {message}" in str(caught.value)
 
 
-def test_short_and_equal_sequences_are_dropped_and_counted(fasta: Path, tmp_path: Path) -> None:
+def test_short_sequences_are_dropped(fasta: Path, tmp_path: Path) -> None:
     options = PreprocessOptions.model_validate(
         {"preprocess": {"min_counts": 4, "keep_obs": ["chain"], "row_block": 2}}
     )
@@ -159,7 +155,7 @@ def test_the_hash_of_a_sequence_depends_on_its_order() -> None:
     assert hashes[0] == hashes[2] != hashes[1]
 
 
-def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
+def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
     for name in ("sim.fa", "again.fa"):
         write_sequences(tmp_path / name, 200, 4, seed=1)
     assert (tmp_path / "sim.fa").read_text() == (tmp_path / "again.fa").read_text()
@@ -210,9 +206,7 @@ def test_shards_and_batches_have_the_sequences_in_their_order(tmp_path: Path) ->
     assert manifest.splits["test"].shards[0].dtype == "uint16"
 
 
-def test_a_fasta_file_is_embedded_by_its_record_names_and_in_its_order(
-    fasta: Path, tmp_path: Path
-) -> None:
+def test_a_fasta_file_is_embedded_by_record_name(fasta: Path, tmp_path: Path) -> None:
     residues = Vocabulary(
         list(RESIDUES), list(RESIDUES), np.ones(len(RESIDUES), np.int64), np.ones(len(RESIDUES))
     )

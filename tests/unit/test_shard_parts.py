@@ -70,7 +70,7 @@ FIRST = "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449"  # of
         ),
     ],
 )
-def test_shards_are_those_of_version_0_1_0_for_any_order_of_files_and_number_of_rows_read_at_once(
+def test_shards_equal_those_of_version_0_1_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Shard, gap: int, fingerprint: str
 ) -> None:
     monkeypatch.setattr(shard_writer, "_MOST_GAP", gap)
@@ -81,7 +81,7 @@ def test_shards_are_those_of_version_0_1_0_for_any_order_of_files_and_number_of_
     assert made.fingerprint == fingerprint
 
 
-def test_counts_of_files_of_16_and_of_32_bits_are_joined(tmp_path: Path) -> None:
+def test_counts_of_16_and_32_bits_are_joined(tmp_path: Path) -> None:
     counts = {"a": random_counts(150, 30), "b": random_counts(90, 30, largest=70_000)}
     paths = [
         write_dataset(tmp_path / f"{name}.h5ad", made, genes_named(30))
@@ -130,7 +130,7 @@ def test_any_number_of_jobs_writes_the_same_files(
         )
 
 
-def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
+def test_the_next_process_keeps_what_a_killed_one_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, _, ids = two_datasets(tmp_path)
@@ -177,7 +177,7 @@ def test_the_next_process_keeps_what_a_killed_one_finished_and_no_other_shards(
     }
 
 
-def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:
+def test_a_plan_of_different_cells_is_not_used(tmp_path: Path) -> None:
     paths, _, ids = two_datasets(tmp_path)
     vocabulary = vocabulary_of(ids)
     out = tmp_path / "shards" / "manifest.json"
@@ -192,7 +192,7 @@ def test_a_plan_of_other_cells_or_options_is_not_used(tmp_path: Path) -> None:
     assert make_plan(paths, vocabulary, OPTIONS, out).key != plan.key
 
 
-def test_the_index_says_what_the_shards_hold(tmp_path: Path) -> None:
+def test_the_index_describes_the_shards(tmp_path: Path) -> None:
     paths, _, ids = two_datasets(tmp_path)
     vocabulary = vocabulary_of(ids)
     manifest = write_shards(paths, vocabulary, OPTIONS, tmp_path / "shards" / "manifest.json")
@@ -286,7 +286,7 @@ def with_copies(folder: Path) -> tuple[list[Path], list[str]]:
     ], ids
 
 
-def test_equal_cells_are_counted_or_dropped_but_for_the_first_listed(
+def test_equal_cells_are_dropped_except_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths, ids = with_copies(tmp_path)
@@ -343,7 +343,7 @@ def test_copies_of_training_cells_are_found_in_every_dataset(
             np.testing.assert_array_equal(contents.copies(reader, among), rows & among)
 
 
-def test_shards_have_only_their_own_values_of_a_column_of_very_many(tmp_path: Path) -> None:
+def test_shards_store_only_the_values_that_they_use(tmp_path: Path) -> None:
     n = MAX_LEVELS + 100
     counts = sp.csr_matrix(np.arange(1, 4 * n + 1, dtype=np.uint32).reshape(n, 4))
     obs = {
@@ -433,7 +433,7 @@ def test_sequences_whose_order_is_their_own_come_back_too(tmp_path: Path) -> Non
     assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
 
 
-def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(
+def test_a_damaged_archive_leaves_no_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = write_corpus(tmp_path, 200, cells_per_shard=16_384, val_frac=0.1, test_frac=0.1)
@@ -453,7 +453,7 @@ def test_a_damaged_archive_is_one_line_and_leaves_no_manifest(
         assert not list(back.glob("train-00000*"))
 
 
-def test_archiving_again_keeps_whole_files_and_writes_damaged_ones_again(tmp_path: Path) -> None:
+def test_archiving_again_rewrites_only_damaged_files(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 200, val_frac=0.1)
     archive = tmp_path / "archive"
     assert archived(manifest.path, archive) == 0
@@ -470,7 +470,7 @@ def test_archiving_again_keeps_whole_files_and_writes_damaged_ones_again(tmp_pat
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_folder_of_other_shards_is_refused_and_nothing_is_written(
+def test_a_folder_of_other_shards_is_never_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool
 ) -> None:
     one, other = (
@@ -512,9 +512,7 @@ def preprocessed(folder: Path, counts: sp.csr_matrix, compression: str | None) -
 
 
 @pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
-def test_compressed_cells_are_smaller_and_give_the_same_shards(
-    tmp_path: Path, largest: int
-) -> None:
+def test_compressed_cells_give_the_same_shards(tmp_path: Path, largest: int) -> None:
     counts = random_counts(1100, 60, largest=largest)
     shards = {}
     sizes = {}
@@ -538,7 +536,7 @@ def test_compressed_cells_are_smaller_and_give_the_same_shards(
 
 
 @pytest.mark.parametrize("damage", ["bytes", "length"])
-def test_a_damaged_chunk_is_one_line(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_chunk_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
     cells = preprocessed(tmp_path, random_counts(400, 60), "gzip")
     with h5py.File(cells) as file:
         chunk = file["X/indices"].id.get_chunk_info(1)

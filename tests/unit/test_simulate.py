@@ -19,7 +19,7 @@ from cellmill.files import sha256_file
 from cellmill.stages import data as stage
 
 
-def test_cells_are_a_function_of_the_seed_alone() -> None:
+def test_cells_depend_only_on_the_seed() -> None:
     three, four = (Simulation(700, 100, seed=seed) for seed in (3, 4))
     blocks = list(three.blocks())
     assert [block.shape[0] for block in blocks] == [BLOCK, BLOCK, 700 - 2 * BLOCK]
@@ -51,7 +51,7 @@ def test_the_file_is_counts_under_real_ids_with_every_column(
     assert sha256_file(tmp_path / "again.h5ad") == sha256_file(simulated)
 
 
-def test_types_are_separable_and_knocked_down_genes_are_low(simulated: Path) -> None:
+def test_types_are_separable(simulated: Path) -> None:
     data = ad.read_h5ad(simulated)
     scaled = data.X.toarray() * (1e4 / data.X.sum(axis=1).A1[:, None])
     components = PCA(20, random_state=0).fit_transform(np.log1p(scaled))
@@ -95,7 +95,7 @@ def test_the_demo_is_700_cells_of_counts_with_labels(tmp_path: Path) -> None:
     assert (data.obs["n_counts"] >= data.X.sum(axis=1).A1).all()
 
 
-def test_values_that_are_no_logarithms_of_counts_are_refused() -> None:
+def test_values_that_are_not_logarithms_are_refused() -> None:
     counts = sp.csr_matrix(np.random.default_rng(0).poisson(1, (40, 30)))
     totals = counts.sum(axis=1).A1 + 1000
     logs = (sp.diags(1e4 / totals) @ counts).log1p().astype(np.float32).tocsr()

@@ -49,7 +49,7 @@ def _spec(
     return spec(N_GENES, Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 32}), **given)
 
 
-def test_frozen_parameters_and_buffers_are_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_parameters_are_counted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = measure(_spec())
     begin = EncoderModel.__init__
 
@@ -71,7 +71,7 @@ def test_frozen_parameters_and_buffers_are_counted_as_such(monkeypatch: pytest.M
     assert (size.buffers, plain.buffers) == (21, 0)
 
 
-def test_flops_of_a_block_are_those_of_its_matrices_and_its_attention() -> None:
+def test_flops_of_a_block_count_matrices_and_attention() -> None:
     size = measure(_spec())
     # forward and backward are 6 FLOPs per weight and token: qkv, out, up and down have 12 H^2
     # weights
@@ -182,7 +182,7 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
     return tokenized(tokenizer, genes, counts, starts, np.arange(cells), given.tokens.max_tokens)
 
 
-def test_tensor_parallel_halves_what_it_cuts_and_reduces_four_times_per_block() -> None:
+def test_tensor_parallel_reduces_four_times_per_block() -> None:
     whole = measure(_spec())
     cut = measure(_spec(), tp=2)
     # replicated: norms, biases of out and down
@@ -246,7 +246,7 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_flops_of_a_family_whose_rows_are_cells_do_not_depend_on_the_tokens(layers: int) -> None:
+def test_flops_of_rows_of_cells_are_independent_of_tokens(layers: int) -> None:
     hidden = 32
     genes = 300
     size = measure(
@@ -280,7 +280,7 @@ def test_a_run_by_size_is_the_run_with_its_numbers(family: str) -> None:
     assert "size" not in by_name.model.model_dump()
 
 
-def test_explicit_keys_win_and_a_runs_own_size_replaces_the_numbers_at_the_top() -> None:
+def test_explicit_keys_override_a_named_size() -> None:
     explicit = FamilyConfig.model_validate({"size": "10M", "layers": 2, "heads": 8}).model_dump()
     assert explicit.items() >= {"hidden": 256, "layers": 2, "heads": 8}.items()
     tree = {
@@ -312,7 +312,7 @@ def test_an_unknown_size_is_answered_with_the_names() -> None:
 
 
 @pytest.mark.full
-def test_the_documentation_states_the_numbers_and_the_parameters_that_plan_counts() -> None:
+def test_the_documented_sizes_match_the_plan() -> None:
     rows = dict(re.findall(r"^\| `(\d+[MB])` \| (.*) \|$", documentation(), re.M))
     assert list(rows) == list(SIZES)
     for name, of in SIZES.items():

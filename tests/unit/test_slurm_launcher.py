@@ -136,7 +136,7 @@ def done(scripted: Scripted) -> Scripted:
 @pytest.mark.parametrize(
     "limit", ["AssocMaxSubmitJobLimit", "QOSMaxSubmitJobPerUserLimit", "AssocGrpSubmitJobsLimit"]
 )
-def test_a_full_quota_of_jobs_is_waited_out_and_said_once(done: Scripted, limit: str) -> None:
+def test_a_full_quota_of_jobs_is_waited_out(done: Scripted, limit: str) -> None:
     said = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time)"
     full = [1, "", f"sbatch: error: {limit}\nsbatch: error: {said}\n"]
     printed = done.run(listed("COMPLETED"), before=[NONE] * 4, sbatch=[full, full, submitted()])
@@ -151,7 +151,7 @@ def test_a_full_quota_of_jobs_is_waited_out_and_said_once(done: Scripted, limit:
 @pytest.mark.parametrize(
     "reason", ["JobHeldUser", "job requeued in held state", "job_requeued_in_held_state"]
 )
-def test_a_held_job_is_waited_for_and_says_how_it_is_released(done: Scripted, reason: str) -> None:
+def test_a_held_job_says_how_to_release_it(done: Scripted, reason: str) -> None:
     held = listed("PENDING", reason)
     printed = done.run(held, held, listed("RUNNING"), listed("COMPLETED"))
     assert f"job 7: PENDING ({reason}): held: `scontrol release 7` releases it\n" in printed
@@ -167,7 +167,7 @@ def test_a_job_held_after_a_failed_start_is_released_once(done: Scripted) -> Non
     assert printed.count(line) == 1
 
 
-def test_a_job_that_only_scontrol_still_shows_is_no_second_one(done: Scripted) -> None:
+def test_a_job_known_only_to_scontrol_is_not_resubmitted(done: Scripted) -> None:
     shown = [
         0,
         "JobId=7 JobName={name} UserId=u1(7) Priority=1 JobState=PENDING Reason=Resources Dependency=(null)\n",
@@ -201,7 +201,7 @@ def test_jobs_that_the_site_ended_are_not_counted(scripted: Scripted) -> None:
     )
 
 
-def test_jobs_that_vanish_again_and_again_are_given_up(scripted: Scripted) -> None:
+def test_jobs_that_keep_vanishing_are_given_up(scripted: Scripted) -> None:
     line = (
         "3 jobs in a row ended without a new checkpoint; job 7 ended with NOT_LISTED; if the jobs"
     )
@@ -244,7 +244,7 @@ def test_what_a_job_left_is_the_reason_if_no_process_knew_more(
     assert scripted.capsys.readouterr().out.count(line) == 2
 
 
-def test_a_job_that_sacct_alone_calls_running_and_that_is_silent_is_taken_for_ended(
+def test_a_silent_job_running_only_for_sacct_has_ended(
     scripted: Scripted,
 ) -> None:
     own = claim(scripted.train, "7")
@@ -288,7 +288,7 @@ IMPORTS = (
     ],
     ids=["short limit", "no module", "no module of Python", "srun", "modules", "cancelled"],
 )  # fmt: skip
-def test_an_end_that_another_job_would_not_mend_is_the_error_of_one_job(
+def test_an_error_that_a_restart_cannot_mend_takes_one_job(
     scripted: Scripted, machine: dict[str, Any], log: str, states: list[str], error: str
 ) -> None:
     scripted.machine = scripted.machine.model_copy(update=machine)
@@ -320,7 +320,7 @@ def test_a_job_for_another_machine_is_followed_with_a_warning(done: Scripted) ->
     ) in done.run(listed("COMPLETED"), before=[listed("RUNNING")] * 2)
 
 
-def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(
+def test_a_cancelled_job_may_save_during_an_outage(
     scripted: Scripted,
 ) -> None:
     (scripted.fake / "name").write_text("a")
@@ -329,7 +329,7 @@ def test_a_job_may_save_though_the_queue_does_not_answer_when_it_is_cancelled(
     assert scripted.calls("scancel") == ["scancel --name=a --signal=USR2 7"]
 
 
-def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scripted) -> None:
+def test_a_new_launcher_may_start_once_a_job_is_unknown(scripted: Scripted) -> None:
     record = recorded(scripted)
     scripted.machine = scripted.machine.model_copy(update={"launcher": "local"})
     launcher = scripted.launcher()
@@ -343,7 +343,7 @@ def test_another_launcher_may_go_on_once_nothing_is_known_of_a_job(scripted: Scr
 
 
 @pytest.mark.parametrize("first", [[], [NONE, NONE]], ids=["listed", "not listed at first"])
-def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_cancelled(
+def test_the_allocation_of_a_killed_launcher_is_left_alone(
     scripted: Scripted, first: list[Answer]
 ) -> None:
     name = recorded(scripted).name  # as launcher allocation leaves it
@@ -362,7 +362,7 @@ def test_the_allocation_of_a_launcher_that_was_killed_is_neither_followed_nor_ca
 
 
 @pytest.mark.parametrize("all_results", [False, True])
-def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
+def test_a_deleted_folder_cancels_its_job(
     scripted: Scripted, monkeypatch: MonkeyPatch, all_results: bool
 ) -> None:
     monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0.3)
@@ -384,7 +384,7 @@ def test_a_deleted_folder_is_named_its_job_cancelled_and_nothing_made_again(
     assert len(scripted.calls("sbatch")) == 1
 
 
-def test_a_file_system_that_is_away_is_no_deleted_folder(
+def test_an_unmounted_file_system_is_not_a_deleted_folder(
     tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cellmill.runs.lock.SURE_S", 0)
@@ -415,7 +415,7 @@ def test_a_file_system_that_is_away_is_no_deleted_folder(
         ([{"sleep": 60}, "", ""], "squeue: no answer within 5 s"),
     ],
 )
-def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
+def test_an_unusable_answer_is_never_the_end_of_a_job(
     done: Scripted, monkeypatch: MonkeyPatch, nonsense: Answer, shown: str
 ) -> None:
     monkeypatch.setattr("cellmill.runs.slurm.ANSWER_WITHIN_S", 5)
@@ -429,7 +429,7 @@ def test_an_unusable_answer_is_waited_out_and_never_taken_for_the_end_of_a_job(
     assert len(done.calls("sbatch")) == 1
 
 
-def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(done: Scripted) -> None:
+def test_sbatch_is_retried_unless_the_job_exists(done: Scripted) -> None:
     lost = [
         1,
         "",
@@ -452,7 +452,7 @@ def test_sbatch_without_an_answer_is_tried_again_unless_the_job_exists(done: Scr
     )
 
 
-def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(done: Scripted) -> None:
+def test_the_answer_of_sbatch_is_found_among_wrapper_output(done: Scripted) -> None:
     said = "note: job 50 of yours is still held\nSubmitted batch job 7\nSubmitted batch job limit: 500 left\n"
     done.run(listed("COMPLETED"), sbatch=[[0, said, ""]])
     assert json.loads((done.first / "job.json").read_text())["job_id"] == "7"
@@ -461,7 +461,7 @@ def test_the_answer_of_sbatch_is_told_from_a_wrapper_s_lines(done: Scripted) -> 
 @pytest.mark.parametrize(
     ("alive", "gone_s"), [(True, 0), (False, 60)], ids=["it renews its claim", "requeued"]
 )
-def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it(
+def test_a_live_job_is_not_replaced_if_the_queue_forgets_it(
     done: Scripted, monkeypatch: MonkeyPatch, alive: bool, gone_s: float
 ) -> None:
     own = claim(done.train, "7")
@@ -475,7 +475,7 @@ def test_a_job_that_lives_is_not_followed_by_another_though_the_queue_forgets_it
     assert len(done.calls("sbatch")) == 1
 
 
-def test_the_batch_script_requests_the_profile_s_machine_and_quotes_it(
+def test_the_batch_script_requests_the_machine_of_the_profile(
     tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys
 ) -> None:
     machine = {
@@ -535,7 +535,7 @@ srun --unbuffered --output '{folder}/%j_%t_log.out' --ntasks-per-node=1 --cpus-p
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(
+def test_submitit_names_files_as_the_launcher_expects(
     done: Scripted,
 ) -> None:
     """Private parts of submitit, for which its version is bounded: the pickle's name before
@@ -567,7 +567,7 @@ def test_submitit_names_its_files_and_begins_its_log_as_the_launcher_relies_on(
     assert json.loads((done.first / "attempt-000.json").read_text())["exit_code"] == 0
 
 
-def test_a_launcher_that_can_submit_nothing_says_why(
+def test_a_launcher_that_cannot_submit_gives_the_reason(
     tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capsys
 ) -> None:
     scripted = Scripted(tmp_path / "100%jobs", monkeypatch, capsys)
@@ -582,7 +582,7 @@ def test_a_launcher_that_can_submit_nothing_says_why(
 @pytest.mark.parametrize(
     "answer", [listed("RUNNING"), [1, "", "slurm_load_jobs error: Unable to contact slurm"]]
 )
-def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
+def test_squeue_is_called_once_per_poll_interval(
     scripted: Scripted, monkeypatch: MonkeyPatch, answer: Answer
 ) -> None:
     (temporary := scripted.fake / "tmp").mkdir()
@@ -596,7 +596,7 @@ def test_squeue_is_called_once_in_a_poll_interval_without_a_lock_or_a_file(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_others_wait(
+def test_a_task_that_cannot_be_launched_ends_the_job(
     scripted: Scripted,
 ) -> None:
     failed = "srun: error: task 1 launch failed: Slurmd could not connect IO"
@@ -623,7 +623,7 @@ def test_a_task_that_cannot_be_launched_ends_the_job_instead_of_letting_the_othe
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
 
-def test_lines_that_say_nothing_stay_in_the_log(tmp_path: Path, capsys: Capsys) -> None:
+def test_meaningless_lines_stay_in_the_log(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "log").write_text(
         "submitit INFO (2026-01-01 10:00:00,001) - Starting with JobEnvironment(job_id=7)\nstep 1/10\n"
         "submitit WARNING (…) - Bypassing signal SIGCONT\nsrun: error: node2: task 1: Out Of Memory\n"
@@ -659,7 +659,7 @@ def noting(file: Path) -> str:
     return f"open({str(file)!r}, 'a').write(str(dict(os.environ)))"
 
 
-def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
+def test_slurm_filters_in_the_environment_hide_no_job(
     scripted: Scripted, monkeypatch: MonkeyPatch
 ) -> None:
     for name in ("SQUEUE_PARTITION", "SQUEUE_NAMES", "SCANCEL_STATE", "SACCT_FORMAT"):
@@ -677,7 +677,7 @@ def test_filters_of_slurm_commands_in_the_environment_hide_no_job(
     assert scripted.calls("squeue") == [f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%j"]
 
 
-def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() -> None:
+def test_arrays_in_the_queue_are_ignored() -> None:
     answer = (
         "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n"
         "5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
@@ -690,7 +690,7 @@ def test_arrays_heterogeneous_jobs_and_states_of_other_jobs_are_passed_over() ->
     ]
 
 
-def test_wishes_in_the_environment_reach_sbatch_unless_the_profile_or_cellmill_sets_them(
+def test_sbatch_options_in_the_environment_are_respected(
     scripted: Scripted, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

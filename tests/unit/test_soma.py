@@ -48,9 +48,7 @@ def experiment(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> P
     return written(tmp_path_factory.mktemp("soma") / "experiment", cells)
 
 
-def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(
-    cells: ad.AnnData, experiment: Path
-) -> None:
+def test_a_local_experiment_is_read_in_chunks(cells: ad.AnnData, experiment: Path) -> None:
     with open_counts(experiment) as reader:
         blocks = list(reader.rows(5))
         assert [block.shape[0] for block in blocks] == [5, 5, 5, 5, 3]
@@ -62,9 +60,7 @@ def test_a_local_experiment_is_read_in_chunks_as_the_cells_it_was_made_of(
         assert reader.obs["cell_type"].isna().sum() == 7
 
 
-def test_cells_and_genes_have_the_names_that_they_were_written_with(
-    cells: ad.AnnData, tmp_path: Path
-) -> None:
+def test_cells_have_the_names_that_were_written(cells: ad.AnnData, tmp_path: Path) -> None:
     named = cells.copy()
     named.var = pd.DataFrame(index=pd.Index(cells.var_names, name="gene"))
     named.obs.index.name = "barcode"
@@ -73,7 +69,7 @@ def test_cells_and_genes_have_the_names_that_they_were_written_with(
         assert list(reader.obs.index) == list(cells.obs_names)
 
 
-def test_a_query_reads_the_cells_of_its_filter_alone(
+def test_a_query_reads_only_the_cells_of_its_filter(
     cells: ad.AnnData, experiment: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "T.h5ad"
@@ -104,7 +100,7 @@ def test_a_query_reads_the_cells_of_its_filter_alone(
         (["--counts", "rw"], "no layer 'rw'; did you mean 'raw'?"),
     ],
 )
-def test_a_query_that_reads_nothing_is_one_line(
+def test_an_empty_query_is_refused_in_one_line(
     more: list[str],
     message: str,
     experiment: Path,
@@ -148,9 +144,7 @@ def processed(cells: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def test_counts_of_the_measurement_raw_are_read_with_their_own_genes(
-    cells: ad.AnnData, processed: Path
-) -> None:
+def test_a_raw_measurement_is_read_with_its_genes(cells: ad.AnnData, processed: Path) -> None:
     with open_counts(processed, "raw") as reader:
         assert (sp.vstack(list(reader.rows(5))).toarray() == cells.X.toarray()).all()
         assert reader.n_vars == 9

@@ -127,7 +127,7 @@ def checkpoint(train: Path, step: int) -> None:
 RUNNING = {"state": "running", "step": 100, "steps": 600, "cells": 6400}
 
 
-def test_the_table_says_where_each_run_stands(results: Path, hold: Hold, cli: Cli) -> None:
+def test_the_table_shows_the_state_of_each_run(results: Path, hold: Hold, cli: Cli) -> None:
     (results / "runs" / "a-new" / "train").mkdir(parents=True)
     done = run_of(
         results, "b-done", status={"state": "done"}, state=RUNNING | {"state": "done", "step": 600}
@@ -259,7 +259,7 @@ def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
         ),
     ],
 )
-def test_an_unknown_run_is_answered_with_the_existing_ones(
+def test_an_unknown_run_is_answered_with_existing_names(
     results: Path, cli: Cli, name: str, message: str
 ) -> None:
     run_of(results, "one")
@@ -272,9 +272,7 @@ def test_an_unknown_run_is_answered_with_the_existing_ones(
         )
 
 
-def test_a_wrong_results_folder_is_named_and_one_without_a_run_is_not_wrong(
-    results: Path, cli: Cli
-) -> None:
+def test_a_wrong_results_folder_is_named(results: Path, cli: Cli) -> None:
     shutil.rmtree(results)
     line = f"{results}/runs: no such folder; set --results to the results folder of a workflow\n"
     for stage in (["status"], ["logs", "one"]):
@@ -301,7 +299,7 @@ f-waits: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the p
 """
 
 
-def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path, cli: Cli) -> None:
+def test_status_names_the_stages_that_wait_or_run(results: Path, cli: Cli) -> None:
     here = results.parent
     elsewhere = results
     (here / ".snakemake").mkdir()
@@ -325,7 +323,7 @@ def test_status_names_the_stages_of_this_workflow_that_wait_or_run(results: Path
     ]
 
 
-def test_a_reason_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
+def test_a_reason_is_repeated_only_if_it_comes_back(tmp_path: Path) -> None:
     said: list[str] = []
     watch = StageWatch(tmp_path, said.append)
 
@@ -402,7 +400,7 @@ onerror:
 """
 
 
-def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_path: Path) -> None:
+def test_the_reason_of_a_failed_job_follows_snakemake_output(tmp_path: Path) -> None:
     (tmp_path / "Snakefile").write_text(f"import sys\n{SNAKEFILE}")
     words = [sys.executable, "-m", "snakemake", "--cores", "1"]
     done = subprocess.run(
@@ -416,7 +414,7 @@ def test_the_reason_of_a_failed_job_is_repeated_below_snakemake_s_own_block(tmp_
     assert lines[-1] == "At least one job did not complete successfully."
 
 
-def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_slurm_s(
+def test_the_reason_of_a_failed_job_comes_from_its_log(
     tmp_path: Path,
 ) -> None:
     stage = tmp_path / "a.log"
@@ -432,7 +430,7 @@ def test_the_reason_of_a_failed_job_of_slurm_is_in_its_stage_s_log_or_else_in_sl
     assert reasons_of_failed([str(tmp_path / "log")]) == ["cellmill embed: no cells"]
 
 
-def test_a_refusal_that_an_older_snakemake_repeats_without_its_reason_is_not_read_as_a_failure(
+def test_an_older_snakemake_refusal_is_not_a_failure(
     tmp_path: Path,
 ) -> None:
     (stage := tmp_path / "a.log").write_text("cellmill embed: of an earlier run\n")
@@ -443,7 +441,7 @@ def test_a_refusal_that_an_older_snakemake_repeats_without_its_reason_is_not_rea
     assert line.startswith("cellmill: stage embed: sbatch refused the job: no QOS; ")
 
 
-def test_stages_that_run_say_how_far_they_are(results: Path, cli: Cli) -> None:
+def test_running_stages_report_their_progress(results: Path, cli: Cli) -> None:
     line = "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left"
     logs = {
         "preprocess/c.kang.log": f"a warning\n{line}\n".encode(),

@@ -43,7 +43,7 @@ def test_latency_counts_each_hop(
     assert latency(traffic) == pytest.approx(1e-6 * microseconds)
 
 
-def test_bytes_and_hops_add_up_over_the_slower_link() -> None:
+def test_bytes_add_up_over_the_slower_link() -> None:
     network = Network(intra_node_gbs=100, inter_node_gbs=10)
     traffic = Traffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
     # 1.5 GB are sent; an eighth of them, over this process's share of the network, takes longer than the rest
@@ -93,7 +93,7 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     assert work.padding > 0.1
 
 
-def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:
+def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     counts = random_counts(3000, 400)
     options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
@@ -105,7 +105,7 @@ def test_files_and_bytes_are_those_that_shard_writes(tmp_path: Path) -> None:
     assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
 
 
-def test_more_jobs_shorten_the_longest_and_not_the_work(
+def test_more_jobs_shorten_only_the_longest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, many = (corpus_cost([10**8], 2000, Preprocess(), Shard(jobs=jobs)) for jobs in (1, 100))

@@ -66,9 +66,7 @@ def same(one: list[list[Batch]], other: list[list[Batch]]) -> bool:
     )
 
 
-def test_micro_batches_are_filled_greedily_in_order_and_a_cell_above_the_budget_is_one_of_its_own() -> (
-    None
-):
+def test_micro_batches_are_filled_greedily_in_order() -> None:
     assert cut_batch(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
     assert cut_batch(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
     assert cut_batch(np.array([], int), 10) == [0]
@@ -123,7 +121,7 @@ def joined(ranks: list[CellStream], steps: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options", [{}, {"equal_steps": True}, {"block_cells": 1, "window_blocks": 1}], ids=str
 )
-def test_every_cell_is_seen_once_an_epoch_in_the_global_batches_of_one_rank(
+def test_every_cell_is_read_once_per_epoch(
     manifest: Manifest, world: int, options: dict[str, Any]
 ) -> None:
     steps = 17  # the longest lane has 67 of 533 cells and gives 4 to a batch
@@ -149,7 +147,7 @@ def test_tiny_corpora_lose_no_cell(tmp_path: Path, n_cells: int, world: int, shu
         assert sorted(chain(*steps)) == list(range(n_cells))
 
 
-def test_epochs_differ_and_so_do_seeds(manifest: Manifest) -> None:
+def test_epochs_and_seeds_give_different_orders(manifest: Manifest) -> None:
     stream = stream_of(manifest)
     steps = stream.steps_per_epoch
     both = [cells_of(step) for step in take(stream, 2 * steps)]
@@ -161,7 +159,7 @@ def test_epochs_differ_and_so_do_seeds(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["rank", "binned", "continuous"])
-def test_tokens_are_those_of_the_cells_in_the_shards(manifest: Manifest, tokenizer: str) -> None:
+def test_tokens_equal_those_of_the_cells_in_the_shards(manifest: Manifest, tokenizer: str) -> None:
     tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": 9})
     stream = stream_of(manifest, tokens=tokens)
     alone = tokens.load()(tokens)
@@ -256,7 +254,7 @@ def test_a_state_of_another_stream_is_refused_with_both_values(
     assert len(take(stream, 20)) == 20
 
 
-def test_validation_is_one_epoch_in_a_fixed_order_of_the_first_cells(manifest: Manifest) -> None:
+def test_validation_reads_the_first_cells_in_a_fixed_order(manifest: Manifest) -> None:
     stream = stream_of(manifest, shuffle=False, max_cells=150, seed=7)
     assert stream.n_cells == 150
     first = list(stream)
@@ -324,7 +322,7 @@ def test_an_error_in_a_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
     assert threads() <= before
 
 
-def test_donors_are_mixed_as_by_a_true_shuffle_though_the_file_is_sorted(tmp_path: Path) -> None:
+def test_sorted_donors_are_mixed_as_by_a_true_shuffle(tmp_path: Path) -> None:
     n_donors = 16
     each = 128
     rng = np.random.default_rng(0)
@@ -371,9 +369,7 @@ def test_the_plan_knows_the_cells_of_equal_steps(manifest: Manifest) -> None:
         )
 
 
-def test_memory_of_batches_is_used_again_only_after_the_last_view_or_tensor_over_it_is_gone() -> (
-    None
-):
+def test_batch_memory_is_reused_only_after_its_last_view() -> None:
     size = 1_000_003  # no other test asks for blocks of this size
 
     def address(array: np.ndarray) -> int:

@@ -42,7 +42,7 @@ def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batc
     return to_tensors(random_cells(lengths, TOKENS, N_GENES, rng=np.random.default_rng(seed)))
 
 
-def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
+def test_each_part_equals_its_objective_on_the_shared_view() -> None:
     model = _model(objective="sum", parts=PARTS)
     batch = _cells()
     prepared = prepare(model, batch, 128)
@@ -61,7 +61,7 @@ def test_each_part_is_its_objective_alone_on_the_shared_view() -> None:
     )
 
 
-def test_second_views_are_no_further_cells_of_other_parts() -> None:
+def test_second_views_add_no_cells_to_other_parts() -> None:
     paired = PARTS | {"cell_decoding": PARTS["cell_decoding"] | {"view_loss": "vicreg"}}
     batch = _cells()
     plain, model = (_model(objective="sum", parts=parts) for parts in (PARTS, paired))
@@ -89,7 +89,7 @@ def test_second_views_are_no_further_cells_of_other_parts() -> None:
     torch.testing.assert_close(model.eval()(both), plain.eval()(one))
 
 
-def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:
+def test_gradients_equal_the_weighted_sum_of_means() -> None:
     model = _model(objective="sum", parts=PARTS)
     micro = [prepare(model, _cells(seed=seed, lengths=(9, 30)[: seed + 1]), 128) for seed in (0, 1)]
     n = torch.stack([prepared.n_targets for prepared in micro]).sum(0)
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_weighted_sum_of_means() -> None:
     assert parts.line("loss", found.tolist()).keys() == {"loss_cell_decoding", "loss_masked_value"}
 
 
-def test_a_part_without_targets_has_loss_zero_but_all_of_them_have_none() -> None:
+def test_a_part_without_targets_has_zero_loss() -> None:
     model = _model(objective="sum", parts=PARTS)
     parts = LossParts(model.objective, torch.device("cpu"))
     losses = torch.tensor([2.0, 0.0]) / parts.targets(torch.tensor([4, 0]))
@@ -129,7 +129,7 @@ def test_tensors_of_all_parts_are_copied_once() -> None:
     assert copied.parts[0].genes is copied.parts[1].genes is copied.genes
 
 
-def test_figures_and_verdicts_are_those_of_the_parts() -> None:
+def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
     model = _model(objective="sum", parts=PARTS).eval()
     train = GeneStatistics(np.arange(N_GENES), np.linspace(1, 2, N_GENES), 1.5, 100)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_parts_that_cannot_be_summed_are_refused(parts: dict[str, Any], message:
         check_options(ObjectiveConfig, {"name": "sum", "parts": parts}, "x")
 
 
-def test_stored_options_are_those_of_the_run() -> None:
+def test_stored_options_equal_those_of_the_run() -> None:
     config = ObjectiveConfig.model_validate(
         {"name": "sum", "parts": {"masked_value": None, "cell_decoding": {}}}
     )

@@ -62,7 +62,7 @@ def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("anchors", [1, 4, 1024])
-def test_the_loss_is_that_of_the_paper_in_any_slots(
+def test_the_loss_equals_the_formula_of_the_paper(
     anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cellmill.models.objectives.labels.ANCHORS", anchors)
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_paper_in_any_slots(
 
 
 @pytest.mark.parametrize("labels", [[], [1], [1, 2], [0, 0]])
-def test_without_two_cells_of_a_label_there_is_no_loss_and_no_gradient(labels: list[int]) -> None:
+def test_without_two_cells_of_a_label_the_loss_is_zero(labels: list[int]) -> None:
     table = _table(torch.randn(len(labels), 4), labels).requires_grad_()
     loss = contrast(table, 0.1)
     loss.backward()
@@ -87,7 +87,7 @@ def test_without_two_cells_of_a_label_there_is_no_loss_and_no_gradient(labels: l
 
 
 @EVERY_FAMILY
-def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family: str) -> None:
+def test_gradients_of_micro_batches_equal_the_whole_batch(family: str) -> None:
     model = _model(family, temperature=0.3)
     given = ((1, 2, 0, 1), (2, 2, 3), (1,), (0, 0))
     batches = [_cells(labels, 10 * at) for at, labels in enumerate(given)]
@@ -104,7 +104,7 @@ def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family:
     assert any(gradient is not None and gradient.abs().max() > 0.1 for gradient in found.values())
 
 
-def test_column_and_temperature_are_those_of_the_options() -> None:
+def test_the_temperature_comes_from_the_options() -> None:
     batch = _cells((1, 2, 3, 1, 2))
     changes: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"label_column": "batch"}]
     losses = [
@@ -116,7 +116,7 @@ def test_column_and_temperature_are_those_of_the_options() -> None:
     assert losses[2] == pytest.approx(_reference(z, [1] * len(z), 0.1).item(), rel=1e-5)
 
 
-def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
+def test_metrics_are_compared_with_collapsed_vectors() -> None:
     objective = _model("profile").objective
     z = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
     labels = [1, 1, 2, 2, 2, 3]
@@ -131,7 +131,7 @@ def test_the_figures_compare_with_vectors_that_are_all_alike() -> None:
     assert objective.judge(np.array([1]), z[:1].numpy(), train=train) == ({"n_targets": 1}, [])
 
 
-def test_a_sum_is_supervised_by_the_labels_of_its_parts_and_its_batch_is_another_column() -> None:
+def test_a_sum_is_supervised_by_the_labels_of_its_parts() -> None:
     parts = {
         "supervised_contrastive": {"label_column": "a_type"},
         "cell_decoding": {"batch_column": "batch"},
@@ -162,7 +162,7 @@ LABELLED: dict[str, Any] = {"name": "supervised_contrastive", "label_column": "c
         (LABELLED, ["tissue"], ["cell_type", "tissue"]),
     ],
 )
-def test_the_labels_of_a_run_are_those_of_its_objective_and_of_its_first_weights(
+def test_the_labels_of_a_run_include_its_first_weights(
     objective: dict[str, Any], earlier: list[str] | None, expected: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(config_json(supervised_by=earlier or []))
@@ -186,7 +186,7 @@ def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any)
     return model_card(config | more, 5)
 
 
-def test_the_card_says_which_labels_were_used_and_by_which_column_cells_were_weighted() -> None:
+def test_the_card_names_the_labels_used() -> None:
     supervised, plain = (card("profile", LABELLED, labels) for labels in (["cell_type"], []))
     assert "tags: [single-cell, transcriptomics, profile, supervised]" in supervised
     assert "| supervised | by labels of obs column cell_type |" in supervised

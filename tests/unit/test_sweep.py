@@ -89,7 +89,7 @@ def test_what_is_wrong_is_named(sweep: dict[str, Any], message: str) -> None:
         checked({}, {"a": {"run": {"corpus": "demo"}, "over": {"train.seed": [0]}} | sweep})
 
 
-def test_runs_of_a_sweep_are_branches_of_one_that_keeps_their_steps() -> None:
+def test_runs_of_a_sweep_branch_from_one_trunk() -> None:
     points = {
         f"s{n}": {"train.steps": n, "train.epochs": None, "trunk_step": n - 80} for n in (400, 800)
     }
@@ -122,7 +122,7 @@ def test_runs_of_a_sweep_are_branches_of_one_that_keeps_their_steps() -> None:
         ),
     ],
 )
-def test_a_run_that_its_trunk_cannot_begin_is_refused_before_the_trunk_trains(
+def test_an_impossible_branch_is_refused_before_its_trunk_trains(
     end: int, branch: dict[str, Any], message: str
 ) -> None:
     runs = {
@@ -138,7 +138,7 @@ def test_a_run_that_its_trunk_cannot_begin_is_refused_before_the_trunk_trains(
         check_branches(checked(runs), "test")
 
 
-def test_a_run_of_automatic_length_is_a_trunk_and_a_branch() -> None:
+def test_a_run_of_automatic_length_is_a_trunk_with_a_branch() -> None:
     train = {"schedule": "wsd", "steps": "auto", "keep_steps": [400]}
     runs = {
         "long": {"corpus": "demo", "train": train},

@@ -54,7 +54,7 @@ def write_runs(folder: Path) -> None:
             write(folder / name / path, content)
 
 
-def test_runs_of_a_sweep_are_one_table_and_curves_over_cells(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs")
     (tmp_path / "values.json").write_text(json.dumps(VALUES))
     out = tmp_path / "sweeps" / "s" / "results.csv"

@@ -14,7 +14,7 @@ from cellmill.errors import ConfigError
 ROW = "dataset\tpath\tlabel\n"
 
 
-def test_tables_of_excel_and_with_empty_columns_behind_the_others_are_read(tmp_path: Path) -> None:
+def test_excel_tables_with_trailing_empty_columns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "t.tsv"
     path.write_bytes(
         '\ufeffdataset\tpath\tfilter\tsource\r\na\tb.h5ad\t"x == ""10x"""\t7" chip\r\n\r\n'.encode()
@@ -34,9 +34,7 @@ def test_tables_of_excel_and_with_empty_columns_behind_the_others_are_read(tmp_p
 @pytest.mark.parametrize(
     ("text", "value"), [("010", 8), ("0x10", 16), ("1:30", 90), ("0b11", 3), ("-017", -15)]
 )
-def test_integers_that_yaml_reads_as_others_than_written_are_refused(
-    tmp_path: Path, text: str, value: int
-) -> None:
+def test_integers_that_yaml_would_change_are_refused(tmp_path: Path, text: str, value: int) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"train:\n  steps: {text}\n")
     with pytest.raises(ConfigError) as caught:
@@ -123,7 +121,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("case", TABLES)
-def test_a_wrong_table_is_one_line(tmp_path: Path, case: str) -> None:
+def test_a_wrong_table_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
     text, message = TABLES[case]
     path = tmp_path / "t.tsv"
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -142,7 +140,7 @@ def test_blanks_around_a_path_are_not_of_it(tmp_path: Path) -> None:
 BASE = "corpora: {c: {}}\ntrain: {steps: 1}\n"
 
 
-def test_a_table_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_table_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"t\.tsv: No such file or directory; expected the table of datasets$"
     ):
@@ -177,7 +175,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_wrong_configuration_is_one_line_and_exit_code_2(
+def test_a_wrong_configuration_exits_with_code_2(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, message = CONFIGS[case]
@@ -190,7 +188,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     assert len(error) < 500
 
 
-def test_deep_options_are_one_line_and_exit_code_2(
+def test_deeply_nested_options_exit_with_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deep = '{"preprocess": ' + "[" * 100_000 + "]" * 100_000 + "}"

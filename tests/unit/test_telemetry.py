@@ -10,14 +10,14 @@ MEMORY = [2e9, 1e9]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_or_its_package_nothing_is_logged_and_nothing_raised() -> None:
+def test_nothing_is_logged_without_a_gpu() -> None:
     assert gpu_readings(torch.device("cuda", 0)) == [UNKNOWN] * 3
     memory = {"peak_allocated_gb": [2.0, 2.0], "allocated_gb": [1.0, 1.0]}
     assert readings_line("cuda", [*MEMORY, *[UNKNOWN] * 3] * 2, 2) == memory
     assert readings_line("cpu", MEMORY, 1) == {"peak_resident_gb": [2.0], "resident_gb": [1.0]}
 
 
-def test_a_line_has_a_number_for_each_rank_and_only_what_all_ranks_know() -> None:
+def test_a_line_has_a_number_for_each_rank() -> None:
     first = [*MEMORY, 87.0, 70e9, 650_432.0]
     second = [*MEMORY, 3.0, 1.5e9, UNKNOWN]
     two = readings_line("cuda", first + second, 2)
@@ -35,7 +35,7 @@ def test_a_line_has_a_number_for_each_rank_and_only_what_all_ranks_know() -> Non
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
-def test_readings_of_a_gpu_are_those_of_nvml() -> None:
+def test_readings_of_a_gpu_equal_nvml() -> None:
     pynvml = pytest.importorskip(
         "pynvml", reason="nvidia-ml-py is not installed: pip install 'cellmill[nvml]'"
     )
@@ -47,7 +47,7 @@ def test_readings_of_a_gpu_are_those_of_nvml() -> None:
     assert 0.3 < power / pynvml.nvmlDeviceGetPowerUsage(handle) < 3
 
 
-def test_the_time_left_is_that_of_recent_steps_and_of_pauses() -> None:
+def test_the_time_left_follows_recent_steps() -> None:
     left = TimeLeft(steps=1000, first=100, since=50.0)
     # the first step takes long, the ten windows after it 2 s a step
     assert left.line(101, 150.0) == {"left_s": 899 * 100.0}

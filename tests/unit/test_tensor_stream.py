@@ -100,9 +100,7 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
 
 
 @pytest.mark.parametrize("step", [0, 1, 7, 13, 14, 20])  # 14 steps an epoch
-def test_a_stream_of_tensors_resumes_with_the_same_batches_at_any_number_of_ranks(
-    step: int, folder: Path
-) -> None:
+def test_a_tensor_stream_resumes_with_the_same_batches(step: int, folder: Path) -> None:
     whole, first = (opened(folder, columns=["bulk_labels"]) for _ in range(2))
     assert len(whole) == 14
     expected = [batch for epoch in epochs(whole, 3) for batch in epoch]
@@ -182,9 +180,7 @@ def test_a_flipped_byte_in_a_shard_is_refused(split: str, tmp_path: Path) -> Non
         opened(tmp_path, split)
 
 
-def test_the_loop_in_plain_torch_runs_and_learns(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_in_plain_torch_learns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(TORCH.splitlines()) <= 40
     monkeypatch.chdir(folder)
     torch.manual_seed(0)
@@ -209,7 +205,7 @@ def test_the_loop_in_plain_torch_runs_and_learns(
 
 # of Lightning: on workers of loaders, and on a device that is not used
 @pytest.mark.filterwarnings("ignore")
-def test_the_loop_in_lightning_runs_and_resumes(
+def test_the_loop_in_lightning_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lightning = pytest.importorskip("lightning", reason="the package lightning is not installed")

@@ -34,7 +34,7 @@ def column(kind: str, values: list[str | None], index: Any = None) -> pd.Series:
     return pd.Series(values, index=index, dtype=dtype)
 
 
-def test_numbers_booleans_and_dates_have_the_text_of_astype_str() -> None:
+def test_values_have_the_text_of_astype_str() -> None:
     for values in (
         [1.5, 2.0, 1e20],
         [1, 2, 1],
@@ -67,7 +67,7 @@ def test_tasks_leave_cells_without_a_value_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cell_without_a_perturbation_is_no_control(kind: str) -> None:
+def test_a_cell_without_a_perturbation_is_not_a_control(kind: str) -> None:
     obs = pd.DataFrame({"guide": column(kind, ["ctrl", None, "x"])})
     reader: Any = SimpleNamespace(
         obs=obs, n_obs=3, path=Path("a.h5ad"), obs_column=lambda name, owner: obs[name]
@@ -104,7 +104,7 @@ def test_text_is_written_plain_so_that_every_version_reads_it(tmp_path: Path, ki
     assert text_values(back["whole"]).tolist() == ["x", "y", "x"]
 
 
-def test_text_that_pandas_3_wrote_as_values_and_a_mask_is_read(tmp_path: Path) -> None:
+def test_masked_text_of_pandas_3_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.h5ad"
     with h5py.File(path, "w") as file:
         for name, texts in (("obs", ["c1", "c2"]), ("var", ["ENSG1", "ENSG2"])):

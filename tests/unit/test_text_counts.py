@@ -124,7 +124,7 @@ def test_tables_of_symbols_are_turned_by_common_genes(rows: str, tmp_path: Path)
     assert read(write_table(",", table)(tmp_path)) == wanted
 
 
-def test_orientation_and_descriptions_are_said(
+def test_the_chosen_orientation_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = feature_counts(tmp_path)
@@ -135,7 +135,9 @@ def test_orientation_and_descriptions_are_said(
     assert "cells are in rows, genes in columns\n" in capsys.readouterr().err
 
 
-def test_reads_without_a_gene_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_without_a_gene_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "counts.tsv"
     path.write_text("gene\tcell\tcount\n-\tAAAC\t5\nENSG00000000001\tAAAC\t1\n")
     assert read(path) == {("AAAC", "-"): 5, ("AAAC", "ENSG00000000001"): 1}
@@ -172,7 +174,9 @@ MANY_ROWS = "".join(f"gene{number},1,2\n" for number in range(30))
         ("g,c1,c2\n" + MANY_ROWS + "GAPDH,3,4,5\n", "damaged: "),
     ],
 )
-def test_a_table_that_has_no_counts_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_table_without_counts_is_refused_in_one_line(
+    text: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text)
     assert message in refusal(path)

@@ -164,14 +164,14 @@ def test_a_long_table_with_two_counts_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_line_for_each_molecule_is_no_cell(tmp_path: Path) -> None:
+def test_a_line_per_molecule_is_not_read_as_cells(tmp_path: Path) -> None:
     long = long_table().assign(x=1.5, y=2.5)
     path = write_table(long[["gene", "x", "y"]], tmp_path / "long.csv", index=False)
     assert refusal(path, tmp_path).startswith("its 40 names of rows are on ")
 
 
 @pytest.mark.parametrize("bad", ["-", "1,234", "0x10"])
-def test_a_value_that_is_no_number_is_named(tmp_path: Path, bad: str) -> None:
+def test_a_non_numeric_value_is_named(tmp_path: Path, bad: str) -> None:
     table = truth().T.astype(object)
     table.iloc[3, 5] = bad
     path = write_table(table, tmp_path / "counts.csv")

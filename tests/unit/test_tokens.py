@@ -81,7 +81,7 @@ def reference(
         for limit in (1, 50, 2048)
     ],
 )
-def test_many_cells_at_once_equal_each_cell_alone(tokenizer: str, max_tokens: int) -> None:
+def test_a_batch_of_cells_equals_each_cell_separately(tokenizer: str, max_tokens: int) -> None:
     genes, counts, starts = cells()
     tokens = OPTIONS[tokenizer](max_tokens=max_tokens)
     ids, values, cu = tokenize(genes, counts, starts, tokens)
@@ -132,7 +132,7 @@ def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
 
 
 @pytest.mark.parametrize("binning", ["uniform", "quantile_corpus"])
-def test_shared_bins_are_those_of_the_log_normalised_values(binning: str) -> None:
+def test_shared_bins_cut_the_log_normalised_values(binning: str) -> None:
     genes, counts, starts = cells()
     options = BinnedTokens(max_tokens=50, bins=20, binning=binning)
     quantiles = np.linspace(3, 9, 7).tolist()
@@ -188,9 +188,7 @@ def test_no_cells_are_an_empty_batch(tokenizer: str) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_values_above_the_last_bin_are_in_it_small_ones_in_the_first_and_one_at_an_edge_above_it() -> (
-    None
-):
+def test_values_beyond_the_edges_fall_into_the_outer_bins() -> None:
     counts = np.array([1, 999_999], np.uint32)
     edges = tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), ContinuousTokens())[
         1
@@ -310,7 +308,7 @@ def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(
+def test_values_are_those_of_the_whole_cell(
     options: dict[str, Any],
 ) -> None:
     batch = made(options)
@@ -349,7 +347,7 @@ def test_values_and_counts_are_those_of_the_whole_cell_and_zeros_have_none(
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
 
-def test_every_gene_is_drawn_as_often_and_other_epochs_and_seeds_draw_others() -> None:
+def test_every_gene_is_drawn_equally_often() -> None:
     options = {"tokenizer": "continuous", "truncation": "random", "zero_frac": 0.3}
     first = made(options)
     assert first.genes.tolist() == made(options).genes.tolist()
@@ -370,7 +368,7 @@ def test_every_gene_is_drawn_as_often_and_other_epochs_and_seeds_draw_others() -
         assert np.square(times - expected).mean() == pytest.approx(expected * (1 - n / of), rel=0.5)
 
 
-def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
+def test_the_stream_draws_the_same_genes_for_any_ranks(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 90, 40)
     tokens = Tokens.model_validate({"truncation": "random", "zero_frac": 0.25, "max_tokens": 8})
 
@@ -397,7 +395,7 @@ def test_the_stream_draws_by_epoch_and_the_same_for_any_number_of_ranks(tmp_path
     assert sum(alone[0][cell] == alone[1][cell] for cell in range(90)) < 30
 
 
-def test_variable_genes_are_of_the_vocabulary_for_shards_and_files_and_refused_without(
+def test_variable_genes_come_from_the_vocabulary(
     tmp_path: Path,
 ) -> None:
     ids = genes_named(GENES)

@@ -57,9 +57,7 @@ def wait_for_calls(path: Path, n: int) -> None:
     wait_for(lambda: len(calls(path)) >= n, lambda: str(calls(path)))
 
 
-def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(
-    train: Path, capfd: Any
-) -> None:
+def test_each_line_is_sent_once_despite_kills(train: Path, capfd: Any) -> None:
     track = options(train, tracker_a={}, observer_a={})
     seen = train / "tracker_a.calls"
     observed = train / "observer_a.calls"
@@ -106,7 +104,7 @@ def test_each_line_comes_once_under_one_id_however_often_the_training_is_killed(
     assert capfd.readouterr().err == ""
 
 
-def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_on(
+def test_a_broken_follower_costs_one_warning(
     train: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOY_API_KEY", "secret-of-mine")
@@ -148,9 +146,7 @@ def test_a_follower_that_raises_hangs_or_dies_is_one_warning_and_the_others_go_o
         assert "secret-of-mine" not in log.read_text()
 
 
-def test_a_tracker_that_refuses_a_file_still_learns_that_the_run_has_ended(
-    train: Path, capfd: Any
-) -> None:
+def test_a_tracker_that_refuses_a_file_still_sees_the_end(train: Path, capfd: Any) -> None:
     track = options(train, tracker_a={"does": "refuse files"})
     with followed(train, track):
         append(train, 1)
@@ -165,7 +161,7 @@ def test_a_tracker_that_refuses_a_file_still_learns_that_the_run_has_ended(
     )
 
 
-def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(train: Path) -> None:
+def test_followers_end_with_a_killed_launcher(train: Path) -> None:
     track = options(train, tracker_a={}, tracker_c={"does": "hang"})
     append(train, 1, 2)
     sent = train / "track" / "tracker_a" / "sent.json"
@@ -184,7 +180,7 @@ def test_followers_end_with_a_launcher_that_is_killed_and_the_next_one_goes_on(t
     assert [call[1] for call in calls(train / "tracker_a.calls") if call[0] == "log"] == [1, 2, 3]
 
 
-def test_a_run_is_sent_after_the_fact_and_what_was_written_since(
+def test_a_run_can_be_sent_afterwards(
     train: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
@@ -261,7 +257,7 @@ def test_options_of_trackers_are_checked_by_name() -> None:
     assert "secret" not in line
 
 
-def test_a_tracker_is_no_part_of_the_identity_of_a_run() -> None:
+def test_a_tracker_does_not_change_the_identity_of_a_run() -> None:
     tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields} | {
         "train": {"steps": 1}
     }
@@ -283,7 +279,7 @@ def test_a_tracker_is_no_part_of_the_identity_of_a_run() -> None:
     assert changed_keys(stored, one, "state.json") == {}
 
 
-def test_the_console_shows_steps_validations_and_what_was_skipped(
+def test_the_console_shows_steps_and_validations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tracker = ConsoleTracker()

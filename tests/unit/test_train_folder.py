@@ -51,7 +51,7 @@ with locked(Path(sys.argv[1]), "busy", follows=True):
 """
 
 
-def test_a_follower_is_asked_to_hand_over_once_it_can(tmp_path: Path) -> None:
+def test_a_follower_hands_over_as_soon_as_possible(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FOLLOWER, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -98,7 +98,7 @@ def steps(folder: TrainFolder) -> list[int]:
     ],
     ids=["newest and best", "best of an older one", "no validation"],
 )
-def test_the_newest_and_the_best_checkpoints_are_kept(
+def test_the_newest_and_best_checkpoints_are_kept(
     tmp_path: Path, saved: list[tuple[int, int | None]], kept: list[int], best: int
 ) -> None:
     folder = TrainFolder(tmp_path)
@@ -127,7 +127,7 @@ def as_file(checkpoint: Path) -> None:
     ],
     ids=["no state", "no manifest", "a file"],
 )
-def test_a_damaged_checkpoint_is_named_set_aside_and_never_outlives_an_undamaged_one(
+def test_a_damaged_checkpoint_is_set_aside(
     tmp_path: Path, spoil: Callable[[Path], None], said: str
 ) -> None:
     folder = TrainFolder(tmp_path)
@@ -165,7 +165,7 @@ def test_a_missing_checkpoint_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         folder.best()
 
 
-def test_the_files_of_an_earlier_configuration_are_moved_not_deleted(tmp_path: Path) -> None:
+def test_files_of_an_earlier_configuration_are_moved(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     save(folder, 3, 3)
     folder.metrics.write_text('{"step": 1}\n')
@@ -201,7 +201,7 @@ def test_two_trainings_do_not_share_a_folder(
         pass
 
 
-def test_the_curve_is_truncated_to_the_checkpoint_an_incomplete_line_dropped_and_its_steps_counted(
+def test_the_curve_is_truncated_to_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -259,7 +259,7 @@ def test_only_options_that_define_the_numbers_make_another_run() -> None:
     }
 
 
-def test_an_option_added_since_a_run_was_stored_is_no_change_at_its_default() -> None:
+def test_an_option_added_later_is_no_change_at_its_default() -> None:
     resolved = stored_options(TREE, "then").model_dump(mode="json")
     for section, key in (
         ("train", "weight_decay"),
@@ -282,7 +282,7 @@ def test_an_option_added_since_a_run_was_stored_is_no_change_at_its_default() ->
     }
 
 
-def test_stored_options_that_this_version_cannot_read_are_named_with_their_file() -> None:
+def test_unreadable_stored_options_are_named_with_their_file() -> None:
     resolved = stored_options(TREE, "then").model_dump(mode="json")
     with pytest.raises(ConfigError, match=r"^state\.json: train: unknown key 'momentum'"):
         changes(resolved | {"train": resolved["train"] | {"momentum": 0.9}})
@@ -367,7 +367,7 @@ def trained(path: Path, step: int, given: Any = None, **progress: int) -> TrainF
 
 
 @pytest.mark.parametrize(("step", "steps"), [(6, 20), (10, 20)])
-def test_another_length_goes_on_and_a_finished_run_is_not_done_any_more(
+def test_a_finished_run_continues_to_a_greater_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, steps: int
 ) -> None:
     folder = trained(tmp_path, step)
@@ -380,7 +380,7 @@ def test_another_length_goes_on_and_a_finished_run_is_not_done_any_more(
     assert folder.saved_step() == step
 
 
-def test_the_launcher_names_a_damaged_checkpoint_and_the_training_does_not_again(
+def test_a_damaged_checkpoint_is_named_only_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path, 6)
@@ -397,7 +397,7 @@ def test_the_launcher_names_a_damaged_checkpoint_and_the_training_does_not_again
     assert (found.step, damaged) == (6, [])
 
 
-def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_raised(
+def test_a_run_that_ended_early_is_done_at_any_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained(tmp_path, 6, stale_validations=3)
@@ -413,7 +413,7 @@ def test_a_run_that_ended_early_is_done_at_any_length_until_its_patience_is_rais
 
 
 @pytest.mark.parametrize("length", [{"epochs": 2.0}, {"steps": "auto"}], ids=str)
-def test_the_same_number_of_steps_written_as_epochs_or_auto_is_the_same_run(
+def test_equal_lengths_written_differently_are_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], length: dict[str, Any]
 ) -> None:
     assert is_done(trained(tmp_path / "a", 10), *wanted(10, **length))
@@ -437,7 +437,7 @@ def test_a_length_that_ends_before_the_step_reached_is_refused(
 
 
 @pytest.mark.parametrize("step", [6, 10])
-def test_other_data_are_refused_unless_a_restart_is_asked_for(tmp_path: Path, step: int) -> None:
+def test_other_data_are_refused_unless_a_restart_is_requested(tmp_path: Path, step: int) -> None:
     folder = trained(tmp_path, step)
     for steps in (10, 20):
         with pytest.raises(
@@ -448,7 +448,7 @@ def test_other_data_are_refused_unless_a_restart_is_asked_for(tmp_path: Path, st
     assert (folder.saved_step(), (folder.path / "status.json").exists()) == (0, False)
 
 
-def test_a_restart_of_the_same_run_is_no_restart_and_of_another_length_is_one(
+def test_a_restart_of_the_same_run_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained(tmp_path, 6)

@@ -80,9 +80,7 @@ def _rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["rows"]}
 
 
-def test_classifiers_are_fitted_on_the_other_dataset_over_the_genes_of_both(
-    datasets: Datasets, tmp_path: Path
-) -> None:
+def test_classifiers_are_fitted_on_the_shared_genes(datasets: Datasets, tmp_path: Path) -> None:
     found = datasets.evaluate(tmp_path / "evaluate", half)
     assert found["one"]["transfer"]["skipped"] == "the classifiers are fitted on it"
     result = found["two"]["transfer"]
@@ -182,9 +180,7 @@ def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
     assert moved.nnz  # what changed is seen where it may be
 
 
-def test_ids_have_scores_by_the_ontology_and_new_ones_too(
-    datasets: Datasets, tmp_path: Path
-) -> None:
+def test_ids_are_scored_by_the_ontology(datasets: Datasets, tmp_path: Path) -> None:
     def relabel(two: ad.AnnData) -> None:
         ids = two.obs["type_id"].astype(str)
         # CD4-positive, of which `one` has none
@@ -228,7 +224,7 @@ def test_ids_have_scores_by_the_ontology_and_new_ones_too(
 
 
 @pytest.mark.full
-def test_further_labels_are_fitted_on_the_column_of_the_same_name(
+def test_additional_labels_use_the_column_of_the_same_name(
     datasets: Datasets, tmp_path: Path
 ) -> None:
     found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id")["two"]
@@ -238,9 +234,7 @@ def test_further_labels_are_fitted_on_the_column_of_the_same_name(
     assert "nearness_mean" not in names[LINEAR]
 
 
-def test_copies_and_cells_of_new_labels_are_counted_apart(
-    datasets: Datasets, tmp_path: Path
-) -> None:
+def test_copies_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
     def change(two: ad.AnnData) -> None:
         counts = sp.csr_matrix(two.X).tolil()
         text = two.obs["cell_type"].astype(str)
@@ -265,7 +259,7 @@ def test_copies_and_cells_of_new_labels_are_counted_apart(
     assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
 
 
-def test_what_cannot_be_compared_is_one_line(datasets: Datasets, tmp_path: Path) -> None:
+def test_datasets_that_cannot_be_compared_are_refused(datasets: Datasets, tmp_path: Path) -> None:
     for wrong in ("CL:9999999", "unknown"):
 
         def rename(two: ad.AnnData, wrong: str = wrong) -> None:

@@ -20,7 +20,7 @@ eval: {benchmarks: [{name: linear_probe}]}
 """
 
 
-def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
+def test_every_key_of_scmodelforge_is_answered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / "theirs.yaml"
@@ -61,7 +61,7 @@ def test_a_file_of_scmodelforge_is_accepted_and_every_key_is_answered(
     assert "advice   eval.benchmarks: evaluate.tasks" in lines
 
 
-def test_bins_and_sections_that_are_elsewhere_are_taken_over_or_answered(
+def test_sections_that_moved_are_taken_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / "theirs.yaml"
@@ -118,7 +118,7 @@ finetune: {lora: {rank: 4, bias: none}, label_kee: age}
         ),
     ],
 )
-def test_a_file_or_an_output_that_cannot_be_taken_is_one_line(
+def test_an_unusable_file_to_translate_is_refused_in_one_line(
     theirs: str,
     out: str,
     line: str,

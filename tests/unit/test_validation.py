@@ -55,7 +55,7 @@ def _metrics(z: torch.Tensor, counts: torch.Tensor) -> dict[str, float]:
     return monitor.line(mesh)
 
 
-def test_metrics_are_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_equal_those_of_all_cells_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     z, counts = _cells()
     line = _metrics(z, counts)
     values = np.linalg.eigvalsh(np.cov(z.double().numpy().T, bias=True))
@@ -100,7 +100,7 @@ FOR_CELLS = (
         ("next_gene", {}, FOR_CELLS),
     ],
 )
-def test_what_to_change_after_a_collapse_depends_on_the_objective(
+def test_advice_after_a_collapse_depends_on_the_objective(
     objective: str, more: dict[str, Any], said: str
 ) -> None:
     assert advice(check_options(ObjectiveConfig, {"name": objective} | more, "objective")) == said
@@ -122,7 +122,7 @@ CASES: list[tuple[dict[str, Any], list[float], list[int], int | None]] = [
 
 
 @pytest.mark.parametrize(("options", "values", "best", "over"), CASES)
-def test_the_best_step_and_the_end_follow_from_the_values_also_when_resumed_at_each(
+def test_the_best_step_survives_a_resume_at_any_validation(
     options: dict[str, Any], values: list[float], best: list[int], over: int | None
 ) -> None:
     train = Train.model_validate({"steps": 99} | options)

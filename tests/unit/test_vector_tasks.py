@@ -31,9 +31,7 @@ MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_ra
 
 
 @pytest.mark.parametrize(("scores", "reference"), MEASURES)
-def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(
-    scores: Any, reference: Any
-) -> None:
+def test_the_mean_score_of_cells_is_the_measure(scores: Any, reference: Any) -> None:
     random = np.random.default_rng(0)
     classes = random.integers(0, 4, 400)
     clusters = np.where(random.random(400) < 0.7, classes, random.integers(0, 6, 400))
@@ -50,7 +48,7 @@ def test_scores_of_cells_have_the_measure_as_mean_and_its_spread_as_theirs(
     assert scores(classes, np.zeros(400, int)).mean() == pytest.approx(0, abs=1e-12)
 
 
-def test_the_graph_has_the_nearest_cells_and_jaccard_weights_by_hand() -> None:
+def test_the_graph_has_jaccard_weights() -> None:
     line = np.array([[0.0], [1.0], [3.0], [7.0]])
     graph = NeighborGraph.of(line, 2)
     assert graph.indices.tolist() == [[1, 2], [0, 2], [1, 0], [2, 1]]
@@ -61,7 +59,7 @@ def test_the_graph_has_the_nearest_cells_and_jaccard_weights_by_hand() -> None:
     np.testing.assert_array_equal(NeighborGraph.of(line, 90).indices.shape, (4, 3))
 
 
-def test_planted_groups_are_found_with_an_interval_and_the_same_clusters_again(
+def test_planted_groups_are_found(
     context: Context,
 ) -> None:
     pytest.importorskip("igraph")
@@ -123,7 +121,7 @@ def measured(of: Cells) -> dict[str, float]:
     }
 
 
-def test_mixed_batches_score_high_separated_ones_low_and_labels_the_same() -> None:
+def test_mixed_batches_score_higher_than_separated_ones() -> None:
     mixed = measured(cells(0))
     separated = measured(cells(15))
     for name, high, low in (("iLISI", 0.6, 1e-6), ("kBET", 0.9, 1e-6), ("BRAS", 0.9, 0.75)):
@@ -159,7 +157,7 @@ def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
         assert accepted == pytest.approx(float(chisquare(around, expected).pvalue >= 0.05))
 
 
-def test_bras_is_a_silhouette_by_cosine_distance_against_all_other_batches() -> None:
+def test_bras_is_a_silhouette_against_all_other_batches() -> None:
     vectors, batches, labels = cells(2, 60)
     batches[labels == 1] = np.arange(20) % 2  # with two batches, it is scikit-learn's
     assert mixing.bras(vectors, np.zeros(60, int), labels) is None
@@ -182,7 +180,7 @@ def test_bras_is_a_silhouette_by_cosine_distance_against_all_other_batches() -> 
     assert np.mean(mixing.bras(vectors, batches, labels)) == pytest.approx(np.mean(by_label))
 
 
-def test_batch_variance_is_principal_component_regression_with_all_components() -> None:
+def test_batch_variance_is_a_regression_on_all_components() -> None:
     vectors, batches, _ = cells(4)
     components = PCA().fit(vectors)
     values = components.transform(vectors)
@@ -200,7 +198,7 @@ def test_batch_variance_is_principal_component_regression_with_all_components() 
     assert terms.std() / len(batches) ** 0.5 == pytest.approx(bootstrap, rel=0.2)
 
 
-def test_means_of_labels_weigh_labels_alike_and_leave_out_those_without_a_number() -> None:
+def test_means_weigh_every_label_equally() -> None:
     values = np.array([1.0, 1, 1, 0, np.nan])
     made = mixing.mean_of_labels(values, np.array([0, 0, 0, 1, 2]))
     assert made is not None
@@ -214,7 +212,7 @@ def test_means_of_labels_weigh_labels_alike_and_leave_out_those_without_a_number
     assert mixing.isolated_labels(widths, np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])) is None
 
 
-def test_the_task_has_batch_and_bio_columns_apart_and_random_vectors_mix_best(
+def test_random_vectors_mix_best(
     context: Context,
 ) -> None:
     pytest.importorskip("harmonypy")
@@ -287,7 +285,7 @@ def test_the_training_components_see_no_scored_cell(context: Context) -> None:
     np.testing.assert_allclose(of_all[:10], of_half, atol=1e-5)
 
 
-def test_cells_of_a_cluster_stay_together_in_the_same_picture_each_time() -> None:
+def test_cells_of_a_cluster_stay_together_in_the_picture() -> None:
     random = np.random.default_rng(0)
     of_cell = np.arange(180) % 3
     vectors = (8 * random.normal(size=(3, 16))[of_cell] + random.normal(size=(180, 16))).astype(

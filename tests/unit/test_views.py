@@ -72,7 +72,7 @@ def _hidden(view: ViewBatch) -> torch.Tensor:
 
 
 @EVERY_VIEW
-def test_values_of_the_view_are_those_of_a_cell_that_has_the_shown_counts_alone(view: str) -> None:
+def test_values_of_a_view_come_only_from_its_shown_counts(view: str) -> None:
     batch = _batch()
     drawn = _view(batch, view)
     shown = _whole(batch) - _hidden(_view(batch, view))
@@ -86,7 +86,7 @@ def test_values_of_the_view_are_those_of_a_cell_that_has_the_shown_counts_alone(
         )
 
 
-def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_some() -> None:
+def test_a_dropped_gene_is_hidden_with_all_its_counts() -> None:
     whole = _whole(_batch())
     hidden = _hidden(_view(_batch(), "drop"))
     assert ((hidden == 0) | (hidden == whole)).all()
@@ -95,7 +95,7 @@ def test_a_dropped_gene_is_hidden_with_all_its_counts_and_a_thinned_one_with_som
     assert ((thinned > 0) & (thinned < whole)).any(1).float().mean() > 0.9
 
 
-def test_dropping_and_thinning_have_a_share_of_their_own() -> None:
+def test_dropping_and_thinning_have_separate_shares() -> None:
     whole = _whole(_batch())
     options = {"min_hidden_frac": 0.3, "max_hidden_frac": 0.9}
     hidden = [_hidden(_view(_batch(), "drop_thin", step, **options)) for step in range(60)]
@@ -125,7 +125,7 @@ def test_shares_of_cells_are_even_between_the_bounds(view: str) -> None:
 
 
 @EVERY_VIEW
-def test_a_cells_view_depends_on_seed_step_and_cell_alone(view: str) -> None:
+def test_a_view_depends_only_on_seed_step_and_cell(view: str) -> None:
     batch = _batch()
     whole = _hidden(_view(_batch(), view))
     parts = [_hidden(_view(part, view)) for part in split_batch(batch, 300)]
@@ -136,7 +136,7 @@ def test_a_cells_view_depends_on_seed_step_and_cell_alone(view: str) -> None:
     assert (other != whole).any(1).float().mean() > 0.9
 
 
-def test_a_thinned_cell_is_a_draw_by_a_generator_of_its_own() -> None:
+def test_a_thinned_cell_is_drawn_by_a_separate_generator() -> None:
     batch = to_tensors(_batch())
     view = _view(_batch(), "thin", step=3)
     shares = draw_share(host_state(batch.cells.numpy(), 1, 3), _config("thin")).tolist()
@@ -190,7 +190,7 @@ def _reference(
     return loss
 
 
-def test_the_loss_of_rows_is_that_of_the_vectors_in_any_slots() -> None:
+def test_the_loss_of_rows_equals_that_of_the_vectors() -> None:
     generator = torch.Generator().manual_seed(0)
     first = (
         torch.randn(9, 5, generator=generator, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_the_loss_of_rows_is_that_of_the_vectors_in_any_slots() -> None:
 
 
 @pytest.mark.parametrize("family", ONE_LAYER)
-def test_gradients_of_micro_batches_are_those_of_the_whole_batch_at_once(family: str) -> None:
+def test_gradients_of_micro_batches_equal_the_whole_batch(family: str) -> None:
     model = _model(family, view_loss="vicreg", **WEIGHTS)
     batches = [_cells(*given) for given in (((20, 31, 1, 14), 0), ((2, 1, 25), 10), ((9,), 20))]
     batches.append(to_tensors(empty_batch(np.dtype(np.float32), counted=True)))
@@ -244,7 +244,7 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     torch.testing.assert_close(dense, (1e4 * hidden / depth).log1p(), rtol=1e-5, atol=1e-5)
 
 
-def test_the_plan_counts_both_parts_and_their_second_forward_pass() -> None:
+def test_the_plan_counts_both_views() -> None:
     one, two = (
         measure(_spec("encoder", view="drop", max_hidden_frac=0.8, view_loss=on))
         for on in (None, "vicreg")
@@ -274,7 +274,7 @@ def test_bits_are_splitmix64_folded_over_the_keys() -> None:
     assert (host_state(np.array(keys), 7, -1) >> np.uint64(1)).tolist() == expected
 
 
-def test_bits_of_tokens_are_those_of_all_their_keys() -> None:
+def test_bits_of_tokens_depend_on_all_their_keys() -> None:
     cells = torch.tensor([2**40, -3, 9])
     cell = torch.tensor([0, 0, 1, 2, 2])
     place = torch.tensor([0, 1, 0, 0, 1])
@@ -289,7 +289,7 @@ def test_a_share_of_the_bits_lies_below_the_threshold() -> None:
         assert abs((draws < threshold(share)).double().mean().item() - share) < 0.005
 
 
-def test_dropout_depends_on_token_layer_and_column_but_not_on_the_batch() -> None:
+def test_dropout_is_independent_of_the_batch() -> None:
     keys = keyed_bits(torch.arange(64), 9)
     x = torch.ones(64, 32)
     states = keyed_state(keys, 3)

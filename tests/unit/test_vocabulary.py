@@ -56,15 +56,13 @@ def reference(*paths: Path) -> tuple[dict[str, int], dict[str, float]]:
 
 
 @pytest.mark.parametrize("value", [2.0**-10, 0.37, 1.0, 9_999.9, 1e4])
-def test_a_median_is_within_half_a_percent_at_the_ends_of_the_range(value: float) -> None:
+def test_a_median_is_within_half_a_percent(value: float) -> None:
     medians = Medians(1)
     medians.add(np.zeros(1, np.int64), np.array([value]))
     assert medians.medians(np.array([0]))[0] == pytest.approx(value, rel=0.005)
 
 
-def test_cells_are_counted_exactly_and_medians_pooled_over_files(
-    simulated: Path, parts: list[Path]
-) -> None:
+def test_cells_are_counted_over_all_files(simulated: Path, parts: list[Path]) -> None:
     n_cells, medians = reference(*parts)
     got = build_vocabulary(parts)
     assert got.gene_ids == sorted(g for g, n in n_cells.items() if n)
@@ -89,7 +87,7 @@ def test_genes_that_a_model_has_take_its_medians(simulated: Path, tmp_path: Path
     assert refusal(simulated, medians=str(path)) == fault
 
 
-def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
+def test_min_cells_limits_the_vocabulary(simulated: Path) -> None:
     n_cells, _ = reference(simulated)
     assert built(simulated, min_cells=100).gene_ids == sorted(
         g for g, n in n_cells.items() if n >= 100
@@ -98,9 +96,7 @@ def test_min_cells_and_max_genes_limit_the_vocabulary(simulated: Path) -> None:
     assert built(simulated, max_genes=25).gene_ids == sorted(top)
 
 
-def test_the_file_begins_with_special_tokens_and_reads_back_equal(
-    simulated: Path, tmp_path: Path
-) -> None:
+def test_the_vocabulary_reads_back_equal(simulated: Path, tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.tsv"
     stage.vocabulary(
         options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=[simulated], out=path
@@ -117,7 +113,7 @@ def test_the_file_begins_with_special_tokens_and_reads_back_equal(
     assert got.rows_of([got.gene_ids[3], "unknown", got.gene_ids[0]]).tolist() == [3, -1, 0]
 
 
-def test_quantiles_of_the_corpus_are_within_half_a_percent_in_any_order_of_files(
+def test_quantiles_are_within_half_a_percent_in_any_order(
     simulated: Path, parts: list[Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "vocabulary.tsv"
@@ -269,7 +265,7 @@ def scanpy_genes(path: Path, flavor: str, n: int) -> set[str]:
 # of flavor seurat, genes 60 and 61 have one score: rounding and scanpy's version choose between
 # them
 @pytest.mark.parametrize("n", [61, *(pytest.param(n, marks=pytest.mark.full) for n in (15, 200))])
-def test_variable_genes_are_those_of_scanpy_over_files_and_blocks(
+def test_variable_genes_equal_scanpy_over_files_and_blocks(
     parts: list[Path], simulated: Path, flavor: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = scanpy_genes(simulated, flavor, n)
@@ -279,7 +275,7 @@ def test_variable_genes_are_those_of_scanpy_over_files_and_blocks(
 
 
 @pytest.mark.parametrize("select", ["detected", "seurat", "seurat_v3"])
-def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
+def test_variable_genes_are_a_prefix_of_the_order_by_variability(
     parts: list[Path], select: str, tmp_path: Path
 ) -> None:
     if select == "seurat_v3":
@@ -304,9 +300,7 @@ def test_the_order_by_variability_is_that_in_which_variable_genes_are_selected(
         Vocabulary.read(path)
 
 
-def test_variable_genes_need_a_number_and_seurat_v3_a_package(
-    simulated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variable_genes_need_a_number(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="select seurat requires max_genes, the number of genes"):
         VocabularyConfig(select="seurat")
     monkeypatch.setitem(sys.modules, "skmisc.loess", None)
@@ -315,7 +309,7 @@ def test_variable_genes_need_a_number_and_seurat_v3_a_package(
     )
 
 
-def test_a_list_of_ids_and_symbols_selects_genes(
+def test_a_list_of_names_selects_genes(
     make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = ["ENSG00000141510", "ENSG00000139618", "ENSG00000000003", "ENSG00000000419"]
@@ -335,7 +329,7 @@ def test_a_list_of_ids_and_symbols_selects_genes(
         assert message in refusal(cells, genes=str(listed))
 
 
-def test_protein_coding_genes_are_those_of_gencode(make_h5ad: Make) -> None:
+def test_protein_coding_genes_equal_gencode(make_h5ad: Make) -> None:
     # TP53, XIST of both
     ids = ["ENSG00000141510", "ENSG00000229807", "ENSMUSG00000059552", "ENSMUSG00000086503"]
     cells = make_h5ad(sp.csr_matrix(np.ones((3, 4))), genes=ids)
@@ -379,7 +373,7 @@ def cells_of(folder: Path, split: str) -> list[str]:
 @pytest.mark.parametrize(
     "split", [{"split_by": "donor"}, {}, {"split_by": "donor", "seed": 4}, {"seed": 5}]
 )
-def test_only_training_cells_choose_genes_and_give_medians(
+def test_only_training_cells_choose_genes(
     donors: Path, tmp_path: Path, select: str, split: dict[str, Any]
 ) -> None:
     shard = options_of(**split)
@@ -399,9 +393,7 @@ def test_only_training_cells_choose_genes_and_give_medians(
     assert (got.medians == wanted.medians).all()
 
 
-def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(
-    donors: Path, tmp_path: Path
-) -> None:
+def test_a_gene_that_varies_only_in_held_out_cells_is_dropped(donors: Path, tmp_path: Path) -> None:
     shard = options_of(split_by="donor")
     options = VocabularyConfig(select="seurat", max_genes=30)
     got = build_vocabulary([donors], options, shard)
@@ -414,7 +406,7 @@ def test_a_gene_that_varies_in_a_held_out_donor_alone_is_not_selected(
     assert {*own.values()} <= {*build_vocabulary([donors], options).gene_ids}
 
 
-def test_the_training_cells_are_named_in_file_and_log(
+def test_the_file_names_the_training_cells(
     donors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = VocabularyOptions.model_validate({"vocabulary": {"quantiles": True}})

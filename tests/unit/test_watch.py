@@ -39,7 +39,7 @@ def append(train: Path, *lines: dict[str, Any]) -> None:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(
+def test_a_run_is_watched_until_it_is_done(
     tmp_path: Path,
 ) -> None:
     command = [
@@ -68,7 +68,7 @@ def test_a_run_is_waited_for_shown_one_line_per_news_and_left_when_it_is_done(
     assert watching.stdout.read() == ""
 
 
-def test_a_resumed_run_is_shown_from_its_checkpoint_on_and_a_deleted_one_is_said(
+def test_a_resumed_run_is_shown_from_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     train = tracked_run(tmp_path)
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_shown_from_its_checkpoint_on_and_a_deleted_one_is_said
         watched.update()
 
 
-def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration_waited_for(
+def test_a_mistyped_run_is_refused_with_the_nearest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracked_run(tmp_path)
@@ -115,9 +115,7 @@ def test_a_mistyped_run_is_refused_with_the_nearest_and_one_of_the_configuration
 
 
 @pytest.mark.parametrize("columns", [200, 40, 12, 1])
-def test_no_line_is_wider_than_the_terminal_and_the_block_is_drawn_in_place(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     pieces = CURVE.split("  ")
     losses = [2.0, float("nan"), *(1 / step for step in range(1, 400))]
