@@ -1,3 +1,4 @@
-"""Fine-tuning methods behind one contract: a transform of the model before it is laid out, and what
-trains.
+"""Fine-tuning methods: which parameters train, at which rate, and what is added to the model.
+
+`method.py` has the contract and the methods `full`, `partial` and `head_only`; `lora.py` has `lora`.
 """

@@ -82,7 +82,7 @@ class Model(nn.Module):
         of the loss.
         """
 
-    def behind_blocks(self) -> frozenset[str]:
+    def after_blocks(self) -> frozenset[str]:
         """Return the paths of the trunk's modules and parameters behind the blocks, such as the
         last norm.
         """

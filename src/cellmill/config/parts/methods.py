@@ -81,7 +81,7 @@ class LoraConfig(MethodConfig):
     of the package peft.
     """
 
-    implementation = "cellmill.finetune.method:Lora"
+    implementation = "cellmill.finetune.lora:Lora"
     method: Literal["lora"] = "lora"
     rank: int = Field(8, ge=1, description="Rank of the adapters.")
     alpha: float = Field(

@@ -335,7 +335,7 @@ class HfModel(CellEncoder):
         """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
         return mean_state(states, prepared)
 
-    def behind_blocks(self) -> frozenset[str]:
+    def after_blocks(self) -> frozenset[str]:
         """Modules of transformers' model that its part before the blocks does not call, beside
         those of `finish`.
         """
@@ -359,7 +359,7 @@ class HfModel(CellEncoder):
         for hook in hooks:
             hook.remove()
         behind = {f"body.{path}" for path, module in inside.items() if module not in called}
-        return super().behind_blocks() | behind
+        return super().after_blocks() | behind
 
     def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         with suppress(_Reached):
