@@ -36,7 +36,7 @@ from cellmill.parallel.vocab_parallel import embed_tokens
 from cellmill.planner.size import Flops
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.failure import HangWatch
+from cellmill.train.hang_watch import HangWatch
 from cellmill.train.loop import Trainer
 from cellmill.train.worker import build_model, build_trainer
 from tests.distributed import buffered

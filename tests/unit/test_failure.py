@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 from cellmill.config.options import TrainOptions
 from cellmill.planner.search import advice, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
-from cellmill.train.failure import HangWatch, Position, error_line, hang_line, leave_reason
+from cellmill.train.failure import error_line, leave_reason
+from cellmill.train.hang_watch import HangWatch, Position, hang_line
 from tests.distributed.conftest import options
 from tests.models import train_options
 
@@ -106,8 +107,8 @@ def test_the_line_names_the_slow_rank(where: list[tuple[int, str, bool] | None],
 ALONE = """
 import sys
 from pathlib import Path
-from cellmill.train import failure, worker
-failure.JOIN_S = float(sys.argv[2])
+from cellmill.train import hang_watch, worker
+hang_watch.JOIN_S = float(sys.argv[2])
 worker.main(Path(sys.argv[1]), Path(sys.argv[1], "error.txt"), "cpu")
 """
 
@@ -148,12 +149,15 @@ def test_ranks_that_never_join_are_named_in_time(
     )
 
 
-def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
-    agent = dist.HashStore()
+def test_waiting_for_a_checkpoint_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (process | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port}).items():
+        monkeypatch.setenv(name, str(value))
     watch = HangWatch()
     ended = threading.Event()
     store = dist.PrefixStore("watch", agent)
-    watch.at("the start")
+    watch.reach("the start")
     watch.warm = True
 
     def other(saving: bool) -> None:
@@ -162,15 +166,12 @@ def test_waiting_for_a_checkpoint_has_no_timeout() -> None:
         )
 
     other(saving=True)
-    thread = threading.Thread(
-        target=watch._run, args=(agent, 0, 2, 2, 0.1, lambda line: ended.set()), daemon=True
-    )
-    thread.start()
+    watch.start(0.1, lambda line: ended.set())
     time.sleep(1)
     assert not ended.is_set()
     other(saving=False)
     assert ended.wait(200)
-    thread.join()
+    watch.close()
 
 
 FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"

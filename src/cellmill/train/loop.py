@@ -44,7 +44,7 @@ from cellmill.runs.folder import TrainFolder, cut_back, is_of_a_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
-from cellmill.train.failure import HangWatch
+from cellmill.train.hang_watch import HangWatch
 from cellmill.train.optimizer import WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_if, to_device
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
@@ -320,7 +320,7 @@ class Trainer:
 
     def _part(self, name: str, waits_for: str) -> AbstractContextManager[Any]:
         """Name a part of the step in profiles, without one at no cost, and to the hang watch."""
-        self.watch.at(f"{waits_for} of step {self.progress.step + 1}")
+        self.watch.reach(f"{waits_for} of step {self.progress.step + 1}")
         return nullcontext() if self.profile.running is None else record_function(name)
 
     def _prepare(self, batches: list[Batch], step: int) -> list[Any]:
@@ -403,7 +403,7 @@ class Trainer:
         if validate and self._validation_is_due():
             save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
         if save or step == self.steps or self._is_saved(step):
-            self.watch.at(f"the checkpoint of step {step}")
+            self.watch.reach(f"the checkpoint of step {step}")
             if self._scale is not None:
                 self.progress.loss_scale, self.progress.good_steps = self._scale.read()
             state = {"progress": asdict(self.progress), **self.saved_with}
@@ -431,7 +431,7 @@ class Trainer:
         self.parallel_model.eval()
         with nullcontext() if self.average is None else self.average.in_model():
             for micro_batches in stream:
-                self.watch.at(f"the validation after step {self.progress.step}")
+                self.watch.reach(f"the validation after step {self.progress.step}")
                 batches = [to_tensors(batch) for batch in micro_batches]
                 prepared = self._prepare(batches, VALIDATION)
                 if self.model.objective.validates_rows:

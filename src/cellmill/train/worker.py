@@ -46,7 +46,8 @@ with importing():
     from cellmill.runs.folder import TrainFolder
     from cellmill.runs.jobs import HANG
     from cellmill.track.tracker import ConsoleTracker, JsonlTracker
-    from cellmill.train.failure import START_FACTOR, HangWatch, give_up, leave_reason, trace_file
+    from cellmill.train.failure import give_up, leave_reason, trace_file
+    from cellmill.train.hang_watch import START_FACTOR, HangWatch
     from cellmill.train.loop import Trainer
     from cellmill.train.staging import Staging, agree, verify_shards
 
@@ -72,7 +73,7 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     # torch's own timeout is longer than the hang watch's, whose line names the hung rank
     timeout = timedelta(seconds=2 * START_FACTOR * options.train.timeout_s)
     device = _join(options, timeout, wanted_device)
-    watch.at("the start")
+    watch.reach("the start")
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
     verify_shards(Manifest.read(Path(record["manifest"])), device)
     staging = Staging(options.stream, mesh)
