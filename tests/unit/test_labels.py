@@ -30,7 +30,7 @@ from cellmill.evaluate.calibration import (
     run_head,
 )
 from cellmill.models.batch import to_tensors, with_ends, with_genes
-from cellmill.models.objectives.labels import anticorrelation
+from cellmill.models.objectives.regression import anticorrelation
 from cellmill.planner.inputs import check_levels, fitted
 from cellmill.stages import cells as predict
 from tests.checks import refused

@@ -19,7 +19,7 @@ from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.predict import MOST_NAMES, count_labels
-from cellmill.models.objectives.labels import calibration_error
+from cellmill.models.objectives.classification import calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.stages import cells as predict

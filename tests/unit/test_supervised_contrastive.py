@@ -16,7 +16,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.objective import GeneStatistics
-from cellmill.models.objectives.labels import contrast
+from cellmill.models.objectives.contrastive import contrast
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from cellmill.train.worker import batch_column
@@ -65,7 +65,7 @@ def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
 def test_the_loss_equals_the_formula_of_the_paper(
     anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cellmill.models.objectives.labels.ANCHORS", anchors)
+    monkeypatch.setattr("cellmill.models.objectives.contrastive.ANCHORS", anchors)
     z = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
     expected = _reference(z, labels, 0.3)

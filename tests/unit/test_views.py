@@ -22,7 +22,7 @@ from cellmill.models.counter_rng import (
     keyed_token_bits,
     threshold,
 )
-from cellmill.models.objectives.cell_decoding import vicreg
+from cellmill.models.objectives.terms import vicreg
 from cellmill.models.objectives.views import HIDE, ViewBatch, draw_share, draw_view
 from cellmill.planner.size import measure
 from tests.checks import check_gradients, loss_by_shares

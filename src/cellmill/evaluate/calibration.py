@@ -20,13 +20,13 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
-from cellmill.models.objectives.labels import (
+from cellmill.models.objectives.classification import (
     Classification,
-    Regression,
     calibration_error,
     error_of_logits,
     highest_of,
 )
+from cellmill.models.objectives.regression import Regression
 
 STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
 # temperature, and inverse of the smallest: cells that are all separated would have none

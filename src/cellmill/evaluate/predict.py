@@ -36,7 +36,7 @@ from cellmill.evaluate.calibration import (
 from cellmill.evaluate.embed import Embedding, embed_cells, limits_of, load_for_inference
 from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
 from cellmill.models.family import Model
-from cellmill.models.objectives.labels import Classification, softmax
+from cellmill.models.objectives.classification import Classification, softmax
 
 MOST_NAMES = 20  # labels that are named, the most frequent
 # obs

@@ -1,1 +1,4 @@
-"""Model families and what they share. A family is a folder: `config` (torch-free) and `model`."""
+"""Models: the contracts of a family and an objective, their shared layers, and exported folders.
+
+Options are in `config/parts/families.py` and `config/parts/objectives.py`, without torch.
+"""

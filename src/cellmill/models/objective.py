@@ -142,7 +142,7 @@ class Objective:
 
         The first number of a row is not 0. Training gathers the rows of the global batch, and what
         `prepare` returned gets the attribute `shares`, a `RowShare` for each table: `loss` adds
-        `share.of(rows)`. See `train.batch_rows`.
+        `share.loss(rows)`. See `train.batch_rows`.
         """
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class RowShare:
     value: torch.Tensor  # float scalar: the loss, times the own part of the table's rows
     gradient: torch.Tensor  # (n, width) float32: gradient of the loss with respect to the own rows
 
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
+    def loss(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the share, a float32 scalar, whose gradient with respect to the own rows (n,
         width) is `gradient`.
         """

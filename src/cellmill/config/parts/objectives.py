@@ -155,7 +155,7 @@ class LabelConfig(ObjectiveConfig):
 class ClassificationConfig(LabelConfig):
     """Predict the label of a cell from its embedding; `cellmill predict` then labels other cells."""
 
-    implementation = "cellmill.models.objectives.labels:Classification"
+    implementation = "cellmill.models.objectives.classification:Classification"
     families = ENCODING
     name: Literal["classification"] = "classification"
     class_weights: Literal["balanced"] | dict[str, float] | None = None
@@ -211,7 +211,7 @@ class SupervisedContrastiveConfig(LabelConfig):
     al. 2020).
     """
 
-    implementation = "cellmill.models.objectives.labels:SupervisedContrastive"
+    implementation = "cellmill.models.objectives.contrastive:SupervisedContrastive"
     name: Literal["supervised_contrastive"] = "supervised_contrastive"
     temperature: float = Field(0.1, gt=0)
     """Temperature, which divides cosine similarities; lower values give the nearest cells more
@@ -224,7 +224,7 @@ class RegressionConfig(ObjectiveConfig):
     cells.
     """
 
-    implementation = "cellmill.models.objectives.labels:Regression"
+    implementation = "cellmill.models.objectives.regression:Regression"
     hides_tokens = False
     label_option = "target_column"
     families = ENCODING
@@ -268,7 +268,7 @@ class DistillConfig(ObjectiveConfig):
     with cell_decoding.
     """
 
-    implementation = "cellmill.models.objectives.labels:Distill"
+    implementation = "cellmill.models.objectives.distill:Distill"
     hides_tokens = False
     families = ENCODING
     name: Literal["distill"] = "distill"
@@ -492,7 +492,7 @@ class PerturbationResponseConfig(DecodingConfig):
     evaluates it.
     """
 
-    implementation = "cellmill.models.objectives.cell_decoding:PerturbationResponse"
+    implementation = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
     view: ClassVar[Literal["thin"]] = "thin"
     target: ClassVar[Literal["hidden"]] = "hidden"
     label_option = "perturbation_column"

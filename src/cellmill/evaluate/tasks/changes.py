@@ -45,7 +45,7 @@ from cellmill.evaluate.tasks.genes import (
     loadings_of,
 )
 from cellmill.models.gene_vectors import read_vectors
-from cellmill.models.objectives.cell_decoding import PerturbationResponse
+from cellmill.models.objectives.perturbation_response import PerturbationResponse
 
 MIN_CONTROLS = 5  # of a stratum, in each half
 # of the ridge; the one of least leave-one-out error on the training units is taken

@@ -1,0 +1,125 @@
+"""classification: predict a cell's label from its vector.
+
+The loss is the cross-entropy, times the weight of the cell's label in training. Rows of the head are
+the levels of the label in the order of the corpus; a run that starts from another run takes over
+rows of the same name.
+
+Legend: C cells with a target, K labels, H width of a cell's vector.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from cellmill.config.parts.objectives import ClassificationConfig
+from cellmill.data.stream.batch import Batch
+from cellmill.models.blocks import Reversed
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.per_cell import CellHead, LabelObjective, TargetBatch
+from cellmill.runs.verdict import Verdict, compare
+
+BINS = 15
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """(cells, labels) float -> probabilities. scipy.special takes a sixth of a second to import."""
+    shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
+    """Return the expected calibration error of cells, (cells,), by highest probability.
+
+    `right` is 1 for a cell whose label is predicted, otherwise 0.
+    """
+    bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
+    gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(highest))
+
+
+def error_of_logits(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
+    """Return the calibration error of logits, (cells, labels) float64, divided by a temperature."""
+    return calibration_error(*highest_of(logits / temperature, labels))
+
+
+def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each cell's highest probability, and whether its label is right, 0 or 1."""
+    probabilities = softmax(logits)
+    return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)
+
+
+class Classification(LabelObjective):
+    config: ClassificationConfig
+    figure_names = ("accuracy",)
+    n_sums = 2
+    temperature: float | None = None
+    """Fitted temperature of an exported head, for the calibration in `judge`; set by `evaluate`."""
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        config = self.config
+        self.head = f"label_head{self.suffix}"
+        n_levels = len(self.levels[config.label_column])
+        head = CellHead(model.vector_width, config.head_hidden, n_levels, config.head_dropout)
+        setattr(model, self.head, head)
+        rows = (f"{self.head}.out.weight", f"{self.head}.out.bias")
+        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
+        self._weights = [config.given_weights.get(label, 1.0) for label in self.labels]
+        return (self.head,)
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
+        prepared = super().prepare(batch, seed=seed, step=step)
+        weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights))
+        return replace(prepared, weights=weights.to(prepared.targets.device)[prepared.targets])
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        logits = self.predict_targets(model, states, prepared)
+        assert prepared.weights is not None
+        if self.kept_sums is not None:
+            n_right = (logits.argmax(1) == prepared.targets).sum()
+            self.kept_sums.append(torch.stack([n_right, n_right.new_tensor(len(logits))]).double())
+        losses = F.cross_entropy(logits, prepared.targets, reduction="none")
+        return (losses * prepared.weights).sum()
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        n_right, n_cells = sums
+        return {"accuracy": n_right / n_cells} if n_cells else {}
+
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(C, H) -> (C, K) float32 logits, with dropout if `keys` (C,) are given."""
+        if self.config.adversarial_scale:
+            vectors = Reversed.apply(vectors, self.config.adversarial_scale)
+        logits: torch.Tensor = getattr(model, self.head)(vectors, keys)
+        return logits[:, : len(self._weights)].float()
+
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        labels, logits = observed
+        n_cells = len(labels)
+        if not n_cells:
+            return {"n_targets": 0}, []
+        log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
+        loss = float(-log_probabilities[np.arange(n_cells), labels].mean())
+        frequencies = np.unique(labels, return_counts=True)[1] / n_cells
+        entropy = float(-(frequencies * np.log(frequencies)).sum())
+        metrics = {
+            "n_targets": n_cells,
+            "cross_entropy": loss,
+            "cross_entropy_frequencies": entropy,
+            "accuracy": float((log_probabilities.argmax(1) == labels).mean()),
+            "accuracy_largest_label": float(frequencies.max()),
+        }
+        logits = logits.astype(np.float64)
+        if self.temperature is not None:
+            metrics["temperature"] = self.temperature
+            metrics["calibration_error"] = error_of_logits(logits, labels, self.temperature)
+        metrics["calibration_error_uncalibrated"] = error_of_logits(logits, labels)
+        name = f"classification of {self.config.label_column}"
+        against = "the frequencies of labels"
+        return metrics, [compare(name, against, "nats", loss - entropy, lower_is_better=True)]

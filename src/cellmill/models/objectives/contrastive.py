@@ -1,0 +1,115 @@
+"""supervised_contrastive: cells of one label have similar vectors.
+
+The loss of a cell is the mean, over the other cells p of its label in the global batch, of the
+cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors
+over a temperature (Khosla et al. 2020, equation 2, L_out). It is 0 for a cell without another of
+its label. There is no projection head. The published loss has two augmented views of each image;
+here a cell is encoded once, in a `sum` with cell_decoding its shown part, which changes from step
+to step.
+
+Legend: C cells with a target, H width of a cell's vector, S slots of a global batch, A anchors.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cellmill.config.parts.objectives import SupervisedContrastiveConfig
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.per_cell import LabelObjective, TargetBatch
+from cellmill.runs.verdict import Verdict, compare
+
+ANCHORS = 1024  # cells compared with all others at once
+
+
+class SupervisedContrastive(LabelObjective):
+    config: SupervisedContrastiveConfig
+    validates_rows = True
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        self.row_widths = (1 + model.vector_width,)
+        return ()
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        (rows,) = self.rows(model, states, prepared)
+        return self.coupled_loss(rows, prepared)
+
+    def rows(
+        self, model: Any, states: torch.Tensor, prepared: TargetBatch
+    ) -> tuple[torch.Tensor, ...]:
+        """(C, 1 + H): label from 1, and vector of length 1."""
+        vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
+        labels = prepared.targets[:, None].to(vectors) + 1
+        return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(contrast(table, self.config.temperature) for table in tables)
+
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        """Return the label, from 1, and the vector of each cell."""
+        (rows,) = self.rows(model, model.states(prepared), prepared)
+        return prepared.targets + 1, rows[:, 1:]
+
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        labels, vectors = (torch.from_numpy(array) for array in observed)
+        n_cells = len(labels)
+        if n_cells < 2:
+            return {"n_targets": n_cells}, []
+        table = torch.cat([labels[:, None].float(), vectors], dim=1)
+        loss = float(contrast(table, self.config.temperature)) / n_cells
+        has_positive = torch.bincount(labels)[labels] > 1
+        # equal vectors give every other cell the same probability
+        loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
+        metrics = {
+            "n_targets": n_cells,
+            "supervised_contrastive": loss,
+            "supervised_contrastive_alike": loss_if_equal,
+        }
+        name = f"supervised contrast of {self.config.label_column}"
+        difference = loss - loss_if_equal
+        return metrics, [compare(name, "equal vectors", "nats", difference, lower_is_better=True)]
+
+
+def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the summed loss, a float64 scalar, of rows (S, 1 + H).
+
+    A row is a label, 0 for an empty slot, and a vector of length 1.
+    """
+    labels = table[:, 0].detach()
+    vectors = table[:, 1:]
+    loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
+    for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
+        # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
+        loss = loss + checkpoint(
+            _contrast_anchors,
+            labels,
+            vectors,
+            anchors,
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+    return loss
+
+
+def _contrast_anchors(
+    labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the summed loss of the cells in slots `anchors`, (A,) int64."""
+    anchor_labels = labels[anchors, None]
+    slots = torch.arange(len(labels), device=labels.device)
+    # (A, S): the other cells, and those with the anchor's label
+    is_other = (labels != 0) & (slots != anchors[:, None])
+    is_positive = is_other & (labels == anchor_labels) & (anchor_labels != 0)
+    n_positive = is_positive.sum(1)
+    logits = (vectors[anchors] @ vectors.T / temperature).masked_fill(~is_other, -torch.inf)
+    # anchors without positives are left out; their logits may all be -inf, so take zeros instead
+    log_sum = torch.where(n_positive[:, None] > 0, logits, 0).logsumexp(1)
+    mean_positive = torch.where(is_positive, logits, 0).sum(1) / n_positive.clamp(min=1)
+    return torch.where(n_positive > 0, log_sum - mean_positive, 0).sum().double()

@@ -1,0 +1,56 @@
+"""distill: predict another model's vector of a cell from its own.
+
+The loss is the mean squared error of a linear layer over the columns of the teacher's vector, which
+are standardised (`data.shards.index`). Regression on hidden features of a teacher through a learned
+layer is the hint of FitNets (Romero et al. 2015, equation 3). Cells of `evaluate` have no vector:
+the embedding is judged by its tasks.
+
+Legend: C cells with a target, H width of a cell's vector, D of the teacher's.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cellmill.config.parts.objectives import DistillConfig
+from cellmill.data.stream.batch import Batch
+from cellmill.models.initial import with_std
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.per_cell import CellObjective, TargetBatch
+from cellmill.runs.verdict import Verdict
+
+
+class Distill(CellObjective):
+    config: DistillConfig
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        self.head = f"teacher_head{self.suffix}"
+        width = model.vector_width
+        # a plan may be made before the teacher's vectors are
+        self.teacher_width = width if self.config.vectors is None else self.config.vectors.width
+        setattr(model, self.head, with_std(nn.Linear(width, self.teacher_width), width**-0.5))
+        return (self.head,)
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        vectors = batch.teacher
+        if vectors is None:
+            vectors = torch.full((len(batch.lengths), self.teacher_width), torch.nan)
+        return vectors, vectors.isfinite().all(1)
+
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(C, H) -> (C, D) float32."""
+        predicted: torch.Tensor = getattr(model, self.head)(vectors)
+        return predicted.float()
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        errors = self.predict_targets(model, states, prepared) - prepared.targets
+        return errors.square().mean(1).sum()
+
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        return {}, []

@@ -1,0 +1,124 @@
+"""Base of objectives with one target per cell, predicted from the cell's vector, and their head.
+
+The vectors are what `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is
+divided by the number of cells with a target, over all processes. Cells without a target, and cells
+of which nothing is shown, take no part. Validation has no dropout.
+
+Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
+training and in validation, whose loss therefore depends on train.global_batch too.
+
+Legend: C cells with a target, H width of a cell's vector, L outputs of the head.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.config.parts.objectives import LabelConfig
+from cellmill.data.arrays import MISSING
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import EncoderBatch, with_genes
+from cellmill.models.counter_rng import keyed_dropout, keyed_state
+from cellmill.models.initial import with_std
+from cellmill.models.objective import Objective, RowShare
+
+DROPOUT = -1  # key of the head's dropout, which no block has
+
+
+class CellHead(nn.Module):
+    """A linear layer over cell vectors, after a hidden layer if `hidden` is given."""
+
+    def __init__(self, width: int, hidden: int | None, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.inner = None if hidden is None else with_std(nn.Linear(width, hidden), width**-0.5)
+        last_width = hidden or width
+        self.out = with_std(nn.Linear(last_width, outputs), last_width**-0.5)
+
+    def forward(self, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        """(C, H) -> (C, L); `keys` (C,) int64 key the dropout, which only training has."""
+        x = vectors if self.inner is None else F.gelu(self.inner(vectors))
+        if keys is not None and self.training and self.dropout:
+            x = keyed_dropout(x, self.dropout, keyed_state(keys, DROPOUT))
+        outputs: torch.Tensor = self.out(x)
+        return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetBatch(EncoderBatch):
+    """Whole cells, and the target of those that have one."""
+
+    target_cells: torch.Tensor  # (C,) int64: indices of the cells with a target and genes
+    targets: torch.Tensor
+    """Labels from 0, (C,) int64; standardised numbers, (C,) float32; or a teacher's vectors."""
+    n_targets: torch.Tensor  # C
+    weights: torch.Tensor | None = None  # (C,) float32: weight of each cell's label in the loss
+    shares: tuple[RowShare, ...] | None = None
+    """Shares in the loss of the global batch, if it couples cells; None: this batch is all of it."""
+
+
+class CellObjective(Objective):
+    """Base of objectives with one target per cell; they need a model with `cell_vectors`."""
+
+    has_target_per_cell = True
+    head: str
+    """Attribute of the model that has the head; set by `attach`."""
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target of each cell, (cells, …), and which cells have one, (cells,) bool."""
+        raise NotImplementedError
+
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(C, H) -> float32 predictions, for `judge` to compare; `keys` (C,) key the dropout."""
+        raise NotImplementedError
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
+        targets, has_target = self.find_targets(batch)
+        cells = (has_target & with_genes(batch)).nonzero().flatten()
+        return TargetBatch.prepared(
+            batch,
+            (seed, step),
+            target_cells=cells,
+            targets=targets[cells],
+            n_targets=torch.tensor(len(cells)),
+        )
+
+    def predict_targets(
+        self, model: Any, states: torch.Tensor, prepared: TargetBatch
+    ) -> torch.Tensor:
+        """Return `predict` for the cells with a target."""
+        cells = prepared.target_cells
+        vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
+        return self.predict(model, vectors, prepared.cell_keys[cells])
+
+    def coupled_loss(self, rows: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        """Return the part of these rows in the loss of the global batch, a float32 scalar."""
+        if prepared.shares is None:
+            return self.loss_of_rows(rows)[0].float()
+        return prepared.shares[0].loss(rows)
+
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+        return prepared.targets, self.predict_targets(model, model.states(prepared), prepared)
+
+
+class LabelObjective(CellObjective):
+    """Base of objectives whose targets are labels."""
+
+    config: LabelConfig
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels in the order of their codes: all levels except the last, of cells without a value."""
+        return [level for level in self.levels[self.config.label_column] if level != MISSING]
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = self.level_numbers(batch, self.config.label_column) - 1
+        return labels, (labels >= 0) & (labels < len(self.labels))
+
+    def judged_labels(self) -> dict[str, list[str]]:
+        return {self.config.label_column: self.labels}

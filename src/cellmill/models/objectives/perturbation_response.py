@@ -1,0 +1,123 @@
+"""perturbation_response: cell_decoding, with a response of the cell to its perturbation.
+
+The decoder is given the cell's vector plus a response, as in CPA (Lotfollahi et al. 2023, Mol.
+Syst. Biol. 19:e11517). The response is a projection of what the decoder knows of the perturbed
+genes, a bias that all perturbations share, and a learned vector of each perturbation. Controls have
+no response. A perturbation that was not trained on has the first two, so it can be predicted if its
+gene is known; its learned vector stays zero. The loss is of binomial draws: the response has to
+explain the part of the counts that the cell's vector, made from the other part, does not.
+
+Legend: C cells with targets, H width of a cell's vector, D width of the decoder's last layer, M most
+genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0 is an unknown level.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from cellmill.config.parts.objectives import PerturbationResponseConfig
+from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.arrays import MISSING
+from cellmill.data.stream.batch import Batch
+from cellmill.models.batch import PAD_TOKEN
+from cellmill.models.initial import with_std
+from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
+from cellmill.models.objectives.terms import LevelTerms
+from cellmill.models.objectives.views import ViewBatch
+from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseBatch(DecodingBatch):
+    """Profiles to predict, and the perturbations of their cells."""
+
+    perturbation: torch.Tensor  # (C,) int64: number of the level; 0 for controls
+    perturbed: torch.Tensor  # (C, M) int64: token ids of perturbed genes, then `<pad>`
+
+
+class PerturbationResponse(CellDecoding):
+    """See the module; needs a model with `cell_vectors`."""
+
+    config: PerturbationResponseConfig
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        names = super().attach(model, n_tokens)
+        config = self.config
+        width = model.vector_width
+        levels = self.levels[config.perturbation_column]
+        # no response at the start
+        model.response_genes = with_std(nn.Linear(config.decoder_hidden or width, width), 0.0)
+        model.response_terms = LevelTerms(len(levels), width, centered=False)
+        rows = {"response_terms.weight": config.perturbation_column}
+        model.level_rows = {**model.level_rows, **rows}
+        genes = config.perturbed_genes or {}
+        # by level number; the unknown level has no genes
+        self._genes = [[], *(genes.get(level, []) for level in levels)]
+        self._control = 1 + levels.index(config.control) if config.control in levels else 0
+        self._excluded = [0]  # cells of these levels have no target
+        if MISSING in levels:
+            self._excluded.append(1 + levels.index(MISSING))
+        return (*names, "response_genes", "response_terms")
+
+    def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
+        assert isinstance(batch, ViewBatch), "expected a view"
+        numbers = self.level_numbers(batch, self.config.perturbation_column)
+        has_target = ~torch.isin(numbers, torch.tensor(self._excluded))
+        entries = has_target[batch.profile_cell]
+        batch = replace(
+            batch,
+            profile_cell=batch.profile_cell[entries],
+            profile_gene=batch.profile_gene[entries],
+            profile_count=batch.profile_count[entries],
+        )
+        prepared = super().prepare(batch, seed=seed, step=step)
+        perturbation = numbers[prepared.target_cells]
+        return ResponseBatch(
+            **{field.name: getattr(prepared, field.name) for field in fields(prepared)},
+            perturbation=torch.where(perturbation == self._control, 0, perturbation),
+            perturbed=_pad_genes([self._genes[number] for number in perturbation.tolist()]),
+        )
+
+    def decode(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+        """(C, H) -> (C, D), with the response of each cell to its perturbation."""
+        assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
+        response = _respond(model, prepared.perturbation, prepared.perturbed)
+        changed = vectors + response * (prepared.perturbation > 0)[:, None]
+        return super().decode(model, changed.to(vectors.dtype), prepared)
+
+    def log_profile(
+        self, model: Any, vectors: torch.Tensor, perturbation: str | None, genes: list[int]
+    ) -> torch.Tensor:
+        """(C, H) -> (C, V - special) float32: log share of each gene in a cell, in an average batch.
+
+        `perturbation` is a level, or another name, which has no learned vector; None for the cells
+        as they are. `genes` are token ids of its genes, maybe none.
+        """
+        if perturbation is not None:
+            levels = [*self.levels[self.config.perturbation_column]]
+            number = 1 + levels.index(perturbation) if perturbation in levels else 0
+            numbers = torch.tensor([number], device=vectors.device)
+            vectors = vectors + _respond(model, numbers, _pad_genes([genes]).to(vectors.device))
+        decoded = model.decoder(vectors)
+        logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
+        return logits[:, len(SPECIAL) :].float().log_softmax(1)
+
+
+def _respond(model: Any, perturbation: torch.Tensor, perturbed: torch.Tensor) -> torch.Tensor:
+    """(C,) and (C, M) -> (C, H): the term that a perturbation adds to the cell's vector."""
+    flat = embed_tokens(perturbed.flatten(), model.profile_genes.weight)
+    embedded = flat.unflatten(0, perturbed.shape)  # (C, M, D)
+    is_gene = (perturbed != PAD_TOKEN)[..., None]
+    mean = (embedded * is_gene).sum(1) / is_gene.sum(1).clamp(min=1)
+    of_genes = model.response_genes(mean.to(embedded.dtype))
+    response: torch.Tensor = of_genes + model.response_terms(perturbation)
+    return response
+
+
+def _pad_genes(genes: list[list[int]]) -> torch.Tensor:
+    """Return token ids by cell, (C, M) int64, with M at least 1."""
+    most = max(map(len, genes), default=1) or 1
+    rows = [cell_genes + [PAD_TOKEN] * (most - len(cell_genes)) for cell_genes in genes]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), most)

@@ -1,0 +1,135 @@
+"""regression: predict a number per cell from its vector.
+
+The head predicts the standardised number. Loss pearson is 1 - r, with r the correlation over the
+cells of the global batch; its predictions have neither scale nor offset, and only r judges them.
+
+Legend: C cells with a target, H width of a cell's vector, S slots of a global batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from cellmill.config.parts.objectives import RegressionConfig
+from cellmill.data.stream.batch import Batch
+from cellmill.models.objective import GeneStatistics
+from cellmill.models.objectives.per_cell import CellHead, CellObjective, TargetBatch
+from cellmill.runs.verdict import Verdict, compare
+
+EPS = 1e-8
+"""Added to variances of standardised numbers: equal predictions have correlation 0 and a finite
+gradient.
+"""
+
+
+class Regression(CellObjective):
+    config: RegressionConfig
+    figure_names = ("pearson",)
+    n_sums = 6
+
+    def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        config = self.config
+        self.head = f"number_head{self.suffix}"
+        head = CellHead(model.vector_width, config.number_hidden, 1, config.number_dropout)
+        setattr(model, self.head, head)
+        self.row_widths = (3,) if config.loss == "pearson" else ()
+        self.validates_rows = bool(self.row_widths)
+        return (self.head,)
+
+    @property
+    def _scale(self) -> tuple[float, float]:
+        """Standard deviation and mean of the number."""
+        return self.config.target_std or 1.0, self.config.target_mean or 0.0
+
+    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
+        if batch.numbers is not None:
+            numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
+        std, mean = self._scale
+        return ((numbers - mean) / std).float(), numbers.isfinite()
+
+    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+        predicted = self.predict_targets(model, states, prepared)
+        targets = prepared.targets
+        if self.kept_sums is not None:
+            x = predicted.double()
+            y = targets.double()
+            sums = [column.sum() for column in (x, y, x * x, y * y, x * y)]
+            self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *sums]))
+        if self.config.loss == "pearson":
+            return self.coupled_loss(_rows(predicted, targets), prepared)
+        if self.config.loss == "huber":
+            return F.huber_loss(predicted, targets, reduction="sum", delta=self.config.huber_delta)
+        return F.mse_loss(predicted, targets, reduction="sum")
+
+    def rows(
+        self, model: Any, states: torch.Tensor, prepared: TargetBatch
+    ) -> tuple[torch.Tensor, ...]:
+        """(C, 3): 1, prediction and number."""
+        return (_rows(self.predict_targets(model, states, prepared), prepared.targets),)
+
+    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(anticorrelation(table) for table in tables)
+
+    def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
+        n, x, y, xx, yy, xy = sums
+        variances = (n * xx - x * x) * (n * yy - y * y)
+        return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
+
+    def predict(
+        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        predicted: torch.Tensor = getattr(model, self.head)(vectors, keys)
+        return predicted[:, 0].float()
+
+    def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
+        """(C, H) -> (C,) float32: predicted numbers, in the unit of the column."""
+        std, mean = self._scale
+        return self.predict(model, vectors) * std + mean
+
+    def judge(
+        self, *observed: np.ndarray, train: GeneStatistics
+    ) -> tuple[dict[str, Any], list[Verdict]]:
+        numbers, predicted = (values.astype(np.float64) for values in observed)
+        metrics: dict[str, Any] = {"n_targets": len(numbers)}
+        if len(numbers) < 2 or not numbers.std() or not predicted.std():
+            return metrics, []
+        name = f"regression of {self.config.target_column}"
+        pearson = float(np.corrcoef(numbers, predicted)[0, 1])
+        metrics["pearson"] = pearson
+        metrics["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
+        if self.config.loss == "pearson":
+            return metrics, [compare(name, "no correlation", "Pearson's r", pearson)]
+        r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
+        errors = (numbers - predicted) * self._scale[0]  # in the unit of the column
+        metrics["r2"] = r2
+        metrics["mean_absolute_error"] = float(np.abs(errors).mean())
+        metrics["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
+        return metrics, [compare(name, "the mean of the cells", "R²", r2)]
+
+
+def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
+
+
+def anticorrelation(table: torch.Tensor) -> torch.Tensor:
+    """Return S (1 - r), a float64 scalar, from rows (S, 3): 1, prediction and number.
+
+    Rows of zeros are empty slots.
+    """
+    filled, *columns = table.double().unbind(1)
+    n_cells = filled.detach().sum()
+    n = n_cells.clamp(min=1)
+    x, y = (column - filled * (column.sum() / n) for column in columns)
+    x_var, y_var = (centered.square().sum() / n + EPS for centered in (x, y))
+    return n_cells * (1 - (x * y).sum() / n / (x_var * y_var).sqrt())
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks of numbers; equal numbers share their mean rank. scipy.stats takes a second to import."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[group]
+    return ranks

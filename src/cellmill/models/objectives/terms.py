@@ -1,0 +1,85 @@
+"""Parts that options add to cell_decoding: VICReg of two views, level terms and an adversary.
+
+There are two ways to keep a cell's batch out of its vector. The decoder gets a vector of each batch
+(`LevelTerms`), so that the cell's vector need not encode it, as in scVI (Lopez et al. 2018). Or an
+`Adversary` predicts the batch from the cell's vector, through a reversed gradient that makes the
+encoder hide it (Ganin & Lempitsky 2015).
+
+Legend: C cells, H width of a cell's vector, S slots of a global batch. Level numbers begin at 1; 0 is
+an unknown level.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cellmill.models.blocks import Reversed
+from cellmill.models.initial import Fill, with_std, zeros
+
+VARIANCE_EPS = 1e-4
+
+
+def vicreg(table: torch.Tensor, weights: tuple[float, float, float]) -> torch.Tensor:
+    """Return n times the loss, a float64 scalar, of rows (S, 1 + 2 H): 1, z and z'.
+
+    Rows of zeros are empty slots. z and z' are the vectors of the n cells of a global batch, C and
+    C' their covariances, divided by n - 1. `weights` are those of
+
+    - invariance: the mean over cells and directions of (z - z')^2
+    - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
+    - covariance: the sum of squares of C off its diagonal, divided by H, for both views
+
+    Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
+    2022, equations 1 to 6; the invariance is divided by H, as in the authors' code.
+    """
+    width = table.shape[1] // 2
+    filled, *views = table.double().split([1, width, width], dim=1)
+    n_cells = filled.detach().sum()
+    n = n_cells.clamp(min=1)
+    invariance, variance, covariance = weights
+    first, second = views
+    loss = invariance * (first - second).square().sum() / (n * width)
+    for z in views:
+        centered = z - filled * (z.sum(0) / n)
+        matrix = centered.T @ centered / (n - 1).clamp(min=1)
+        variances = matrix.diagonal()
+        hinge = F.relu(1 - (variances + VARIANCE_EPS).sqrt()).mean()
+        correlated = (matrix.square().sum() - variances.square().sum()) / width
+        loss = loss + variance * hinge + covariance * correlated
+    return n_cells * loss
+
+
+class LevelTerms(nn.Module):
+    """A vector of each level, zero for an unknown level.
+
+    With `centered` the mean over levels is subtracted.
+    """
+
+    def __init__(self, n_levels: int, width: int, centered: bool = True) -> None:
+        super().__init__()
+        self.centered = centered
+        self.weight = nn.Parameter(torch.empty(n_levels, width))
+
+    def initial_value(self, name: str) -> Fill:
+        return zeros
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """(C,) int64 -> (C, width)."""
+        terms = self.weight - self.weight.mean(0) if self.centered else self.weight
+        return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
+
+
+class Adversary(nn.Module):
+    """Classifier of a cell's level that sends the encoder its reversed gradient, times `scale`."""
+
+    def __init__(self, width: int, n_levels: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = with_std(nn.Linear(width, width), width**-0.5)
+        self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
+
+    def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """(C, H) and (C,) int64 -> float32 scalar: cross-entropy summed over cells of known level."""
+        hidden = F.gelu(self.inner(Reversed.apply(vectors, self.scale)))
+        logits = self.out(hidden).float()
+        return F.cross_entropy(logits, numbers - 1, ignore_index=-1, reduction="sum")
