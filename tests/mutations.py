@@ -41,13 +41,13 @@ FAULTS = [
     Fault("a cap of repeats counts as zero", "data/stream/order.py", "most * sizes[capped]", "0 * sizes[capped]", "unit/test_repeats.py"),
     Fault("smallest remainders are rounded up", "data/stream/order.py", "np.argsort(totals - exact", "np.argsort(exact - totals", "unit/test_repeats.py"),
     Fault("gradient norm without the squares of other pipeline stages", "parallel/step.py", "total = squares.sqrt()", "total = total", "distributed/test_conformance.py"),
-    Fault("sums count model-parallel peers twice", "parallel/mesh.py", "if (peers := self.model_parallel_size) > 1:\n            tensor.div_", "if (peers := 0):\n            tensor.div_", "distributed/test_conformance.py"),
+    Fault("sums count model-parallel peers twice", "parallel/mesh.py", "        peers = self.model_parallel_size\n", "        peers = 0\n", "distributed/test_conformance.py"),
     Fault("warm-up of the average is off by one", "train/optimizer.py", "(1 + step) / (10 + step)", "step / (10 + step)", "distributed/test_loop.py"),
     Fault("first step has a rate of 0", "config/run.py", "(step + 1) / train.warmup_steps", "step / train.warmup_steps", "unit/test_optimizers.py"),
     Fault("wsd's decay is rounded down", "config/run.py", "math.ceil(", "math.floor(", "unit/test_optimizers.py"),
     Fault("val and test overlap", "data/split.py", "uniform < test_frac + val_frac", "uniform < val_frac", "unit/test_shards.py"),
     Fault("equal steps are off by one cell", "data/stream/order.py", "+ lane + 1) * self.steps", "+ lane) * self.steps", "unit/test_stream.py"),
-    Fault("shown and hidden counts are swapped", "models/objectives/views.py", ">= share[cell])", "< share[cell])", "unit/test_views.py"),
+    Fault("shown and hidden counts are swapped", "models/objectives/views.py", ">= share[cell]", "< share[cell]", "unit/test_views.py"),
     Fault("variance of a paired difference without the repetitions", "evaluate/scores.py", "cells[0] + repetitions[0]", "cells[0]", "unit/test_paired.py"),
     Fault("a validation equal to the best is the best", "train/validation.py", "sign * value >= sign * self.best_value", "sign * value > sign * self.best_value", "unit/test_validation.py"),
     Fault("an improvement of exactly min_delta resets the patience", "train/validation.py", "value) > train.early", "value) >= train.early", "unit/test_validation.py"),
@@ -56,7 +56,7 @@ FAULTS = [
     Fault("a class needs one cell more", "evaluate/tasks/classify.py", "n >= shots + FEWEST_TESTED", "n > shots + FEWEST_TESTED", "unit/test_classifying_tasks.py"),
     Fault("the adversary's gradient is not reversed", "models/blocks.py", "-ctx.scale * grad", "ctx.scale * grad", "unit/test_cell_decoding.py"),
     Fault("covariance of VICReg divided by n", "models/objectives/terms.py", "(n - 1).clamp(min=1)", "n", "unit/test_views.py"),
-    Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths, states = segment_sum(of_gene.float(), *cells), states * of_gene[:, None]", "states = states * of_gene[:, None]", "unit/test_cell_encoder.py unit/test_cell_encoder.py"),
+    Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths = segment_sum(", "_ = segment_sum(", "unit/test_cell_encoder.py"),
     Fault("a claim is never silent for too long", "runs/lock.py", "(modified == first and silent_s >= LEASE_S)", "False", "unit/test_jobs.py"),
     Fault("another job's claim is not noticed", "runs/lock.py", "if newest is not None and newest != self.file:", "if False:", "unit/test_jobs.py"),
     Fault("last node of a range is lost", "launch/queue.py", "int(high or low) + 1", "int(high or low)", "unit/test_node.py"),
@@ -78,8 +78,8 @@ def is_noticed(fault: Fault) -> bool:
         )
         file = copy / "src" / "cellmill" / fault.file
         source = file.read_text(encoding="utf-8")
-        assert source.count(fault.before) >= 1, f"{fault.file} has no {fault.before!r}"
-        file.write_text(source.replace(fault.before, fault.after, 1), encoding="utf-8")
+        assert source.count(fault.before) == 1, f"{fault.file} has no {fault.before!r}"
+        file.write_text(source.replace(fault.before, fault.after), encoding="utf-8")
         tests = [f"tests/{name}" for name in fault.tests.split()]
         try:
             done = subprocess.run(

@@ -58,7 +58,7 @@ def test_generated_files_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("path", quick(CONFIGS, CONFIGS[:2]), ids=lambda path: path.name)
-def test_the_configuration_is_accepted_by_the_program_and_by_the_schema(
+def test_the_program_accepts_what_the_schema_accepts(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "family: hf" in path.read_text() and find_spec("transformers") is None:
@@ -134,7 +134,7 @@ def test_every_documented_target_is_the_output_of_a_rule() -> None:
         assert any(pattern.fullmatch(target) for pattern in patterns), f"{name}: {target}"
 
 
-def test_documented_profiles_configurations_and_make_targets_exist() -> None:
+def test_documented_profiles_and_make_targets_exist() -> None:
     written = {
         words[3]
         for _, words in documented("cellmill")
@@ -155,7 +155,7 @@ def test_documented_profiles_configurations_and_make_targets_exist() -> None:
         assert set(words[1:2]) <= {*targets, "PYTHON=python3.12"}, f"{name}: {' '.join(words)}"
 
 
-def test_every_stage_is_a_rule_a_command_and_a_row_of_the_documentation() -> None:
+def test_every_stage_is_a_rule_with_a_documented_command() -> None:
     text = documentation()
     parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(RULES) - {"all", "demo_data"}
@@ -195,7 +195,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
 
 
-def test_the_picture_of_the_rules_is_that_of_the_demo(tmp_path: Path) -> None:
+def test_the_picture_shows_the_rules_of_the_demo(tmp_path: Path) -> None:
     (tmp_path / "config").symlink_to(ROOT / "config")
     command = [
         sys.executable,
@@ -213,7 +213,7 @@ def test_the_picture_of_the_rules_is_that_of_the_demo(tmp_path: Path) -> None:
     assert same, "run: snakemake --rulegraph | python tools/rule_graph.py > docs/rules.svg"
 
 
-def test_links_and_anchors_of_documents_exist() -> None:
+def test_links_of_documents_exist() -> None:
     count = 0
     for name in [*DOCUMENTS, "benchmarks/README.md", "CHANGELOG.md"]:
         text = read(name)
@@ -227,7 +227,7 @@ def test_links_and_anchors_of_documents_exist() -> None:
     assert count > 30
 
 
-def test_every_page_is_reached_from_the_readme_the_first_page_and_the_site() -> None:
+def test_every_page_can_be_reached_from_the_readme() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages == set(re.findall(r"\]\(docs/([\w-]+\.md)\)", read("README.md")))
     assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", read("docs/index.md")))
@@ -235,7 +235,7 @@ def test_every_page_is_reached_from_the_readme_the_first_page_and_the_site() -> 
     assert pages == set(re.findall(r"'([\w-]+\.md)'", navigation)) - {"index.md"}
 
 
-def test_the_site_builds_without_a_warning_and_loads_nothing_remote(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material")
     command = [
         sys.executable,
@@ -258,7 +258,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_remote(tmp_path: Pa
         assert not remote, f"{page.name}: {remote}"
 
 
-def test_the_contracts_and_toys_of_contributing_exist() -> None:
+def test_the_contracts_of_contributing_exist() -> None:
     row = r"^\| \w+ \| `(.+?)` `(\w+)` \| `(.+?)` `(\w+)` \| .+? \| `(\w+\.py)`"
     rows = re.findall(row, read("CONTRIBUTING.md"), re.M)
     assert len(rows) == len(registry.BUILT_IN)
@@ -284,7 +284,7 @@ def table_rows(path: str) -> list[list[str]]:
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_figures_of_a_digest_are_those_of_its_source() -> None:
+def test_figures_of_a_digest_match_their_source() -> None:
     names = ("pbmc68k", "merfish_mouse", "cellbench")
     source: dict[str, list[str]] = {}
     for data, model, *figures in (
