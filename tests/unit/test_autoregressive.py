@@ -99,7 +99,7 @@ def test_the_loss_is_the_chain_of_likelihoods(tokenizer: str) -> None:
     check_gradients(model, loss, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_vector_of_a_cell_ignores_later_genes() -> None:
+def test_a_cell_is_the_mean_or_the_last_of_its_states() -> None:
     mean = model_of().eval()
     last = model_of(pooling="last").eval()
     batch = batch_of()

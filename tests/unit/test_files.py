@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import re
 import shutil
@@ -147,6 +146,12 @@ def test_a_file_appears_only_when_its_block_ends(tmp_path: Path) -> None:
         assert (path.suffix, path.parent) == (".txt", final.parent)
         path.write_text("old")
         assert not final.exists()
+    assert (final.read_text(), names(final.parent)) == ("old", ["out.txt"])
+
+
+def test_an_error_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
+    final = tmp_path / "out.txt"
+    final.write_text("old")
     with pytest.raises(RuntimeError), atomic_path(final) as path:
         raise RuntimeError(path.write_text("half"))
     assert (final.read_text(), names(final.parent)) == ("old", ["out.txt"])
@@ -173,15 +178,24 @@ def test_bytes_reach_the_disk_before_the_name(
     assert durable == [("all of it", False), ("folder", True)]
 
 
-def test_json_refuses_nan(tmp_path: Path) -> None:
+def test_json_reads_back_equal(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None], "é": {"b": True}}
+    write_json(tmp_path / "value.json", value)
+    assert read_json(tmp_path / "value.json") == value
+    assert digest(value) == digest(dict(reversed(value.items())))
+
+
+def test_json_with_nan_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
-    write_json(path, value)
+    write_json(path, {"loss": 1.0})
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"loss": float("nan")})
-    assert read_json(path) == value
-    assert digest(value) == digest(dict(reversed(value.items())))
-    path.write_text(json.dumps(value)[:-3])
+    assert read_json(path) == {"loss": 1.0}
+
+
+def test_truncated_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    path.write_text('{"a": [1, 2.5')
     with pytest.raises(DataError, match=r"value\.json: not valid JSON \("):
         read_json(path)
 

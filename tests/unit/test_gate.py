@@ -110,6 +110,9 @@ def test_a_gate_on_a_task_that_does_not_run_is_refused() -> None:
         EvaluateOptions.model_validate(
             {"evaluate": {"gate": [{"task": "prob", "baseline": "majority"}]}}
         )
+
+
+def test_without_a_gate_the_stored_options_are_unchanged() -> None:
     given = EvaluateOptions.model_validate({"evaluate": {}}).evaluate
     assert "gate" not in given.model_dump(mode="json")
 

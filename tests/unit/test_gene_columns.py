@@ -148,7 +148,7 @@ def test_a_column_of_different_genes_fills_no_gap() -> None:
     assert choose_names(index, var, "human").gene_ids == [*IDS[:50], *[""] * 10]
 
 
-def test_a_column_that_names_as_many_genes_is_a_conflict() -> None:
+def test_an_equally_good_column_of_other_genes_is_a_conflict() -> None:
     var = pd.DataFrame({"nearest": [*SYMBOLS[1:], SYMBOLS[0]]}, index=SYMBOLS)
     assert choose_names(SYMBOLS, var, "human").conflict == "nearest"
     var["nearest"] = [f"{gene}.3" for gene in IDS]

@@ -291,13 +291,14 @@ def test_a_temperature_that_raises_the_error_is_dropped() -> None:
     assert found.calibration_error == found.calibration_error_uncalibrated
 
 
-def test_labels_outside_the_block_of_the_vector_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_labels_outside_the_block_of_the_vector_are_refused() -> None:
     family = FamilyConfig.model_validate({"family": "bert", "embed_layer": -1})
     objective = ObjectiveConfig.model_validate({"name": "classification", "label_column": "a"})
     with pytest.raises(ValueError, match="classification reads the last block"):
         family.check_with(objective, TOKENS)
+
+
+def test_a_model_without_labels_cannot_predict(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "a.h5ad", random_counts(5, GENES), genes_named(GENES))
     genes = tmp_path / "vocabulary.tsv"
     vocabulary_of(genes_named(GENES)).write(genes)

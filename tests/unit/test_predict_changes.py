@@ -220,7 +220,7 @@ def test_predicted_cells_have_the_predicted_means(
     assert (again.predicted("mean").X != found.predicted("mean").X).nnz == 0
 
 
-def test_the_mean_of_a_gene_covers_only_cells_that_measure_it(perturbed_cells: Any) -> None:
+def test_cells_gain_or_lose_a_gene_to_reach_its_mean(perturbed_cells: Any) -> None:
     generator = np.random.default_rng(0)
     cells = np.zeros((100, 6))
     cells[:40, :5] = 2.0

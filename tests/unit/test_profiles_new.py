@@ -438,10 +438,14 @@ def test_the_undo_command_works_with_a_space_in_the_path(
     assert (root / "profiles" / "slurm" / "config.yaml").exists()
 
 
-def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys: Capsys) -> None:
+def test_a_folder_without_profiles_is_refused(home: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert main(["profiles", "install", "--from", str(tmp_path)]) == 2
     remedy = "run this at the root of a checkout, or set --from FOLDER"
     assert capsys.readouterr().err == f"cellmill profiles: {tmp_path}: has no profiles; {remedy}\n"
+    assert not home.exists()
+
+
+def test_a_profile_called_default_is_refused(home: Path, tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "profiles" / "default").mkdir(parents=True)
     (tmp_path / "profiles" / "default" / "config.yaml").write_text("cores: 1\n")
     assert install(tmp_path) == 2

@@ -193,7 +193,7 @@ def test_every_cell_is_read_if_labels_are_all_or_none(
     assert Repeats(np.zeros(9, np.int32), options).counts(0, 0, 0).tolist() == 9 * [1]
 
 
-def test_a_subset_is_weighted_like_a_corpus_of_only_it(labelled: Manifest) -> None:
+def test_a_subset_is_weighted_like_a_whole_corpus(labelled: Manifest) -> None:
     stream = stream_of(labelled, labelled_frac=1, train_frac=0.3)
     kinds = kinds_of(labelled)
     n = stream.n_cells

@@ -424,7 +424,7 @@ def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     ("low", "outcome", "against"),
     [(0.02, "ahead", UNSCALED), (-0.02, "level", UNSCALED), (None, None, UNTRAINED)],
 )
-def test_an_untrained_network_counts_as_its_own_baseline(
+def test_the_best_other_baseline_replaces_an_untrained_one(
     low: float | None, outcome: str | None, against: str
 ) -> None:
     """With `low` None, there is no other baseline."""

@@ -246,7 +246,7 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_flops_of_rows_of_cells_are_independent_of_tokens(layers: int) -> None:
+def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
     hidden = 32
     genes = 300
     size = measure(

@@ -105,7 +105,7 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
 
 
-def test_more_jobs_shorten_only_the_longest(
+def test_more_jobs_leave_the_total_work_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, many = (corpus_cost([10**8], 2000, Preprocess(), Shard(jobs=jobs)) for jobs in (1, 100))

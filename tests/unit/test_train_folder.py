@@ -455,6 +455,12 @@ def test_a_restart_of_the_same_run_does_nothing(
     assert not is_done(folder, *wanted(10), restart=True)
     assert folder.saved_step() == 6
     assert "--restart changes nothing" in capsys.readouterr().out
+
+
+def test_a_restart_with_another_length_sets_the_run_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path, 6)
     assert not is_done(folder, *wanted(20), restart=True)
     assert capsys.readouterr().out == (
         f"restart (train.steps 10 -> 20): the earlier training is now in {folder.path}/superseded-001\n"

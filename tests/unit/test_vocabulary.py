@@ -300,9 +300,12 @@ def test_variable_genes_are_a_prefix_of_the_order_by_variability(
         Vocabulary.read(path)
 
 
-def test_variable_genes_need_a_number(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_genes_need_a_number() -> None:
     with pytest.raises(ValueError, match="select seurat requires max_genes, the number of genes"):
         VocabularyConfig(select="seurat")
+
+
+def test_seurat_v3_needs_its_package(simulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "skmisc.loess", None)
     assert refusal(simulated, select="seurat_v3", max_genes=9) == (
         "vocabulary.select seurat_v3 requires skmisc.loess, which is missing: pip install 'cellmill[hvg]'"

@@ -107,7 +107,7 @@ def test_a_dry_run_names_the_options_that_changed(done: tuple[Project, str]) -> 
     ]
 
 
-def test_a_failed_training_never_lends_its_model_folder(finished: Project) -> None:
+def test_a_model_is_made_again_if_its_training_failed(finished: Project) -> None:
     (finished.folder / "results/runs/tiny/train/status.json").unlink()  # as Snakemake does
     model = "results/runs/tiny/model/model.safetensors"
     assert finished.jobs("--config", "train={lr: 5e-4}", "--", model) == dict.fromkeys(RUN[:3], 1)
@@ -207,16 +207,20 @@ def test_the_report_of_snakemake_has_the_captions(done: tuple[Project, str]) -> 
         assert caption in text
 
 
-def test_a_branch_waits_for_its_trunk(
-    project: Project,
-) -> None:
-    runs = {"tiny": TRUNK, "short": BRANCH, "tuned": {"corpus": "sim", "init_from": "tiny"}}
+def test_a_run_waits_for_the_model_it_starts_from(project: Project) -> None:
+    runs = {"tiny": {"corpus": "sim"}, "tuned": {"corpus": "sim", "init_from": "tiny"}}
+    config = project.write_config("tuned.yaml", runs=runs)
+    dry = ["--configfile", config, "--dry-run", "--"]
+    assert jobs_in(project.ran(*dry, "results/runs/tuned/train/status.json")) == (
+        dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2, "consolidate": 1}
+    )
+
+
+def test_a_branch_waits_for_its_trunk(project: Project) -> None:
+    runs = {"tiny": TRUNK, "short": BRANCH}
     config = project.write_config("branch.yaml", runs=runs)
     status = "results/runs/short/train/status.json"
     dry = ["--configfile", config, "--dry-run", "--printshellcmds", "--"]
-    assert jobs_in(project.ran(*dry, status.replace("short", "tuned"))) == (
-        dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2, "consolidate": 1}
-    )
     shown = project.ran(*dry, status)
     assert jobs_in(shown) == dict.fromkeys(CORPUS, 1) | {"plan": 2, "train": 2}
     assert "--trunk results/runs/tiny/train/checkpoints/step-00000004" in shown
@@ -268,10 +272,16 @@ def test_a_student_waits_for_the_embeddings_of_its_teacher(
     assert jobs_in(shown) == once | {"plan": 2, "train": 2}
     assert "--embeddings results/runs/tiny/embeddings/sim.h5ad --out " in shown
     assert "--teacher results/runs/student/teacher " in shown
-    project.write_config("student.yaml", runs={"student": student("./given")})
+
+
+def test_a_student_may_read_a_folder_of_embeddings(project: Project) -> None:
+    config = project.write_config("student.yaml", runs={"student": student("./given")})
     (project.folder / "given").mkdir()
     (project.folder / "given" / "sim.h5ad").touch()
-    assert project.jobs(*asked) == dict.fromkeys([*CORPUS, "teach", "plan", "train"], 1)
+    target = "results/runs/student/train/status.json"
+    assert project.jobs("--configfile", config, "--", target) == (
+        dict.fromkeys([*CORPUS, "teach", "plan", "train"], 1)
+    )
 
 
 @pytest.mark.full
