@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parallel import Style
 from cellmill.config.parts.methods import LoraConfig
@@ -43,14 +43,14 @@ class AdaptedLinear(nn.Module):
         self.a = with_std(nn.Linear(n_in, rank, bias=False), n_in**-0.5)
         self.b = with_std(nn.Linear(rank, n_out, bias=False), 0.0)
 
-    def product(self) -> torch.Tensor:
+    def product(self) -> Tensor:
         """Return what merging adds to the weight of `base`."""
-        product: torch.Tensor = self.scale * self.b.weight @ self.a.weight
+        product: Tensor = self.scale * self.b.weight @ self.a.weight
         # GPT-2's Conv1D has a weight of (in, out)
         return product.T if is_transposed(self.base) else product
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + self.scale * self.b(self.a(x))
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.scale * self.b(self.a(x))
         return out
 
 
@@ -115,7 +115,7 @@ class Lora(Method):
             adapted.base.weight += adapted.product()
             model.set_submodule(path, adapted.base)
 
-    def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the files' contents, as package peft from version 0.10 on reads them.
 
         The tensors include the trained heads.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
+from torch import Tensor
 
 from cellmill.config.parts.methods import FullConfig, MethodConfig, PartialConfig
 from cellmill.errors import ConfigError
@@ -63,7 +63,7 @@ class Method:
     def merge(self, model: Model) -> None:
         """Fold what `transform` added into the plain parameters of a whole CPU model with values."""
 
-    def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    def adapter(self, model: Model) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return what an export keeps next to the merged model, before `merge`; None for nothing.
 
         These are adapter_config.json and the CPU tensors of adapter_model.safetensors, as the

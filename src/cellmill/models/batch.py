@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch, Per
@@ -33,7 +34,7 @@ EOS = -2
 def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
     """Return `batch` as tensors on `device`: integers as int64, except `cu_seqlens`."""
 
-    def change(_: Per, array: Any) -> torch.Tensor:
+    def change(_: Per, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if tensor.is_floating_point() else tensor.long()
 
@@ -74,7 +75,7 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
         len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype
     )
 
-    def spread(tensor: torch.Tensor, fill: float) -> torch.Tensor:
+    def spread(tensor: Tensor, fill: float) -> Tensor:
         return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(
             0, moved_to, tensor
         )
@@ -91,10 +92,10 @@ def on_device(value: Any, device: torch.device) -> Any:
     """Copy CPU tensors of a dataclass to `device`, at any depth, each once; to a GPU pinned and not
     blocking.
     """
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             if id(value) not in copies:
                 source = value.pin_memory() if device.type == "cuda" else value
                 copies[id(value)] = source.to(device, non_blocking=True)
@@ -108,7 +109,7 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value if device.type == "cpu" else copied(value)
 
 
-def with_genes(batch: Batch) -> torch.Tensor:
+def with_genes(batch: Batch) -> Tensor:
     """Return (cells,) bool: the cells with a gene, beside tokens of pooling, of obs columns and at
     their ends.
     """
@@ -118,7 +119,7 @@ def with_genes(batch: Batch) -> torch.Tensor:
     return n_genes.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
 
 
-def positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in
     the cell.
     """
@@ -137,8 +138,8 @@ class EncoderBatch(Batch):
     of them.
     """
 
-    value_hidden: torch.Tensor  # (tokens,) bool
-    value_known: torch.Tensor  # (tokens,) bool: those that `center` is the mean of
+    value_hidden: Tensor  # (tokens,) bool
+    value_known: Tensor  # (tokens,) bool: those that `center` is the mean of
     keys: tuple[int, int] | None  # seed and step, which key the dropout; None: no dropout
 
     @classmethod
@@ -153,18 +154,18 @@ class EncoderBatch(Batch):
         return cls(**given | {"value_known": ~hidden} | own)
 
     @cached_property
-    def cell(self) -> torch.Tensor:
+    def cell(self) -> Tensor:
         """(tokens,) int64: index of the token's cell in the batch."""
         return positions(self)[0]
 
     @property
-    def place(self) -> torch.Tensor:
+    def place(self) -> Tensor:
         """(tokens,) int64: place of the token in its cell, from 0."""
         starts = self.cu_seqlens[:-1].long()
         return torch.arange(len(self.genes), device=self.genes.device) - starts[self.cell]
 
     @cached_property
-    def token_keys(self) -> torch.Tensor:
+    def token_keys(self) -> Tensor:
         """(tokens,) int64: keys of the dropout."""
         cell, place = positions(self)
         return (
@@ -174,13 +175,13 @@ class EncoderBatch(Batch):
         )
 
     @cached_property
-    def cell_keys(self) -> torch.Tensor:
+    def cell_keys(self) -> Tensor:
         """(cells,) int64: keys of the dropout in layers whose rows are cells."""
-        cells: torch.Tensor = self.cells
+        cells: Tensor = self.cells
         return cells if self.keys is None else keyed_bits(cells, *self.keys)
 
     @cached_property
-    def center(self) -> torch.Tensor:
+    def center(self) -> Tensor:
         """(cells,) float32: mean of a cell's known continuous values, which hidden ones cannot leak
         into; else 0.
         """

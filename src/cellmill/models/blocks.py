@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
@@ -23,13 +23,13 @@ from cellmill.parallel.torch_private import flash_attention
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
     lengths: list[int],
     causal: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """(T, h, d) each -> (T, h, d): each token attends to its cell's, if `causal` to itself and
     earlier ones.
     """
@@ -47,7 +47,7 @@ def attention(
         # only here: the module imports torch's compiler, half a second
         varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
         return cast(
-            torch.Tensor,
+            Tensor,
             varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window),
         )
     # nothing is computed: fewer calls for the planner to measure
@@ -73,7 +73,7 @@ def _has_flash(device: torch.device) -> bool:
 class Entry(nn.Module):
     """Identity at which sequence parallel shards the tokens that enter the blocks."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -109,11 +109,11 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        x: Tensor,
+        cu_seqlens: Tensor,
         lengths: list[int],
-        token_keys: torch.Tensor,
-    ) -> torch.Tensor:
+        token_keys: Tensor,
+    ) -> Tensor:
         """(T, H) -> (T, H); `token_keys` (T,) int64 key the dropout. T may be this rank's share of
         the tokens.
         """
@@ -126,7 +126,7 @@ class Block(nn.Module):
         attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
         return self.after(x, attended.flatten(1), drops)
 
-    def padded(self, x: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    def padded(self, x: Tensor, inside: Tensor) -> Tensor:
         """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, are tokens
         that are no padding.
         """
@@ -138,22 +138,22 @@ class Block(nn.Module):
             0, (cells, length)
         )
 
-    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H) -> query, key and value, (T, h, H / h) each."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
         return q, k, v
 
     def after(
         self,
-        x: torch.Tensor,
-        attended: torch.Tensor,
-        drops: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        attended: Tensor,
+        drops: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
         x = x + self._drop(self.out(attended), drops and drops[0])
         return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))), drops and drops[1])
 
-    def _drop(self, x: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+    def _drop(self, x: Tensor, states: Tensor | None) -> Tensor:
         return x if states is None else keyed_dropout(x, self.dropout, states)
 
 
@@ -168,11 +168,11 @@ class FeedForward(nn.Module):
         self.up = with_std(nn.Linear(hidden, ffn_hidden), hidden**-0.5)
         self.down = with_std(nn.Linear(ffn_hidden, hidden), ffn_hidden**-0.5)
 
-    def forward(self, x: torch.Tensor, row_keys: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, row_keys: Tensor | None) -> Tensor:
         """(R, H) -> (R, H); `row_keys` (R,) int64 key the dropout, None for none."""
         return self.inner(x, None if row_keys is None else keyed_state(row_keys, self.index))
 
-    def inner(self, x: torch.Tensor, drops: torch.Tensor | None) -> torch.Tensor:
+    def inner(self, x: Tensor, drops: Tensor | None) -> Tensor:
         """(R, H) and states of the dropout, (R,), -> (R, H)."""
         update = self.down(F.gelu(self.up(self.norm(x))))
         return x + (update if drops is None else keyed_dropout(update, self.dropout, drops))
@@ -194,10 +194,10 @@ class Reversed(torch.autograd.Function):
     """Identity, of a tensor and a number `scale`, whose gradient is multiplied by `-scale`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return -ctx.scale * grad, None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -38,7 +38,7 @@ class CovariateEmbedding(nn.Module):
             nn.Embedding(len(levels[name]) + 1, hidden) for name in tokens.covariates
         )
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """(T,) int64, rows of all tables one below another, from 1 -> (T, H); zeros for tokens of
         row 0.
         """
@@ -77,9 +77,7 @@ class CovariatePrefix:
         )
 
 
-def mean_state(
-    states: torch.Tensor, prepared: EncoderBatch, of_gene: torch.Tensor | None = None
-) -> torch.Tensor:
+def mean_state(states: Tensor, prepared: EncoderBatch, of_gene: Tensor | None = None) -> Tensor:
     """(T, H) -> (C, H) float32: mean over the tokens of genes, `of_gene` (T,) or all but
     covariates; zeros for none.
     """
@@ -94,14 +92,12 @@ def mean_state(
     return segment_sum(states, *cells) / lengths.clamp(min=1)[:, None]
 
 
-def first_state(states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+def first_state(states: Tensor, prepared: EncoderBatch) -> Tensor:
     """(T, H) -> (C, H) float32: the state of each cell's first token."""
     return states[prepared.cu_seqlens[:-1].long()].float()
 
 
-def attended_state(
-    states: torch.Tensor, prepared: EncoderBatch, query: torch.Tensor
-) -> torch.Tensor:
+def attended_state(states: Tensor, prepared: EncoderBatch, query: Tensor) -> Tensor:
     """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)); zeros
     for none.
     """
@@ -144,7 +140,7 @@ class CellEncoder(Model):
             return view
         return self.covariate_prefix.before(view, (seed, step) if self.training else None)
 
-    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def finish(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while
         `kept_rows` is a list.
         """
@@ -155,16 +151,16 @@ class CellEncoder(Model):
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)
 
-    def embed(self, batch: Batch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         batch = batch if self.covariate_prefix is None else self.covariate_prefix.before(batch)
         prepared = EncoderBatch.prepared(batch)
         return self.cell_vectors(self.states(prepared), prepared)
 
-    def states(self, prepared: EncoderBatch) -> torch.Tensor:
+    def states(self, prepared: EncoderBatch) -> Tensor:
         """(R, H): the normed output of the last block."""
         return self.norm(self.through(self.begin(prepared), prepared))
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(R, H) -> (cells, H) float32."""
         raise NotImplementedError
 
@@ -201,18 +197,14 @@ class TokenEncoder(CellEncoder):
         self.enter_keys = Entry()
         self.gene_embedding = nn.Embedding(self.n_tokens, width)
 
-    def through(
-        self, x: torch.Tensor, prepared: EncoderBatch, last: int | None = None
-    ) -> torch.Tensor:
+    def through(self, x: Tensor, prepared: EncoderBatch, last: int | None = None) -> Tensor:
         """Apply the blocks, up to number `last`."""
         token_keys = self.enter_keys(prepared.token_keys)
         for block in list(self.blocks)[:last]:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x
 
-    def with_hidden(
-        self, values: torch.Tensor, prepared: EncoderBatch, at: torch.Tensor | slice
-    ) -> torch.Tensor:
+    def with_hidden(self, values: Tensor, prepared: EncoderBatch, at: Tensor | slice) -> Tensor:
         """(N, H): embedded values of the tokens `at`, hidden ones replaced by `hidden_value` if
         there is one.
         """

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cellmill.data.keys import splitmix64
 
@@ -18,22 +19,22 @@ _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def keyed_bits(*keys: torch.Tensor | int) -> torch.Tensor:
+def keyed_bits(*keys: Tensor | int) -> Tensor:
     """Return 63 random bits as non-negative int64 for each element of the broadcast keys, at least
     one a tensor.
     """
     return _shift(keyed_state(*keys), 1)
 
 
-def keyed_state(*keys: torch.Tensor | int) -> torch.Tensor:
+def keyed_state(*keys: Tensor | int) -> Tensor:
     """Return the int64 state behind `keyed_bits`, into which more keys can be folded."""
-    device = next(key.device for key in keys if isinstance(key, torch.Tensor))
+    device = next(key.device for key in keys if isinstance(key, Tensor))
     return _folded(torch.zeros((), dtype=torch.int64, device=device), keys)
 
 
 def keyed_token_bits(
-    cells: torch.Tensor, cell: torch.Tensor, seed: int, step: int, *keys: torch.Tensor | int
-) -> torch.Tensor:
+    cells: Tensor, cell: Tensor, seed: int, step: int, *keys: Tensor | int
+) -> Tensor:
     """Return `keyed_bits(cells[cell], seed, step, *keys)`; the keys that tokens of a cell share are
     mixed once.
     """
@@ -49,7 +50,7 @@ def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarr
     return state
 
 
-def keyed_dropout(x: torch.Tensor, p: float, states: torch.Tensor) -> torch.Tensor:
+def keyed_dropout(x: Tensor, p: float, states: Tensor) -> Tensor:
     """Apply dropout to `x` (tokens, width), keyed by `states` (tokens,) int64 of token and layer,
     and column.
     """
@@ -63,13 +64,13 @@ def threshold(probability: float) -> int:
     return min(int(probability * 2.0**63), 2**63 - 1)
 
 
-def _folded(state: torch.Tensor, keys: Iterable[torch.Tensor | int]) -> torch.Tensor:
+def _folded(state: Tensor, keys: Iterable[Tensor | int]) -> Tensor:
     for key in keys:
         state = _mix(state ^ key)
     return state
 
 
-def _mix(state: torch.Tensor) -> torch.Tensor:
+def _mix(state: Tensor) -> Tensor:
     # a tensor of its own, changed in place: new memory costs more than the arithmetic
     state = state + _GOLDEN
     state.bitwise_xor_(_shift(state, 30)).mul_(_FIRST)
@@ -77,6 +78,6 @@ def _mix(state: torch.Tensor) -> torch.Tensor:
     return state.bitwise_xor_(_shift(state, 31))
 
 
-def _shift(state: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift(state: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's is arithmetic."""
     return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from cellmill.config.load import check_options, read_model_config, unusable
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
@@ -54,7 +55,7 @@ class WeightsFile:
         self.shapes = {name: torch.Size(tensor.get_shape()) for name, tensor in stored.items()}
         self.float32 = {name for name, tensor in stored.items() if tensor.get_dtype() == "F32"}
 
-    def read(self, name: str, part: Part) -> torch.Tensor:
+    def read(self, name: str, part: Part) -> Tensor:
         with self._named():
             return self._file.get_slice(name)[part] if part else self._file.get_tensor(name)
 
@@ -70,7 +71,7 @@ class WeightsFile:
             raise unusable(self._path, f"damaged: {error}") from None
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write full, contiguous tensors to a .safetensors file, atomically. Raises DataError when that
     fails.
     """
@@ -85,7 +86,7 @@ def write_model(
     folder: Path,
     sections: Mapping[str, Any],
     genes: Vocabulary,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     about: Mapping[str, Any],
     card: Callable[[dict[str, Any]], str],
 ) -> None:
@@ -220,9 +221,9 @@ def initial_tensors(
     init_from: Path | None,
     vocabulary: Vocabulary,
     only: Collection[str] | None = None,
-    given: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    new_genes: Mapping[str, torch.Tensor] = MappingProxyType({}),
-) -> Iterator[tuple[str, torch.Tensor]]:
+    given: Mapping[str, Tensor] = MappingProxyType({}),
+    new_genes: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, CPU tensor) of every parameter and buffer, one at a time; of a DTensor the part
     of this rank.
 
@@ -256,7 +257,7 @@ def initial_tensors(
         yield name, own
 
 
-def mean_gene_row(weights: Path, name: str) -> torch.Tensor:
+def mean_gene_row(weights: Path, name: str) -> Tensor:
     """Return the mean over the genes of a tensor with a row per gene, float32; reads a piece at a
     time.
     """
@@ -285,7 +286,7 @@ class _Source:
             "levels", {}
         )
 
-    def rows(self, name: str, empty: torch.Tensor, part: Part) -> torch.Tensor | None:
+    def rows(self, name: str, empty: Tensor, part: Part) -> Tensor | None:
         """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the
         tensor.
         """
@@ -319,14 +320,14 @@ class _Source:
             rows = torch.arange(len(empty) if empty.ndim else 1)
         return rows[part[0]] if part else rows
 
-    def read(self, name: str, rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, rows: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
         """Return these rows of a tensor, and of each what `part` has."""
         return self.file.read(name, (as_index(rows.tolist()), *part[1:]) if part else part).to(
             dtype
         )
 
 
-def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, Tensor]:
     """Return the mean row of each tensor of the model `spec` with a row per gene that the model in
     `folder` has.
 

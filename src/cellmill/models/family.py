@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parallel import Style
 from cellmill.data.stream.batch import Batch
@@ -73,11 +72,11 @@ class Model(nn.Module):
         """Functions that fill parameters and buffers, by name; set by `models.build`, before any
         layout is applied.
         """
-        self.kept_vectors: list[torch.Tensor] | None = None
+        self.kept_vectors: list[Tensor] | None = None
         """If not None, `finish` appends the vectors of each batch, (cells, vector width): those of
         `keep_vectors`.
         """
-        self.kept_rows: list[tuple[torch.Tensor, ...]] | None = None
+        self.kept_rows: list[tuple[Tensor, ...]] | None = None
         """If not None, `finish` appends the objective's `rows` of each batch, and returns 0 instead
         of the loss.
         """
@@ -109,34 +108,34 @@ class Model(nn.Module):
         self.objective.training = self.training
         return self.objective.prepare(batch, seed=seed, step=step)
 
-    def forward(self, prepared: Any) -> torch.Tensor:
+    def forward(self, prepared: Any) -> Tensor:
         """Return the loss summed over the targets, float32, () or (parts,); 0 for an empty batch."""
         return self.finish(self.through(self.begin(prepared), prepared), prepared)
 
-    def begin(self, prepared: Any) -> torch.Tensor:
+    def begin(self, prepared: Any) -> Tensor:
         """Return the input (T, H) of the first block."""
         raise NotImplementedError
 
-    def through(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
+    def through(self, x: Tensor, prepared: Any) -> Tensor:
         """(T, H) -> (T, H): apply the blocks, in a pipeline those of this stage."""
         raise NotImplementedError
 
-    def finish(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
+    def finish(self, x: Tensor, prepared: Any) -> Tensor:
         """Return the loss, as `forward`, from the output (T, H) of the last block."""
         raise NotImplementedError
 
-    def keep_vectors(self, vectors: Callable[[], torch.Tensor]) -> None:
+    def keep_vectors(self, vectors: Callable[[], Tensor]) -> None:
         """Append the result of `vectors` to `kept_vectors` while that is a list; called by
         `finish`.
         """
         if self.kept_vectors is not None:
             self.kept_vectors.append(vectors().detach())
 
-    def embed(self, batch: Batch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """Return one vector per cell with nothing masked, (cells, vector width) float32."""
         raise NotImplementedError
 
-    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
         """As `embed`, of padded cells, in operations that other runtimes have; cells have at least
         one gene.
 

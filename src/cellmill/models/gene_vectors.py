@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parts.family import GeneVectorsConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -40,9 +40,9 @@ class GeneVectors(nn.Module):
         self.table = with_std(nn.Embedding(n_tokens, dim), 0.0)
         self.project = with_std(nn.Linear(dim, hidden, bias=False), STD / dim**0.5)
 
-    def forward(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def forward(self, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """(T, H) or (C, H): projections of what `look_up` makes of the table, (T, D) or (C, D)."""
-        projected: torch.Tensor = self.project(look_up(self.table.weight))
+        projected: Tensor = self.project(look_up(self.table.weight))
         return projected
 
 
@@ -65,7 +65,7 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
         model.frozen = model.frozen | {TABLE}
 
 
-def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[torch.Tensor, int]:
+def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[Tensor, int]:
     """Return the vectors of a vocabulary's tokens, found by Ensembl id or symbol, and the number of
     genes found.
 
@@ -86,7 +86,7 @@ def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[tor
     return table, len(known)
 
 
-def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
+def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> Tensor:
     """(genes, D) float32: vector of the first of each gene's names that the file has, NaN for a
     gene that it lacks.
 
@@ -129,7 +129,7 @@ def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> torch.Tensor:
     return found
 
 
-def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
+def _read_table(path: Path) -> tuple[list[str], Tensor]:
     """A gene and its numbers a line, below a header or not: the first line is one if it has
     anything but numbers.
     """
@@ -165,7 +165,7 @@ def _read_table(path: Path) -> tuple[list[str], torch.Tensor]:
     return names, torch.from_numpy(np.stack(rows))
 
 
-def _read_npy(path: Path) -> tuple[list[str], torch.Tensor]:
+def _read_npy(path: Path) -> tuple[list[str], Tensor]:
     beside = path.with_suffix(".genes.txt")
     if not beside.is_file():
         raise DataError(
@@ -183,7 +183,7 @@ def _read_npy(path: Path) -> tuple[list[str], torch.Tensor]:
     )
 
 
-def _read_safetensors(path: Path) -> tuple[list[str], torch.Tensor]:
+def _read_safetensors(path: Path) -> tuple[list[str], Tensor]:
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
         vectors = [file.get_tensor(name) for name in names]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.parallel.materialize import Part
 
@@ -21,7 +21,7 @@ PIECE = 1 << 20  # elements that are made at once of a tensor of which a rank ke
 # torch draws normal values in groups of as many, and makes the last group of a tensor again
 GROUP = 16
 
-Fill = Callable[[torch.Tensor, torch.Generator], object]
+Fill = Callable[[Tensor, torch.Generator], object]
 """Function that fills a full CPU tensor in place; its generator depends only on seed and name."""
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -36,24 +36,22 @@ def with_std(module: AnyModule, std: float) -> AnyModule:
 class _Normal:
     std: float
 
-    def __call__(self, tensor: torch.Tensor, generator: torch.Generator) -> object:
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> object:
         return tensor.normal_(0.0, self.std, generator=generator)
 
 
 normal: Callable[[float], Fill] = _Normal
 
 
-def zeros(tensor: torch.Tensor, generator: torch.Generator) -> object:
+def zeros(tensor: Tensor, generator: torch.Generator) -> object:
     return tensor.zero_()
 
 
-def ones(tensor: torch.Tensor, generator: torch.Generator) -> object:
+def ones(tensor: Tensor, generator: torch.Generator) -> object:
     return tensor.fill_(1)
 
 
-def fill_part(
-    fill: Fill, empty: torch.Tensor, part: Part, generator: torch.Generator
-) -> torch.Tensor:
+def fill_part(fill: Fill, empty: Tensor, part: Part, generator: torch.Generator) -> Tensor:
     """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where
     that can be.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from cellmill.config.parallel import Style
@@ -62,7 +63,7 @@ class Objective:
     `validation_figures`.
     """
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
-    kept_sums: list[torch.Tensor] | None = None
+    kept_sums: list[Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
@@ -82,10 +83,10 @@ class Objective:
         """The run's own, which makes values again from a part of a cell's counts."""
         return self.tokens.load()(self.tokens)
 
-    def level_numbers(self, batch: Batch, column: str) -> torch.Tensor:
+    def level_numbers(self, batch: Batch, column: str) -> Tensor:
         """(cells,) int64: numbers of the levels of an obs column, from 1; 0 for unknown ones."""
         assert batch.levels is not None, "the batch has no levels"
-        numbers: torch.Tensor = batch.levels[:, [*self.levels].index(column)]
+        numbers: Tensor = batch.levels[:, [*self.levels].index(column)]
         return numbers
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ class Objective:
         """Draw masks and targets in a view: a pure function as `view`, without parameters."""
         raise NotImplementedError
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: Any) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: Any) -> Tensor:
         """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H).
 
         An objective with `parts` returns one sum per part, (parts,), each over its own targets:
@@ -136,7 +137,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def rows(self, model: Any, states: torch.Tensor, prepared: Any) -> tuple[torch.Tensor, ...]:
+    def rows(self, model: Any, states: Tensor, prepared: Any) -> tuple[Tensor, ...]:
         """Return the rows of a micro-batch for each table, (n, width) float32, with at most one row
         per cell.
 
@@ -146,7 +147,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
         """Return the loss of each table, a float scalar, summed over its rows; rows of zeros are no
         cells.
 
@@ -154,7 +155,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def observe(self, model: Any, prepared: Any) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: Any) -> tuple[Tensor, ...]:
         """Return per-target tensors for `judge`, which are concatenated over batches.
 
         The first is the vocabulary row of each target's gene, (targets,) int64.
@@ -180,10 +181,10 @@ class Objective:
 class RowShare:
     """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
 
-    value: torch.Tensor  # float scalar: the loss, times the own part of the table's rows
-    gradient: torch.Tensor  # (n, width) float32: gradient of the loss with respect to the own rows
+    value: Tensor  # float scalar: the loss, times the own part of the table's rows
+    gradient: Tensor  # (n, width) float32: gradient of the loss with respect to the own rows
 
-    def loss(self, rows: torch.Tensor) -> torch.Tensor:
+    def loss(self, rows: Tensor) -> Tensor:
         """Return the share, a float32 scalar, whose gradient with respect to the own rows (n,
         width) is `gradient`.
         """
@@ -191,7 +192,7 @@ class RowShare:
         return (self.value + (product - product.detach())).float()
 
 
-def value_loss(predicted: torch.Tensor, values: torch.Tensor, first: int = 1) -> torch.Tensor:
+def value_loss(predicted: Tensor, values: Tensor, first: int = 1) -> Tensor:
     """Return the summed loss of values (N,): squared errors, or the cross-entropy of logits (N,
     bins) from `first`.
     """
@@ -200,7 +201,7 @@ def value_loss(predicted: torch.Tensor, values: torch.Tensor, first: int = 1) ->
     return (predicted - values).square().sum()
 
 
-def expected_bins(logits: torch.Tensor, first: int = 1) -> torch.Tensor:
+def expected_bins(logits: Tensor, first: int = 1) -> Tensor:
     """(N, bins) -> (N,) float32, of bins that count from `first`."""
     bins = torch.arange(first, first + logits.shape[1], device=logits.device, dtype=logits.dtype)
     return logits.softmax(1) @ bins

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
@@ -47,7 +47,7 @@ class Padded(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def forward(self, genes: Tensor, values: Tensor) -> Tensor:
         return self.model.embed_padded(genes, values)
 
 
@@ -81,9 +81,7 @@ def write_onnx(folder: Path, out: Path) -> float:
     return difference
 
 
-def _cells(
-    tokens: Tokens, n_genes: int, lengths: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Genes and values of cells of `lengths` genes, or as many as a cell can have, padded; drawn by
     a fixed seed.
     """
@@ -103,7 +101,7 @@ def _cells(
     return torch.where(inside, genes, PAD_TOKEN), values * inside
 
 
-def _trace(model: Model, example: tuple[torch.Tensor, torch.Tensor], out: Path) -> None:
+def _trace(model: Model, example: tuple[Tensor, Tensor], out: Path) -> None:
     shapes = {0: torch.export.Dim("cells"), 1: torch.export.Dim("tokens")}
     quiet = logging.getLogger("torch.onnx")
     before = quiet.level
@@ -126,7 +124,7 @@ def _trace(model: Model, example: tuple[torch.Tensor, torch.Tensor], out: Path) 
         quiet.setLevel(before)
 
 
-def _difference(session: Any, model: Model, genes: torch.Tensor, values: torch.Tensor) -> float:
+def _difference(session: Any, model: Model, genes: Tensor, values: Tensor) -> float:
     (found,) = session.run(["cell_vector"], {"genes": genes.numpy(), "values": values.numpy()})
     inside = genes != PAD_TOKEN
     lengths = inside.sum(1)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from cellmill.config.load import check_options
 from cellmill.config.parts.family import FamilyConfig
@@ -208,18 +209,18 @@ class _Weights:
             line = " ".join(str(error).split())[:200] or type(error).__name__
             raise DataError(f"{path}: cannot be read safely: {line}") from None
         if not isinstance(loaded, Mapping) or not all(
-            isinstance(value, torch.Tensor) for value in loaded.values()
+            isinstance(value, Tensor) for value in loaded.values()
         ):
             raise DataError(f"{path}: expected tensors by name, got something else")
-        self.tensors: Mapping[str, torch.Tensor] = loaded
+        self.tensors: Mapping[str, Tensor] = loaded
 
-    def take(self, *names: str) -> torch.Tensor:
+    def take(self, *names: str) -> Tensor:
         """The tensor of the first of these names that is there. Raises DataError for none."""
         name = next((name for name in names if name in self.tensors), names[0])
-        tensor: torch.Tensor = require(self.path, self.tensors, name)
+        tensor: Tensor = require(self.path, self.tensors, name)
         return tensor
 
-    def table(self, name: str, tokens: Sequence[int], source: str) -> torch.Tensor:
+    def table(self, name: str, tokens: Sequence[int], source: str) -> Tensor:
         """A table with a row for each of `tokens`. Raises DataError if it has fewer."""
         rows = self.take(name)
         largest = max(tokens)
@@ -229,7 +230,7 @@ class _Weights:
             )
         return rows
 
-    def pair(self, ours: str, *theirs: str) -> dict[str, torch.Tensor]:
+    def pair(self, ours: str, *theirs: str) -> dict[str, Tensor]:
         """Weight and bias of a module, by our names."""
         return {
             f"{ours}.{kind}": self.take(*(f"{name}.{kind}" for name in theirs))
@@ -241,8 +242,8 @@ class _Weights:
         model: Any,
         layers: str,
         modules: Names,
-        qkv: Callable[[str, str], Sequence[torch.Tensor]],
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        qkv: Callable[[str, str], Sequence[Tensor]],
+    ) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the blocks by our names; `qkv(layer, kind)` are query, key and value, (H, …)
         each.
 
@@ -268,7 +269,7 @@ class _Weights:
 
 def _of_geneformer(
     found: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Tensors by our names; `rows` are tokens of our vocabulary's rows."""
     take = found.take
     start = "bert." if any(name.startswith("bert.") for name in found.tensors) else ""
@@ -285,7 +286,7 @@ def _of_geneformer(
     if ends:
         ours["end_embedding.weight"] = words[ends]
 
-    def qkv(layer: str, kind: str) -> list[torch.Tensor]:
+    def qkv(layer: str, kind: str) -> list[Tensor]:
         return [take(f"{layer}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
 
     ours |= found.blocks(model, f"{start}encoder.layer", BERT_LAYER, qkv)
@@ -298,13 +299,13 @@ def _of_geneformer(
 
 def _of_scgpt(
     found: _Weights, model: Any, rows: list[int], tokens: dict[str, int]
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Tensors by our names; `rows` are tokens of our vocabulary's genes."""
     table = found.table("encoder.embedding.weight", [*tokens.values()], "vocab.json")
     pad = table[tokens["<pad>"]]
     cls = table[tokens["<cls>"]]
 
-    def qkv(layer: str, kind: str) -> Sequence[torch.Tensor]:
+    def qkv(layer: str, kind: str) -> Sequence[Tensor]:
         return found.take(*(f"{layer}{name}{kind}" for name in SCGPT_QKV)).chunk(3)
 
     return {
@@ -395,7 +396,7 @@ def _write(
     out: Path,
     spec: ModelSpec,
     genes: Vocabulary,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     source: dict[str, Any],
 ) -> list[str]:
     """Write the model folder `out`; config.json, with `source`, is written last.

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -47,9 +48,7 @@ products.
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
 
-def token_loss(
-    states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, answers: torch.Tensor
-) -> torch.Tensor:
+def token_loss(states: Tensor, table: Tensor, bias: Tensor, answers: Tensor) -> Tensor:
     """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed: a
     float32 scalar.
 
@@ -61,15 +60,15 @@ def token_loss(
 
 
 def profile_loss(
-    states: torch.Tensor,
-    table: torch.Tensor,
-    bias: torch.Tensor,
+    states: Tensor,
+    table: Tensor,
+    bias: Tensor,
     entries: list[int],
-    starts: torch.Tensor,
-    genes: torch.Tensor,
-    weights: torch.Tensor,
-    dispersion: torch.Tensor | None = None,
-) -> torch.Tensor:
+    starts: Tensor,
+    genes: Tensor,
+    weights: Tensor,
+    dispersion: Tensor | None = None,
+) -> Tensor:
     """As `token_loss`, of N targets that are distributions over the vocabulary, with `entries`
     entries each.
 
@@ -93,10 +92,10 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
         grad_enabled: bool,
-        states: torch.Tensor,
-        table: torch.Tensor,
-        *vectors: torch.Tensor,
-    ) -> torch.Tensor:
+        states: Tensor,
+        table: Tensor,
+        *vectors: Tensor,
+    ) -> Tensor:
         to_states, to_table, *to_vectors = (
             grad_enabled and needed for needed in ctx.needs_input_grad[4:]
         )
@@ -131,12 +130,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
         return (None, None, None, None, *gradients)
 
 
-def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta
     device.
     """
@@ -148,7 +147,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     )
 
 
-def scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def scaled(own: Tensor, factor: Tensor) -> Tensor:
     """Return `own * factor`, in place: a second copy of the table's gradient would be the largest
     tensor here.
     """
@@ -166,9 +165,7 @@ class _Targets(ABC):
     # ranks that share the table; None without tensor parallel
     group: dist.ProcessGroup | None = None
 
-    def chunked_loss(
-        self, states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor, *vectors: torch.Tensor
-    ) -> torch.Tensor:
+    def chunked_loss(self, states: Tensor, table: Tensor, bias: Tensor, *vectors: Tensor) -> Tensor:
         """Return the summed loss, a float32 scalar: see `token_loss`; `vectors` (V,) are what it
         needs beside.
         """
@@ -187,9 +184,7 @@ class _Targets(ABC):
             )
 
     @abstractmethod
-    def loss(
-        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         """Return the summed loss of the targets from `start` on, and its gradient to each of
         `vectors`, (V,).
 
@@ -197,11 +192,11 @@ class _Targets(ABC):
         over `group`.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         if self.group is not None:
             dist.all_reduce(tensor, op, group=self.group)
 
-    def subtract_maximum(self, logits: torch.Tensor) -> None:
+    def subtract_maximum(self, logits: Tensor) -> None:
         """Subtract each target's maximum over the rows of all ranks, in place."""
         maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
         self.all_reduce(maximum, dist.ReduceOp.MAX)
@@ -209,10 +204,10 @@ class _Targets(ABC):
 
     def cross_entropy(
         self,
-        logits: torch.Tensor,
-        picked: Callable[[], torch.Tensor],
+        logits: Tensor,
+        picked: Callable[[], Tensor],
         subtract: Callable[[], object],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
 
         `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the
@@ -232,12 +227,10 @@ class _Targets(ABC):
 class _Answers(_Targets):
     """One token for each target."""
 
-    def __init__(self, answers: torch.Tensor) -> None:
+    def __init__(self, answers: Tensor) -> None:
         self.answers = answers
 
-    def loss(
-        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         answers = self.answers[start : start + len(logits)] - self.first_row
         rows = logits.shape[1]
         inside = (answers >= 0) & (answers < rows)
@@ -252,15 +245,13 @@ class _Answers(_Targets):
 class _Profiles(_Targets):
     """A sparse distribution for each target."""
 
-    def __init__(
-        self, entries: list[int], starts: torch.Tensor, genes: torch.Tensor, weights: torch.Tensor
-    ) -> None:
+    def __init__(self, entries: list[int], starts: Tensor, genes: Tensor, weights: Tensor) -> None:
         self.starts = starts
         self.genes = genes
         self.weights = weights
         self.ends = [0, *accumulate(entries)]
 
-    def entries(self, start: int, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def entries(self, start: int, logits: Tensor) -> tuple[Tensor, ...]:
         """Target, row, weight and whether the row is on this rank, of each entry of a chunk; other
         rows are clamped.
         """
@@ -271,9 +262,7 @@ class _Profiles(_Targets):
         row = self.genes[chunk] - self.first_row
         return target, row.clamp(0, n_rows - 1), self.weights[chunk], (row >= 0) & (row < n_rows)
 
-    def loss(
-        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         # dense, so that sums have one order on every device; entries of other ranks add 0 to a row
         # of this one
         dense = torch.zeros_like(logits)
@@ -288,9 +277,7 @@ class _Profiles(_Targets):
 class _Counts(_Profiles):
     """Sparse counts of all cells, as weights; the one further vector of the loss is the dispersion."""
 
-    def loss(
-        self, start: int, logits: torch.Tensor, *vectors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         inverse = vectors[0].float().exp()
         self.subtract_maximum(logits)
         normalizer = logits.exp().sum(1)
@@ -308,8 +295,8 @@ class _Counts(_Profiles):
         return sums[0].sum(), of_inverse
 
     def _of_rows(
-        self, start: int, log_p: torch.Tensor, probabilities: torch.Tensor, inverse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, start: int, log_p: Tensor, probabilities: Tensor, inverse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to
         `log(inverse)` (V,).
         """

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cellmill.parallel.torch_private import is_dtensor, is_persistent
@@ -29,7 +29,7 @@ a range.
 def materialize(
     model: nn.Module,
     device: torch.device,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     buffer_device: torch.device | None = None,
 ) -> None:
     """Give every parameter and buffer of `model` memory on `device` and its value. No
@@ -61,7 +61,7 @@ class WithoutCompiler(TorchFunctionMode):
                 args[0].shape, args[0].stride(), dtype=args[0].dtype, **given
             )
         if getattr(func, "__module__", None) == "torch.nn.init":
-            tensor: torch.Tensor = args[0] if args else given["tensor"]
+            tensor: Tensor = args[0] if args else given["tensor"]
             if tensor.is_meta:
                 return tensor
         return func(*args, **given)
@@ -74,7 +74,7 @@ def to_empty(model: AnyModule, device: torch.device | str) -> AnyModule:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Copy own parts into parameters and buffers by plain name; returns the names. No
     communication.
     """
@@ -89,9 +89,7 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[s
     return filled
 
 
-def named_tensors(
-    model: nn.Module, *, persistent: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module, *, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, then buffers, by plain name; with `persistent`, only the buffers that a
     checkpoint keeps.
     """
@@ -110,7 +108,7 @@ def plain_name(name: str) -> str:
     return re.sub(r"^parts\.\d+\.|_checkpoint_wrapped_module\.|(?<=\.)base\.", "", name)
 
 
-def own_part(tensor: torch.Tensor) -> Part:
+def own_part(tensor: Tensor) -> Part:
     """Return the part of a DTensor's full tensor that is this rank's; of a plain tensor all of it.
     No communication.
     """
@@ -131,7 +129,7 @@ def as_index(chosen: list[int]) -> slice | list[int]:
     )
 
 
-def _own_positions(tensor: torch.Tensor, dim: int) -> slice | list[int]:
+def _own_positions(tensor: Tensor, dim: int) -> slice | list[int]:
     if not is_dtensor(tensor):
         return slice(None)
     dt = torch.distributed.tensor

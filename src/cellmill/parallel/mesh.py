@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cellmill.config.parallel import Parallel, layout
@@ -62,7 +62,7 @@ class Mesh:
             return self.devices["dp_replicate", "dp_shard"]
         return self.devices["dp_shard"]
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` in place over all ranks, counting model-parallel peers once. Collective:
         every rank.
 
@@ -93,12 +93,12 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
 
 
-def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     """Return the mesh of a DTensor, None for a plain tensor."""
     return tensor.device_mesh if is_dtensor(tensor) else None
 
 
-def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
+def local_of(tensor: Tensor | None) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor. Not to be kept: FSDP2 moves it
     before its first pass.
     """
@@ -113,7 +113,7 @@ def gather_json(
     uses `device`.
     """
 
-    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gathered(tensor: Tensor) -> list[Tensor]:
         # not into one tensor: torch renames that function in 2.13, and lists are the same in all
         # versions
         every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -62,7 +62,7 @@ class PipelineModel(StepModel):
         """By number of micro-batches, and tokens of each: the same on all ranks of the pipeline."""
         self._in_use: _Schedule | None = None
         self._prepared: Sequence[Any] = ()
-        self._factor: torch.Tensor | float = 1.0
+        self._factor: Tensor | float = 1.0
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
@@ -71,9 +71,9 @@ class PipelineModel(StepModel):
     def forward_backward(
         self,
         micro_batches: Sequence[Any],
-        targets: torch.Tensor,
-        factor: torch.Tensor | float = 1.0,
-    ) -> torch.Tensor:
+        targets: Tensor,
+        factor: Tensor | float = 1.0,
+    ) -> Tensor:
         """Accumulate gradients; the last stage returns `pp` times its loss, as `Mesh.sum` divides
         by it, others 0.
         """
@@ -85,7 +85,7 @@ class PipelineModel(StepModel):
         return self._loss * self.parallel.pp / targets
 
     @torch.no_grad()
-    def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+    def loss(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return the sum over micro-batches, scaled as in `forward_backward`.
 
         Forward only, stage after stage, each with all micro-batches: torch's V-shaped schedules
@@ -93,7 +93,7 @@ class PipelineModel(StepModel):
         """
         self._begin(micro_batches)
         sent: list[dist.Work] = []
-        own: list[torch.Tensor] = []
+        own: list[Tensor] = []
         for number, part in zip(self.stages.numbers, self.stages.parts):
             before = self._process_of(number - 1)
             after = self._process_of(number + 1)
@@ -221,7 +221,7 @@ def _trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Paramete
     )
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -249,7 +249,7 @@ class _Forward:
         self.pipeline = pipeline
         self.chunk = 0
 
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Tensor) -> Tensor:
         pipeline = self.pipeline
         part = self.part
         prepared = pipeline._prepared[self.chunk]
@@ -269,7 +269,7 @@ class _Schedule:
 
     schedule: Any
     stages: Sequence[PipelineStage]
-    shapes: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    shapes: list[tuple[Any, Tensor]] = field(default_factory=list)
     """While it is not in use: what had a receive buffer, and the buffer's like on the meta device.
     """
 

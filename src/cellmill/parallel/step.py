@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -44,7 +44,7 @@ class StepModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+    def loss(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return the loss summed over this rank's micro-batches, float64, () or (parts,).
         Collective: every rank.
         """
@@ -53,9 +53,9 @@ class StepModel(nn.Module, ABC):
     def forward_backward(
         self,
         micro_batches: Sequence[Any],
-        targets: torch.Tensor,
-        factor: torch.Tensor | float = 1.0,
-    ) -> torch.Tensor:
+        targets: Tensor,
+        factor: Tensor | float = 1.0,
+    ) -> Tensor:
         """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's
         global `targets`.
 
@@ -89,7 +89,7 @@ class ParallelModel(StepModel):
             self.outer.broadcast_buffers = False
             self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
 
-    def forward(self, prepared: Any) -> torch.Tensor:
+    def forward(self, prepared: Any) -> Tensor:
         """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective
         with parts.
         """
@@ -100,15 +100,15 @@ class ParallelModel(StepModel):
         return [-(-n // self.token_multiple) * self.token_multiple for n in tokens]
 
     @torch.no_grad()
-    def loss(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+    def loss(self, micro_batches: Sequence[Any]) -> Tensor:
         return torch.stack([self(prepared).double() for prepared in micro_batches]).sum(0)
 
     def forward_backward(
         self,
         micro_batches: Sequence[Any],
-        targets: torch.Tensor,
-        factor: torch.Tensor | float = 1.0,
-    ) -> torch.Tensor:
+        targets: Tensor,
+        factor: Tensor | float = 1.0,
+    ) -> Tensor:
         """Accumulate gradients; ranks reduce them with the last micro-batch, or
         `parallel.gradient_reduction`: each.
         """
@@ -127,7 +127,7 @@ class ParallelModel(StepModel):
         return total / targets
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> torch.Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> Tensor:
     """Scale this rank's gradients so that their 2-norm over all ranks is at most `max_norm`; None
     only computes it.
 

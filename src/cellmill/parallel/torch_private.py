@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 # shapes that DTensor infers with it are not counted by the planner: tests/unit/test_size.py
 from torch._subclasses import FakeTensor as FakeTensor
@@ -47,20 +47,18 @@ move_all = torch._foreach_lerp_
 write_memory_record = torch.cuda.memory._dump_snapshot
 
 
-def is_dtensor(tensor: torch.Tensor | None) -> "TypeGuard[torch.distributed.tensor.DTensor]":
+def is_dtensor(tensor: Tensor | None) -> "TypeGuard[torch.distributed.tensor.DTensor]":
     """True for a DTensor, known by its mesh: a process without one does not import the class."""
     return hasattr(tensor, "device_mesh")
 
 
-def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool
-) -> torch.Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     """(B, h, n, d) each -> (B, h, n, d) by this kernel, whatever torch would choose:
     tests/unit/test_size.py.
     """
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, is_causal=is_causal
-    )[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[
+        0
+    ]
     return out
 
 
@@ -83,9 +81,7 @@ def set_group_timeouts(timeout: timedelta) -> None:
             set_timeout(timeout, group)
 
 
-def update_loss_scale(
-    scale: torch.Tensor, good_steps: torch.Tensor, overflowed: torch.Tensor, interval: int
-) -> None:
+def update_loss_scale(scale: Tensor, good_steps: Tensor, overflowed: Tensor, interval: int) -> None:
     """Double or halve the scale in place; the host waits for nothing:
     tests/distributed/test_step_guard.py.
     """
@@ -97,7 +93,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return the number of writes in place: tests/distributed/test_checkpoints.py."""
     return tensor._version
 

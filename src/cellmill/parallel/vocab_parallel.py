@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # takes half a second to import; where there is a DTensor, it
     import torch.distributed.tensor
 
 
-def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def embed_tokens(tokens: Tensor, table: Tensor) -> Tensor:
     """(T,) int64 and (V, H) -> (T, H), replicated."""
     if not is_dtensor(table):
         return F.embedding(tokens, table)
@@ -38,14 +39,12 @@ def embed_tokens(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     )
 
 
-def embed_bags(
-    tokens: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
-) -> torch.Tensor:
+def embed_bags(tokens: Tensor, values: Tensor, cu_seqlens: Tensor, table: Tensor) -> Tensor:
     """(T,) int64, (T,), (C + 1,), (V, H) -> (C, H), replicated: sums of value times embedding over
     a cell's tokens.
     """
 
-    def sums(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def sums(rows: Tensor, values: Tensor, table: Tensor) -> Tensor:
         return _bags(table, rows, cu_seqlens.to(rows.dtype), values.to(table.dtype))
 
     if not is_dtensor(table):
@@ -57,11 +56,11 @@ def embed_bags(
 
 
 def _over_ranks(
-    tokens: torch.Tensor,
+    tokens: Tensor,
     table: "torch.distributed.tensor.DTensor",
     n: int,
-    read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    read: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
     """Sum (n, H) over the ranks of a sharded table, each reading its own rows: `read(rows, inside,
     own)`.
     """
@@ -77,7 +76,7 @@ def _over_ranks(
     return part.redistribute(placements=[dt.Replicate()]).to_local()
 
 
-def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def token_logits(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
     """(N, H), (V, H) and (V,) -> (N, V) float32; a DTensor sharded along V where the table is
     sharded.
     """
@@ -93,8 +92,8 @@ def token_logits(states: torch.Tensor, table: torch.Tensor, bias: torch.Tensor) 
 
 
 def own_rows(
-    states: torch.Tensor, table: "torch.distributed.tensor.DTensor", *vectors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+    states: Tensor, table: "torch.distributed.tensor.DTensor", *vectors: Tensor
+) -> tuple[Tensor, ...]:
     """Return (N, H) states, (local V, H) table and (local V,) parts of `vectors` (bias, …) as plain
     tensors.
     """
@@ -119,7 +118,7 @@ def first_row(table: "torch.distributed.tensor.DTensor") -> int:
     return -(-len(table) // mesh.size()) * mesh.get_local_rank()
 
 
-def segment_sum(rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def segment_sum(rows: Tensor, cell: Tensor, starts: Tensor) -> Tensor:
     """Sum the rows of each cell: (T, …) -> (C, …), of the dtype of `rows`; zeros for a cell without
     rows.
 
@@ -127,40 +126,38 @@ def segment_sum(rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor) ->
     cell, and T.
     """
     flat = rows[:, None] if rows.ndim == 1 else rows.flatten(1)
-    sums: torch.Tensor = _SegmentSum.apply(flat, cell, starts)
+    sums: Tensor = _SegmentSum.apply(flat, cell, starts)
     return sums.reshape(len(starts) - 1, *rows.shape[1:])
 
 
-def rows_at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def rows_at(rows: Tensor, index: Tensor) -> Tensor:
     """Return `rows[index]`: (C, H) and (N,) int64, in any order and with repetitions, -> (N, H)."""
     return _RowsAt.apply(rows, index)
 
 
 class _SegmentSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, cell: torch.Tensor, starts: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, cell: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(cell)
         return _bags(rows, torch.arange(len(rows), device=rows.device), starts.long())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (cell,) = ctx.saved_tensors
         return grad.index_select(0, cell), None, None
 
 
 class _RowsAt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.n_rows = len(rows)
         return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         ascending, order = index.sort(stable=True)
         starts = torch.searchsorted(ascending, torch.arange(ctx.n_rows + 1, device=index.device))
@@ -168,11 +165,11 @@ class _RowsAt(torch.autograd.Function):
 
 
 def _bags(
-    rows: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
+    rows: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Sums of the rows `order[starts[c]:starts[c + 1]]`, times `weights`, for each c, (C, H)."""
     return F.embedding_bag(
         order, rows, starts, mode="sum", per_sample_weights=weights, include_last_offset=True

@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective, RowShare
 from cellmill.parallel.mesh import Mesh, PipelineStages, last_part
 from cellmill.parallel.step import StepModel
 
-Rows = tuple[torch.Tensor, ...]  # rows of a micro-batch in each table
+Rows = tuple[Tensor, ...]  # rows of a micro-batch in each table
 
 
 def with_shares(
@@ -72,7 +73,7 @@ def with_shares(
 
 
 def shares_of(
-    objective: Objective, tables: Sequence[torch.Tensor], kept: Sequence[Rows], first: int
+    objective: Objective, tables: Sequence[Tensor], kept: Sequence[Rows], first: int
 ) -> list[tuple[RowShare, ...]]:
     """Return the shares of each micro-batch, whose rows `kept` are in the tables one after another,
     from `first` on.

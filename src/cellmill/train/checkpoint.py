@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -71,7 +71,7 @@ def write_index(folder: Path, metadata: Metadata) -> None:
     )
 
 
-def _metadata(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metadata:
+def _metadata(folder: Path, tensors: Mapping[str, Tensor] | None) -> Metadata:
     """The parts that overlap what this rank has of `tensors`; all parts of all tensors if it is
     None.
     """
@@ -95,7 +95,7 @@ def _metadata(folder: Path, tensors: Mapping[str, torch.Tensor] | None) -> Metad
     return metadata
 
 
-def _overlapping(stored: Stored, tensor: torch.Tensor) -> list[int]:
+def _overlapping(stored: Stored, tensor: Tensor) -> list[int]:
     """Numbers of the parts that overlap what this rank has of a tensor."""
     first = stored.offsets
     behind = stored.offsets + stored.sizes
@@ -114,7 +114,7 @@ class CheckpointReader(dcp.FileSystemReader):
     index in place of DCP's pickled metadata. Raises DataError if the index is missing or damaged.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(path)
         self._metadata = _metadata(path, tensors)
 
@@ -123,7 +123,7 @@ class CheckpointReader(dcp.FileSystemReader):
         return self._metadata
 
 
-def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication.
     Raises DataError.
     """
@@ -287,7 +287,7 @@ class Checkpoints:
 
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer
     states, the average.
     """

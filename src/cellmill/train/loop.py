@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from cellmill.config.options import TrainOptions
@@ -63,17 +64,17 @@ class LossParts:
         self.labels = {
             name: at for at, (name, leaf) in enumerate(leaves) if leaf.has_target_per_cell
         }
-        self.weights: torch.Tensor | float = 1.0
+        self.weights: Tensor | float = 1.0
         if self.names:
             self.weights = torch.tensor(list(objective.parts.values()), device=device)
 
-    def targets(self, targets: torch.Tensor) -> torch.Tensor:
+    def targets(self, targets: Tensor) -> Tensor:
         """Return the divisors, () or (parts,): a part without targets has loss 0, but a loss
         without any is 0 / 0.
         """
         return targets.clamp(min=1) if self.names and targets.any() else targets
 
-    def total(self, losses: torch.Tensor) -> torch.Tensor:
+    def total(self, losses: Tensor) -> Tensor:
         return (losses * self.weights).sum()
 
     def line(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
@@ -104,7 +105,7 @@ class StepReport:
     lr: float
     waited_s: float
     ended: float  # time of its last call, so that rates do not depend on when the report is read
-    local_loss: torch.Tensor  # this rank's share of the loss
+    local_loss: Tensor  # this rank's share of the loss
     cells: list[np.ndarray]  # ids of this rank's cells
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cellmill.config.run import Train
 from cellmill.parallel.mesh import local_of, mesh_of
@@ -33,7 +34,7 @@ EPS = 1e-7
 Block = Sequence[int]  # first row, last row + 1, first column, last column + 1 of a rank's shard
 
 
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalised(matrix: Tensor) -> Tensor:
     """Return U V^T of the singular value decomposition, roughly: singular values are between 0.7
     and 1.2.
     """
@@ -64,7 +65,7 @@ class _Shared:
     shares them.
     """
 
-    def __init__(self, matrices: list[torch.Tensor]) -> None:
+    def __init__(self, matrices: list[Tensor]) -> None:
         self.matrices = matrices
         mesh = mesh_of(matrices[0])
         # ranks with different shards; None if this one has whole matrices
@@ -100,7 +101,7 @@ class _Shared:
         self.blocks: list[list[Block]] = torch.stack(everyone, 1).tolist()
         self.owner = owners([(matrix.shape[0], matrix.shape[1]) for matrix in matrices], ranks)
 
-    def orthogonalised(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    def orthogonalised(self, shards: list[Tensor]) -> list[Tensor]:
         """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
         if self.group is None:
             return [orthogonalised(shard) for shard in shards]
@@ -135,7 +136,7 @@ class Muon(torch.optim.AdamW):
 
     param_groups: list[dict[str, Any]]
     # scalar; the step changes nothing where it is 1, as in fused AdamW
-    found_inf: torch.Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
         super().__init__(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
@@ -176,5 +177,5 @@ class Muon(torch.optim.AdamW):
             self.param_groups = every
 
 
-def _cut(matrix: torch.Tensor, block: Block) -> torch.Tensor:
+def _cut(matrix: Tensor, block: Block) -> Tensor:
     return matrix[block[0] : block[1], block[2] : block[3]]

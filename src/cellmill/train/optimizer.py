@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from cellmill.config.plugin import import_object
@@ -88,7 +88,7 @@ def build_optimizer(
     return optimizer
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's state of a parameter, created as zeros if there is none."""
     if not optimizer.state[parameter]:
         group = next(
@@ -99,7 +99,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
             name: step if name == "step" else torch.zeros_like(parameter.detach())
             for name in group["state_names"]
         }
-    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    state: dict[str, Tensor] = optimizer.state[parameter]
     return state
 
 
@@ -123,7 +123,7 @@ class WeightAverage:
                 [*map(local_of, averages)], [local_of(weight).detach() for weight in weights], share
             )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return the average by plain name, not copied; of a tied parameter that this rank has
         twice the last one.
         """
@@ -165,8 +165,8 @@ class WeightAverage:
 class _Host:
     """Pinned copies of this rank's shard of a parameter and of its gradient."""
 
-    weights: torch.Tensor
-    gradient: torch.Tensor
+    weights: Tensor
+    gradient: Tensor
     version: tuple[int, int] | None = None
     """`_version_of` the parameter that `weights` equals; loading a checkpoint changes it."""
 
@@ -182,7 +182,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     while the next is copied. Source: ZeRO-Offload, Ren et al. 2021, section 4.
     """
 
-    found_inf: torch.Tensor | None = None
+    found_inf: Tensor | None = None
     """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
@@ -193,7 +193,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             "weight_decay": 0.0,
         }
         super().__init__(groups, defaults)
-        self._hosts: dict[torch.Tensor, _Host] = {}
+        self._hosts: dict[Tensor, _Host] = {}
         for parameter in (
             parameter for group in self.param_groups for parameter in group["params"]
         ):
@@ -256,7 +256,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     local_of(parameter).copy_(host.weights, non_blocking=True)
                     host.version = _version_of(parameter)
 
-    def _fetch(self, parameters: list[torch.Tensor]) -> torch.cuda.Event | None:
+    def _fetch(self, parameters: list[Tensor]) -> torch.cuda.Event | None:
         """Start copying gradients, and weights written from outside; return the event of their
         arrival.
         """
@@ -273,11 +273,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return event
 
 
-def _version_of(parameter: torch.Tensor) -> tuple[int, int]:
+def _version_of(parameter: Tensor) -> tuple[int, int]:
     """Return a value that changes when the parameter is written in place or moved."""
     own = local_of(parameter)
     return own.data_ptr(), version_of(own)
 
 
-def _needs_copy(shard: torch.Tensor) -> bool:
+def _needs_copy(shard: Tensor) -> bool:
     return shard.device.type != "cpu"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.parallel.mesh import Mesh, gather_json, local_of
 from cellmill.parallel.torch_private import AsyncCollectiveTensor, scale_all, update_loss_scale
@@ -27,7 +27,7 @@ GROWTH_STEPS = 2000
 SHOWN = 4  # cells named in the error; the log has all of them
 
 
-def step_if(applied: torch.Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
+def step_if(applied: Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
     """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits
     unless `fused`.
     """
@@ -58,7 +58,7 @@ class LossScale:
 
     def unscale(self, model: nn.Module) -> None:
         inverse = self.value.reciprocal()
-        shards: dict[torch.device, list[torch.Tensor]] = {}
+        shards: dict[torch.device, list[Tensor]] = {}
         for parameter in model.parameters():
             if parameter.grad is not None:
                 # scaling shards, or the parts of a partial sum, scales the whole
@@ -68,7 +68,7 @@ class LossScale:
         for device, group in shards.items():
             scale_all(group, inverse.to(device))
 
-    def adapt(self, applied: torch.Tensor) -> torch.Tensor:
+    def adapt(self, applied: Tensor) -> Tensor:
         """Update the scale after a step (`applied`: bool scalar, equal on all ranks); return a copy
         of the next one.
         """
@@ -111,7 +111,7 @@ class AsyncScalars:
     is queued later.
     """
 
-    def __init__(self, scalars: torch.Tensor) -> None:
+    def __init__(self, scalars: Tensor) -> None:
         self._host = scalars
         self._copied = None
         if scalars.is_cuda:
@@ -128,7 +128,7 @@ class AsyncScalars:
         return scalars
 
 
-def to_device(scalars: Sequence[float] | np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(scalars: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
     """Copy to `device` as float64, without blocking the host."""
     tensor = torch.tensor(scalars, dtype=torch.float64)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
@@ -86,7 +87,7 @@ def _stored(entry: dict[str, Any], files: list[str]) -> Stored:
     )
 
 
-def load_whole(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill plain tensors on the CPU from a checkpoint's folder. Raises DataError."""
     index = read_index(folder, tensors)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from cellmill.config.checks import check_rows
 from cellmill.config.load import check_options
@@ -115,7 +115,7 @@ class TensorStream:
         """Steps of an epoch."""
         return self._cells.steps_per_epoch
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # without shuffling always from the start
         done = self.state_dict()["step"] if self._is_endless else 0
         for [batch] in islice(self._cells, len(self) - done):

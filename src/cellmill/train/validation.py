@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import Train
@@ -63,7 +64,7 @@ class Monitor:
         if self.last is None:
             yield
             return
-        vectors: list[torch.Tensor] = []
+        vectors: list[Tensor] = []
         watched: dict[str, Objective] = self.last.objective.leaves() if self.leaves else {}
         self.last.kept_vectors = vectors if self.width else None
         for name in self.leaves:
@@ -103,7 +104,7 @@ class Monitor:
         embedding. Collective: every rank.
         """
 
-        def summed(own: torch.Tensor) -> torch.Tensor:
+        def summed(own: Tensor) -> Tensor:
             # the last pipeline stage alone has vectors and sums, and `Mesh.sum` divides by the
             # number of stages
             return mesh.sum(own.to(mesh.device) * mesh.pp.size())
@@ -140,7 +141,7 @@ def advice(objective: ObjectiveConfig) -> str:
     )
 
 
-def _embedding_metrics(sums: torch.Tensor, width: int) -> dict[str, float]:
+def _embedding_metrics(sums: Tensor, width: int) -> dict[str, float]:
     """Return metrics from the sums over all ranks; none for fewer than two cells.
 
     effective_rank is the exponential of the entropy of the covariance's eigenvalues: the number of
@@ -166,7 +167,7 @@ def _embedding_metrics(sums: torch.Tensor, width: int) -> dict[str, float]:
     return line
 
 
-def _batch_metrics(cells: torch.Tensor, levels: torch.Tensor, width: int) -> dict[str, float]:
+def _batch_metrics(cells: Tensor, levels: Tensor, width: int) -> dict[str, float]:
     """Return batch_r2, the share of the embedding's variance between batches, where it is defined."""
     if not len(levels) or not width or cells[0] < 2:
         return {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.families import AutoregressiveConfig
@@ -56,12 +56,10 @@ class AutoregressiveModel(TokenEncoder):
         self.norm = nn.LayerNorm(hidden)
         self.attach_heads(self.n_tokens)
 
-    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+    def begin(self, prepared: EncoderBatch) -> Tensor:
         return self.enter(self.inputs(prepared.genes, prepared.values, prepared.place))
 
-    def inputs(
-        self, genes: torch.Tensor, values: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
+    def inputs(self, genes: Tensor, values: Tensor, places: Tensor) -> Tensor:
         """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their
         cells from 0.
         """
@@ -75,7 +73,7 @@ class AutoregressiveModel(TokenEncoder):
             values = values[:, None].to(next(self.value_embedding.parameters()).dtype)
         return x + self.value_embedding(values)
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (C, H) float32; zeros for a cell without tokens."""
         if self.pooling == "mean":
             return mean_state(states, prepared)
@@ -118,9 +116,9 @@ class Cache:
     def __init__(self, model: AutoregressiveModel) -> None:
         self.model = model
         self.n_tokens = 0
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
-    def append(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def append(self, genes: Tensor, values: Tensor) -> Tensor:
         """(C,) token ids and (C,) values of the next tokens -> (C, H): their states."""
         x = self.model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
         kept = []
@@ -135,7 +133,7 @@ class Cache:
         self.kept = kept
         return self.model.norm(x)
 
-    def keep(self, cells: torch.Tensor) -> None:
+    def keep(self, cells: Tensor) -> None:
         self.kept = [(keys[cells], values[cells]) for keys, values in self.kept]
 
 
@@ -176,12 +174,12 @@ def generate_cells(
 
 
 def ends_before(
-    model: Any, states: torch.Tensor, cells: torch.Tensor, sampling: Sampling, place: int
-) -> torch.Tensor:
+    model: Any, states: Tensor, cells: Tensor, sampling: Sampling, place: int
+) -> Tensor:
     """(C,) bool: whether each cell ends before `place`; not within the prompt, nor without any
     gene.
     """
-    chance: torch.Tensor = model.objective.end_logits(model, states).sigmoid()
+    chance: Tensor = model.objective.end_logits(model, states).sigmoid()
     if place < max(1, len(sampling.prompt)):
         return torch.zeros_like(chance, dtype=torch.bool)
     if sampling.temperature == 0:
@@ -190,15 +188,15 @@ def ends_before(
 
 
 def next_genes(
-    model: Any, states: torch.Tensor, genes: torch.Tensor, cells: torch.Tensor, sampling: Sampling
-) -> torch.Tensor:
+    model: Any, states: Tensor, genes: Tensor, cells: Tensor, sampling: Sampling
+) -> Tensor:
     """(C,) token ids of the next genes of cells with states (C, H) that have `genes` (C, N): never
     one of these.
     """
     place = genes.shape[1]
     if place < len(sampling.prompt):
         return torch.full_like(cells, sampling.prompt[place] + len(SPECIAL))
-    logits: torch.Tensor = model.objective.gene_logits(model, states)
+    logits: Tensor = model.objective.gene_logits(model, states)
     logits[:, : len(SPECIAL)] = -torch.inf
     logits = logits.scatter(1, genes, -torch.inf)
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
@@ -209,26 +207,24 @@ def next_genes(
 
 def next_values(
     model: Any,
-    states: torch.Tensor,
-    genes: torch.Tensor,
-    cells: torch.Tensor,
+    states: Tensor,
+    genes: Tensor,
+    cells: Tensor,
     sampling: Sampling,
     place: int,
-) -> torch.Tensor:
+) -> Tensor:
     """(C,) values of the next `genes` (C,), as tokens have them: predicted values, or drawn bins
     (int64).
     """
     if not model.objective.predicts_values:
         return torch.zeros_like(genes)
-    predicted: torch.Tensor = model.objective.values(model, states, genes)
+    predicted: Tensor = model.objective.values(model, states, genes)
     return (
         predicted if predicted.ndim == 1 else _drawn(predicted, cells, sampling, VALUE, place) + 1
     )
 
 
-def _drawn(
-    logits: torch.Tensor, cells: torch.Tensor, sampling: Sampling, kind: int, place: int
-) -> torch.Tensor:
+def _drawn(logits: Tensor, cells: Tensor, sampling: Sampling, kind: int, place: int) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(1)
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -236,6 +232,6 @@ def _drawn(
     return (logits.double() / sampling.temperature - (-uniform.log()).log()).argmax(1)
 
 
-def _uniform(bits: torch.Tensor) -> torch.Tensor:
+def _uniform(bits: Tensor) -> Tensor:
     """63 random bits as float64 between 0 and 1, both excluded."""
     return ((bits >> 11).double() + 0.5) * 2.0**-52

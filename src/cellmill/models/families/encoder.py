@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.families import (
@@ -88,10 +88,10 @@ class EncoderModel(TokenEncoder):
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
 
-    def embed(self, batch: Batch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         return super().embed(self._with_cell_tokens(batch))
 
-    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
         inside = genes != PAD_TOKEN
         x = self.gene_embedding(genes)
         if self.gene_vectors is not None:
@@ -120,7 +120,7 @@ class EncoderModel(TokenEncoder):
         """For pooling cls, a token before each cell, without a gene: no target."""
         return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
-    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+    def begin(self, prepared: EncoderBatch) -> Tensor:
         x = self.inputs(prepared)
         if self.pooling == "cls":
             first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
@@ -129,7 +129,7 @@ class EncoderModel(TokenEncoder):
             x = torch.where(first[:, None], self.cell_token.to(x.dtype), x)
         return self.enter(x)
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, H) float32; zeros for a cell without tokens."""
         if self.pooling == "cls":
             return first_state(states, prepared)
@@ -137,7 +137,7 @@ class EncoderModel(TokenEncoder):
             return attended_state(states, prepared, self.pool_query)
         return mean_state(states, prepared)
 
-    def inputs(self, prepared: EncoderBatch, at: torch.Tensor | slice = ALL) -> torch.Tensor:
+    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = ALL) -> Tensor:
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
         tokens = prepared.genes[at]
         genes = embed_tokens(tokens, self.gene_embedding.weight)
@@ -203,7 +203,7 @@ class AutoencoderModel(EncoderModel):
             self.bottleneck = with_std(nn.Linear(self.width, self.config.latent), self.width**-0.5)
             self.plan = replace(self.plan, finish=("bottleneck", *self.plan.finish))
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, latent) float32."""
         pooled = super().cell_vectors(states, prepared)
         return (
@@ -239,20 +239,20 @@ class ProfileModel(CellEncoder):
         self.norm = nn.LayerNorm(hidden)
         self.attach_heads(n_tokens)
 
-    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+    def begin(self, prepared: EncoderBatch) -> Tensor:
         """(C, H): the values times the gene embeddings, summed over each cell."""
         sums = partial(embed_bags, prepared.genes, prepared.values, prepared.cu_seqlens)
         x = sums(self.gene_embedding.weight)
         return x if self.gene_vectors is None else x + self.gene_vectors(sums).to(x.dtype)
 
-    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def through(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         keys = prepared.cell_keys if self.training and self.dropout else None
         for block in self.blocks:
             x = block(x, keys)
         return x
 
-    def embed_padded(self, genes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        def sums(table: torch.Tensor) -> torch.Tensor:
+    def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
+        def sums(table: Tensor) -> Tensor:
             return (values[:, None] @ F.embedding(genes, table))[:, 0]
 
         x = sums(self.gene_embedding.weight)
@@ -263,5 +263,5 @@ class ProfileModel(CellEncoder):
             x = block.inner(x, None)
         return self.norm(x)
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         return states.float()  # rows are cells already

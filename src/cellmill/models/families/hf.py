@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from cellmill.config.parts.families import HfConfig, model_folder
@@ -60,7 +60,7 @@ RoBERTa, and of BERT.
 FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
-def values_of_buffers(config: Any) -> dict[str, torch.Tensor]:
+def values_of_buffers(config: Any) -> dict[str, Tensor]:
     """Every buffer of transformers' model of `config`, by name, on the CPU. Parameters take no
     memory.
     """
@@ -93,12 +93,12 @@ class FolderWeights:
         except ValueError as error:
             raise DataError(f"model.{error}") from None
 
-    def fill_head(self, name: str, random: Fill, rows: torch.Tensor | None = None) -> Fill:
+    def fill_head(self, name: str, random: Fill, rows: Tensor | None = None) -> Fill:
         """Copy the parameter `name` of masked_gene's head, or its `rows`; fill with `random` if the
         folder has none.
         """
 
-        def fill(tensor: torch.Tensor, generator: torch.Generator) -> object:
+        def fill(tensor: Tensor, generator: torch.Generator) -> object:
             if name not in self.head:
                 return random(tensor, generator)
             found = self.read(self.head[name])
@@ -111,7 +111,7 @@ class FolderWeights:
         lacks it.
         """
 
-        def fill(tensor: torch.Tensor, generator: torch.Generator) -> object:
+        def fill(tensor: Tensor, generator: torch.Generator) -> object:
             stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
             if stored is None:
                 raise DataError(
@@ -136,7 +136,7 @@ class FolderWeights:
         )
         return next((known for known in (name, old) if known in self._files), None)
 
-    def read(self, stored: str) -> torch.Tensor:
+    def read(self, stored: str) -> Tensor:
         """The tensor with this name in the folder, float32."""
         with _opened(self._files[stored]) as file:
             return file.get_tensor(stored).float()
@@ -229,9 +229,9 @@ class Passage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entered: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        self.leaves: torch.Tensor | None = None
+        self.leaves: Tensor | None = None
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return `leaves`, once; without them raise _Reached."""
         if self.leaves is None:
             self.entered = (x, args, kwargs)
@@ -243,7 +243,7 @@ class Passage(nn.Module):
 
 class HfModel(CellEncoder):
     plan = ParallelPlan(blocks="blocks")
-    token_ids: torch.Tensor  # (tokens,) int64: transformers' id of each token of the corpus
+    token_ids: Tensor  # (tokens,) int64: transformers' id of each token of the corpus
 
     def __init__(
         self, config: HfConfig, n_genes: int, tokens: Tokens, objective: Objective
@@ -309,29 +309,29 @@ class HfModel(CellEncoder):
         weight: Any = self.body.get_input_embeddings().weight
         return SimpleNamespace(weight=weight[self.token_ids])
 
-    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+    def begin(self, prepared: EncoderBatch) -> Tensor:
         """(B, L, H): the input of the first block."""
         return self._enter(prepared)[0]
 
-    def through(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def through(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         _, args, kwargs = self.passage.entered or self._enter(prepared)
         self.passage.entered = None
         for block in self.blocks:
             x = block(x, *args, **kwargs)
         return x
 
-    def finish(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def finish(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         states = self._leave(x, prepared)
         self.keep_vectors(lambda: self.cell_vectors(states, prepared))
         return self.objective.loss(self, states, prepared)
 
-    def states(self, prepared: EncoderBatch) -> torch.Tensor:
+    def states(self, prepared: EncoderBatch) -> Tensor:
         """(T, H): the output of transformers' model at each token, without special tokens and
         padding.
         """
         return self._leave(self.through(self.begin(prepared), prepared), prepared)
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, H) float32: means; zeros for a cell without tokens."""
         return mean_state(states, prepared)
 
@@ -367,7 +367,7 @@ class HfModel(CellEncoder):
         assert self.passage.entered is not None, "transformers' model did not call its blocks"
         return self.passage.entered
 
-    def _leave(self, x: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def _leave(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """(B, L, H) -> (T, H). Embeddings and masks are made again and dropped: a lookup, without a
         gradient.
         """

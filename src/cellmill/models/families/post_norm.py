@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.families import BertFamilyConfig, ScgptConfig
@@ -39,21 +39,21 @@ class PostNormBlock(Block):
         self.attention_norm.eps = self.ffn_norm.eps = config.norm_eps
         self.activation = ACTIVATIONS[config.activation]()
 
-    def before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H) -> query, key and value, (T, h, H / h) each."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
         return q, k, v
 
     def after(
         self,
-        x: torch.Tensor,
-        attended: torch.Tensor,
-        drops: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        attended: Tensor,
+        drops: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
         x = self.attention_norm(x + self._drop(self.out(attended), drops and drops[0]))
         inner = self.down(self.activation(self.up(x)))
-        out: torch.Tensor = self.ffn_norm(x + self._drop(inner, drops and drops[1]))
+        out: Tensor = self.ffn_norm(x + self._drop(inner, drops and drops[1]))
         return out
 
 
@@ -76,16 +76,14 @@ class PostNormEncoder(TokenEncoder):
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         return with_ends(super().view(batch, seed=seed, step=step), self.config.n_ends)
 
-    def begin(self, prepared: EncoderBatch) -> torch.Tensor:
+    def begin(self, prepared: EncoderBatch) -> Tensor:
         return self.enter(self.inputs(prepared))
 
-    def inputs(
-        self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)
-    ) -> torch.Tensor:
+    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens `at`."""
         raise NotImplementedError
 
-    def embedded_genes(self, genes: torch.Tensor) -> torch.Tensor:
+    def embedded_genes(self, genes: Tensor) -> Tensor:
         """(N,) token ids, negative for <cls> and <eos>, -> (N, H)."""
         vectors = embed_tokens(genes.clamp(min=0), self.gene_embedding.weight)
         if not self.config.n_ends:
@@ -93,13 +91,13 @@ class PostNormEncoder(TokenEncoder):
         ends = F.embedding((-1 - genes).clamp(min=0), self.end_embedding.weight)
         return torch.where((genes < 0)[:, None], ends, vectors)
 
-    def embed(self, batch: Batch) -> torch.Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
         prepared = EncoderBatch.prepared(with_ends(batch, self.config.n_ends))
         last = len(self.blocks) + self.config.embed_layer
         return self.cell_vectors(self.through(self.begin(prepared), prepared, last), prepared)
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the
         state of <cls>.
         """
@@ -122,9 +120,7 @@ class BertModel(PostNormEncoder):
         self.embedding_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)
 
-    def inputs(
-        self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)
-    ) -> torch.Tensor:
+    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place, <cls> and <eos>
         counted.
         """
@@ -162,9 +158,7 @@ class ScgptModel(PostNormEncoder):
         self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)
 
-    def inputs(
-        self, prepared: EncoderBatch, at: torch.Tensor | slice = slice(None)
-    ) -> torch.Tensor:
+    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
         genes = prepared.genes[at]
         values = torch.where(genes < 0, self.config.cls_value, prepared.values[at].float())
@@ -173,6 +167,6 @@ class ScgptModel(PostNormEncoder):
         )
         return self.gene_norm(self.embedded_genes(genes)) + self.with_hidden(embedded, prepared, at)
 
-    def cell_vectors(self, states: torch.Tensor, prepared: EncoderBatch) -> torch.Tensor:
+    def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, H) float32, of length 1."""
         return F.normalize(super().cell_vectors(states, prepared), dim=1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
@@ -36,14 +36,14 @@ from cellmill.runs.verdict import Verdict, compare
 class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
-    target_cells: torch.Tensor  # (C,) int64: indices of the cells that have something to predict
+    target_cells: Tensor  # (C,) int64: indices of the cells that have something to predict
     entries: list[int]  # entries of each of these cells
-    starts: torch.Tensor  # (C + 1,) int64: first entry of each of these cells, and all entries
-    genes_hidden: torch.Tensor  # (entries,) int64: token ids, cell after cell
-    weights: torch.Tensor
+    starts: Tensor  # (C + 1,) int64: first entry of each of these cells, and all entries
+    genes_hidden: Tensor  # (entries,) int64: token ids, cell after cell
+    weights: Tensor
     """(entries,) float32; those of a cell sum to 1. With likelihood nb, the counts."""
-    n_targets: torch.Tensor  # C: each cell counts once, whatever its depth
-    pairs: torch.Tensor
+    n_targets: Tensor  # C: each cell counts once, whatever its depth
+    pairs: Tensor
     """(2, pairs) int64: indices of the shown and the hidden part of cells that have both.
 
     Without view_loss there are none.
@@ -129,7 +129,7 @@ class CellDecoding(Objective):
         """True if the profile is of log(1 + count), not of counts."""
         return not self._is_nb and self.config.weights == "log1p"
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
         """Return the summed loss, a float32 scalar; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
         loss = profile_loss(
@@ -151,37 +151,33 @@ class CellDecoding(Objective):
             return loss
         return loss + adversary_weight * model.batch_adversary(vectors, self._batches(prepared))
 
-    def rows(
-        self, model: Any, states: torch.Tensor, prepared: DecodingBatch
-    ) -> tuple[torch.Tensor, ...]:
+    def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> tuple[Tensor, ...]:
         """(pairs, 1 + 2 H): 1, and the vectors of the shown and of the hidden part."""
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
         hidden = vectors[prepared.pairs[1]]
         return (torch.cat([shown.new_ones(len(shown), 1), shown, hidden], dim=1),)
 
-    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
         config = self.config
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
         return tuple(vicreg(table, weights) for table in tables)
 
-    def decode(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+    def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """(C, H) -> (C, D): last layer of the decoder."""
-        decoded: torch.Tensor = model.decoder(vectors)
+        decoded: Tensor = model.decoder(vectors)
         if self.config.batch_column is None:
             return decoded
         return decoded + model.batch_terms(self._batches(prepared)).to(decoded.dtype)
 
-    def _target_vectors(
-        self, model: Any, states: torch.Tensor, prepared: DecodingBatch
-    ) -> torch.Tensor:
+    def _target_vectors(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
-    def _batches(self, prepared: DecodingBatch) -> torch.Tensor:
+    def _batches(self, prepared: DecodingBatch) -> Tensor:
         """(C,) int64: number of each cell's batch."""
         return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
 
-    def observe(self, model: Any, prepared: DecodingBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: DecodingBatch) -> tuple[Tensor, ...]:
         """Return vocabulary row, log-probability, weight and 1 / entries of its cell, by entry."""
         vectors = self._target_vectors(model, model.states(prepared), prepared)
         decoded = self.decode(model, vectors, prepared)

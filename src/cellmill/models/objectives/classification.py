@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import ClassificationConfig
@@ -75,7 +76,7 @@ class Classification(LabelObjective):
         weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights))
         return replace(prepared, weights=weights.to(prepared.targets.device)[prepared.targets])
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
         logits = self.predict_targets(model, states, prepared)
         assert prepared.weights is not None
         if self.kept_sums is not None:
@@ -88,13 +89,11 @@ class Classification(LabelObjective):
         n_right, n_cells = sums
         return {"accuracy": n_right / n_cells} if n_cells else {}
 
-    def predict(
-        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """(C, H) -> (C, K) float32 logits, with dropout if `keys` (C,) are given."""
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
-        logits: torch.Tensor = getattr(model, self.head)(vectors, keys)
+        logits: Tensor = getattr(model, self.head)(vectors, keys)
         return logits[:, : len(self._weights)].float()
 
     def judge(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -34,22 +35,20 @@ class SupervisedContrastive(LabelObjective):
         self.row_widths = (1 + model.vector_width,)
         return ()
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
         (rows,) = self.rows(model, states, prepared)
         return self.coupled_loss(rows, prepared)
 
-    def rows(
-        self, model: Any, states: torch.Tensor, prepared: TargetBatch
-    ) -> tuple[torch.Tensor, ...]:
+    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> tuple[Tensor, ...]:
         """(C, 1 + H): label from 1, and vector of length 1."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
 
-    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
-    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[Tensor, ...]:
         """Return the label, from 1, and the vector of each cell."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
@@ -76,7 +75,7 @@ class SupervisedContrastive(LabelObjective):
         return metrics, [compare(name, "equal vectors", "nats", difference, lower_is_better=True)]
 
 
-def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
+def contrast(table: Tensor, temperature: float) -> Tensor:
     """Return the summed loss, a float64 scalar, of rows (S, 1 + H).
 
     A row is a label, 0 for an empty slot, and a vector of length 1.
@@ -99,8 +98,8 @@ def contrast(table: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _contrast_anchors(
-    labels: torch.Tensor, vectors: torch.Tensor, anchors: torch.Tensor, temperature: float
-) -> torch.Tensor:
+    labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
+) -> Tensor:
     """Return the summed loss of the cells in slots `anchors`, (A,) int64."""
     anchor_labels = labels[anchors, None]
     slots = torch.arange(len(labels), device=labels.device)

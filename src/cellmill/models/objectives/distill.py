@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import DistillConfig
 from cellmill.data.stream.batch import Batch
@@ -33,20 +33,18 @@ class Distill(CellObjective):
         setattr(model, self.head, with_std(nn.Linear(width, self.teacher_width), width**-0.5))
         return (self.head,)
 
-    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         vectors = batch.teacher
         if vectors is None:
             vectors = torch.full((len(batch.lengths), self.teacher_width), torch.nan)
         return vectors, vectors.isfinite().all(1)
 
-    def predict(
-        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """(C, H) -> (C, D) float32."""
-        predicted: torch.Tensor = getattr(model, self.head)(vectors)
+        predicted: Tensor = getattr(model, self.head)(vectors)
         return predicted.float()
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
         errors = self.predict_targets(model, states, prepared) - prepared.targets
         return errors.square().mean(1).sum()
 

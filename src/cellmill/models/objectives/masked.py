@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import MaskedObjectiveConfig, MaskedValueConfig
@@ -54,11 +54,11 @@ CONTENT = 3
 class MaskedBatch(EncoderBatch):
     """A batch with its targets hidden, and the answers."""
 
-    targets: torch.Tensor
+    targets: Tensor
     """(targets,) int64, ascending: positions of the masked tokens, also of those that show content.
     """
-    answers: torch.Tensor  # (targets,): hidden genes (int64 token ids) or hidden values
-    n_targets: torch.Tensor
+    answers: Tensor  # (targets,): hidden genes (int64 token ids) or hidden values
+    n_targets: Tensor
 
     def hiding_targets(self, hides_gene: bool) -> Self:
         """Return the batch with the gene, or the value, of every target hidden, also where the
@@ -159,7 +159,7 @@ class MaskedObjective(Objective):
             n_targets=torch.tensor(len(targets), device=keys.device),
         )
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         targets = prepared.targets
         loss = self.loss_of(model, model.head(states[targets]), prepared)
         if self.config.cell_loss_weight:
@@ -179,7 +179,7 @@ class MaskedObjective(Objective):
     def _splits(self) -> bool:
         return self.config.random_frac + self.config.keep_frac > 0
 
-    def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def loss_of(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         """Return the summed loss of predictions from the states (N, H) of a head."""
         raise NotImplementedError
 
@@ -198,10 +198,10 @@ class MaskedValue(MaskedObjective):
     def initial_value(self, name: str) -> Fill | None:
         return normal(STD) if name == "hidden_value" else None
 
-    def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def loss_of(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
 
-    def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""
         out = model.value_out(states).float()
         return (
@@ -210,7 +210,7 @@ class MaskedValue(MaskedObjective):
             else out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
         )
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[Tensor, ...]:
         """Return vocabulary row, true value and predicted value of each target; for bins the
         expected bin.
         """
@@ -266,14 +266,14 @@ class MaskedGene(MaskedObjective):
     def initial_value(self, name: str) -> Fill | None:
         return zeros if name == "gene_bias" else None
 
-    def loss_of(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def loss_of(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
-    def predict(self, model: Any, states: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
+    def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         """(N, H) -> float32 logits of genes (N, V)."""
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[Tensor, ...]:
         logits = self.predict(model, model.head(model.states(prepared)[prepared.targets]), prepared)
         answers = prepared.answers
         entropy = F.cross_entropy(logits, answers, reduction="none")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import NextGeneConfig
@@ -45,10 +45,10 @@ from cellmill.runs.verdict import Verdict, compare
 class NextGeneBatch(EncoderBatch):
     """Whole cells, and which of their tokens and ends are predicted."""
 
-    targets: torch.Tensor  # (N,) int64, ascending: tokens to predict, all but padding
-    first: torch.Tensor  # (N,) bool: whether the target is the first token of its cell
-    ends: torch.Tensor  # (ends,) int64: last tokens of cells that were not cut
-    n_targets: torch.Tensor
+    targets: Tensor  # (N,) int64, ascending: tokens to predict, all but padding
+    first: Tensor  # (N,) bool: whether the target is the first token of its cell
+    ends: Tensor  # (ends,) int64: last tokens of cells that were not cut
+    n_targets: Tensor
 
 
 class NextGene(Objective):
@@ -92,7 +92,7 @@ class NextGene(Objective):
             n_targets=torch.tensor(len(targets), device=targets.device),
         )
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         before = self.before(model, states, prepared)
         genes = prepared.genes[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
@@ -104,22 +104,22 @@ class NextGene(Objective):
         of_values = value_loss(self.values(model, before, genes), prepared.values[prepared.targets])
         return loss + self.config.value_loss_weight * of_values
 
-    def before(self, model: Any, states: torch.Tensor, prepared: NextGeneBatch) -> torch.Tensor:
+    def before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         """(T, H) -> (N, H): the state before each target."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.first[:, None], model.start.to(states.dtype), earlier)
 
-    def gene_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
+    def gene_logits(self, model: Any, before: Tensor) -> Tensor:
         """(N, H) -> (N, V) float32: logits of the next token; special tokens are never targets."""
         return token_logits(before, model.gene_embedding.weight, model.gene_bias)
 
-    def end_logits(self, model: Any, before: torch.Tensor) -> torch.Tensor:
+    def end_logits(self, model: Any, before: Tensor) -> Tensor:
         """(N, H) -> (N,) float32: logit of the cell ending there."""
         # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in
         # thousands of steps
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
-    def values(self, model: Any, before: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
+    def values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
         """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
         queries = torch.cat(
             [before, embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)], dim=-1
@@ -127,7 +127,7 @@ class NextGene(Objective):
         out = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
-    def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[Tensor, ...]:
         """Return row, place, top-1 correctness, cross-entropy, value and prediction of each gene;
         cell by cell.
         """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import LabelConfig
@@ -38,12 +38,12 @@ class CellHead(nn.Module):
         last_width = hidden or width
         self.out = with_std(nn.Linear(last_width, outputs), last_width**-0.5)
 
-    def forward(self, vectors: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """(C, H) -> (C, L); `keys` (C,) int64 key the dropout, which only training has."""
         x = vectors if self.inner is None else F.gelu(self.inner(vectors))
         if keys is not None and self.training and self.dropout:
             x = keyed_dropout(x, self.dropout, keyed_state(keys, DROPOUT))
-        outputs: torch.Tensor = self.out(x)
+        outputs: Tensor = self.out(x)
         return outputs
 
 
@@ -51,11 +51,11 @@ class CellHead(nn.Module):
 class TargetBatch(EncoderBatch):
     """Whole cells, and the target of those that have one."""
 
-    target_cells: torch.Tensor  # (C,) int64: indices of the cells with a target and genes
-    targets: torch.Tensor
+    target_cells: Tensor  # (C,) int64: indices of the cells with a target and genes
+    targets: Tensor
     """Labels from 0, (C,) int64; standardised numbers, (C,) float32; or a teacher's vectors."""
-    n_targets: torch.Tensor  # C
-    weights: torch.Tensor | None = None  # (C,) float32: weight of each cell's label in the loss
+    n_targets: Tensor  # C
+    weights: Tensor | None = None  # (C,) float32: weight of each cell's label in the loss
     shares: tuple[RowShare, ...] | None = None
     """Shares in the loss of the global batch, if it couples cells; None: this batch is all of it."""
 
@@ -67,13 +67,11 @@ class CellObjective(Objective):
     head: str
     """Attribute of the model that has the head; set by `attach`."""
 
-    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the target of each cell, (cells, …), and which cells have one, (cells,) bool."""
         raise NotImplementedError
 
-    def predict(
-        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         """(C, H) -> float32 predictions, for `judge` to compare; `keys` (C,) key the dropout."""
         raise NotImplementedError
 
@@ -88,21 +86,19 @@ class CellObjective(Objective):
             n_targets=torch.tensor(len(cells)),
         )
 
-    def predict_targets(
-        self, model: Any, states: torch.Tensor, prepared: TargetBatch
-    ) -> torch.Tensor:
+    def predict_targets(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
         """Return `predict` for the cells with a target."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
 
-    def coupled_loss(self, rows: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+    def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
         """Return the part of these rows in the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
 
-    def observe(self, model: Any, prepared: TargetBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: TargetBatch) -> tuple[Tensor, ...]:
         return prepared.targets, self.predict_targets(model, model.states(prepared), prepared)
 
 
@@ -116,7 +112,7 @@ class LabelObjective(CellObjective):
         """Labels in the order of their codes: all levels except the last, of cells without a value."""
         return [level for level in self.levels[self.config.label_column] if level != MISSING]
 
-    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = self.level_numbers(batch, self.config.label_column) - 1
         return labels, (labels >= 0) & (labels < len(self.labels))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -33,8 +33,8 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class ResponseBatch(DecodingBatch):
     """Profiles to predict, and the perturbations of their cells."""
 
-    perturbation: torch.Tensor  # (C,) int64: number of the level; 0 for controls
-    perturbed: torch.Tensor  # (C, M) int64: token ids of perturbed genes, then `<pad>`
+    perturbation: Tensor  # (C,) int64: number of the level; 0 for controls
+    perturbed: Tensor  # (C, M) int64: token ids of perturbed genes, then `<pad>`
 
 
 class PerturbationResponse(CellDecoding):
@@ -80,7 +80,7 @@ class PerturbationResponse(CellDecoding):
             perturbed=_pad_genes([self._genes[number] for number in perturbation.tolist()]),
         )
 
-    def decode(self, model: Any, vectors: torch.Tensor, prepared: DecodingBatch) -> torch.Tensor:
+    def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
         """(C, H) -> (C, D), with the response of each cell to its perturbation."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
@@ -88,8 +88,8 @@ class PerturbationResponse(CellDecoding):
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
     def log_profile(
-        self, model: Any, vectors: torch.Tensor, perturbation: str | None, genes: list[int]
-    ) -> torch.Tensor:
+        self, model: Any, vectors: Tensor, perturbation: str | None, genes: list[int]
+    ) -> Tensor:
         """(C, H) -> (C, V - special) float32: log share of each gene in a cell, in an average batch.
 
         `perturbation` is a level, or another name, which has no learned vector; None for the cells
@@ -105,18 +105,18 @@ class PerturbationResponse(CellDecoding):
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
 
-def _respond(model: Any, perturbation: torch.Tensor, perturbed: torch.Tensor) -> torch.Tensor:
+def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
     """(C,) and (C, M) -> (C, H): the term that a perturbation adds to the cell's vector."""
     flat = embed_tokens(perturbed.flatten(), model.profile_genes.weight)
     embedded = flat.unflatten(0, perturbed.shape)  # (C, M, D)
     is_gene = (perturbed != PAD_TOKEN)[..., None]
     mean = (embedded * is_gene).sum(1) / is_gene.sum(1).clamp(min=1)
     of_genes = model.response_genes(mean.to(embedded.dtype))
-    response: torch.Tensor = of_genes + model.response_terms(perturbation)
+    response: Tensor = of_genes + model.response_terms(perturbation)
     return response
 
 
-def _pad_genes(genes: list[list[int]]) -> torch.Tensor:
+def _pad_genes(genes: list[list[int]]) -> Tensor:
     """Return token ids by cell, (C, M) int64, with M at least 1."""
     most = max(map(len, genes), default=1) or 1
     rows = [cell_genes + [PAD_TOKEN] * (most - len(cell_genes)) for cell_genes in genes]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import RegressionConfig
@@ -44,14 +45,14 @@ class Regression(CellObjective):
         """Standard deviation and mean of the number."""
         return self.config.target_std or 1.0, self.config.target_mean or 0.0
 
-    def find_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
             numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
         std, mean = self._scale
         return ((numbers - mean) / std).float(), numbers.isfinite()
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: TargetBatch) -> torch.Tensor:
+    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
         predicted = self.predict_targets(model, states, prepared)
         targets = prepared.targets
         if self.kept_sums is not None:
@@ -65,13 +66,11 @@ class Regression(CellObjective):
             return F.huber_loss(predicted, targets, reduction="sum", delta=self.config.huber_delta)
         return F.mse_loss(predicted, targets, reduction="sum")
 
-    def rows(
-        self, model: Any, states: torch.Tensor, prepared: TargetBatch
-    ) -> tuple[torch.Tensor, ...]:
+    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> tuple[Tensor, ...]:
         """(C, 3): 1, prediction and number."""
         return (_rows(self.predict_targets(model, states, prepared), prepared.targets),)
 
-    def loss_of_rows(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
         return tuple(anticorrelation(table) for table in tables)
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
@@ -79,13 +78,11 @@ class Regression(CellObjective):
         variances = (n * xx - x * x) * (n * yy - y * y)
         return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
 
-    def predict(
-        self, model: Any, vectors: torch.Tensor, keys: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        predicted: torch.Tensor = getattr(model, self.head)(vectors, keys)
+    def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
+        predicted: Tensor = getattr(model, self.head)(vectors, keys)
         return predicted[:, 0].float()
 
-    def values(self, model: Any, vectors: torch.Tensor) -> torch.Tensor:
+    def values(self, model: Any, vectors: Tensor) -> Tensor:
         """(C, H) -> (C,) float32: predicted numbers, in the unit of the column."""
         std, mean = self._scale
         return self.predict(model, vectors) * std + mean
@@ -111,11 +108,11 @@ class Regression(CellObjective):
         return metrics, [compare(name, "the mean of the cells", "R²", r2)]
 
 
-def _rows(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _rows(predicted: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
-def anticorrelation(table: torch.Tensor) -> torch.Tensor:
+def anticorrelation(table: Tensor) -> Tensor:
     """Return S (1 - r), a float64 scalar, from rows (S, 3): 1, prediction and number.
 
     Rows of zeros are empty slots.

@@ -10,7 +10,7 @@ an unknown level.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cellmill.models.blocks import Reversed
@@ -19,7 +19,7 @@ from cellmill.models.initial import Fill, with_std, zeros
 VARIANCE_EPS = 1e-4
 
 
-def vicreg(table: torch.Tensor, weights: tuple[float, float, float]) -> torch.Tensor:
+def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     """Return n times the loss, a float64 scalar, of rows (S, 1 + 2 H): 1, z and z'.
 
     Rows of zeros are empty slots. z and z' are the vectors of the n cells of a global batch, C and
@@ -63,7 +63,7 @@ class LevelTerms(nn.Module):
     def initial_value(self, name: str) -> Fill:
         return zeros
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(self, numbers: Tensor) -> Tensor:
         """(C,) int64 -> (C, width)."""
         terms = self.weight - self.weight.mean(0) if self.centered else self.weight
         return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
@@ -78,7 +78,7 @@ class Adversary(nn.Module):
         self.inner = with_std(nn.Linear(width, width), width**-0.5)
         self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
-    def forward(self, vectors: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
         """(C, H) and (C,) int64 -> float32 scalar: cross-entropy summed over cells of known level."""
         hidden = F.gelu(self.inner(Reversed.apply(vectors, self.scale)))
         logits = self.out(hidden).float()

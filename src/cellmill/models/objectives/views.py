@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cellmill.config.parts.objectives import (
     CellDecodingConfig,
@@ -40,9 +41,9 @@ DROP_SHARE = 4
 class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells."""
 
-    profile_cell: torch.Tensor  # (entries,) int64: index of the cell in the batch
-    profile_gene: torch.Tensor  # (entries,) int64: token id
-    profile_count: torch.Tensor  # (entries,) int64, above 0
+    profile_cell: Tensor  # (entries,) int64: index of the cell in the batch
+    profile_gene: Tensor  # (entries,) int64: token id
+    profile_count: Tensor  # (entries,) int64, above 0
     paired: int = 0
     """Cells whose hidden part is in the batch too: that of cell i is cell i + paired. 0 without
     second views.
