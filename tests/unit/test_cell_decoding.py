@@ -360,7 +360,7 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(
     view = model.view(cells_of((20, 31, 1, 14, 2, N_GENES)), **KEYS)
     prepared = model.prepare(view, **KEYS)
     errors = (
-        (model.objective.answers(model, model.states(prepared), prepared) - view.query_values)
+        (model.objective.predict(model, model.states(prepared), prepared) - view.query_values)
         .square()
         .double()
     )

@@ -136,7 +136,7 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
         batches = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
         observed = [model.objective.observe(model, prepared) for prepared in batches]
         figures, verdicts = model.objective.judge(*map(np.concatenate, zip(*observed)), train=train)
-        for index, (name, part) in enumerate(model.objective.each.items()):
+        for index, (name, part) in enumerate(model.objective.leaves().items()):
             alone = [part.observe(model, prepared.parts[index]) for prepared in batches]
             own, said = part.judge(*map(np.concatenate, zip(*alone)), train=train)
             assert {f"{name}.{key}": value for key, value in own.items()}.items() <= figures.items()

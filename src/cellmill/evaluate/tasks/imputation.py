@@ -176,7 +176,7 @@ def own_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | Non
                 found = []
                 for given in torch.from_numpy(vectors).split(QUERIED_CELLS):
                     cell = torch.arange(len(given), device=device).repeat_interleave(len(genes))
-                    answers = part.answers_of(
+                    answers = part.predict_queries(
                         network, given.to(device), cell, genes.repeat(len(given))
                     )
                     found.append(answers.view(len(given), len(genes)).cpu().numpy())

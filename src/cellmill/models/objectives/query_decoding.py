@@ -1,5 +1,4 @@
-"""query_decoding: predict the value of a queried gene, zeros included, from the cell embedding
-alone.
+"""query_decoding: predict the value of a queried gene, zeros included, from the cell's vector.
 
 For each queried gene, hidden from the encoder, the decoder multiplies a projection of the cell's
 vector with an embedding of the gene, and feed-forward layers turn the product into the value. The
@@ -9,11 +8,11 @@ included. On the demo it gave R² .100 and a probe accuracy of .798; a zero-infl
 
 A gene of the vocabulary is hidden with the probability that its cell drew, whether the cell has it
 or not, so hidden genes are detected as often as genes of whole cells. They would be most of the
-vocabulary: at most `max_asked` of the detected ones are queried, `undetected_ratio` times as many
-of the others, and a query's weight is the number of hidden genes for which it stands. Genes that
+vocabulary: at most `max_asked` of the detected genes are queried, and `undetected_ratio` times as
+many of the others. A query's weight is the number of hidden genes for which it stands. Genes that
 `tokens.max_tokens` cuts from a cell count as undetected.
 
-Legend: C cells, N queries, D width of the decoder.
+Legend: C cells, T tokens of the batch, N queries, D width of the decoder.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cellmill.config.parts.objectives import QueryDecodingConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -43,37 +42,47 @@ UNDETECTED = 4  # last key of the draws, after those of `views`
 class QueryView(Batch):
     """The shown tokens, and the queries: detected genes, then others."""
 
-    query_cell: torch.Tensor  # (N,) int64: index of the cell
-    query_genes: torch.Tensor  # (N,) int64: token ids
-    query_values: torch.Tensor  # (N,) float32: values of the whole cell, 0 where not detected
-    # (N,) float32: hidden genes for which each stands; in QueryBatch of mean 1 in a cell
-    query_weights: torch.Tensor
+    query_cell: Tensor  # (N,) int64: index of the cell
+    query_genes: Tensor  # (N,) int64: token ids
+    query_values: Tensor  # (N,) float32: values of the whole cell, 0 where not detected
+    query_weights: Tensor
+    """(N,) float32: hidden genes for which each query stands; in QueryBatch of mean 1 in a cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryBatch(QueryView, EncoderBatch):
     """The shown tokens and the queries, prepared."""
 
-    n_targets: torch.Tensor  # N
+    n_targets: Tensor  # N
 
 
-def _undetected(
-    batch: Batch, n_drawn: torch.Tensor, free: torch.Tensor, n_genes: int, seed: int, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cell and token id of `n_drawn` (cells,) draws, with replacement, of the `free` genes that a
-    cell lacks.
+def _rank_in_cell(n: Tensor, cell: Tensor) -> Tensor:
+    """Number items of a cell from 0, cell after cell; `n` (C,) counts them, `cell` is of each."""
+    first = n.cumsum(0) - n
+    return torch.arange(len(cell)) - first[cell]
 
-    The k-th gene that a cell lacks is in row k + d, where d of its detected genes come before.
+
+def _draw_undetected(
+    batch: Batch, n_drawn: Tensor, n_free: Tensor, n_genes: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw genes that cells lack, with replacement; return cell and token id of each draw.
+
+    Each cell has `n_drawn` draws from `n_free` genes, (C,) int64 each. The k-th gene that a cell
+    lacks is in row k + d of the vocabulary, where d of its detected genes come before.
     """
-    of = torch.repeat_interleave(n_drawn)
-    place = torch.arange(len(of)) - (n_drawn.cumsum(0) - n_drawn)[of]
-    k = keyed_token_bits(batch.cells, of, seed, step, place, UNDETECTED) % free[of]
-    cell, place = positions(batch)
+    drawn_cell = torch.repeat_interleave(n_drawn)
+    draw = _rank_in_cell(n_drawn, drawn_cell)
+    bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw, UNDETECTED)
+    k = bits % n_free[drawn_cell]
+    cell, position = positions(batch)
+    # (T,): vocabulary rows of detected genes, ascending in each cell
     rows = (cell * n_genes + batch.genes - len(SPECIAL)).sort().values - cell * n_genes
-    # genes that the cell lacks before each of its own, by cell
-    lacking = rows - place + cell * (n_genes + 1)
-    before = torch.searchsorted(lacking, k + of * (n_genes + 1), right=True) - batch.cu_seqlens[of]
-    return of, k + before + len(SPECIAL)
+    # (T,): genes that the cell lacks before each row; an offset by cell makes them ascend overall
+    offset = n_genes + 1
+    n_lacking = rows - position + cell * offset
+    n_before = torch.searchsorted(n_lacking, k + drawn_cell * offset, right=True)
+    d = n_before - batch.cu_seqlens[drawn_cell]
+    return drawn_cell, k + d + len(SPECIAL)
 
 
 class QueryDecoding(Objective):
@@ -108,44 +117,48 @@ class QueryDecoding(Objective):
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
         """Return the shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
         assert batch.counts is not None, "the batch has no counts"
-        cell, place = positions(batch)
+        n_cells = len(batch.lengths)
+        cell, position = positions(batch)
+        # (T,): hidden tokens, with the probability of their cell
         state = host_state(batch.cells.numpy(), seed, step)
-        share = torch.from_numpy(draw_share(state, self.config))
-        drawn = host_state(place.numpy(), HIDE, state=state[cell.numpy()])
-        keys = torch.from_numpy((drawn >> np.uint64(1)).view(np.int64))
-        hidden = torch.from_numpy(uniform(drawn)) < share[cell]
-        n_hidden = torch.bincount(cell[hidden], minlength=len(batch.lengths))
-        # of each cell the hidden tokens with the lowest keys: by cell, then by key
-        order = hidden.nonzero().flatten()
-        order = order[keys[order].argsort()]
-        order = order[cell[order].argsort(stable=True)]
-        rank = torch.arange(len(order)) - (n_hidden.cumsum(0) - n_hidden)[cell[order]]
-        queried = order[rank < self.config.max_asked].sort().values
-        n_queried = torch.bincount(cell[queried], minlength=len(batch.lengths))
-        free = self.n_genes - batch.cu_seqlens.diff().long()
-        n_drawn = torch.where(free > 0, (n_queried * self.config.undetected_ratio).ceil().long(), 0)
-        of, gene = _undetected(batch, n_drawn, free, self.n_genes, seed, step)
-        weights = (
-            (n_hidden / n_queried.clamp(min=1))[cell[queried]],
-            (share * free / n_drawn.clamp(min=1))[of],
-        )
-        shown = (batch.counts * ~hidden).numpy()
+        hidden_frac = torch.from_numpy(draw_share(state, self.config))
+        bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
+        keys = torch.from_numpy((bits >> np.uint64(1)).view(np.int64))
+        is_hidden = torch.from_numpy(uniform(bits)) < hidden_frac[cell]
+        n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
+        # queried tokens: in each cell the hidden ones with the lowest keys
+        by_key = is_hidden.nonzero().flatten()
+        by_key = by_key[keys[by_key].argsort()]
+        by_key = by_key[cell[by_key].argsort(stable=True)]
+        rank = _rank_in_cell(n_hidden, cell[by_key])
+        queried = by_key[rank < self.config.max_asked].sort().values
+        queried_cell = cell[queried]
+        n_queried = torch.bincount(queried_cell, minlength=n_cells)
+        # queried genes that the cell lacks
+        n_free = self.n_genes - batch.cu_seqlens.diff().long()
+        n_drawn = (n_queried * self.config.undetected_ratio).ceil().long()
+        n_drawn = torch.where(n_free > 0, n_drawn, 0)
+        drawn_cell, drawn_genes = _draw_undetected(batch, n_drawn, n_free, self.n_genes, seed, step)
+        # hidden genes per query
+        detected_weight = n_hidden / n_queried.clamp(min=1)
+        undetected_weight = hidden_frac * n_free / n_drawn.clamp(min=1)
+        weights = [detected_weight[queried_cell], undetected_weight[drawn_cell]]
+        shown = (batch.counts * ~is_hidden).numpy()
         return QueryView(
             **tokens_of(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
             **batch.arrays("cell"),
-            query_cell=torch.cat([cell[queried], of]),
-            query_genes=torch.cat([batch.genes[queried], gene]),
-            query_values=torch.cat([batch.values[queried], torch.zeros(len(of))]),
+            query_cell=torch.cat([queried_cell, drawn_cell]),
+            query_genes=torch.cat([batch.genes[queried], drawn_genes]),
+            query_values=torch.cat([batch.values[queried], torch.zeros(len(drawn_cell))]),
             query_weights=torch.cat(weights).float(),
         )
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> QueryBatch:
         assert isinstance(batch, QueryView), "expected a view"
+        n_cells = len(batch.lengths)
         weights = batch.query_weights.double()
-        sums = torch.zeros(len(batch.lengths), dtype=weights.dtype).index_add(
-            0, batch.query_cell, weights
-        )
-        scale = torch.bincount(batch.query_cell, minlength=len(batch.lengths)) / sums
+        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, batch.query_cell, weights)
+        scale = torch.bincount(batch.query_cell, minlength=n_cells) / sums
         return QueryBatch.prepared(
             batch,
             (seed, step),
@@ -153,20 +166,19 @@ class QueryDecoding(Objective):
             n_targets=torch.tensor(len(batch.query_genes)),
         )
 
-    def loss(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
-        errors = self.answers(model, states, prepared) - prepared.query_values
+    def loss(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
+        errors = self.predict(model, states, prepared) - prepared.query_values
         return (prepared.query_weights * errors.square()).sum()
 
-    def answers(self, model: Any, states: torch.Tensor, prepared: QueryBatch) -> torch.Tensor:
+    def predict(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
         """Return the predicted value of each query, (N,) float32."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
-        return self.answers_of(model, vectors, prepared.query_cell, prepared.query_genes)
+        return self.predict_queries(model, vectors, prepared.query_cell, prepared.query_genes)
 
-    def answers_of(
-        self, model: Any, vectors: torch.Tensor, cell: torch.Tensor, genes: torch.Tensor
-    ) -> torch.Tensor:
-        """Return predicted values, (N,) float32, from vectors (C, H); `cell` are indices of them,
-        `genes` token ids.
+    def predict_queries(self, model: Any, vectors: Tensor, cell: Tensor, genes: Tensor) -> Tensor:
+        """Return predicted values, (N,) float32, from vectors (C, H).
+
+        `cell` are indices of vectors and `genes` token ids, (N,) int64 each.
         """
         x = rows_at(model.query_cell(vectors), cell) * embed_tokens(genes, model.query_genes.weight)
         for layer in model.query_layers:
@@ -174,35 +186,29 @@ class QueryDecoding(Objective):
         means = embed_tokens(genes, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)
 
-    def observe(self, model: Any, prepared: QueryBatch) -> tuple[torch.Tensor, ...]:
+    def observe(self, model: Any, prepared: QueryBatch) -> tuple[Tensor, ...]:
         """Return vocabulary row, true value, predicted value and weight of each query."""
-        predicted = self.answers(model, model.states(prepared), prepared)
-        return (
-            prepared.query_genes - len(SPECIAL),
-            prepared.query_values,
-            predicted,
-            prepared.query_weights,
-        )
+        predicted = self.predict(model, model.states(prepared), prepared)
+        rows = prepared.query_genes - len(SPECIAL)
+        return rows, prepared.query_values, predicted, prepared.query_weights
 
     def judge(
         self, *observed: np.ndarray, train: GeneStatistics
     ) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return mean squares of model and gene means, zeros included, and R²: None where truth
-        equals the means.
-        """
-        genes, (values, predicted, weights) = (
-            observed[0],
-            (part.astype(np.float64) for part in observed[1:]),
-        )
+        """Return mean squares of model and gene means, zeros included, and R² over these means."""
+        genes = observed[0]
+        values, predicted, weights = (array.astype(np.float64) for array in observed[1:])
         # detection rate times the mean where detected
         means = (train.n / train.n_cells * train.mean)[genes]
-        mse, base = (
-            float(np.average(np.square(values - given), weights=weights))
-            for given in (predicted, means)
-        )
-        metrics: dict[str, Any] = {"n_targets": len(genes), "mse": mse, "mse_gene_mean": base}
-        metrics["detected_frac"] = float(np.average(values > 0, weights=weights))
-        metrics["r2_over_gene_mean"] = r2 = r2_over(base, mse)
-        return metrics, r2_verdict(
-            "prediction of hidden genes", "the gene's training mean, zeros included", r2
-        )
+        mse = float(np.average(np.square(values - predicted), weights=weights))
+        base_mse = float(np.average(np.square(values - means), weights=weights))
+        r2 = r2_over(base_mse, mse)
+        metrics = {
+            "n_targets": len(genes),
+            "mse": mse,
+            "mse_gene_mean": base_mse,
+            "detected_frac": float(np.average(values > 0, weights=weights)),
+            "r2_over_gene_mean": r2,
+        }
+        against = "the gene's training mean, zeros included"
+        return metrics, r2_verdict("prediction of hidden genes", against, r2)
