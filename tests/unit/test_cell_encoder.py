@@ -52,7 +52,7 @@ def _cells(n: int = 6) -> Batch:
 
 def test_a_token_per_column_stands_before_the_genes_of_each_cell() -> None:
     batch: Any = _cells()
-    made: Any = CovariatePrefix(_tokens(), LEVELS).before(batch)
+    made: Any = CovariatePrefix(_tokens(), LEVELS).add_to(batch)
     assert made.lengths == made.cu_seqlens.diff().tolist() == [n + 2 for n in batch.lengths]
     for name, prefix in (("genes", SPECIAL.index("<pad>")), ("values", 0), ("counts", 0)):
         before, after = (getattr(each, name).split(each.lengths) for each in (batch, made))

@@ -19,139 +19,145 @@ from cellmill.models.counter_rng import keyed_bits, keyed_token_bits
 from cellmill.parallel.vocab_parallel import segment_sum
 
 CPU = torch.device("cpu")
-PAD_TOKEN, MASK_TOKEN = (SPECIAL.index(token) for token in ("<pad>", "<mask>"))
-# tokens of one cell of padding: the cost of attention grows with the square of a cell's length
-PAD_CELL = 256
-
-AnyBatch = TypeVar("AnyBatch", bound=Batch)
-# fields for models
-SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
+PAD_TOKEN = SPECIAL.index("<pad>")
+MASK_TOKEN = SPECIAL.index("<mask>")
 # token ids; row -1 - id of `end_embedding`
 CLS = -1
 EOS = -2
+PAD_CELL = 256
+"""Tokens of one cell of padding: the cost of attention grows with the square of a cell's length."""
+SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
+"""Fields for models."""
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
     """Return `batch` as tensors on `device`: integers as int64, except `cu_seqlens`."""
 
-    def change(_: Per, array: Any) -> Tensor:
+    def to_tensor(_: Per, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if tensor.is_floating_point() else tensor.long()
 
     cu_seqlens = torch.from_numpy(batch.cu_seqlens)
-    tensors: Batch = on_device(
-        batch.map(change, cu_seqlens=cu_seqlens, lengths=batch.lengths), device
-    )
-    return tensors
+    tensors = batch.map(to_tensor, cu_seqlens=cu_seqlens, lengths=batch.lengths)
+    copied: Batch = on_device(tensors, device)
+    return copied
 
 
 def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
-    """Pad to `tokens` by cells of `<pad>` at the end, which are no targets and attend only to each
-    other.
+    """Pad to `tokens` by cells of `<pad>` at the end.
+
+    They are no targets and attend only to each other.
     """
-    more = tokens - len(batch.genes)
-    if not more:
+    n_tokens = tokens - len(batch.genes)
+    if not n_tokens:
         return batch
-    lengths = [PAD_CELL] * (more // PAD_CELL) + ([more % PAD_CELL] if more % PAD_CELL else [])
+    n_whole, rest = divmod(n_tokens, PAD_CELL)
+    lengths = [PAD_CELL] * n_whole
+    if rest:
+        lengths.append(rest)
     ends = batch.cu_seqlens[-1] + torch.tensor(lengths).cumsum(0)
-    n = {"token": more, "cell": len(lengths)}
+    n_rows = {"token": n_tokens, "cell": len(lengths)}
+
+    def extend(per: Per, array: Tensor) -> Tensor:
+        padding = array.new_full((n_rows[per.axis], *array.shape[1:]), per.pad)
+        return torch.cat([array, padding])
+
     return batch.map(
-        lambda per, array: torch.cat(
-            [array, array.new_full((n[per.axis], *array.shape[1:]), per.pad)]
-        ),
+        extend,
         cu_seqlens=torch.cat([batch.cu_seqlens, ends.to(batch.cu_seqlens.dtype)]),
         lengths=[*batch.lengths, *lengths],
     )
 
 
 def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
-    """Put `before` tokens of id `token` before each cell's and `after` behind them, with value and
-    count 0.
-    """
-    more = before + after
-    cell = positions(batch)[0]
-    moved_to = torch.arange(len(batch.genes), device=batch.genes.device) + more * cell + before
-    cells = torch.arange(
-        len(batch.cu_seqlens), device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype
-    )
+    """Add `before` tokens of id `token` before each cell and `after` after it, with value 0."""
+    n_extra = before + after
+    cell, _ = positions(batch)
+    moved_to = torch.arange(len(batch.genes), device=batch.genes.device) + n_extra * cell + before
+    offsets = batch.cu_seqlens
+    cells = torch.arange(len(offsets), device=offsets.device, dtype=offsets.dtype)
+    n_tokens = len(batch.genes) + n_extra * len(batch.lengths)
 
     def spread(tensor: Tensor, fill: float) -> Tensor:
-        return tensor.new_full((len(tensor) + more * len(batch.lengths),), fill).index_copy(
-            0, moved_to, tensor
-        )
+        return tensor.new_full((n_tokens,), fill).index_copy(0, moved_to, tensor)
 
     return batch.map(
         lambda per, array: spread(array, per.pad) if per.axis == "token" else array,
         genes=spread(batch.genes, token),
-        cu_seqlens=batch.cu_seqlens + more * cells,
-        lengths=[length + more for length in batch.lengths],
+        cu_seqlens=offsets + n_extra * cells,
+        lengths=[length + n_extra for length in batch.lengths],
     )
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Copy CPU tensors of a dataclass to `device`, at any depth, each once; to a GPU pinned and not
-    blocking.
+    """Copy the CPU tensors of a dataclass to `device`, at any depth, each once.
+
+    To a GPU they are pinned and copied without blocking.
     """
     copies: dict[int, Tensor] = {}
 
-    def copied(value: Any) -> Any:
+    def copy(value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in copies:
                 source = value.pin_memory() if device.type == "cuda" else value
                 copies[id(value)] = source.to(device, non_blocking=True)
             return copies[id(value)]
         if isinstance(value, tuple):
-            return tuple(copied(part) for part in value)
+            return tuple(map(copy, value))
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
+            return replace(value, **{f.name: copy(getattr(value, f.name)) for f in fields(value)})
         return value
 
-    return value if device.type == "cpu" else copied(value)
+    return value if device.type == "cpu" else copy(value)
 
 
 def with_genes(batch: Batch) -> Tensor:
-    """Return (cells,) bool: the cells with a gene, beside tokens of pooling, of obs columns and at
-    their ends.
+    """Return the cells with a gene, (cells,) bool.
+
+    Tokens of pooling, of obs columns and at the ends of a cell are no genes.
     """
     cell, _ = positions(batch)
-    n_genes = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
+    has_gene = torch.zeros(len(batch.lengths), dtype=torch.int64, device=cell.device)
     is_gene = (batch.genes >= 0) & (batch.genes != PAD_TOKEN)
-    return n_genes.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
+    return has_gene.scatter_reduce(0, cell, is_gene.long(), "amax") > 0
 
 
 def positions(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (tokens,) int64 each: index of a token's cell in the batch, and the token's place in
-    the cell.
-    """
-    n = len(batch.genes)
+    """Return the index of each token's cell, and its position in the cell, (tokens,) int64 each."""
+    n_tokens = len(batch.genes)
     starts = batch.cu_seqlens[:-1].long()
-    cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n)
-    return cell, torch.arange(n, device=batch.genes.device) - starts[cell]
+    cell = torch.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=n_tokens)
+    return cell, torch.arange(n_tokens, device=batch.genes.device) - starts[cell]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch(Batch):
-    """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`); where hidden,
-    `genes` are `<mask>` and `values` 0.
+    """The tokens that an encoder is given, and nothing else of the batch (`SHOWN`).
 
-    Properties are computed when they are first read, on the batch's device: few families read all
-    of them.
+    Hidden `genes` are `<mask>` and hidden `values` 0. Properties are computed when they are first
+    read, on the batch's device: few families read all of them.
     """
 
     value_hidden: Tensor  # (tokens,) bool
-    value_known: Tensor  # (tokens,) bool: those that `center` is the mean of
+    value_known: Tensor  # (tokens,) bool: values of which `center` is the mean
     keys: tuple[int, int] | None  # seed and step, which key the dropout; None: no dropout
 
     @classmethod
-    def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **own: Any) -> Self:
-        """Return the batch, with hidden what `own` hides."""
-        shared = {f.name for f in fields(cls)} & {f.name for f in fields(batch)}
-        given = {name: getattr(batch, name) for name in shared} | {"keys": keys}
-        given |= dict.fromkeys({f.name for f in fields(Batch)} - {*SHOWN})
-        hidden = own.get("value_hidden")
+    def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **changes: Any) -> Self:
+        """Return the batch with the fields in `changes`; `value_hidden` is False by default."""
+        values: dict[str, Any] = {"keys": keys}
+        names = {f.name for f in fields(cls)}
+        for field in fields(batch):
+            if field.name in names:
+                values[field.name] = getattr(batch, field.name)
+        for field in fields(Batch):
+            if field.name not in SHOWN:
+                values[field.name] = None
+        hidden = changes.pop("value_hidden", None)
         if hidden is None:
-            hidden = own["value_hidden"] = torch.zeros_like(batch.genes, dtype=torch.bool)
-        return cls(**given | {"value_known": ~hidden} | own)
+            hidden = torch.zeros_like(batch.genes, dtype=torch.bool)
+        return cls(**values | {"value_hidden": hidden, "value_known": ~hidden} | changes)
 
     @cached_property
     def cell(self) -> Tensor:
@@ -159,20 +165,18 @@ class EncoderBatch(Batch):
         return positions(self)[0]
 
     @property
-    def place(self) -> Tensor:
-        """(tokens,) int64: place of the token in its cell, from 0."""
+    def position(self) -> Tensor:
+        """(tokens,) int64: position of the token in its cell, from 0."""
         starts = self.cu_seqlens[:-1].long()
         return torch.arange(len(self.genes), device=self.genes.device) - starts[self.cell]
 
     @cached_property
     def token_keys(self) -> Tensor:
         """(tokens,) int64: keys of the dropout."""
-        cell, place = positions(self)
-        return (
-            place
-            if self.keys is None
-            else keyed_bits(keyed_token_bits(self.cells, cell, *self.keys, place), 1)
-        )
+        cell, position = positions(self)
+        if self.keys is None:
+            return position
+        return keyed_bits(keyed_token_bits(self.cells, cell, *self.keys, position), 1)
 
     @cached_property
     def cell_keys(self) -> Tensor:
@@ -182,24 +186,24 @@ class EncoderBatch(Batch):
 
     @cached_property
     def center(self) -> Tensor:
-        """(cells,) float32: mean of a cell's known continuous values, which hidden ones cannot leak
-        into; else 0.
+        """(cells,) float32: mean of a cell's known continuous values, otherwise 0.
+
+        Hidden values cannot leak into it.
         """
         if not self.values.is_floating_point():
             return torch.zeros(len(self.lengths), device=self.values.device)
-        known = self.value_known & (self.genes != PAD_TOKEN)  # a token without a gene has no value
-        parts = (self.values * known, known.float())
-        sums, n = (segment_sum(part, self.cell, self.cu_seqlens) for part in parts)
-        return sums / n.clamp(min=1)
+        is_known = self.value_known & (self.genes != PAD_TOKEN)  # no value without a gene
+        sums = segment_sum(self.values * is_known, self.cell, self.cu_seqlens)
+        n_known = segment_sum(is_known.float(), self.cell, self.cu_seqlens)
+        return sums / n_known.clamp(min=1)
 
 
 def with_ends(batch: Batch, n_ends: int) -> Batch:
-    """Return the batch with <cls> (`n_ends` 1), or <cls> and <eos> (2), around each cell, with
-    value and count 0.
-    """
+    """Return the batch with <cls> before each cell and, if `n_ends` is 2, <eos> after it."""
     if not n_ends:
         return batch
     ended = with_extra_tokens(batch, 1, n_ends - 1, CLS)
     if n_ends == 1:
         return ended
-    return replace(ended, genes=ended.genes.index_fill(0, ended.cu_seqlens[1:].long() - 1, EOS))
+    last = ended.cu_seqlens[1:].long() - 1
+    return replace(ended, genes=ended.genes.index_fill(0, last, EOS))

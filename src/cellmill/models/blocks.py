@@ -30,37 +30,37 @@ def attention(
     lengths: list[int],
     causal: bool = False,
 ) -> Tensor:
-    """(T, h, d) each -> (T, h, d): each token attends to its cell's, if `causal` to itself and
-    earlier ones.
+    """(T, h, d) each -> (T, h, d): each token attends to the tokens of its cell.
+
+    If `causal`, it attends only to itself and earlier tokens.
     """
     if not lengths:
         return v + 0 * (q + k)  # no cells: an empty result, through which gradients flow as zeros
-    suits = (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-    )
-    if suits and _has_flash(q.device):
+    head_width = q.shape[-1]
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    suits_flash = q.is_cuda and is_half and head_width % 8 == 0 and head_width <= 256
+    if suits_flash and _has_flash(q.device):
         longest = max(lengths)
         window = (-1, 0 if causal else -1)
-        # only here: the module imports torch's compiler, half a second
+        # imported here: the module imports torch's compiler, half a second
         varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
         return cast(
             Tensor,
             varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window),
         )
-    # nothing is computed: fewer calls for the planner to measure
-    lengths = sorted(lengths) if q.is_meta else lengths
+    if q.is_meta:  # nothing is computed: fewer calls for the planner to measure
+        lengths = sorted(lengths)
+    # on the meta device torch would plan for attention that keeps its scores
+    attend = flash_attention if q.is_meta else F.scaled_dot_product_attention
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
     sizes = [length * cells for length, cells in runs]
     parts = []
-    for (length, cells), *of_run in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
+    for run, *tensors in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
+        length, cells = run
         # (cells, h, length, d): views, no copies
-        q_, k_, v_ = (x.unflatten(0, (cells, length)).transpose(1, 2) for x in of_run)
-        # on the meta device torch would plan for attention that keeps its scores
-        attend = flash_attention if q.is_meta else F.scaled_dot_product_attention
-        parts.append(attend(q_, k_, v_, is_causal=causal).transpose(1, 2).flatten(0, 1))
+        query, key, value = (x.unflatten(0, (cells, length)).transpose(1, 2) for x in tensors)
+        attended = attend(query, key, value, is_causal=causal)
+        parts.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 
 
@@ -114,29 +114,25 @@ class Block(nn.Module):
         lengths: list[int],
         token_keys: Tensor,
     ) -> Tensor:
-        """(T, H) -> (T, H); `token_keys` (T,) int64 key the dropout. T may be this rank's share of
-        the tokens.
+        """(T, H) -> (T, H); `token_keys` (T,) int64 key the dropout.
+
+        T may be this rank's share of the tokens.
         """
         drops = None
         if self.training and self.dropout:
-            drops = (
-                keyed_state(token_keys, 2 * self.index),
-                keyed_state(token_keys, 2 * self.index + 1),
-            )
+            first_key = 2 * self.index
+            drops = keyed_state(token_keys, first_key), keyed_state(token_keys, first_key + 1)
         attended = attention(*self.before(x), cu_seqlens, lengths, self.causal)
         return self.after(x, attended.flatten(1), drops)
 
     def padded(self, x: Tensor, inside: Tensor) -> Tensor:
-        """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, are tokens
-        that are no padding.
-        """
-        cells, length, _ = x.shape
+        """(cells, L, H) -> (cells, L, H) without dropout; `inside`, (cells, L) bool, is no padding."""
+        shape = x.shape[:2]
         rows = x.flatten(0, 1)
-        q, k, v = (part.unflatten(0, (cells, length)).transpose(1, 2) for part in self.before(rows))
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in self.before(rows))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None, :])
-        return self.after(rows, attended.transpose(1, 2).flatten(2).flatten(0, 1), None).unflatten(
-            0, (cells, length)
-        )
+        attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        return self.after(rows, attended, None).unflatten(0, shape)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H) -> query, key and value, (T, h, H / h) each."""
@@ -150,8 +146,10 @@ class Block(nn.Module):
         drops: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
-        x = x + self._drop(self.out(attended), drops and drops[0])
-        return x + self._drop(self.down(F.gelu(self.up(self.ffn_norm(x)))), drops and drops[1])
+        attention_drop, ffn_drop = drops or (None, None)
+        x = x + self._drop(self.out(attended), attention_drop)
+        inner = self.down(F.gelu(self.up(self.ffn_norm(x))))
+        return x + self._drop(inner, ffn_drop)
 
     def _drop(self, x: Tensor, states: Tensor | None) -> Tensor:
         return x if states is None else keyed_dropout(x, self.dropout, states)
@@ -175,23 +173,24 @@ class FeedForward(nn.Module):
     def inner(self, x: Tensor, drops: Tensor | None) -> Tensor:
         """(R, H) and states of the dropout, (R,), -> (R, H)."""
         update = self.down(F.gelu(self.up(self.norm(x))))
-        return x + (update if drops is None else keyed_dropout(update, self.dropout, drops))
+        if drops is not None:
+            update = keyed_dropout(update, self.dropout, drops)
+        return x + update
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer is linear, with its matrix in `weight`."""
+    """Return True for a linear layer, which has its matrix in `weight`."""
     return isinstance(layer, nn.Linear) or is_transposed(layer)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Return whether a layer is transformers' Conv1D: linear, with a weight of (in, out)."""
-    return (
-        type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
-    )
+    """Return True for transformers' Conv1D: linear, with a weight of (in, out)."""
+    kind = type(layer)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 class Reversed(torch.autograd.Function):
-    """Identity, of a tensor and a number `scale`, whose gradient is multiplied by `-scale`."""
+    """Identity whose gradient is multiplied by `-scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:

@@ -1,5 +1,4 @@
-"""Shared part of families that encode cells to vectors: states after the last norm, heads, pooling,
-covariate tokens.
+"""Shared part of families that encode cells: heads, pooling of states, covariate tokens.
 
 Each column of `tokens.covariates` adds one token, without a value, before the genes of a cell's
 view; its embedding belongs to the cell's level. In a batch these tokens are `<pad>`, so objectives
@@ -30,7 +29,7 @@ UNKNOWN = 4  # last key of the draws; 2 and 3 are those of views
 
 
 class CovariateEmbedding(nn.Module):
-    """Embeddings of the levels of each column, the unknown one first."""
+    """Embeddings of the levels of each column, the unknown level first."""
 
     def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]], hidden: int) -> None:
         super().__init__()
@@ -39,15 +38,13 @@ class CovariateEmbedding(nn.Module):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(T,) int64, rows of all tables one below another, from 1 -> (T, H); zeros for tokens of
-        row 0.
-        """
-        table = torch.cat([of_column.get_parameter("weight") for of_column in self.tables])
-        return F.embedding(rows, F.pad(table, (0, 0, 1, 0)))
+        """(T,) int64, rows from 1 of all tables, one below another -> (T, H); zeros for row 0."""
+        tables = torch.cat([table.get_parameter("weight") for table in self.tables])
+        return F.embedding(rows, F.pad(tables, (0, 0, 1, 0)))
 
 
 class CovariatePrefix:
-    """Tokens of the columns; no module, because each pipeline stage has it."""
+    """Tokens of the columns. It is no module, because each pipeline stage has it."""
 
     def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]]) -> None:
         self.columns = [[*levels].index(name) for name in tokens.covariates]
@@ -55,41 +52,43 @@ class CovariatePrefix:
         self.first_rows = [*accumulate(sizes, initial=1)][:-1]
         self.unknown_frac = tokens.covariate_unknown_frac
 
-    def before(self, batch: AnyBatch, keys: tuple[int, int] | None = None) -> AnyBatch:
-        """Return `batch` with a token per column before each cell; `keys`, seed and step, draw
-        unknown levels.
+    def add_to(self, batch: AnyBatch, keys: tuple[int, int] | None = None) -> AnyBatch:
+        """Return `batch` with a token per column before each cell.
+
+        `keys`, seed and step, draw the levels that are replaced by the unknown level.
         """
         device = batch.genes.device
         n_columns = len(self.columns)
-        place = torch.arange(n_columns, device=device)
+        column = torch.arange(n_columns, device=device)
         if batch.levels is None:
             numbers = batch.cells.new_zeros(len(batch.cells), n_columns)
         else:
             numbers = batch.levels[:, self.columns]  # (C, K) int64, 0 for unknown levels
             if keys is not None and self.unknown_frac:
-                drawn = keyed_bits(batch.cells[:, None], *keys, place, UNKNOWN)
-                numbers = numbers.masked_fill(drawn < threshold(self.unknown_frac), 0)
-        rows = numbers + torch.tensor(self.first_rows, device=device)
-        more = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
-        at = (more.cu_seqlens[:-1, None].long() + place).flatten()
-        return replace(
-            more, covariate_rows=torch.zeros_like(more.genes).index_copy(0, at, rows.flatten())
-        )
+                draws = keyed_bits(batch.cells[:, None], *keys, column, UNKNOWN)
+                numbers = numbers.masked_fill(draws < threshold(self.unknown_frac), 0)
+        rows = numbers + torch.tensor(self.first_rows, device=device)  # (C, K)
+        extended = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
+        tokens = extended.cu_seqlens[:-1, None].long() + column  # (C, K): the added tokens
+        token_rows = torch.zeros_like(extended.genes)
+        token_rows = token_rows.index_copy(0, tokens.flatten(), rows.flatten())
+        return replace(extended, covariate_rows=token_rows)
 
 
-def mean_state(states: Tensor, prepared: EncoderBatch, of_gene: Tensor | None = None) -> Tensor:
-    """(T, H) -> (C, H) float32: mean over the tokens of genes, `of_gene` (T,) or all but
-    covariates; zeros for none.
+def mean_state(states: Tensor, prepared: EncoderBatch, is_gene: Tensor | None = None) -> Tensor:
+    """(T, H) -> (C, H) float32: mean over the tokens of genes, zeros for a cell without any.
+
+    `is_gene` is (T,); by default all tokens except covariates are genes.
     """
     lengths = prepared.cu_seqlens.diff()
     states = states.float()
-    cells = (prepared.cell, prepared.cu_seqlens)
     if prepared.covariate_rows is not None:
-        of_gene = prepared.covariate_rows == 0
-    if of_gene is not None:
-        lengths = segment_sum(of_gene.float(), *cells)
-        states = states * of_gene[:, None]
-    return segment_sum(states, *cells) / lengths.clamp(min=1)[:, None]
+        is_gene = prepared.covariate_rows == 0
+    if is_gene is not None:
+        lengths = segment_sum(is_gene.float(), prepared.cell, prepared.cu_seqlens)
+        states = states * is_gene[:, None]
+    sums = segment_sum(states, prepared.cell, prepared.cu_seqlens)
+    return sums / lengths.clamp(min=1)[:, None]
 
 
 def first_state(states: Tensor, prepared: EncoderBatch) -> Tensor:
@@ -98,8 +97,9 @@ def first_state(states: Tensor, prepared: EncoderBatch) -> Tensor:
 
 
 def attended_state(states: Tensor, prepared: EncoderBatch, query: Tensor) -> Tensor:
-    """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)); zeros
-    for none.
+    """(T, H), (H,) -> (C, H) float32: means weighted by softmax(states @ query / sqrt(H)).
+
+    The mean of a cell without tokens is zero.
     """
     states = states.float()
     cell = prepared.cell
@@ -113,37 +113,34 @@ def attended_state(states: Tensor, prepared: EncoderBatch, query: Tensor) -> Ten
 
 
 class CellEncoder(Model):
-    """Base of families whose blocks are followed by `norm`; they define `begin`, `through` and
-    `cell_vectors`.
+    """Base of families with a `norm` after the blocks.
+
+    They define `begin`, `through` and `cell_vectors`.
     """
 
     norm: nn.Module
-    # (H,): embedding of a hidden value, attached by objectives that hide values
     hidden_value: nn.Parameter
-    # tokens of obs columns before the genes of each cell
+    """(H,): embedding of a hidden value, attached by objectives that hide values."""
     covariate_prefix: CovariatePrefix | None = None
 
     def attach_heads(self, n_tokens: int) -> None:
-        """Add the objective's heads, and what layouts and `init_from` have to know of them."""
-        own = [*self.named_children(), *self.named_parameters(recurse=False)]
-        trunk = {name for name, _ in own} | {*self.plan.begin}
+        """Add the objective's heads to the model, its plan, and its rows by gene."""
+        trunk = {*self.plan.begin, *dict(self.named_children())}
+        trunk |= {name for name, _ in self.named_parameters(recurse=False)}
         finish = ("norm", *self.objective.attach(self, n_tokens))
         self.heads = tuple(name for name in finish if name not in trunk)
-        self.plan = replace(
-            self.plan, tensor={**self.plan.tensor, **self.objective.tensor}, finish=finish
-        )
+        styles = {**self.plan.tensor, **self.objective.tensor}
+        self.plan = replace(self.plan, tensor=styles, finish=finish)
         self.gene_rows = self.gene_rows | self.objective.gene_rows
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         view = super().view(batch, seed=seed, step=step)
         if self.covariate_prefix is None:
             return view
-        return self.covariate_prefix.before(view, (seed, step) if self.training else None)
+        return self.covariate_prefix.add_to(view, (seed, step) if self.training else None)
 
     def finish(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        """Return the objective's summed loss of the normed states: `Objective.loss`; 0 while
-        `kept_rows` is a list.
-        """
+        """Return the objective's summed loss of the normed states; 0 while `kept_rows` is a list."""
         states = self.norm(x)
         if self.kept_rows is not None:
             self.kept_rows.append(self.objective.rows(self, states, prepared))
@@ -152,7 +149,8 @@ class CellEncoder(Model):
         return self.objective.loss(self, states, prepared)
 
     def embed(self, batch: Batch) -> Tensor:
-        batch = batch if self.covariate_prefix is None else self.covariate_prefix.before(batch)
+        if self.covariate_prefix is not None:
+            batch = self.covariate_prefix.add_to(batch)
         prepared = EncoderBatch.prepared(batch)
         return self.cell_vectors(self.states(prepared), prepared)
 
@@ -166,8 +164,9 @@ class CellEncoder(Model):
 
 
 class TokenEncoder(CellEncoder):
-    """Base of families whose rows are tokens; their blocks are those of `models.blocks`, or have
-    the same modules.
+    """Base of families whose rows are tokens.
+
+    Their blocks are those of `models.blocks`, or have the same modules.
     """
 
     plan = ParallelPlan(
@@ -197,19 +196,16 @@ class TokenEncoder(CellEncoder):
         self.enter_keys = Entry()
         self.gene_embedding = nn.Embedding(self.n_tokens, width)
 
-    def through(self, x: Tensor, prepared: EncoderBatch, last: int | None = None) -> Tensor:
-        """Apply the blocks, up to number `last`."""
+    def through(self, x: Tensor, prepared: EncoderBatch, n_blocks: int | None = None) -> Tensor:
+        """Apply the first `n_blocks` blocks, all by default."""
         token_keys = self.enter_keys(prepared.token_keys)
-        for block in list(self.blocks)[:last]:
+        for block in list(self.blocks)[:n_blocks]:
             x = block(x, prepared.cu_seqlens, prepared.lengths, token_keys)
         return x
 
-    def with_hidden(self, values: Tensor, prepared: EncoderBatch, at: Tensor | slice) -> Tensor:
-        """(N, H): embedded values of the tokens `at`, hidden ones replaced by `hidden_value` if
-        there is one.
-        """
+    def with_hidden(self, values: Tensor, prepared: EncoderBatch, index: Tensor | slice) -> Tensor:
+        """(N, H): embedded values of the tokens in `index`; a hidden value is `hidden_value`."""
         if not hasattr(self, "hidden_value"):
             return values
-        return torch.where(
-            prepared.value_hidden[at][:, None], self.hidden_value.to(values.dtype), values
-        )
+        is_hidden = prepared.value_hidden[index][:, None]
+        return torch.where(is_hidden, self.hidden_value.to(values.dtype), values)

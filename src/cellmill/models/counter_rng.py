@@ -1,8 +1,8 @@
 """Counter-based random numbers: a pure function of integer keys, on any device.
 
-A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, step, cell, place).
-There is no generator state to advance or save: a token gets the same draw in every layout, in every
-batch, and in recomputation.
+A draw is splitmix64 (Steele, Lea & Flood 2014) folded over keys such as (seed, step, cell,
+position). There is no generator state to advance or save: a token gets the same draw in every
+layout, in every batch, and in recomputation.
 """
 
 from collections.abc import Iterable
@@ -14,36 +14,38 @@ from torch import Tensor
 from cellmill.data.keys import splitmix64
 
 NO_KEYS = np.zeros(1, np.uint64)
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_SECOND = -7723592293110705685  # 0x94D049BB133111EB
+# constants of splitmix64 as int64
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+FIRST_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
+SECOND_FACTOR = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def keyed_bits(*keys: Tensor | int) -> Tensor:
-    """Return 63 random bits as non-negative int64 for each element of the broadcast keys, at least
-    one a tensor.
+    """Return 63 random bits, int64, for each element of the broadcast keys.
+
+    At least one key is a tensor.
     """
-    return _shift(keyed_state(*keys), 1)
+    return _shift_right(keyed_state(*keys), 1)
 
 
 def keyed_state(*keys: Tensor | int) -> Tensor:
-    """Return the int64 state behind `keyed_bits`, into which more keys can be folded."""
+    """Return the int64 state from which `keyed_bits` come, into which more keys can be folded."""
     device = next(key.device for key in keys if isinstance(key, Tensor))
-    return _folded(torch.zeros((), dtype=torch.int64, device=device), keys)
+    return _fold(torch.zeros((), dtype=torch.int64, device=device), keys)
 
 
 def keyed_token_bits(
     cells: Tensor, cell: Tensor, seed: int, step: int, *keys: Tensor | int
 ) -> Tensor:
-    """Return `keyed_bits(cells[cell], seed, step, *keys)`; the keys that tokens of a cell share are
-    mixed once.
-    """
-    return _shift(_folded(keyed_state(cells, seed, step)[cell], keys), 1)
+    """Return `keyed_bits(cells[cell], seed, step, *keys)`, mixing the keys of a cell once."""
+    state = keyed_state(cells, seed, step)[cell]
+    return _shift_right(_fold(state, keys), 1)
 
 
 def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarray:
-    """Fold integer keys into a state, uint64: `keyed_state` by numpy, in a fourth of its time for
-    few elements.
+    """Fold integer keys into a state, uint64.
+
+    This is `keyed_state` by numpy, which takes a fourth of its time for few elements.
     """
     for key in keys:
         state = splitmix64(state ^ np.asarray(key).astype(np.uint64), in_place=True)
@@ -51,12 +53,11 @@ def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarr
 
 
 def keyed_dropout(x: Tensor, p: float, states: Tensor) -> Tensor:
-    """Apply dropout to `x` (tokens, width), keyed by `states` (tokens,) int64 of token and layer,
-    and column.
-    """
+    """Apply dropout to `x` (tokens, width), keyed by column and `states` (tokens,) int64."""
     columns = torch.arange(x.shape[1], device=x.device)
-    kept = _shift(_mix(states[:, None] ^ columns[None, :]), 1) >= threshold(p)
-    return x * kept.to(x.dtype) / (1 - p)
+    bits = _shift_right(_mix(states[:, None] ^ columns[None, :]), 1)
+    is_kept = bits >= threshold(p)
+    return x * is_kept.to(x.dtype) / (1 - p)
 
 
 def threshold(probability: float) -> int:
@@ -64,20 +65,23 @@ def threshold(probability: float) -> int:
     return min(int(probability * 2.0**63), 2**63 - 1)
 
 
-def _folded(state: Tensor, keys: Iterable[Tensor | int]) -> Tensor:
+def _fold(state: Tensor, keys: Iterable[Tensor | int]) -> Tensor:
     for key in keys:
         state = _mix(state ^ key)
     return state
 
 
 def _mix(state: Tensor) -> Tensor:
-    # a tensor of its own, changed in place: new memory costs more than the arithmetic
-    state = state + _GOLDEN
-    state.bitwise_xor_(_shift(state, 30)).mul_(_FIRST)
-    state.bitwise_xor_(_shift(state, 27)).mul_(_SECOND)
-    return state.bitwise_xor_(_shift(state, 31))
+    # a new tensor, changed in place: new memory costs more than the arithmetic
+    state = state + GOLDEN
+    state.bitwise_xor_(_shift_right(state, 30))
+    state.mul_(FIRST_FACTOR)
+    state.bitwise_xor_(_shift_right(state, 27))
+    state.mul_(SECOND_FACTOR)
+    return state.bitwise_xor_(_shift_right(state, 31))
 
 
-def _shift(state: Tensor, bits: int) -> Tensor:
+def _shift_right(state: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's is arithmetic."""
-    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    mask = (1 << (64 - bits)) - 1
+    return (state >> bits).bitwise_and_(mask)

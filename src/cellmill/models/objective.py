@@ -22,21 +22,22 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.verdict import Verdict, compare
 
+Judgement = tuple[dict[str, Any], list[Verdict]]
+"""Metrics of a task, and verdicts against a baseline."""
+
 
 @dataclass(frozen=True)
 class GeneStatistics:
     """Statistics of training tokens by gene: the baseline in `judge`."""
 
-    n: np.ndarray  # tokens of each gene, `(genes,)` int64
+    n: np.ndarray  # (genes,) int64: tokens of each gene
     mean: np.ndarray
-    """Mean value of each gene's tokens, `(genes,)` float64; the mean over all tokens where a gene
-    has none.
-    """
+    """(genes,) float64: mean value of each gene's tokens; for a gene without tokens, of all tokens."""
     global_mean: float
     n_cells: int
     by_rank: np.ndarray | None = None
-    """Tokens of each gene by log2 of their place in the cell (`data.arrays.rank_buckets`),
-    `(buckets, genes)` int64.
+    """(buckets, genes) int64: tokens of each gene by log2 of their position in the cell
+    (`data.arrays.rank_buckets`).
     """
 
 
@@ -46,22 +47,18 @@ class Objective:
     tensor: Mapping[str, Style] = MappingProxyType({})
     """Tensor-parallel style of heads, by path in the model; others are replicated."""
     gene_rows: frozenset[str] = frozenset()
-    """Parameters of heads with one row per token of the vocabulary, which `init_from` matches by
-    gene.
-    """
+    """Parameters of heads with a row per token of the vocabulary; `init_from` matches them by gene."""
     parts: Mapping[str, float] = MappingProxyType({})
     """Weight of each part of a loss that is a vector, by name; empty for one loss."""
     row_widths: tuple[int, ...] = ()
     """Width of each table of `rows`; none if the loss of a cell depends on no other cell."""
-    # True if `n_targets` are cells; training logs their share as `labelled_frac`
     has_target_per_cell: bool = False
-    # False while `prepare` is called for validation or evaluation; set by `Model.prepare`
+    """True if `n_targets` are cells; training logs their share as `labelled_frac`."""
     training: bool = True
+    """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
     validates_rows: bool = False  # True if `loss` needs shares in validation too
     figure_names: tuple[str, ...] = ()
-    """Figures that validation logs beside the loss, such as accuracy: the keys of
-    `validation_figures`.
-    """
+    """Metrics that validation logs after the loss, such as accuracy: keys of `validation_figures`."""
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
     kept_sums: list[Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
@@ -71,20 +68,18 @@ class Objective:
         self.tokens = tokens
         self.number_columns = sorted(config.columns().numbers)
         """obs columns whose numbers batches carry, in their order; in a sum those of all parts."""
-        # end of the names of its heads, where a sum has several parts of one objective
         self.suffix = ""
+        """End of the names of its heads, if a sum has several parts of one objective."""
         self.levels: Mapping[str, Sequence[str]] = {}
-        """Levels of the obs columns that batches carry, in their order; set by `models.build`
-        before `attach`.
-        """
+        """Levels of the obs columns of a batch, in order; set by `models.build` before `attach`."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's own, which makes values again from a part of a cell's counts."""
+        """The run's tokenizer, which makes values again from a part of a cell's counts."""
         return self.tokens.load()(self.tokens)
 
     def level_numbers(self, batch: Batch, column: str) -> Tensor:
-        """(cells,) int64: numbers of the levels of an obs column, from 1; 0 for unknown ones."""
+        """(cells,) int64: level numbers of an obs column, from 1; 0 for an unknown level."""
         assert batch.levels is not None, "the batch has no levels"
         numbers: Tensor = batch.levels[:, [*self.levels].index(column)]
         return numbers
@@ -99,34 +94,27 @@ class Objective:
         raise NotImplementedError
 
     def leaves(self) -> "Mapping[str, Objective]":
-        """Return the objectives whose losses these are, by part; this one, under an empty name,
-        unless it has parts.
-        """
+        """Return the objectives of the parts by name; an objective without parts has the name ""."""
         return {"": self}
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return figures of the validation cells, by `figure_names`, from `kept_sums` summed over
-        all of them.
-        """
+        """Return the metrics in `figure_names` from `kept_sums`, summed over validation cells."""
         return {}
 
     def initial_value(self, name: str) -> Fill | None:
-        """Return the initial value of a parameter that `attach` set on the model; None for an
-        unknown name.
-        """
+        """Return the initial value of a parameter that `attach` set; None for an unknown name."""
         return None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        """Return the tokens that the model is given, all by default: the same cells, from a batch
-        on the CPU.
+        """Return the tokens that the model is given, of the cells of a batch on the CPU: all tokens.
 
-        A pure function of (seed, step, cell, place in the cell). What `prepare` needs of the other
+        A pure function of (seed, step, cell, position in the cell). What `prepare` needs of hidden
         tokens goes along in a subclass of Batch.
         """
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets in a view: a pure function as `view`, without parameters."""
+        """Draw masks and targets in a view: a pure function like `view`, without parameters."""
         raise NotImplementedError
 
     def loss(self, model: Any, states: Tensor, prepared: Any) -> Tensor:
@@ -163,17 +151,14 @@ class Objective:
         raise NotImplementedError
 
     def judged_labels(self) -> Mapping[str, Sequence[str]]:
-        """Return the labels that the model knows, by obs column; `evaluate` names cells of others,
-        not in `judge`.
+        """Return the labels that the model knows, by obs column.
+
+        `evaluate` lists cells with other labels, and leaves them out of `judge`.
         """
         return {}
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
-        """Return figures of the observed targets, and verdicts that compare them with a baseline
-        without a model.
-        """
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+        """Return metrics of the observed targets, and verdicts against a baseline without a model."""
         raise NotImplementedError
 
 
@@ -181,30 +166,26 @@ class Objective:
 class RowShare:
     """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
 
-    value: Tensor  # float scalar: the loss, times the own part of the table's rows
-    gradient: Tensor  # (n, width) float32: gradient of the loss with respect to the own rows
+    value: Tensor  # float scalar: the loss, times the micro-batch's fraction of the rows
+    gradient: Tensor  # (n, width) float32: gradient of the loss with respect to these rows
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Return the share, a float32 scalar, whose gradient with respect to the own rows (n,
-        width) is `gradient`.
-        """
+        """Return the share, a float32 scalar, whose gradient with respect to `rows` is `gradient`."""
         product = (self.gradient * rows).sum()
         return (self.value + (product - product.detach())).float()
 
 
-def value_loss(predicted: Tensor, values: Tensor, first: int = 1) -> Tensor:
-    """Return the summed loss of values (N,): squared errors, or the cross-entropy of logits (N,
-    bins) from `first`.
-    """
+def value_loss(predicted: Tensor, values: Tensor, first_bin: int = 1) -> Tensor:
+    """Return the summed loss of values (N,): squared errors, or cross-entropy of logits (N, bins)."""
     if predicted.ndim == 2:
-        return F.cross_entropy(predicted, values - first, reduction="sum")
+        return F.cross_entropy(predicted, values - first_bin, reduction="sum")
     return (predicted - values).square().sum()
 
 
-def expected_bins(logits: Tensor, first: int = 1) -> Tensor:
-    """(N, bins) -> (N,) float32, of bins that count from `first`."""
-    bins = torch.arange(first, first + logits.shape[1], device=logits.device, dtype=logits.dtype)
-    return logits.softmax(1) @ bins
+def expected_bins(logits: Tensor, first_bin: int = 1) -> Tensor:
+    """(N, bins) -> (N,) float32: expected number of the bin."""
+    bins = torch.arange(logits.shape[1], device=logits.device, dtype=logits.dtype)
+    return logits.softmax(1) @ (bins + first_bin)
 
 
 def r2_over(base: float, error: float) -> float | None:

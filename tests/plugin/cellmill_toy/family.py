@@ -82,7 +82,7 @@ class ToyModel(Model):
 
     def through(self, x: torch.Tensor, prepared: CausalBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
-        angles = self.angles[prepared.place.clamp(max=len(self.angles) - 1)][:, None]
+        angles = self.angles[prepared.position.clamp(max=len(self.angles) - 1)][:, None]
         for block in self.blocks:
             x = block(x, angles, prepared)
         return x

@@ -57,7 +57,7 @@ class AutoregressiveModel(TokenEncoder):
         self.attach_heads(self.n_tokens)
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
-        return self.enter(self.inputs(prepared.genes, prepared.values, prepared.place))
+        return self.enter(self.inputs(prepared.genes, prepared.values, prepared.position))
 
     def inputs(self, genes: Tensor, values: Tensor, places: Tensor) -> Tensor:
         """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their

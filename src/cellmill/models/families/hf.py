@@ -373,7 +373,7 @@ class HfModel(CellEncoder):
         """
         self.passage.leaves = x
         out = self.body(**self._padded(prepared)).last_hidden_state
-        return out[prepared.cell, prepared.place + (self.begin_id is not None)]
+        return out[prepared.cell, prepared.position + (self.begin_id is not None)]
 
     def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
         """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding,
@@ -386,7 +386,7 @@ class HfModel(CellEncoder):
         device = prepared.genes.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
-        ids[prepared.cell, prepared.place + before] = self.token_ids[prepared.genes]
+        ids[prepared.cell, prepared.position + before] = self.token_ids[prepared.genes]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
         ends[: len(lengths)] = prepared.cu_seqlens.diff() + int(before)
         if self.begin_id is not None:

@@ -2,10 +2,10 @@
 
 `bert` is BERT (Devlin et al. 2019) over genes in rank order, the architecture of Geneformer
 (Theodoris et al. 2023). Only one row of BERT's token-type embedding is used; `cellmill import` adds
-it to the places. BERT's dropout on embeddings and attention weights is left out.
+it to the positions. BERT's dropout on embeddings and attention weights is left out.
 
 `scgpt` (Cui et al. 2024) adds a normed gene embedding and a normed perceptron of the bin's number,
-without places. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
+without positions. The cell's vector is divided by its length (L2), as in scGPT's embeddings.
 
 Legend: T tokens of the batch, N targets, H hidden.
 """
@@ -51,14 +51,15 @@ class PostNormBlock(Block):
         drops: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Residual input and attention output, (T, H) each, and states of both dropouts -> (T, H)."""
-        x = self.attention_norm(x + self._drop(self.out(attended), drops and drops[0]))
+        attention_drop, ffn_drop = drops or (None, None)
+        x = self.attention_norm(x + self._drop(self.out(attended), attention_drop))
         inner = self.down(self.activation(self.up(x)))
-        out: Tensor = self.ffn_norm(x + self._drop(inner, drops and drops[1]))
+        out: Tensor = self.ffn_norm(x + self._drop(inner, ffn_drop))
         return out
 
 
 class PostNormEncoder(TokenEncoder):
-    """Base of both families, which define `inputs`, and add the modules it reads to `plan.begin`."""
+    """Base of both families, which define `inputs` and add its modules to `plan.begin`."""
 
     config: PostNormConfig
     norm: nn.Module
@@ -79,11 +80,11 @@ class PostNormEncoder(TokenEncoder):
     def begin(self, prepared: EncoderBatch) -> Tensor:
         return self.enter(self.inputs(prepared))
 
-    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = slice(None)) -> Tensor:
-        """(T, H), or (N, H) for the tokens `at`."""
+    def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
+        """(T, H), or (N, H) for the tokens in `index`."""
         raise NotImplementedError
 
-    def embedded_genes(self, genes: Tensor) -> Tensor:
+    def embed_genes(self, genes: Tensor) -> Tensor:
         """(N,) token ids, negative for <cls> and <eos>, -> (N, H)."""
         vectors = embed_tokens(genes.clamp(min=0), self.gene_embedding.weight)
         if not self.config.n_ends:
@@ -94,12 +95,14 @@ class PostNormEncoder(TokenEncoder):
     def embed(self, batch: Batch) -> Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
         prepared = EncoderBatch.prepared(with_ends(batch, self.config.n_ends))
-        last = len(self.blocks) + self.config.embed_layer
-        return self.cell_vectors(self.through(self.begin(prepared), prepared, last), prepared)
+        n_blocks = len(self.blocks) + self.config.embed_layer
+        states = self.through(self.begin(prepared), prepared, n_blocks)
+        return self.cell_vectors(states, prepared)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(T, H) -> (cells, H) float32: the mean over genes, zeros for a cell without any; or the
-        state of <cls>.
+        """(T, H) -> (cells, H) float32: the mean over genes, or the state of <cls>.
+
+        The mean of a cell without genes is zero.
         """
         if self.config.pooling == "cls":
             return first_state(states, prepared)
@@ -120,16 +123,18 @@ class BertModel(PostNormEncoder):
         self.embedding_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)
 
-    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = slice(None)) -> Tensor:
-        """(T, H), or (N, H) for the tokens `at`: the normed sum of gene and place, <cls> and <eos>
-        counted.
+    def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
+        """(T, H), or (N, H) for the tokens in `index`: the normed sum of gene and position.
+
+        <cls> and <eos> are counted in positions.
         """
-        places = prepared.values  # of the rank tokenizer
+        table = self.place_embedding.weight
+        positions = prepared.values  # of the rank tokenizer
         if self.config.n_ends:
-            # padding is longer than a cell may be, or has no <cls>: it is read by nobody
-            places = prepared.place.clamp(max=len(self.place_embedding.weight) - 1)
-        genes = self.embedded_genes(prepared.genes[at])
-        return self.embedding_norm(genes + F.embedding(places[at], self.place_embedding.weight))
+            # cells of padding may be longer than the table; nobody reads them
+            positions = prepared.position.clamp(max=len(table) - 1)
+        genes = self.embed_genes(prepared.genes[index])
+        return self.embedding_norm(genes + F.embedding(positions[index], table))
 
 
 class ScgptModel(PostNormEncoder):
@@ -158,14 +163,14 @@ class ScgptModel(PostNormEncoder):
         self.value_out_norm = nn.LayerNorm(hidden, eps=config.norm_eps)
         self.attach_heads(self.n_tokens)
 
-    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = slice(None)) -> Tensor:
-        """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
-        genes = prepared.genes[at]
-        values = torch.where(genes < 0, self.config.cls_value, prepared.values[at].float())
-        embedded = self.value_out_norm(
-            self.value_in(values[:, None].to(next(self.value_in.parameters()).dtype))
-        )
-        return self.gene_norm(self.embedded_genes(genes)) + self.with_hidden(embedded, prepared, at)
+    def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
+        """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
+        genes = prepared.genes[index]
+        values = torch.where(genes < 0, self.config.cls_value, prepared.values[index].float())
+        values = values[:, None].to(next(self.value_in.parameters()).dtype)
+        embedded = self.value_out_norm(self.value_in(values))
+        gene_vectors = self.gene_norm(self.embed_genes(genes))
+        return gene_vectors + self.with_hidden(embedded, prepared, index)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, H) float32, of length 1."""

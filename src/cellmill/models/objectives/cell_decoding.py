@@ -24,12 +24,12 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
-from cellmill.models.objective import GeneStatistics, Objective, RowShare
+from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare
 from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
 from cellmill.models.objectives.views import Decoding, ViewBatch, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +192,7 @@ class CellDecoding(Objective):
         cell_fracs = (1 / entries.double())[cell]  # those of a cell sum to 1
         return genes - len(SPECIAL), log_p[cell, genes], weights, cell_fracs
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         genes, log_p, weights, cell_fracs = observed
         # values that are not scalars say nothing of expression
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0

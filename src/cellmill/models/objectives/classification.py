@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
-from cellmill.models.objective import GeneStatistics
+from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import CellHead, LabelObjective, TargetBatch
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import compare
 
 BINS = 15
 
@@ -96,9 +96,7 @@ class Classification(LabelObjective):
         logits: Tensor = getattr(model, self.head)(vectors, keys)
         return logits[:, : len(self._weights)].float()
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         labels, logits = observed
         n_cells = len(labels)
         if not n_cells:

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
-from cellmill.models.objective import GeneStatistics
+from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import LabelObjective, TargetBatch
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import compare
 
 ANCHORS = 1024  # cells compared with all others at once
 
@@ -53,9 +53,7 @@ class SupervisedContrastive(LabelObjective):
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         labels, vectors = (torch.from_numpy(array) for array in observed)
         n_cells = len(labels)
         if n_cells < 2:

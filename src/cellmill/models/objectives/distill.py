@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from cellmill.config.parts.objectives import DistillConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import with_std
-from cellmill.models.objective import GeneStatistics
+from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import CellObjective, TargetBatch
-from cellmill.runs.verdict import Verdict
 
 
 class Distill(CellObjective):
@@ -48,7 +47,5 @@ class Distill(CellObjective):
         errors = self.predict_targets(model, states, prepared) - prepared.targets
         return errors.square().mean(1).sum()
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         return {}, []

@@ -33,16 +33,17 @@ from cellmill.models.counter_rng import keyed_bits, keyed_token_bits, threshold
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import (
     GeneStatistics,
+    Judgement,
     Objective,
     expected_bins,
     r2_over,
     r2_verdict,
     value_loss,
 )
-from cellmill.models.objectives.views import tokens_of
+from cellmill.models.objectives.views import make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import compare
 
 NEVER = 2**63 - 1  # above every draw
 # last keys of a masked token's draws
@@ -129,7 +130,7 @@ class MaskedObjective(Objective):
             counts = batch.counts * (~masked | kept)
             values = torch.zeros_like(values)
             given = (batch.genes.numpy(), counts.numpy(), batch.cu_seqlens.numpy())
-            values[counts > 0] = tokens_of(*given, self.tokenizer)["values"]
+            values[counts > 0] = make_tokens(*given, self.tokenizer)["values"]
         if self.hides_gene:
             genes = genes.masked_fill(hidden, MASK_TOKEN)
             if splits:
@@ -221,9 +222,7 @@ class MaskedValue(MaskedObjective):
             predicted = expected_bins(predicted, self._first_bin)
         return prepared.genes[prepared.targets] - len(SPECIAL), prepared.answers, predicted
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         genes, (targets, predicted) = (
             observed[0],
             (array.astype(np.float64) for array in observed[1:]),
@@ -279,9 +278,7 @@ class MaskedGene(MaskedObjective):
         entropy = F.cross_entropy(logits, answers, reduction="none")
         return answers - len(SPECIAL), logits.argmax(1) == answers, entropy
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         genes, correct, cross_entropy = observed
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base = float(-np.log(frequency[genes]).mean())

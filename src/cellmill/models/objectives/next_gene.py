@@ -30,6 +30,7 @@ from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
 from cellmill.models.objective import (
     GeneStatistics,
+    Judgement,
     Objective,
     expected_bins,
     r2_over,
@@ -38,7 +39,7 @@ from cellmill.models.objective import (
 )
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +155,7 @@ class NextGene(Objective):
             expected_bins(predicted) if self._is_class else predicted,
         )
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Return metrics of genes, beside a baseline that knows rank and earlier genes, R² of
         values, and verdicts.
         """

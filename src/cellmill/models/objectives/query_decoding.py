@@ -30,10 +30,9 @@ from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
 from cellmill.models.counter_rng import host_state, keyed_token_bits
 from cellmill.models.initial import with_std
-from cellmill.models.objective import GeneStatistics, Objective, r2_over, r2_verdict
-from cellmill.models.objectives.views import HIDE, draw_share, tokens_of, uniform
+from cellmill.models.objective import GeneStatistics, Judgement, Objective, r2_over, r2_verdict
+from cellmill.models.objectives.views import HIDE, draw_share, make_tokens, uniform
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
-from cellmill.runs.verdict import Verdict
 
 UNDETECTED = 4  # last key of the draws, after those of `views`
 
@@ -145,7 +144,7 @@ class QueryDecoding(Objective):
         weights = [detected_weight[queried_cell], undetected_weight[drawn_cell]]
         shown = (batch.counts * ~is_hidden).numpy()
         return QueryView(
-            **tokens_of(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
+            **make_tokens(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
             **batch.arrays("cell"),
             query_cell=torch.cat([queried_cell, drawn_cell]),
             query_genes=torch.cat([batch.genes[queried], drawn_genes]),
@@ -192,9 +191,7 @@ class QueryDecoding(Objective):
         rows = prepared.query_genes - len(SPECIAL)
         return rows, prepared.query_values, predicted, prepared.query_weights
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Return mean squares of model and gene means, zeros included, and R² over these means."""
         genes = observed[0]
         values, predicted, weights = (array.astype(np.float64) for array in observed[1:])

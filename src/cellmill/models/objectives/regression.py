@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
-from cellmill.models.objective import GeneStatistics
+from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import CellHead, CellObjective, TargetBatch
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.verdict import compare
 
 EPS = 1e-8
 """Added to variances of standardised numbers: equal predictions have correlation 0 and a finite
@@ -75,8 +75,9 @@ class Regression(CellObjective):
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
         n, x, y, xx, yy, xy = sums
+        covariance = n * xy - x * y
         variances = (n * xx - x * x) * (n * yy - y * y)
-        return {"pearson": (n * xy - x * y) / variances**0.5} if variances > 0 else {}
+        return {"pearson": covariance / variances**0.5} if variances > 0 else {}
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         predicted: Tensor = getattr(model, self.head)(vectors, keys)
@@ -87,9 +88,7 @@ class Regression(CellObjective):
         std, mean = self._scale
         return self.predict(model, vectors) * std + mean
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         numbers, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(numbers)}
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
@@ -117,12 +116,16 @@ def anticorrelation(table: Tensor) -> Tensor:
 
     Rows of zeros are empty slots.
     """
-    filled, *columns = table.double().unbind(1)
+    filled, predicted, targets = table.double().unbind(1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
-    x, y = (column - filled * (column.sum() / n) for column in columns)
-    x_var, y_var = (centered.square().sum() / n + EPS for centered in (x, y))
-    return n_cells * (1 - (x * y).sum() / n / (x_var * y_var).sqrt())
+    x = predicted - filled * (predicted.sum() / n)
+    y = targets - filled * (targets.sum() / n)
+    x_variance = x.square().sum() / n + EPS
+    y_variance = y.square().sum() / n + EPS
+    covariance = (x * y).sum() / n
+    correlation = covariance / (x_variance * y_variance).sqrt()
+    return n_cells * (1 - correlation)
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill
-from cellmill.models.objective import GeneStatistics, Objective, RowShare
+from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare
 from cellmill.models.objectives.views import ViewBatch
 from cellmill.runs.verdict import Verdict
 
@@ -159,9 +159,7 @@ class Sum(Objective):
             observed += tensors
         return torch.tensor(sizes), *observed
 
-    def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
-    ) -> tuple[dict[str, Any], list[Verdict]]:
+    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         metrics = dict[str, Any]()
         verdicts = list[Verdict]()
         sizes, *arrays = observed

@@ -37,14 +37,16 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
     invariance, variance, covariance = weights
-    first, second = views
-    loss = invariance * (first - second).square().sum() / (n * width)
+    shown, hidden = views
+    loss = invariance * (shown - hidden).square().sum() / (n * width)
     for z in views:
         centered = z - filled * (z.sum(0) / n)
         matrix = centered.T @ centered / (n - 1).clamp(min=1)
         variances = matrix.diagonal()
-        hinge = F.relu(1 - (variances + VARIANCE_EPS).sqrt()).mean()
-        correlated = (matrix.square().sum() - variances.square().sum()) / width
+        deviations = (variances + VARIANCE_EPS).sqrt()
+        hinge = F.relu(1 - deviations).mean()
+        off_diagonal = matrix.square().sum() - variances.square().sum()
+        correlated = off_diagonal / width
         loss = loss + variance * hinge + covariance * correlated
     return n_cells * loss
 

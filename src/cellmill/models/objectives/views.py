@@ -1,13 +1,12 @@
-"""Views of a cell: the part of its expression that a model is given, and the part that it has to
-predict.
+"""Views of a cell: the part of its expression that a model is given, and the part to predict.
 
 Tokens that are not in the view are not in the batch. Values of the view are computed by the run's
-own tokenizer from the counts in it, so neither values nor the library size reveal the rest. With a
-view loss the hidden part is a second view of the cell, in the same batch. Binomial parts of Poisson
+tokenizer from the counts in it, so neither values nor the library size reveal the rest. With a view
+loss the hidden part is a second view of the cell, in the same batch. Binomial parts of Poisson
 counts are independent given the cell's expression (Neufeld et al. 2022, count splitting), which two
 draws of the whole are not.
 
-A view is a function of (seed, step, cell, place in the cell): equal in every layout and in every
+A view is a function of (seed, step, cell, position in the cell): equal in every layout and in every
 batch.
 """
 
@@ -31,7 +30,7 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 
 Decoding = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# last keys of the draws: of a cell's shares, and of what is hidden
+# last keys of the draws: a cell's shares, and what is hidden
 SHARE = 2
 HIDE = 3
 DROP_SHARE = 4
@@ -45,8 +44,9 @@ class ViewBatch(Batch):
     profile_gene: Tensor  # (entries,) int64: token id
     profile_count: Tensor  # (entries,) int64, above 0
     paired: int = 0
-    """Cells whose hidden part is in the batch too: that of cell i is cell i + paired. 0 without
-    second views.
+    """Cells whose hidden part is in the batch too: that of cell i is cell i + paired.
+
+    Without second views it is 0.
     """
 
 
@@ -62,30 +62,24 @@ def draw_view(
     state = host_state(batch.cells.numpy(), seed, step)
     shown = counts
     if config.view != "thin":
-        share = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
-        shown = counts * (
-            uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell])) >= share[cell]
-        )
+        dropped_frac = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
+        draws = uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell]))
+        shown = counts * (draws >= dropped_frac[cell])
     if config.view != "drop":
-        at = np.flatnonzero(shown)  # a draw of 0 is 0, and takes no random number
-        drawn = _thinned(
-            shown[at],
-            np.searchsorted(at, ends),
-            draw_share(state, config),
-            host_state(HIDE, state=state),
-        )
+        entries = np.flatnonzero(shown)  # a draw from 0 is 0, and takes no random number
+        entry_ends = np.searchsorted(entries, ends)
+        removed_frac = draw_share(state, config)
+        keys = host_state(HIDE, state=state)
+        removed = _draw_binomials(shown[entries], entry_ends, removed_frac, keys)
         shown = shown.copy()
-        shown[at] -= drawn
+        shown[entries] -= removed
     hidden = counts - shown
     predicted = counts if config.target == "all" else hidden
-    at = np.flatnonzero(predicted)
-    profile: dict[str, Any] = {
-        f"profile_{name}": torch.from_numpy(array[at])
-        for name, array in (("cell", cell), ("gene", genes), ("count", predicted))
-    }
+    entries = np.flatnonzero(predicted)
     per_cell = batch.arrays("cell")
     paired = 0
     if config.view_loss is not None:
+        # the second views follow the first
         genes = np.concatenate([genes, genes])
         shown = np.concatenate([shown, hidden])
         ends = np.concatenate([ends, ends[1:] + ends[-1]])
@@ -94,35 +88,41 @@ def draw_view(
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
     return ViewBatch(
-        **tokens_of(genes, shown, ends, tokenizer), **per_cell, **profile, paired=paired
+        **make_tokens(genes, shown, ends, tokenizer),
+        **per_cell,
+        profile_cell=torch.from_numpy(cell[entries]),
+        profile_gene=batch.genes[torch.from_numpy(entries)],
+        profile_count=torch.from_numpy(predicted[entries]),
+        paired=paired,
     )
 
 
 def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
-    """(cells,) float64: the share of each cell that is hidden; `state` is of cell, seed and step."""
+    """Return the hidden share of each cell, (cells,) float64, from its state after seed and step."""
     low = config.min_hidden_frac
     high = config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
 
 
-def tokens_of(
+def make_tokens(
     genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Fields per token and lengths of a batch, of genes and counts, (n,) int64 each, cut into cells
-    by `ends`.
+    """Return fields per token and lengths of a batch of cells, which `ends` (cells + 1,) cut.
 
-    Values are made from these counts alone; a count of 0 is no token.
+    `genes` and `counts` are (n,) int64. Values are made from these counts only; a count of 0 is no
+    token.
     """
-    at = np.flatnonzero(counts)
-    counts = counts[at]
-    starts = np.searchsorted(at, ends)
-    ids, values, cu_seqlens = tokenizer.tokenize(
-        (genes[at] - len(SPECIAL)).astype(np.int32), counts, starts
-    )
-    numbers = torch.from_numpy(values)
+    entries = np.flatnonzero(counts)
+    counts = counts[entries]
+    starts = np.searchsorted(entries, ends)
+    rows = (genes[entries] - len(SPECIAL)).astype(np.int32)
+    ids, values, cu_seqlens = tokenizer.tokenize(rows, counts, starts)
+    value_tensor = torch.from_numpy(values)
+    if not value_tensor.is_floating_point():
+        value_tensor = value_tensor.long()
     return {
         "genes": torch.from_numpy(ids).long(),
-        "values": numbers if numbers.is_floating_point() else numbers.long(),
+        "values": value_tensor,
         "counts": torch.from_numpy(counts),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
         "lengths": np.diff(starts).tolist(),
@@ -130,27 +130,27 @@ def tokens_of(
 
 
 def uniform(state: np.ndarray) -> np.ndarray:
-    """Float64 in [0, 1) of the upper 53 bits of each uint64."""
+    """Return float64 in [0, 1) from the upper 53 bits of each uint64."""
     return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
-def _thinned(
-    counts: np.ndarray, ends: np.ndarray, share: np.ndarray, state: np.ndarray
+def _draw_binomials(
+    counts: np.ndarray, ends: np.ndarray, probability: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """(tokens,) int64: a binomial draw of each count with its cell's probability `share`, keyed by
-    its `state`.
+    """Return a binomial draw from each count, (tokens,) int64.
+
+    A cell has its own `probability` and `state`, which keys its draws; `ends` (cells + 1,) cut the
+    tokens.
     """
-    out = np.empty_like(counts)
-    bounds = pairwise(ends.tolist())
-    # one generator that is given each cell's key: a new one draws entropy of the system first,
-    # which is not used
+    draws = np.empty_like(counts)
+    # one generator that is given each cell's key: a new generator first draws entropy of the
+    # system, which is not used
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
     start = philox.state
-    for (first, end), probability, key in zip(
-        bounds, share.tolist(), (state >> np.uint64(1)).tolist()
-    ):
+    keys = (state >> np.uint64(1)).tolist()
+    for (first, end), p, key in zip(pairwise(ends.tolist()), probability.tolist(), keys):
         start["state"]["key"][0] = key
         philox.state = start
-        out[first:end] = generator.binomial(counts[first:end], probability)
-    return out
+        draws[first:end] = generator.binomial(counts[first:end], p)
+    return draws
