@@ -37,7 +37,7 @@ from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.data.stream.batch import tokenized
+from cellmill.data.stream.batch import make_batch
 from cellmill.evaluate.embed import embed_cells
 from cellmill.evaluate.features import classifiers
 from cellmill.models.batch import to_tensors
@@ -102,7 +102,7 @@ def step(steps: int) -> Work:
     counts = rng.geometric(0.4, len(genes)).astype(np.uint16)
     starts = np.append(0, lengths.cumsum())
     batch = to_tensors(
-        tokenized(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), TOKENS.max_tokens)
+        make_batch(TOKENS.load()(TOKENS), genes, counts, starts, np.arange(32), TOKENS.max_tokens)
     )
     work = packed_step(SPEC, torch.device("cpu"), "fp32")
     return lambda: [work(batch, number) for number in range(steps)]

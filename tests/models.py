@@ -13,7 +13,7 @@ from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import padded
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
@@ -114,7 +114,7 @@ def random_cells(
     genes = np.concatenate([rng.permutation(n_genes)[:n] for n in lengths]).astype(np.int32)
     counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
     starts = np.cumsum([0, *lengths])
-    return tokenized(
+    return make_batch(
         tokens.load()(tokens),
         genes,
         counts,

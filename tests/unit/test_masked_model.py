@@ -14,7 +14,7 @@ import torch
 from cellmill.config.load import load_config
 from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import padded, to_tensors
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
 from tests.models import initialized, random_cells, spec
@@ -295,7 +295,7 @@ def test_hidden_counts_change_inputs_only_without_renormalize(
 
     def prepared(counts: np.ndarray) -> tuple[Any, Batch]:
         starts = cells.cu_seqlens.astype(np.int64)
-        batch = tokenized(tokens.load()(tokens), cells.genes - 2, counts, starts, cells.cells, 64)
+        batch = make_batch(tokens.load()(tokens), cells.genes - 2, counts, starts, cells.cells, 64)
         tensors = padded(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors
 

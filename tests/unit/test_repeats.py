@@ -16,7 +16,8 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout, Repeats, epoch_order
+from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
+from cellmill.data.stream.repeats import Repeats
 from cellmill.errors import ConfigError, DataError
 
 CELLS = 533

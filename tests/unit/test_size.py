@@ -14,7 +14,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from cellmill.config.load import check_config, check_options
 from cellmill.config.parts.family import SIZES, FamilyConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, tokenized
+from cellmill.data.stream.batch import Batch, make_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.families.encoder import EncoderModel
@@ -179,7 +179,7 @@ def _batch(given: ModelSpec, cells: int) -> Batch:
     counts = rng.integers(1, 50, len(genes), dtype=np.uint32)
     tokenizer = given.tokens.load()(given.tokens)
     starts = np.arange(cells + 1) * N_GENES
-    return tokenized(tokenizer, genes, counts, starts, np.arange(cells), given.tokens.max_tokens)
+    return make_batch(tokenizer, genes, counts, starts, np.arange(cells), given.tokens.max_tokens)
 
 
 def test_tensor_parallel_reduces_four_times_per_block() -> None:

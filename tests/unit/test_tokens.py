@@ -28,10 +28,10 @@ from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.names import GeneColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
-from cellmill.data.stream import tokenizers as module
+from cellmill.data.stream import log_values
 from cellmill.data.stream.batch import Batch, Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, log_tokens, token_numbers
+from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, token_numbers
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import tokens_of
 from cellmill.models.batch import to_tensors
@@ -225,16 +225,17 @@ def test_loops_make_the_bits_of_numpy(
     )
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
     kept = Prefixes(starts, MOST)
-    assert kept.cu_seqlens[-1] > module._MANY
-    monkeypatch.setattr(module, "_made", 0)
-    expected = log_tokens(kept, genes, counts, starts)
-    module._compiling().result()
-    monkeypatch.setattr(module, "_made", module._WORTH)
+    assert kept.cu_seqlens[-1] > log_values.LARGE_BATCH
+    loops = log_values.CompiledLoops()
+    monkeypatch.setattr(log_values, "COMPILED", loops)
+    expected = log_values.log_tokens(kept, genes, counts, starts)
+    assert loops.get(wait=True) is not None
+    loops.n_tokens = log_values.WORTH_COMPILING
     frozen = counts.copy()
     frozen.flags.writeable = False
     for given in (counts, counts.astype(np.int64), frozen):  # types that the loops take, and others
         for of_type in (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2]):
-            made = log_tokens(kept, of_type, given, starts)
+            made = log_values.log_tokens(kept, of_type, given, starts)
             assert [array.dtype for array in made] == [np.int32, np.float32]
             np.testing.assert_array_equal(made[0], expected[0])
             np.testing.assert_array_equal(made[1].view(np.uint32), expected[1].view(np.uint32))

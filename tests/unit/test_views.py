@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import CellDecodingConfig
 from cellmill.config.parts.tokens import Tokens
-from cellmill.data.stream.batch import Batch, empty_batch, split_batch, tokenized
+from cellmill.data.stream.batch import Batch, empty_batch, make_batch, split_batch
 from cellmill.models.batch import to_tensors
 from cellmill.models.counter_rng import (
     host_state,
@@ -44,7 +44,9 @@ def _batch() -> Batch:
     genes = np.concatenate([rng.permutation(N_GENES)[:n] for n in lengths]).astype(np.int32)
     counts = rng.integers(1, 30, len(genes)).astype(np.uint16)
     tokenizer = LONG_CELLS.load()(LONG_CELLS)
-    return tokenized(tokenizer, genes, counts, starts, np.arange(40) * 7 + 3, LONG_CELLS.max_tokens)
+    return make_batch(
+        tokenizer, genes, counts, starts, np.arange(40) * 7 + 3, LONG_CELLS.max_tokens
+    )
 
 
 def _view(batch: Batch, view: str, step: int = 0, **options: Any) -> ViewBatch:

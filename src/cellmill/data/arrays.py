@@ -50,7 +50,7 @@ def select_columns(
         indptr = block.indptr
         data = block.data
     else:
-        indptr = np.concatenate([[0], np.cumsum(keep)])[block.indptr]
+        indptr = row_offsets(keep)[block.indptr]
         columns = columns[keep]
         data = block.data[keep]
     moved = sp.csr_matrix((data, columns, indptr), shape=(block.shape[0], n_columns))
@@ -115,6 +115,11 @@ def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     if len(filled):
         sums[filled] = np.add.reduceat(values, indptr[:-1][filled], dtype=np.int64)
     return sums
+
+
+def row_offsets(lengths: Any) -> np.ndarray:
+    """First entry of each row of these lengths, and the end of the last: `(rows + 1,)` int64."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def positions_in_rows(starts: np.ndarray) -> np.ndarray:

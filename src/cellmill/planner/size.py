@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.methods import MethodConfig
-from cellmill.data.stream.batch import Batch, Tokenizer, tokenized
+from cellmill.data.stream.batch import Batch, Tokenizer, make_batch
 from cellmill.finetune.method import Method, check_trains, load_method, trained_names
 from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -336,7 +336,7 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
         per_cell["numbers"] = np.zeros((cells, columns))
     for vectors in filter(None, (getattr(part, "vectors", None) for part in spec.objective.each())):
         per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
-    return tokenized(
+    return make_batch(
         tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, **per_cell
     )
 

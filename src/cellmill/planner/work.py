@@ -21,7 +21,7 @@ from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import cut_batch, cut_evenly
-from cellmill.data.stream.order import epoch_of
+from cellmill.data.stream.order import EpochLayout
 
 # micro-batches are counted in a few steps: shards are preshuffled, so any stretch of cells is like
 # another
@@ -91,7 +91,7 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     train = options.train
     parallel = options.parallel
     n_cells = cells.n
-    epoch = epoch_of(options, n_cells)
+    epoch = EpochLayout.of_run(options, n_cells)
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1

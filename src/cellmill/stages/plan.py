@@ -11,7 +11,7 @@ import numpy as np
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.data.stream.cell_stream import repeats_of
+from cellmill.data.stream.cell_stream import read_repeats
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
@@ -58,7 +58,7 @@ def plan(
         shards, n_cells, fingerprint = open_corpus(options, manifest)
         detected = detected_genes(shards)[:n_cells]
         if options.stream.weight_by is not None:  # cells are not read equally often
-            counts = repeats_of(shards, "train", options.stream, n_cells).counts(
+            counts = read_repeats(shards, "train", options.stream, n_cells).counts(
                 options.train.seed, 0, 0
             )
             detected = detected.repeat(counts)

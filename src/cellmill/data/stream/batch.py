@@ -21,12 +21,12 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
 
-_SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
-# free blocks of each size: arrays of windows that are read, and of batches that are made, queued
-# and used
-_KEPT = 8
-_free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by bytes
 Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
+_SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
+# free blocks of each size: enough for the windows that are read, and for the batches that are made,
+# queued and used
+_MOST_FREE = 8
+_free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_MOST_FREE))
 
 
 def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
@@ -41,7 +41,8 @@ def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
         memory = free.pop()
     except IndexError:
         memory = np.empty(block, np.uint8)
-    lent = (ctypes.c_char * block).from_buffer(memory.data)  # every view of the array refers to it
+    # every view of the array refers to `lent`, which returns the memory when the last one is gone
+    lent = (ctypes.c_char * block).from_buffer(memory.data)
     weakref.finalize(lent, free.append, memory).atexit = False
     return np.frombuffer(memoryview(lent), dtype, int(size))
 
@@ -60,11 +61,11 @@ CELL = {"per": Per("cell")}
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, without padding. It may be empty: no cells, no tokens,
-    `cu_seqlens` [0].
+    """One micro-batch of one rank, without padding.
 
-    Arrays per token or per cell are declared here alone: they are cut, padded and copied by `map`.
-    Objectives read all; a model is given those of `models.batch.SHOWN`.
+    It may be empty: no cells, no tokens, `cu_seqlens` [0]. Arrays per token or per cell are
+    declared only here, and cut, padded and copied by `map`. Objectives read all of them, a model
+    those in `models.batch.SHOWN`.
     """
 
     genes: Array = field(metadata=TOKEN)  # (tokens,) token ids: int32, int64 as tensors
@@ -81,35 +82,29 @@ class Batch:
     numbers: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})
     # (cells, width) float32
     teacher: Array | None = field(default=None, metadata={"per": Per("cell", pad=nan)})
-    # (tokens,) int64 (`models.cell_encoder`), or 0
+    # (tokens,) int64: row of a covariate's token (`models.cell_encoder`), or 0
     covariate_rows: Array | None = field(default=None, metadata=TOKEN)
     # tokens of each cell: reading them never waits for a device
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.lengths:
-            object.__setattr__(
-                self, "lengths", (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
-            )
+            lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+            object.__setattr__(self, "lengths", lengths)
 
     @classmethod
     @cache
     def _axes(cls) -> dict[str, Per]:
         return {f.name: f.metadata["per"] for f in fields(cls) if "per" in f.metadata}
 
-    def map(self, change: Callable[[Per, Array], Array], **others: Any) -> Self:
-        """Return the batch with every array changed, and with `others`: what `change` does not
-        know.
-        """
-        arrays = {
-            name: (per, getattr(self, name))
-            for name, per in self._axes().items()
-            if name not in others
-        }
-        changed = {
-            name: change(per, array) for name, (per, array) in arrays.items() if array is not None
-        }
-        return replace(self, **{"lengths": []} | changed | others)
+    def map(self, change: Callable[[Per, Array], Array], **replaced: Any) -> Self:
+        """Return the batch with `change` applied to every array, except for fields in `replaced`."""
+        fields_of_batch: dict[str, Any] = {"lengths": []}
+        for name, per in self._axes().items():
+            array = getattr(self, name)
+            if array is not None and name not in replaced:
+                fields_of_batch[name] = change(per, array)
+        return replace(self, **fields_of_batch | replaced)
 
     def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
         """Present arrays of an axis, by field."""
@@ -117,8 +112,8 @@ class Batch:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, per_cell: Mapping[str, Array | None]) -> Self:
-        """Return the batch with fields per cell: rows of arrays, by field, that `cells` index; none
-        for None.
+        """Return the batch with rows of arrays as fields per cell; `per_cell` maps a field to an
+        array that `cells` index, or to None, which adds nothing.
         """
         added = {name: rows[self.cells] for name, rows in per_cell.items() if rows is not None}
         return replace(self, **added) if added else self
@@ -170,9 +165,9 @@ class Prefixes:
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def copy(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        """Kept entries of `array`, `(nonzeros,)`, as `dtype`, in an array of their own."""
+        """Kept entries of `array`, `(nonzeros,)`, as `dtype`, in new memory."""
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
-        if self.cu_seqlens[-1] == self._starts[-1]:  # no cell is cut
+        if self._is_whole():
             kept[:] = array
         else:
             first = self._starts[:-1].tolist()
@@ -182,12 +177,19 @@ class Prefixes:
 
     def token_ids(self, genes: np.ndarray) -> np.ndarray:
         """Token ids, int32, of the kept `genes`, which are rows of the vocabulary."""
-        cut = self.cu_seqlens[-1] < self._starts[-1]
-        ids = self.copy(genes, np.int32) if cut else recycled_empty(self.cu_seqlens[-1], np.int32)
-        return np.add(ids if cut else genes, len(SPECIAL), out=ids)
+        if self._is_whole():
+            ids = recycled_empty(self.cu_seqlens[-1], np.int32)
+            return np.add(genes, len(SPECIAL), out=ids)
+        ids = self.copy(genes, np.int32)
+        ids += len(SPECIAL)
+        return ids
+
+    def _is_whole(self) -> bool:
+        """True if no cell is cut."""
+        return bool(self.cu_seqlens[-1] == self._starts[-1])
 
 
-def tokenized(
+def make_batch(
     tokenizer: Tokenizer,
     genes: np.ndarray,
     counts: Any,
@@ -196,23 +198,24 @@ def tokenized(
     max_counted: int | None,
     **per_cell: Any,
 ) -> Batch:
-    """Batch of `cells` by `tokenizer.tokenize`, with counts of the first `max_counted` genes of
-    each cell.
+    """Batch of `cells` by `tokenizer.tokenize`, with further fields `per_cell`.
 
-    `max_counted` is `max_tokens` where the objective needs counts, else None; `per_cell` are
-    further fields.
+    If the objective needs counts, `max_counted` is `max_tokens`, and the batch has those of each
+    cell's first `max_counted` genes; else None.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
-    kept = None if max_counted is None else Prefixes(starts, max_counted).copy(counts, np.int64)
-    return Batch(*tokens, cells, kept, **per_cell)
+    token_counts = None
+    if max_counted is not None:
+        token_counts = Prefixes(starts, max_counted).copy(counts, np.int64)
+    return Batch(*tokens, cells, token_counts, **per_cell)
 
 
 def empty_batch(dtype: np.dtype, counted: bool = False, **per_cell: Any) -> Batch:
     """Batch of no cells, with values of `dtype`, and with counts if `counted`."""
     none = np.empty(0, np.int64)
-    ends = np.zeros(1, np.int32)
+    counts = none if counted else None
     return Batch(
-        np.empty(0, np.int32), np.empty(0, dtype), ends, none, none if counted else None, **per_cell
+        np.empty(0, np.int32), np.empty(0, dtype), np.zeros(1, np.int32), none, counts, **per_cell
     )
 
 
@@ -224,17 +227,18 @@ def cut_batch(lengths: np.ndarray, token_budget: int) -> list[int]:
     """
     total = lengths.cumsum()
     borders = [0]
-    while (first := borders[-1]) < len(lengths):
+    first = 0
+    while first < len(lengths):
         used = int(total[first - 1]) if first else 0
-        borders.append(max(int(total.searchsorted(used + token_budget, side="right")), first + 1))
+        first = max(int(total.searchsorted(used + token_budget, side="right")), first + 1)
+        borders.append(first)
     return borders
 
 
 def micro_batches_of_ranks(
     lengths: np.ndarray, n_cells: np.ndarray, token_budget: int
 ) -> np.ndarray:
-    """Number of micro-batches that `cut_batch` makes of each rank's cells, `(ranks,)`; all are cut
-    side by side.
+    """Number of micro-batches that `cut_batch` makes of each rank's cells, `(ranks,)`.
 
     `lengths`, `(cells,)`, are tokens of all ranks' cells, rank by rank, `n_cells` of them on each.
     """
@@ -243,18 +247,18 @@ def micro_batches_of_ranks(
     ends = n_cells.cumsum()
     first = ends - n_cells
     numbers = np.minimum(n_cells, 1)
-    # often none: everything fits at once
-    left = np.flatnonzero(total[ends] - total[first] > token_budget)
-    first = first[left]
-    ends = ends[left]
-    while len(left):
+    # all ranks whose cells do not fit at once are cut side by side, often none
+    ranks = np.flatnonzero(total[ends] - total[first] > token_budget)
+    first = first[ranks]
+    ends = ends[ranks]
+    while len(ranks):
         fitting = np.searchsorted(total, total[first] + token_budget, side="right") - 1
         first = np.maximum(np.minimum(fitting, ends), first + 1)
-        more = first < ends
-        left = left[more]
-        first = first[more]
-        ends = ends[more]
-        numbers[left] += 1
+        has_more = first < ends
+        ranks = ranks[has_more]
+        first = first[has_more]
+        ends = ends[has_more]
+        numbers[ranks] += 1
     return numbers
 
 
@@ -262,14 +266,14 @@ def cut_evenly(lengths: np.ndarray, most: int) -> list[int]:
     """Borders of at most `most` micro-batches that minimise the largest one."""
     low = int(lengths.max(initial=1))
     high = int(lengths.sum())
-    fits = bisect_left(
-        range(low, high), True, key=lambda budget: len(cut_batch(lengths, budget)) - 1 <= most
-    )
-    return cut_batch(lengths, low + fits)
+
+    def fits(budget: int) -> bool:
+        return len(cut_batch(lengths, budget)) - 1 <= most
+
+    return cut_batch(lengths, low + bisect_left(range(low, high), True, key=fits))
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     """Parts of `batch` in order, cut by `cut_batch`."""
-    yield from (
-        batch.cut(*span) for span in pairwise(cut_batch(np.diff(batch.cu_seqlens), token_budget))
-    )
+    for first, last in pairwise(cut_batch(np.diff(batch.cu_seqlens), token_budget)):
+        yield batch.cut(first, last)

@@ -31,16 +31,17 @@ from cellmill.data.stream.batch import (
     empty_batch,
     micro_batches_of_ranks,
 )
-from cellmill.data.stream.order import EpochLayout, Repeats, epoch_order
+from cellmill.data.stream.order import EpochLayout, epoch_order
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
+from cellmill.data.stream.repeats import Repeats
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 3  # groups of steps tokenized in advance, with the one that is being tokenized
 _TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
-# options that fix the order of cells and are compared on resume: always; with weights; with
-# train_frac < 1
-_STREAM_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
+# options that fix the order of cells and are compared on resume: _ORDER always, _WEIGHTS with
+# weights, _TRAIN_FRAC if it is below 1
+_ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
 _WEIGHTS = (
     "weight_by",
     "labelled_frac",
@@ -52,15 +53,16 @@ _WEIGHTS = (
 _TRAIN_FRAC = "train_frac"
 
 
-def repeats_of(
+def read_repeats(
     manifest: Manifest, split: str, stream: StreamOptions, max_cells: int | None = None
 ) -> Repeats:
     """Repeats of the first `max_cells` cells of a split by `stream.weight_by`, a column of the
     shards.
     """
-    known = manifest.levels(stream.weights_column())
-    levels = CellColumns(manifest, split, "levels", known)[:max_cells][:, 0]
-    if stream.labelled_frac is not None and MISSING in (names := next(iter(known.values()))):
+    columns = manifest.levels(stream.weights_column())
+    levels = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
+    [names] = columns.values()
+    if stream.labelled_frac is not None and MISSING in names:
         levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
     return Repeats(levels, stream)
 
@@ -69,15 +71,20 @@ class CellStream:
     """Cells of one split as micro-batches for one rank; see `__iter__`.
 
     `rank` and `world` are data-parallel; tensor- and pipeline-parallel peers share them.
-    `global_batch`, the cells per optimizer step over all ranks, is a multiple of `stream.lanes`. A
-    micro-batch has at most `token_budget` tokens. A step has at least `min_microbatches` of them
+    `global_batch`, the cells per optimizer step over all ranks, is a multiple of `stream.lanes`.
+
+    A micro-batch has at most `token_budget` tokens. A step has at least `min_microbatches` of them
     and a multiple of `microbatch_multiple`; if either is above 1 (pipelines), cells are spread
-    evenly. Endless with `shuffle`, over `stream.train_frac` of the cells; else one epoch in disk
-    order of the first `max_cells` cells. `counted` batches have the counts of their tokens;
-    `columns` and `number_columns` map obs columns, whose levels or numbers batches carry, to the
-    option that names each; `teacher` is the folder of vectors that they carry
-    (`data.shards.index`). Shards are read from `copies` once these are complete. Raises DataError
-    when manifest or shards are missing, damaged or do not match, or the split has no cells.
+    evenly. With `shuffle` the stream is endless, over `stream.train_frac` of the cells; else it is
+    one epoch in disk order of the first `max_cells` cells.
+
+    Batches have the counts of their tokens if `counted`. `columns` and `number_columns` map obs
+    columns, whose levels or numbers batches carry, to the option that names each; `teacher` is the
+    folder of vectors that they carry (`data.shards.index`). Shards are read from `copies` once
+    these are complete.
+
+    Raises DataError when manifest or shards are missing, damaged or do not match, or the split has
+    no cells.
     """
 
     def __init__(
@@ -118,7 +125,7 @@ class CellStream:
         if shuffle and stream.train_frac < 1:
             max_cells = stream.train_cells(entry.n_obs)
             weights = weights | {_TRAIN_FRAC: stream.train_frac}
-        repeats = repeats_of(opened, split, stream, max_cells) if weighted else None
+        repeats = read_repeats(opened, split, stream, max_cells) if weighted else None
         self._layout = EpochLayout(sizes, stream, global_batch, seed, shuffle, max_cells, repeats)
         self.n_cells = self._layout.n_cells
         self.steps_per_epoch = self._layout.steps_per_epoch
@@ -136,35 +143,40 @@ class CellStream:
         self._tokenizer = CellTokenizer(
             tokens, opened.n_genes, seed if shuffle else 0, opened.variability
         )
-        self._per_cell = {
-            "levels": CellColumns(opened, split, "levels", self.levels) if columns else None,
-            "numbers": CellColumns(opened, split, "numbers", number_columns)
-            if number_columns
-            else None,
-            "teacher": None if teacher is None else open_vectors(Path(teacher), opened)[1][split],
-        }
+        # what is indexed by cells, by field of the batch
+        self._per_cell: dict[str, Any] = {}
+        if columns:
+            self._per_cell["levels"] = CellColumns(opened, split, "levels", self.levels)
+        if number_columns:
+            self._per_cell["numbers"] = CellColumns(opened, split, "numbers", number_columns)
+        if teacher is not None:
+            self._per_cell["teacher"] = open_vectors(Path(teacher), opened)[1][split]
         self._counted = counted
         max_genes = self._tokenizer.max_genes(counted)
         self._rows = Prefetch(self._shards, self._layout, rank, world, max_genes, stream.io_threads)
         self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
-        order = {name: getattr(stream, name) for name in _STREAM_ORDER}
+        order = {name: getattr(stream, name) for name in _ORDER}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
-        self._epoch = self._step = 0
-        self._pool: ThreadPoolExecutor | None = None  # that tokenizes ahead
+        self._epoch = 0
+        self._step = 0
+        self._pool: ThreadPoolExecutor | None = None  # the thread that tokenizes ahead
         self._closed = False
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """Micro-batches of this rank for each optimizer step, as many as on every other rank; some
-        may be empty. Endless over epochs, starting at the state; without shuffling one epoch,
+        """Micro-batches of this rank for each optimizer step, as many as on every other rank.
+
+        Some may be empty. Endless over epochs, starting at the state; without shuffling one epoch,
         always from its start.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
         if not self._layout.shuffle:
-            self._epoch = self._step = 0
+            self._epoch = 0
+            self._step = 0
         self._stop_ahead()
         groups = map(self._micro_batches, self._rows.steps(self._epoch, self._step))
-        pool = self._pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
+        pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
+        self._pool = pool
         ahead = deque(pool.submit(next, groups, None) for _ in range(_AHEAD))
         try:
             while ahead:
@@ -174,7 +186,7 @@ class CellStream:
                     return
                 if group is None:
                     return
-                with suppress(RuntimeError):  # as above: the pool takes no task any more
+                with suppress(RuntimeError):  # stopped likewise: the pool takes no more tasks
                     ahead.append(pool.submit(next, groups, None))
                 for batches in group:
                     if self._pool is not pool:
@@ -188,7 +200,9 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """`epoch`, `step` (batches of it handed out), and the options that define the order."""
+        """Return `epoch`, `step` (batches of the epoch handed out), and the options that define
+        the order.
+        """
         return {
             "epoch": self._epoch,
             "step": self._step,
@@ -206,16 +220,16 @@ class CellStream:
             raise ConfigError(
                 "a split that is not shuffled is always read from its start; load a state of split train"
             )
-        theirs = state.get("fingerprint")
-        if theirs != self.fingerprint:
+        fingerprint = state.get("fingerprint")
+        if fingerprint != self.fingerprint:
             raise DataError(
-                f"expected shards of fingerprint {theirs}, as in the checkpoint, got {self.fingerprint}: "
+                f"expected shards of fingerprint {fingerprint}, as in the checkpoint, got {self.fingerprint}: "
                 "restore the shards it was trained on, or start a new run"
             )
-        for name in ("seed", *_STREAM_ORDER, *_WEIGHTS, _TRAIN_FRAC, "global_batch"):
-            absent = 1.0 if name == _TRAIN_FRAC else None
-            before = state.get(name, absent)
-            now = self._order.get(name, absent)
+        for name in ("seed", *_ORDER, *_WEIGHTS, _TRAIN_FRAC, "global_batch"):
+            default = 1.0 if name == _TRAIN_FRAC else None
+            before = state.get(name, default)
+            now = self._order.get(name, default)
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
                 raise ConfigError(
@@ -241,39 +255,31 @@ class CellStream:
         """
         layout = self._layout
         per_epoch = self.steps_per_epoch
-        read = set[int]()
         if not layout.shuffle:
             step = 0
             stop = per_epoch
+        lanes = [lane for lane in range(layout.stream.lanes) if lane % self._world in ranks]
+        numbers = set[int]()
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
-            first_step, last_step = (
-                min(max(at - epoch * per_epoch, 0), per_epoch) for at in (step, stop)
-            )
-            # cells of each lane
-            first = layout.lanes_before(first_step)
-            last = layout.lanes_before(last_step)
-            for lane in range(layout.stream.lanes):
-                if lane % self._world not in ranks:
-                    continue
+            # cells of each lane before the first of these steps in the epoch, and after the last
+            first = layout.lanes_before(max(step - epoch * per_epoch, 0))
+            last = layout.lanes_before(min(stop - epoch * per_epoch, per_epoch))
+            for lane in lanes:
                 for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
                     if high > first[lane] and low < last[lane]:
-                        read.update(order.window_runs(lane, window)[:, 0].tolist())
-            if len(read) == len(self._sha256):
+                        numbers.update(order.window_runs(lane, window)[:, 0].tolist())
+            if len(numbers) == len(self._sha256):
                 break
-        return {
-            path: sha256
-            for number, (path, sha256) in enumerate(self._sha256.items())
-            if number in read
-        }
+        shards = enumerate(self._sha256.items())
+        return {path: sha256 for number, (path, sha256) in shards if number in numbers}
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
         starts = np.cumsum([0, *(shard.n_obs for shard in self._shards)])
+        numbers = np.searchsorted(starts, cells, side="right") - 1
         names = []
-        for cell, number in zip(
-            cells.tolist(), (np.searchsorted(starts, cells, side="right") - 1).tolist()
-        ):
+        for cell, number in zip(cells.tolist(), numbers.tolist()):
             path = self._shards[number].path
             row = cell - int(starts[number])
             names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
@@ -301,35 +307,39 @@ class CellStream:
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
         most = np.maximum(cuts.max(1), self._min_microbatches)
         multiple = self._microbatch_multiple
-        n_micro = (-(-most // multiple) * multiple).tolist()
+        numbers = (-(-most // multiple) * multiple).tolist()  # of micro-batches in each step
         is_even = multiple > 1 or self._min_microbatches > 1
-        ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
-        # of this rank's micro-batches, by cell, and how many are not empty in each step
+        # borders of this rank's micro-batches, by cell, and how many are not empty in each step
         borders = [0]
         n_filled = []
-        for end, n, own_cuts, number in zip(
-            ends, n_cells[:, self._rank].tolist(), cuts[:, self._rank], n_micro
-        ):
+        local_cells = n_cells[:, self._rank].tolist()
+        local_cuts = cuts[:, self._rank].tolist()
+        ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
+        for end, n, n_cuts, number in zip(ends, local_cells, local_cuts, numbers):
             if is_even:
-                cuts_in_step = cut_evenly(lengths[end - n : end], number)
-            elif own_cuts == 1:
-                cuts_in_step = [0, n]
+                borders_in_step = cut_evenly(lengths[end - n : end], number)
+            elif n_cuts == 1:
+                borders_in_step = [0, n]
             else:
-                cuts_in_step = cut_batch(lengths[end - n : end], self._budget)
-            borders += [borders[-1] + border for border in cuts_in_step[1:]]
-            n_filled.append(len(cuts_in_step) - 1)
+                borders_in_step = cut_batch(lengths[end - n : end], self._budget)
+            start = borders[-1]
+            borders += [start + border for border in borders_in_step[1:]]
+            n_filled.append(len(borders_in_step) - 1)
+        # micro-batches are tokenized some at a time, then cut
         filled: list[Batch] = []
-        for first, last in pairwise(cut_batch(np.diff(steps.taken.starts[borders]), _TOGETHER)):
+        genes_of_batches = np.diff(steps.taken.starts[borders])
+        for first, last in pairwise(cut_batch(genes_of_batches, _TOGETHER)):
             start = borders[first]
             part = steps.taken.slice(start, borders[last])
-            rows = part.genes, part.counts, part.starts - part.starts[0], part.cells
-            batch = self._tokenizer.batch(*rows, self._counted, steps.epoch).with_rows(
-                self._per_cell
-            )
-            filled += [
-                batch.cut(low - start, high - start)
-                for low, high in pairwise(borders[first : last + 1])
-            ]
+            starts = part.starts - part.starts[0]
+            batch = self._tokenizer.batch(
+                part.genes, part.counts, starts, part.cells, self._counted, steps.epoch
+            ).with_rows(self._per_cell)
+            for low, high in pairwise(borders[first : last + 1]):
+                filled.append(batch.cut(low - start, high - start))
         empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
-        left = iter(filled)
-        return [[*islice(left, n), *[empty] * (number - n)] for n, number in zip(n_filled, n_micro)]
+        rest = iter(filled)
+        batches_of_steps = []
+        for n, number in zip(n_filled, numbers):
+            batches_of_steps.append([*islice(rest, n), *[empty] * (number - n)])
+        return batches_of_steps

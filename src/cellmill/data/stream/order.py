@@ -7,15 +7,10 @@ so lanes differ by at most one cell. A global batch takes `per_lane` cells of ea
 `equal_steps` an even part of the epoch: the same set of cells for any number of ranks. With cells
 preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
 
-An epoch may also read some cells several times and others not at all, by the level of an obs column
-(`Repeats`), with the same number of cells, N. A cell of a level with n cells has the weight
-`min(max_repeats, s * n ** -exponent)`, with s such that all weights add up to N: exponent 0 reads
-every cell once, 1 every level equally often. With `labelled_frac` the L cells with a level have
-such weights that add up to L, times `labelled_frac * N / L`, and the other cells share the rest.
-Each cell is read the whole part of its weight or once more; which ones are read once more is drawn
-anew each epoch. A block then occurs as often as its most repeated cell: copy k has the cells that
-are read at least k times, so copies of a cell are apart. The copies are dealt to lanes in
-contiguous parts, and a window has as many cells as `window_blocks` full blocks.
+With `Repeats` some cells are read several times. A block then occurs as often as its most repeated
+cell: copy k has the cells that are read at least k times, so copies of a cell are apart. The copies
+are dealt to lanes in contiguous parts, and a window has as many cells as `window_blocks` full
+blocks.
 """
 
 from __future__ import annotations
@@ -28,94 +23,14 @@ import numpy as np
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
-from cellmill.data.keys import BLOCKS, REPEATS, WINDOW, permutation, random_words
+from cellmill.data.arrays import row_offsets
+from cellmill.data.keys import BLOCKS, WINDOW, permutation
+from cellmill.data.stream.repeats import Repeats
 
-# last word of the key of the permutation of copies; 0 and 1 are for full and short blocks
+# last word of the key of a permutation of blocks
+FULL = 0
+SHORT = 1
 COPIES = 2
-
-
-@dataclass(frozen=True, eq=False)
-class Repeats:
-    """Repeats of the first cells of a split, those that a run reads."""
-
-    # (cells,) int: number of each cell's level, from 1; 0 for cells without a level
-    levels: np.ndarray
-    stream: Stream
-
-    def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
-        """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step
-        `first_step`.
-        """
-        counts = np.zeros(len(self.levels), np.uint32)
-        for level, (cells, total) in enumerate(
-            zip(self._by_level, self._totals(first_step).tolist())
-        ):
-            if len(cells):
-                counts[cells], more = divmod(total, len(cells))
-                if more:
-                    drawn = random_words(len(cells), seed, REPEATS, epoch, level)
-                    counts[cells[np.argpartition(drawn, more - 1)[:more]]] += 1
-        return counts
-
-    def _totals(self, first_step: int) -> np.ndarray:
-        """Cells that are read of each level, (levels,) int64, in an epoch from `first_step` on: in
-        sum the split's.
-        """
-        stream = self.stream
-        part = (
-            1.0
-            if not stream.weight_warmup_steps
-            else min(1.0, first_step / stream.weight_warmup_steps)
-        )
-        before = self._weights(stream.weight_start_exponent)
-        after = self._weights(stream.weight_exponent)
-        exact = self._sizes * ((1 - part) * before + part * after)
-        totals = np.floor(exact).astype(np.int64)
-        # whole cells: the largest remainders are rounded up
-        left = len(self.levels) - int(totals.sum())
-        totals[np.argsort(totals - exact, kind="stable")[:left]] += 1
-        return totals
-
-    def _weights(self, exponent: float) -> np.ndarray:
-        sizes = self._sizes
-        n = len(self.levels)
-        most = self.stream.max_repeats
-        frac = self.stream.labelled_frac
-        known = n - int(sizes[0])
-        if frac is None or not known:
-            # exactly 1 for exponent 0, where a quotient of sums may not be
-            return weights(sizes, exponent, most) if exponent else np.ones(len(sizes))
-        labelled = frac * n if known < n else n
-        found = weights(np.append(0, sizes[1:]), exponent, most) * labelled / known
-        found[0] = (n - labelled) / max(n - known, 1)
-        return found
-
-    @cached_property
-    def _sizes(self) -> np.ndarray:
-        return np.bincount(self.levels)
-
-    @cached_property
-    def _by_level(self) -> list[np.ndarray]:
-        """Cells of each level."""
-        return np.split(np.argsort(self.levels, kind="stable"), np.cumsum(self._sizes)[:-1])
-
-
-def weights(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
-    """Weight of a cell of each level, (levels,) float64: `min(most, s * size ** -exponent)`, 1 on
-    the mean of cells.
-
-    `sizes`, (levels,), are numbers of cells, and may be 0; `most` is at least 1.
-    """
-    relative = np.maximum(sizes, 1.0) ** -exponent
-    capped = np.zeros(len(sizes), bool)
-    while True:  # each round caps at least one level more
-        left = sizes.sum() - most * sizes[capped].sum()
-        free = float((sizes * relative)[~capped].sum())
-        result = np.where(capped, most, relative * (left / free if free else 0.0))
-        above = ~capped & (sizes > 0) & (result > most)
-        if not above.any():
-            return result
-        capped |= above
 
 
 @dataclass(frozen=True)
@@ -129,6 +44,12 @@ class EpochLayout:
     shuffle: bool
     max_cells: int | None = None
     repeats: Repeats | None = None  # None reads each cell once; see `RepeatedEpoch`
+
+    @classmethod
+    def of_run(cls, options: TrainOptions, n_cells: int) -> EpochLayout:
+        """Layout of a run over `n_cells` training cells, for its steps and the cells of each."""
+        train = options.train
+        return cls((n_cells,), options.stream, train.global_batch, train.seed, shuffle=True)
 
     @cached_property
     def n_cells(self) -> int:
@@ -148,39 +69,30 @@ class EpochLayout:
     @property
     def most_cells(self) -> int:
         """Cells of the largest step."""
-        evenly = -(-self.n_cells // self.steps_per_epoch)
-        return evenly if self.stream.equal_steps else min(self.global_batch, self.n_cells)
+        if self.stream.equal_steps:
+            return -(-self.n_cells // self.steps_per_epoch)
+        return min(self.global_batch, self.n_cells)
 
     def lanes_before(self, step: int | np.ndarray) -> np.ndarray:
-        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64; for its number of
-        steps, all.
+        """Cells of each lane before step `step` of an epoch, `(lanes,)` int64.
 
-        For steps `(n, 1)`, `(n, lanes)`.
+        Step `steps_per_epoch` has all cells before it. Steps `(n, 1)` give `(n, lanes)`.
         """
         if not self.stream.equal_steps:
             return np.minimum(step * self.per_lane, self.deal(self.n_cells))
         return self.deal(step * self.n_cells // self.steps_per_epoch)
 
-    def steps_of(self, lane: int, places: np.ndarray) -> np.ndarray:
-        """Steps of an epoch that take the cells at `places` of a lane, `(cells,)` int64 each."""
+    def steps_of(self, lane: int, cells: np.ndarray) -> np.ndarray:
+        """Step of an epoch that takes each of `cells`, positions in a lane; `(cells,)` int64."""
         if not self.stream.equal_steps:
-            return places // self.per_lane
-        # the step before the first whose cells, dealt one by one, are more than those up to this
-        # one
-        return ((places * self.stream.lanes + lane + 1) * self.steps_per_epoch - 1) // self.n_cells
+            return cells // self.per_lane
+        # number of cells dealt, one to each lane in turn, up to and with each of these
+        dealt = cells * self.stream.lanes + lane + 1
+        return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
     def deal(self, cells: int | np.ndarray) -> np.ndarray:
-        """Cells of each lane if `cells` are dealt one by one."""
+        """Cells of each lane if `cells` are dealt one by one, `(lanes,)`."""
         return -((np.arange(self.stream.lanes) - cells) // self.stream.lanes)
-
-
-def epoch_of(options: TrainOptions, n_cells: int) -> EpochLayout:
-    """Return the layout of the epochs of a run over `n_cells` training cells, for its steps and
-    their cells.
-    """
-    return EpochLayout(
-        (n_cells,), options.stream, options.train.global_batch, options.train.seed, shuffle=True
-    )
 
 
 class Epoch:
@@ -196,36 +108,38 @@ class Epoch:
     def __init__(self, layout: EpochLayout, epoch: int):
         self.layout = layout
         self.epoch = epoch
-        stream, size = layout.stream, layout.stream.block_cells
-        left = layout.n_cells
-        blocks = []
-        for shard, cells in enumerate(layout.shard_cells):
-            n_read = min(cells, left)
-            first = np.arange(0, n_read, size)
-            blocks.append(
-                np.stack([np.full(len(first), shard), first, np.minimum(n_read - first, size)], 1)
-            )
-            left -= n_read
-        every = np.concatenate(blocks)
-        full = every[every[:, 2] == size]
-        short = every[every[:, 2] < size]
-        if layout.shuffle:
-            full = full[permutation(len(full), layout.seed, BLOCKS, epoch, 0)]
-            short = short[permutation(len(short), layout.seed, BLOCKS, epoch, 1)]
-        dealt = len(full) // stream.lanes * stream.lanes
-        rest = np.concatenate([full[dealt:], short])
-        cuts = np.cumsum([0, *layout.deal(int(rest[:, 2].sum()))]).tolist()
-        self._lanes = [
-            np.concatenate([full[lane : dealt : stream.lanes], _cut(rest, start, stop)])
-            for lane, (start, stop) in enumerate(pairwise(cuts))
-        ]
         self.lane_cells: list[int] = []
         self.borders: list[np.ndarray] = []
-        for runs in self._lanes:
-            ends = np.cumsum(runs[:, 2])
-            window_ends = ends[stream.window_blocks - 1 :: stream.window_blocks]
-            self.borders.append(np.unique(np.concatenate([[0], window_ends, ends[-1:]])))
-            self.lane_cells.append(int(self.borders[-1][-1]))
+        self._lanes: list[np.ndarray] = []  # runs of each lane
+        lanes = layout.stream.lanes
+        window_blocks = layout.stream.window_blocks
+        blocks = _blocks_of(layout)
+        is_full = blocks[:, 2] == layout.stream.block_cells
+        full = blocks[is_full]
+        short = blocks[~is_full]
+        if layout.shuffle:
+            full = full[permutation(len(full), layout.seed, BLOCKS, epoch, FULL)]
+            short = short[permutation(len(short), layout.seed, BLOCKS, epoch, SHORT)]
+        # blocks go round the lanes; those that do not fill a round are cut by cell
+        n_dealt = len(full) // lanes * lanes
+        rest = np.concatenate([full[n_dealt:], short])
+        n_rest = int(rest[:, 2].sum())
+        cuts = row_offsets(layout.deal(n_rest)).tolist()
+        for lane, (start, stop) in enumerate(pairwise(cuts)):
+            whole = full[lane:n_dealt:lanes]
+            runs = np.concatenate([whole, _cut_runs(rest, start, stop)])
+            ends = row_offsets(runs[:, 2])
+            borders = np.append(ends[:-1:window_blocks], ends[-1])
+            self._lanes.append(runs)
+            self.borders.append(borders)
+            self.lane_cells.append(int(borders[-1]))
+
+    def n_windows(self, lane: int) -> int:
+        return len(self.borders[lane]) - 1
+
+    def window_with(self, lane: int, cell: int) -> int:
+        """Number of the window with cell `cell` of a lane."""
+        return int(np.searchsorted(self.borders[lane], cell, side="right")) - 1
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of cells in window `window` of `lane`."""
@@ -234,75 +148,101 @@ class Epoch:
 
     def window_order(self, lane: int, window: int) -> np.ndarray:
         """Permutation of the cells of the window's concatenated runs."""
-        cells = int(self.borders[lane][window + 1] - self.borders[lane][window])
+        borders = self.borders[lane]
+        n_cells = int(borders[window + 1] - borders[window])
         if not self.layout.shuffle:
-            return np.arange(cells)
-        return permutation(cells, self.layout.seed, WINDOW, window, lane, self.epoch)
+            return np.arange(n_cells)
+        return permutation(n_cells, self.layout.seed, WINDOW, window, lane, self.epoch)
 
 
-def _cut(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
+def _blocks_of(layout: EpochLayout) -> np.ndarray:
+    """Runs of the blocks of all shards, of which the last may be shorter than the others."""
+    size = layout.stream.block_cells
+    n_left = layout.n_cells
+    blocks = []
+    for shard, n_cells in enumerate(layout.shard_cells):
+        n_read = min(n_cells, n_left)
+        first = np.arange(0, n_read, size)
+        blocks.append(
+            _stack_runs(np.full_like(first, shard), first, np.minimum(n_read - first, size))
+        )
+        n_left -= n_read
+    return np.concatenate(blocks)
+
+
+def _cut_runs(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Cells `start:stop` of the concatenated runs."""
     shard, first, n = runs.T
     before = np.cumsum(n) - n
     low = np.clip(start - before, 0, n)
     high = np.clip(stop - before, 0, n)
-    return np.stack([shard, first + low, high - low], 1)[high > low]
+    return _stack_runs(shard, first + low, high - low)[high > low]
+
+
+def _stack_runs(*columns: np.ndarray) -> np.ndarray:
+    return np.stack(columns, axis=1)
 
 
 class RepeatedEpoch(Epoch):
-    """Order of one epoch of a layout with `repeats`."""
+    """Order of one epoch of a layout with `repeats`. Cells are numbered over all shards."""
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
         self.layout = layout
         self.epoch = epoch
         size = layout.stream.block_cells
+        self._shard_start = row_offsets(layout.shard_cells)
+        n_cells = int(self._shard_start[-1])
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
-        self._first_cell = np.cumsum([0, *layout.shard_cells])
-        self._counts = np.pad(counts, (0, int(self._first_cell[-1]) - len(counts)))
-        # first cell of each block, counted over all shards
-        shards = zip(self._first_cell, layout.shard_cells)
+        self._counts = np.pad(counts, (0, n_cells - len(counts)))
+        # first cell of each block, and the cell after its last
+        shards = zip(self._shard_start, layout.shard_cells)
         starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
-        stops = np.append(starts[1:], self._first_cell[-1])
-        # first cell and end of the block, number from 1, and cells: of copies with any
+        stops = np.append(starts[1:], n_cells)
+        # rows of copies: first cell and end of the block, number of the copy from 1, its cells
         copies: list[np.ndarray] = []
         left = np.flatnonzero(self._counts)  # few cells may have many copies
         while len(left):
-            block = np.searchsorted(starts, left, side="right") - 1
-            begins = np.flatnonzero(np.diff(block, prepend=-1))
-            number = np.full(len(begins), len(copies) + 1)
-            cells = np.diff(np.append(begins, len(left)))
-            copies.append(np.stack([starts[block[begins]], stops[block[begins]], number, cells], 1))
-            left = left[self._counts[left] > len(copies)]
-        every = np.concatenate(copies)
-        every = every[permutation(len(every), layout.seed, BLOCKS, epoch, COPIES)]
-        self._copies = every[:, :3]
-        self._ends = np.concatenate([[0], np.cumsum(every[:, 3])])
+            number = len(copies) + 1
+            block_of_cell = np.searchsorted(starts, left, side="right") - 1
+            begins = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
+            block = block_of_cell[begins]
+            n_copied = np.diff(begins, append=len(left))
+            numbers = np.full_like(block, number)
+            copies.append(_stack_runs(starts[block], stops[block], numbers, n_copied))
+            left = left[self._counts[left] > number]
+        shuffled = np.concatenate(copies)
+        shuffled = shuffled[permutation(len(shuffled), layout.seed, BLOCKS, epoch, COPIES)]
+        self._copies = shuffled[:, :3]
+        self._copy_start = row_offsets(shuffled[:, 3])
         self.lane_cells = layout.deal(layout.n_cells).tolist()
-        self._lane_first = np.cumsum([0, *self.lane_cells])
+        self._lane_start = row_offsets(self.lane_cells)
         window = layout.stream.window_blocks * size
-        self.borders = [np.append(np.arange(0, cells, window), cells) for cells in self.lane_cells]
+        self.borders = [np.append(np.arange(0, n, window), n) for n in self.lane_cells]
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
         """Runs of cells in window `window` of `lane`."""
-        low, high = (
-            int(self._lane_first[lane] + border)
-            for border in self.borders[lane][window : window + 2]
-        )
-        first, last = (np.searchsorted(self._ends, [low, high - 1], side="right") - 1).tolist()
-        cells_of_copies = [
-            start + np.flatnonzero(self._counts[start:stop] >= number)
-            for start, stop, number in self._copies[first : last + 1].tolist()
-        ]
-        before = int(self._ends[first])
-        # counted over all shards
-        cells = np.concatenate(cells_of_copies)[low - before : high - before]
-        shard = np.searchsorted(self._first_cell, cells, side="right") - 1
-        begins = np.flatnonzero(np.append(True, (np.diff(cells) != 1) | (np.diff(shard) != 0)))
-        first_cell = cells[begins] - self._first_cell[shard[begins]]
-        return np.stack([shard[begins], first_cell, np.diff(np.append(begins, len(cells)))], 1)
+        span = self._lane_start[lane] + self.borders[lane][window : window + 2]
+        low, high = span.tolist()
+        # the copies that have the window's cells, and these cells
+        first_last = np.searchsorted(self._copy_start, [low, high - 1], side="right") - 1
+        first, last = first_last.tolist()
+        copied = []
+        for start, stop, number in self._copies[first : last + 1].tolist():
+            is_copied = self._counts[start:stop] >= number
+            copied.append(start + np.flatnonzero(is_copied))
+        skipped = low - int(self._copy_start[first])
+        cells = np.concatenate(copied)[skipped : skipped + high - low]
+        # a run ends where the next cell is not the next of the same shard
+        shard = np.searchsorted(self._shard_start, cells, side="right") - 1
+        goes_on = (np.diff(cells) == 1) & (np.diff(shard) == 0)
+        begins = np.flatnonzero(np.append(True, ~goes_on))
+        shard = shard[begins]
+        first_cell = cells[begins] - self._shard_start[shard]
+        return _stack_runs(shard, first_cell, np.diff(begins, append=len(cells)))
 
 
 def epoch_order(layout: EpochLayout, epoch: int) -> Epoch:
     """Return the order of an epoch of `layout`."""
-    return Epoch(layout, epoch) if layout.repeats is None else RepeatedEpoch(layout, epoch)
+    kind = Epoch if layout.repeats is None else RepeatedEpoch
+    return kind(layout, epoch)

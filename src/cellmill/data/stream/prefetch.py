@@ -1,27 +1,28 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
 Each block is read by one `preadv`, which scatters its cells to their positions in step order:
-windows of all own lanes are read into one buffer, in which the cells of a step stand together, lane
-after lane. So neither shuffling nor joining lanes costs a copy, and a step is one slice; small
-steps are given some at a time. There are two buffers, one in use and one being filled; their memory
-is used again (`recycled_empty`).
+windows of all lanes of the rank are read into one buffer, in which the cells of a step stand
+together, lane after lane. So neither shuffling nor joining lanes costs a copy, and a step is one
+slice; small steps are given several at a time. There are two buffers, one in use and one being
+filled; their memory is used again (`recycled_empty`).
 
-Every rank needs the lengths of the cells in other ranks' lanes at each step, to know how many
-micro-batches the others cut. They are kept in one table with a row per lane, so that a step costs a
-few numpy calls for any number of lanes. Where the cells of each step begin in a window, and how
-many each rank has, is computed for many steps at once.
+Where the cells of each step begin in a window, and how many each rank has, is computed for many
+steps at once. Of other ranks' lanes only the lengths of cells are looked up (`LaneLengths`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cellmill.data.arrays import row_offsets
 from cellmill.data.shards.reader import RowFile, iovecs
 from cellmill.data.stream.batch import recycled_empty
+from cellmill.data.stream.lane_lengths import LaneLengths
 from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
@@ -46,81 +47,164 @@ class WindowCells:
     def slice(self, start: int, stop: int) -> WindowCells:
         starts = self.starts[start : stop + 1]
         span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
-        counts = None if self.counts is None else self.counts[span]
-        lanes, cells, lengths = (
-            array[start:stop] for array in (self.lanes, self.cells, self.lengths)
+        return WindowCells(
+            self.lanes[start:stop],
+            self.cells[start:stop],
+            self.lengths[start:stop],
+            starts,
+            self.genes[span],
+            None if self.counts is None else self.counts[span],
         )
-        return WindowCells(lanes, cells, lengths, starts, self.genes[span], counts)
 
 
 @dataclass(frozen=True)
 class StreamWindow:
-    """Window w of all own lanes; steps are counted over all epochs."""
+    """One window of each lane of the rank; steps are counted over all epochs."""
 
     cells: WindowCells  # whose genes and counts have yet to be read
     first_step: int
     borders: np.ndarray  # first cell of each step from `first_step` on, and the number of cells
     runs: np.ndarray  # what is read, as in `Epoch`
-    position: np.ndarray  # of the cells of `runs`, one after another, among `cells`
+    position: np.ndarray  # position among `cells` of each cell of the concatenated `runs`
 
     @property
     def last_step(self) -> int:
         return self.first_step + len(self.borders) - 2
 
-    def steps(self, number: int, n: int = 1) -> WindowCells:
-        """The cells that step `number`, and those up to `n` steps from it, take from this window;
-        may be none.
-        """
-        if not self.first_step <= number <= self.last_step:
+    def steps(self, step: int, n: int = 1) -> WindowCells:
+        """Cells that `n` steps from `step` on take from this window; may be none."""
+        if not self.first_step <= step <= self.last_step:
             return self.cells.slice(0, 0)
-        first = number - self.first_step
+        first = step - self.first_step
         return self.cells.slice(self.borders[first], self.borders[first + n])
+
+    def steps_together(self, step: int, n_cells: np.ndarray) -> int:
+        """Number of steps from `step` on, at least one, to be given together.
+
+        They take all of their `n_cells`, `(steps,)`, from this window, and at most `_TOGETHER`.
+        """
+        first = step - self.first_step
+        in_window = np.diff(self.borders[first : first + len(n_cells) + 1])
+        whole = n_cells[: common_prefix(in_window, n_cells)]
+        return max(1, int(np.searchsorted(whole.cumsum(), _TOGETHER, side="right")))
+
+
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Number of leading entries in which two arrays are equal."""
+    n = min(len(first), len(second))
+    differ = first[:n] != second[:n]
+    return int(differ.argmax()) if differ.any() else n
 
 
 class _Reads:
-    """Target position of each row of a window, in file order."""
+    """Where the genes and counts of each row of a window go, with rows in file order."""
 
     def __init__(self, window: WindowCells, position: np.ndarray) -> None:
-        # which live as long as their tables
-        self._memory = window.counts
-        self._window = window
         self._starts = window.starts[position]
         self._lengths = window.lengths[position]
         kept = window.starts[position + 1] - self._starts
         cut = self._lengths - kept
-        # the end of a cut row is read into `rest` and ignored, so that it is still one read in disk
-        # order
-        self._rest, self._genes = (
-            np.empty(int(cut.max(initial=0)), np.int32),
-            iovecs(window.genes, self._starts, kept),
-        )
-        self._each = 2 if len(self._rest) else 1
-        if len(self._rest):
-            ignored = iovecs(self._rest, np.zeros_like(cut), cut)
-            self._genes = np.stack([self._genes, ignored], 1).reshape(-1, 2)
-        if self._memory is not None:
-            self._counts = iovecs(self._memory, self._starts, self._lengths)
+        # keep these arrays alive: iovecs hold raw addresses
+        self._genes = window.genes
+        self._counts = window.counts
+        self._ignored = np.empty(int(cut.max(initial=0)), np.int32)
+        self._gene_table = iovecs(window.genes, self._starts, kept)
+        self._parts_per_row = 1
+        if len(self._ignored):
+            # the end of a cut row is read and ignored, so that it is still one read in disk order
+            ends = iovecs(self._ignored, np.zeros_like(cut), cut)
+            self._gene_table = np.stack([self._gene_table, ends], axis=1).reshape(-1, 2)
+            self._parts_per_row = 2
+        if window.counts is not None:
+            self._count_table = iovecs(window.counts, self._starts, self._lengths)
 
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
-        """Read runs of cells: shard, first row in it, number, and position of the first among all
-        rows.
+        """Read runs of cells: shard, first row in it, number of rows, and the first one's number
+        among all rows of the window.
         """
-        for shard, first, n, at in runs:
+        for shard, first, n, row in runs:
             start = int(shard.indptr[first])
-            genes = self._genes[self._each * at : self._each * (at + n)]
-            if self._memory is None or self._memory.dtype == shard.dtype:
-                shard.scatter(
-                    start, genes, None if self._memory is None else self._counts[at : at + n]
-                )
+            parts = slice(self._parts_per_row * row, self._parts_per_row * (row + n))
+            genes = self._gene_table[parts]
+            if self._counts is None:
+                shard.scatter(start, genes, None)
+            elif self._counts.dtype == shard.dtype:
+                shard.scatter(start, genes, self._count_table[row : row + n])
+            else:  # the shard has 16 bits for counts, where another of the split has 32
+                shard.scatter(start, genes, None)
+                lengths = self._lengths[row : row + n]
+                counts = shard.read_counts(start, start + int(lengths.sum()))
+                by_cell = np.split(counts, np.cumsum(lengths)[:-1])
+                for target, part in zip(self._starts[row : row + n].tolist(), by_cell):
+                    self._counts[target : target + len(part)] = part
+
+
+class Taken(NamedTuple):
+    """Cells of consecutive steps."""
+
+    steps: int  # number of steps
+    parts: list[WindowCells]  # of several windows, if there are several, for a single step
+
+
+class _ReadAhead:
+    """Cells of the rank's lanes, step by step; the next windows are read while these are used."""
+
+    def __init__(
+        self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor
+    ):
+        self._windows = windows
+        self._shards = shards
+        self._pool = pool
+        # windows in order, each with its tasks until they are done
+        self._started: list[tuple[StreamWindow, list[Future[None]]]] = []
+
+    def take(self, step: int, n_cells: np.ndarray) -> Taken:
+        """Cells of step `step`, `n_cells[0]` in all, in a part for each window that has some.
+
+        If one window has all of them, it gives some of the following steps of `n_cells` too. Steps
+        are counted over all epochs and taken in order.
+        """
+        self._started = [reading for reading in self._started if reading[0].last_step >= step]
+        while len(self._started) < 2 and self._start():
+            pass
+        parts = []
+        number = 0
+        n_left = int(n_cells[0])
+        while n_left:
+            if number == len(self._started):  # windows of lanes may end at different steps
+                has_started = self._start()
+                assert has_started, f"{n_left} cells of step {step} are in no window"
+            window, tasks = self._started[number]
+            number += 1
+            part = window.steps(step)
+            if not len(part.cells):
                 continue
-            # the shard has 16 bits for counts, where another of the split has 32
-            shard.scatter(start, genes, None)
-            lengths = self._lengths[at : at + n]
-            counts = np.split(
-                shard.read_counts(start, start + int(lengths.sum())), np.cumsum(lengths)[:-1]
-            )
-            for target, part in zip(self._starts[at : at + n].tolist(), counts):
-                self._memory[target : target + len(part)] = part
+            while tasks:
+                tasks.pop().result()
+            if len(part.cells) == n_cells[0]:
+                steps = window.steps_together(step, n_cells)
+                return Taken(steps, [window.steps(step, steps)])
+            parts.append(part)
+            n_left -= len(part.cells)
+        return Taken(1, parts)
+
+    def _start(self) -> bool:
+        """Start to read the next window; False if there is none."""
+        window = next(self._windows, None)
+        if window is None:
+            return False
+        n = window.runs[:, 2]
+        rows = np.cumsum(n) - n
+        runs = []
+        for (shard, first, n_rows), row in zip(window.runs.tolist(), rows.tolist()):
+            runs.append((self._shards[shard], first, n_rows, row))
+        reads = _Reads(window.cells, window.position)
+        size = -(-len(runs) // _TASKS)
+        tasks = []
+        for first in range(0, len(runs), size):
+            tasks.append(self._pool.submit(reads.read, runs[first : first + size]))
+        self._started.append((window, tasks))
+        return True
 
 
 @dataclass(frozen=True)
@@ -131,7 +215,7 @@ class PrefetchedSteps:
     # `(cells of all ranks,)`, genes of each cell, by step and rank: the same on every rank
     lengths: np.ndarray
     n_cells: np.ndarray  # `(steps, world)` int64, number of cells of each rank
-    taken: WindowCells  # by this rank, by step and lane
+    taken: WindowCells  # this rank's cells, by step and lane
 
 
 class Prefetch:
@@ -155,14 +239,14 @@ class Prefetch:
         self._layout = layout
         self._rank = rank
         self._world = world
-        by_rank = np.arange(layout.stream.lanes).reshape(-1, world).T
-        self._own = by_rank[rank].tolist()
-        self._others = np.delete(by_rank, rank, 0).ravel()
-        self._first_cell = np.concatenate([[0], np.cumsum(layout.shard_cells)])
-        self._dtype = (
-            np.result_type(*(shard.dtype for shard in shards)) if max_genes is None else None
-        )
+        lanes = np.arange(layout.stream.lanes).reshape(-1, world).T
+        self._lanes: list[int] = lanes[rank].tolist()
+        self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
+        self._first_cell = row_offsets(layout.shard_cells)
         self._max_genes = max_genes
+        self._dtype: np.dtype[Any] | None = None  # of counts, if they are read
+        if max_genes is None:
+            self._dtype = np.result_type(*(shard.dtype for shard in shards))
         self._epochs: dict[int, Epoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
@@ -175,32 +259,27 @@ class Prefetch:
         epoch.
         """
         layout = self._layout
+        per_epoch = layout.steps_per_epoch
         before = layout.lanes_before(step)
-        windows = []
-        skipped = []
-        for lane, cell in zip(self._others.tolist(), before[self._others].tolist()):
-            borders = self._epoch(epoch).borders[lane]
-            skipped.append(cell - int(borders[_window_of(cell, borders)]))
-            windows.append(self._lengths_of_windows(lane, epoch, cell))
-        lengths_of_others = LaneLengths(windows, skipped)
+        lengths_of_others = self._look_up_others(epoch, before)
         ahead = _ReadAhead(self._windows(epoch, before), self._shards, self._pool)
         while True:
-            while step < layout.steps_per_epoch:
-                stop = min(step + _STEPS, layout.steps_per_epoch)
+            while step < per_epoch:
+                stop = min(step + _STEPS, per_epoch)
+                # numbers of cells, (steps, lanes) and (steps, ranks)
                 in_lanes = np.diff(layout.lanes_before(np.arange(step, stop + 1)[:, None]), axis=0)
                 in_ranks = in_lanes.reshape(stop - step, -1, self._world).sum(1)
                 while step < stop:
-                    n, parts = ahead.take(
-                        epoch * layout.steps_per_epoch + step, in_ranks[:, self._rank]
-                    )
-                    taken = parts[0] if len(parts) == 1 else self._joined(parts)
-                    lengths = taken.lengths
-                    if len(self._others):
-                        lengths = self._with_others(
+                    taken = ahead.take(epoch * per_epoch + step, in_ranks[:, self._rank])
+                    n = taken.steps
+                    cells = taken.parts[0] if len(taken.parts) == 1 else self._join(taken.parts)
+                    lengths = cells.lengths
+                    if len(self._other_lanes):
+                        lengths = self._insert_lengths(
                             lengths, lengths_of_others, in_ranks[:n], in_lanes[:n]
                         )
-                    yield PrefetchedSteps(epoch, lengths, in_ranks[:n], taken)
-                    del taken, parts  # the next window may take their memory
+                    yield PrefetchedSteps(epoch, lengths, in_ranks[:n], cells)
+                    del taken, cells  # the next window may take their memory
                     step = step + n
                     in_lanes = in_lanes[n:]
                     in_ranks = in_ranks[n:]
@@ -209,95 +288,102 @@ class Prefetch:
             epoch = epoch + 1
             step = 0
 
-    def _with_others(
-        self, own: np.ndarray, others: LaneLengths, in_ranks: np.ndarray, in_lanes: np.ndarray
+    def _look_up_others(self, epoch: int, before: np.ndarray) -> LaneLengths:
+        """Lengths in other ranks' lanes from cell `before`, `(lanes,)`, of each lane on."""
+        order = self._epoch(epoch)
+        windows = []
+        skipped = []
+        for lane in self._other_lanes.tolist():
+            cell = int(before[lane])
+            window = order.window_with(lane, cell)
+            skipped.append(cell - int(order.borders[lane][window]))
+            windows.append(self._lengths_of_windows(lane, epoch, window))
+        return LaneLengths(windows, skipped)
+
+    def _insert_lengths(
+        self,
+        of_this_rank: np.ndarray,
+        of_others: LaneLengths,
+        in_ranks: np.ndarray,
+        in_lanes: np.ndarray,
     ) -> np.ndarray:
-        """Lengths of all ranks' cells, by step and rank: `own` ones, and of `others`, by cells in
-        ranks and lanes.
+        """Lengths of the cells of all ranks, by step and rank.
+
+        `in_ranks`, `(steps, ranks)`, and `in_lanes`, `(steps, lanes)`, are numbers of cells.
         """
         parts = []
-        of_steps = np.split(own, np.cumsum(in_ranks[:-1, self._rank]))
-        for of_step, in_rank, in_lane in zip(of_steps, in_ranks, in_lanes[:, self._others]):
-            lengths = others.take(in_lane)
-            first = int(in_rank[: self._rank].sum())  # of lower ranks
-            parts += [lengths[:first], of_step, lengths[first:]]
+        by_step = np.split(of_this_rank, np.cumsum(in_ranks[:-1, self._rank]))
+        for local, in_rank, in_lane in zip(by_step, in_ranks, in_lanes[:, self._other_lanes]):
+            others = of_others.take(in_lane)
+            in_lower_ranks = int(in_rank[: self._rank].sum())
+            parts += [others[:in_lower_ranks], local, others[in_lower_ranks:]]
         return np.concatenate(parts)
 
-    def _joined(self, parts: list[WindowCells]) -> WindowCells:
-        """The cells of parts of a step, lane after lane."""
-        spans = [
-            (part, *np.searchsorted(part.lanes, [lane, lane + 1]))
-            for lane in self._own
-            for part in parts
-        ]
-        # for steps in which this rank has no cells
+    def _join(self, parts: list[WindowCells]) -> WindowCells:
+        """Copy the cells of a step's parts, lane after lane; `parts` are empty for a step in which
+        this rank has no cells.
+        """
         none = np.empty(0, np.int64)
         no_genes = np.empty(0, np.int32)
         no_counts = None if self._dtype is None else np.empty(0, self._dtype)
         pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, no_counts)]
-        pieces += [part.slice(start, stop) for part, start, stop in spans]
-        lanes, cells, lengths = (
-            np.concatenate([getattr(piece, name) for piece in pieces])
-            for name in ("lanes", "cells", "lengths")
-        )
-        starts = np.cumsum(np.concatenate([[0], *(np.diff(piece.starts) for piece in pieces)]))
+        for lane in self._lanes:
+            for part in parts:
+                pieces.append(part.slice(*np.searchsorted(part.lanes, [lane, lane + 1])))
+        starts = row_offsets(np.concatenate([np.diff(piece.starts) for piece in pieces]))
         genes = recycled_empty(starts[-1], np.int32)
-        counts = None
         np.concatenate([piece.genes for piece in pieces], out=genes)
+        counts = None
         if self._dtype is not None:
             counts = recycled_empty(starts[-1], self._dtype)
-            np.concatenate(
-                [piece.counts for piece in pieces if piece.counts is not None], out=counts
-            )
-        return WindowCells(lanes, cells, lengths, starts, genes, counts)
+            np.concatenate([p.counts for p in pieces if p.counts is not None], out=counts)
+        return WindowCells(
+            np.concatenate([piece.lanes for piece in pieces]),
+            np.concatenate([piece.cells for piece in pieces]),
+            np.concatenate([piece.lengths for piece in pieces]),
+            starts,
+            genes,
+            counts,
+        )
 
     def _epoch(self, epoch: int) -> Epoch:
+        """Order of an epoch; that of the previous epoch is kept too, since lanes end in turn."""
         if epoch not in self._epochs:
-            self._epochs = {epoch - 1: self._epochs[epoch - 1]} if epoch - 1 in self._epochs else {}
+            self._epochs = {n: order for n, order in self._epochs.items() if n == epoch - 1}
             self._epochs[epoch] = epoch_order(self._layout, epoch)
         return self._epochs[epoch]
 
-    def _lengths_of_windows(self, lane: int, epoch: int, cell: int) -> Iterator[np.ndarray]:
-        """Lengths of the cells of each window of a lane, from the window with `cell` of an epoch
-        on.
-        """
+    def _lengths_of_windows(self, lane: int, epoch: int, first: int) -> Iterator[np.ndarray]:
+        """Lengths of the cells of each window of a lane, from window `first` of an epoch on."""
         while self._epoch(epoch).lane_cells[lane]:
             order = self._epoch(epoch)
-            for window in range(
-                _window_of(cell, order.borders[lane]), len(order.borders[lane]) - 1
-            ):
-                yield self._lengths(order.window_runs(lane, window))[
-                    order.window_order(lane, window)
-                ]
+            for window in range(first, order.n_windows(lane)):
+                lengths = self._lengths(order.window_runs(lane, window))
+                yield lengths[order.window_order(lane, window)]
             if not self._layout.shuffle:
                 return
             epoch = epoch + 1
-            cell = 0
+            first = 0
 
     def _lengths(self, runs: np.ndarray) -> np.ndarray:
         """Numbers of genes of the cells of `runs`."""
-        parts = [
-            self._shards[shard].indptr[first : first + n + 1] for shard, first, n in runs.tolist()
-        ]
-        borders = np.concatenate(parts, dtype=np.int64)
-        between = np.ones(len(borders) - 1, bool)
-        # from the end of a run to the start of the next
-        between[np.cumsum(runs[:, 2] + 1)[:-1] - 1] = False
-        return np.diff(borders)[between]
+        offsets = []
+        for shard, first, n in runs.tolist():
+            offsets.append(self._shards[shard].indptr[first : first + n + 1])
+        # a run of n cells has n + 1 offsets: the difference from a run's end to the next run's
+        # start is no cell
+        is_cell = np.ones(int(runs[:, 2].sum()) + len(runs) - 1, bool)
+        is_cell[np.cumsum(runs[:, 2] + 1)[:-1] - 1] = False
+        return np.diff(np.concatenate(offsets, dtype=np.int64))[is_cell]
 
     def _windows(self, epoch: int, before: np.ndarray) -> Iterator[StreamWindow]:
-        """Window w of all own lanes, then w + 1, from cell `before` of each lane on."""
-        while any(self._epoch(epoch).lane_cells[lane] for lane in self._own):
+        """Window w of all lanes of this rank, then w + 1, from cell `before` of each lane on."""
+        while any(self._epoch(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._epoch(epoch)
-            first = {lane: _window_of(int(before[lane]), order.borders[lane]) for lane in self._own}
-            for window in range(
-                min(first.values()), max(len(order.borders[lane]) for lane in self._own) - 1
-            ):
-                lanes = [
-                    lane
-                    for lane in self._own
-                    if first[lane] <= window < len(order.borders[lane]) - 1
-                ]
+            first = {lane: order.window_with(lane, int(before[lane])) for lane in self._lanes}
+            stop = {lane: order.n_windows(lane) for lane in self._lanes}
+            for window in range(min(first.values()), max(stop.values())):
+                lanes = [lane for lane in self._lanes if first[lane] <= window < stop[lane]]
                 if lanes:
                     yield self._window(order, lanes, window)
             if not self._layout.shuffle:
@@ -306,161 +392,33 @@ class Prefetch:
             before = self._layout.lanes_before(0)
 
     def _window(self, order: Epoch, lanes: list[int], window: int) -> StreamWindow:
-        """The windows of that number of some lanes; their cells are put in the order in which steps
-        take them.
-        """
+        """Window number `window` of each of `lanes`, with cells in step order."""
         borders = np.array([order.borders[lane][window : window + 2] for lane in lanes])
         sizes = np.diff(borders)[:, 0]
         runs = np.concatenate([order.window_runs(lane, window) for lane in lanes])
-        shuffled = [order.window_order(lane, window) for lane in lanes]
-        in_runs = np.concatenate(shuffled) + np.repeat(np.cumsum(sizes) - sizes, sizes)
-        steps = np.concatenate(
+        # of each cell in stream order, lane after lane: its row in the concatenated runs, its step
+        shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
+        row = shuffled + np.repeat(np.cumsum(sizes) - sizes, sizes)
+        step = np.concatenate(
             [self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, borders)]
         )
-        by_step = np.argsort(steps, kind="stable")
-        steps = steps[by_step]
-        in_runs = in_runs[by_step]
-        position = np.empty_like(in_runs)
-        position[in_runs] = np.arange(len(in_runs))
+        # the same in step order, lane after lane within a step
+        by_step = np.argsort(step, kind="stable")
+        step = step[by_step]
+        row = row[by_step]
+        lane_of_cell = np.repeat(lanes, sizes)[by_step]
+        position = np.empty_like(row)
+        position[row] = np.arange(len(row))
+        # id of the cell in each row: rows of a run are consecutive cells
         shard, first, n = runs.T
-        ids = np.arange(len(in_runs)) + np.repeat(
-            self._first_cell[shard] + first - (np.cumsum(n) - n), n
-        )
-        lengths = self._lengths(runs)[in_runs]
+        first_id = self._first_cell[shard] + first
+        ids = np.arange(len(row)) + np.repeat(first_id - (np.cumsum(n) - n), n)
+        lengths = self._lengths(runs)[row]
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
-        starts = np.concatenate([[0], np.cumsum(kept)])
-        lane_of = np.repeat(lanes, sizes)[by_step]
+        starts = row_offsets(kept)
         genes = recycled_empty(starts[-1], np.int32)
         counts = None if self._dtype is None else recycled_empty(starts[-1], self._dtype)
-        cells = WindowCells(lane_of, ids[in_runs], lengths, starts, genes, counts)
-        step_borders = np.searchsorted(steps, np.arange(steps[0], steps[-1] + 2))
-        first_step = order.epoch * self._layout.steps_per_epoch + int(steps[0])
+        cells = WindowCells(lane_of_cell, ids[row], lengths, starts, genes, counts)
+        step_borders = np.searchsorted(step, np.arange(step[0], step[-1] + 2))
+        first_step = order.epoch * self._layout.steps_per_epoch + int(step[0])
         return StreamWindow(cells, first_step, step_borders, runs, position)
-
-
-class LaneLengths:
-    """Lengths of the cells of some lanes in stream order, from the lengths of each lane's windows,
-    `(cells,)` each.
-
-    `skipped` are the cells of its first window that each lane does not take. Windows of lanes end
-    at the same step, and looking up 1,024 of them at once took more than a second: so lanes get
-    their next window early, one after another, at each step as many cells as the step consumes.
-    """
-
-    def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
-        self._windows = windows
-        self._kept = np.zeros((len(windows), 0), np.int32)
-        # of each lane, the next cell's column in the table
-        self._at = np.zeros(len(windows), np.int64)
-        self._end = np.zeros(len(windows), np.int64)
-        self._next = 0
-        self._due = int(sum(skipped))
-        for lane in range(len(windows)):
-            self._look_up(lane)
-        self._at += np.minimum(np.array(skipped, np.int64), self._end)
-        self._widen(2 * self._kept.shape[1])  # at once: a step would wait for the copy
-
-    def take(self, n: np.ndarray) -> np.ndarray:
-        """Lengths of the next `n` cells of the lanes, `(lanes,)` int64: `(n.sum(),)` int32, lane by
-        lane.
-        """
-        self._due += int(n.sum())
-        while self._due > 0:
-            found = self._look_up(self._next)
-            self._due = self._due - found if found else 0
-            self._next = (self._next + 1) % len(n)
-        while len(short := np.flatnonzero(self._end - self._at < n)):
-            for lane in short.tolist():
-                if not self._look_up(lane):
-                    raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
-        columns = np.arange(n.max())
-        of_lane, column = np.nonzero(columns < n[:, None])
-        taken = self._kept[of_lane, self._at[of_lane] + column]
-        self._at += n
-        return taken
-
-    def _look_up(self, lane: int) -> int:
-        """Add the lane's next window to its row; returns its number of cells, 0 at the end."""
-        lengths = next(self._windows[lane], None)
-        if lengths is None:
-            return 0
-        left = int(self._end[lane] - self._at[lane])
-        self._widen(left + len(lengths))
-        row = self._kept[lane]
-        row[:left] = row[self._at[lane] : self._end[lane]].copy()
-        row[left : left + len(lengths)] = lengths
-        self._at[lane], self._end[lane] = 0, left + len(lengths)
-        return len(lengths)
-
-    def _widen(self, cells: int) -> None:
-        more = cells - self._kept.shape[1]
-        if more > 0:
-            self._kept = np.pad(self._kept, ((0, 0), (0, more)))
-
-
-class _ReadAhead:
-    """Cells of own lanes, step by step; the next windows are read while these are used."""
-
-    def __init__(
-        self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor
-    ):
-        self._windows = windows
-        self._shards = shards
-        self._pool = pool
-        # windows that are being read, or have been once their tasks are empty
-        self._started: list[tuple[StreamWindow, list[Future[None]]]] = []
-
-    def take(self, step: int, n: np.ndarray) -> tuple[int, list[WindowCells]]:
-        """Cells of a step, in as many parts as there are buffers with some of them; `n[0]` in all.
-
-        A step in one buffer is given with those after it of `n[1:]` cells that are there too, up to
-        `_TOGETHER` cells. Returns the number of steps. They are counted over all epochs and taken
-        in order.
-        """
-        self._started = [reading for reading in self._started if reading[0].last_step >= step]
-        while len(self._started) < 2 and self._start():
-            pass
-        parts = []
-        number = 0
-        left = int(n[0])
-        while left:
-            if number == len(self._started):  # windows of lanes may end at different steps
-                started = self._start()
-                assert started, f"{left} cells of step {step} are in no window"
-            window, tasks = self._started[number]
-            part = window.steps(step)
-            if len(part.cells):
-                while tasks:
-                    tasks.pop().result()
-                parts.append(part)
-                if len(part.cells) == n[0]:
-                    first = step - window.first_step
-                    in_window = np.diff(window.borders[first : first + len(n) + 1])
-                    whole = np.append(in_window == n[: len(in_window)], False).argmin()
-                    together = max(
-                        1, int(np.searchsorted(n[:whole].cumsum(), _TOGETHER, side="right"))
-                    )
-                    return together, [window.steps(step, together)]
-            left = left - len(part.cells)
-            number = number + 1
-        return 1, parts
-
-    def _start(self) -> bool:
-        """Start to read the next window; False if there is none."""
-        window = next(self._windows, None)
-        if window is None:
-            return False
-        n = window.runs[:, 2]
-        rows = np.column_stack([window.runs, np.cumsum(n) - n]).tolist()
-        runs = [(self._shards[shard], first, n, at) for shard, first, n, at in rows]
-        reads = _Reads(window.cells, window.position)
-        per_task = -(-len(runs) // _TASKS)
-        parts = [runs[first : first + per_task] for first in range(0, len(runs), per_task)]
-        tasks = [self._pool.submit(reads.read, part) for part in parts]
-        self._started.append((window, tasks))
-        return True
-
-
-def _window_of(cell: int, borders: np.ndarray) -> int:
-    """Number of the window with that cell of a lane."""
-    return int(np.searchsorted(borders, cell, side="right")) - 1

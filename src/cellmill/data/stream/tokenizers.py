@@ -4,58 +4,44 @@ By default the tokens of a cell are its first genes in rank order; `truncation: 
 `variable` takes the genes that vary most over the corpus, and `zero_frac` adds genes without
 counts. Values are always computed from the whole cell. Draws are keyed by seed, epoch, the cell's
 counts and the gene: the same in every layout and file.
-
-log(1 + counts per 10,000) is computed by numpy, or with the same bits by loops that numba compiles,
-which look up small counts in a table of each cell. They are compiled in the background, by a
-process that has made many tokens; until then, for small batches, and where numba is not installed,
-numpy computes the values.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
-from cellmill.data.arrays import positions_in_rows, row_sums, scale_of_totals
+from cellmill.data.arrays import positions_in_rows, row_offsets
 from cellmill.data.keys import splitmix64
-from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, recycled_empty, tokenized
+from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, make_batch, recycled_empty
+from cellmill.data.stream.log_values import Tokenized, log_tokens
 from cellmill.errors import ConfigError, DataError
 
 _ZEROS = np.uint64(0x5A45524F)  # part of the keys of genes without counts
-Tokenized = tuple[np.ndarray, np.ndarray]  # token ids, int32, and values, (tokens,) each
-_FIRST_ID = np.int32(len(SPECIAL))
-TABLE = 64  # counts that are looked up: those below
-_MANY = 1 << 15  # tokens of a batch from which loops are faster
-# tokens in such batches; a process that makes fewer is not worth numba's second and 100 MB
-_WORTH = 1 << 22
-_made = 0
 # entries of a table over counts; cells with larger counts are binned one by one
 _MAX_TABLE = 1 << 24
-Loops = tuple[Callable[..., None], Callable[..., int]]  # `_sum_cells` and `_fill`, compiled
 
 
 def token_numbers(
     tokens: Tokens, detected: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of tokens, (cells,) int64 each, of cells with `detected` genes of `n_genes`: with
-    counts and without.
+    """Numbers of tokens with counts and without, (cells,) int64 each, of cells with `detected`
+    genes of `n_genes`.
 
-    `zero_frac` of them have none.
+    A fraction `zero_frac` of the tokens have none.
     """
-    share = tokens.zero_frac
-    most = max(1, int(tokens.max_tokens * (1 - share))) if share else tokens.max_tokens
-    kept = np.minimum(detected, most)
-    if not share:
+    zero_frac = tokens.zero_frac
+    if not zero_frac:
+        kept = np.minimum(detected, tokens.max_tokens)
         return kept, np.zeros_like(kept)
-    zeros = np.floor(kept * share / (1 - share)).astype(kept.dtype)
-    return kept, np.minimum(zeros, np.minimum(n_genes - detected, tokens.max_tokens - kept))
+    most = int(tokens.max_tokens * (1 - zero_frac))
+    kept = np.minimum(detected, max(1, most))
+    zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
+    absent = n_genes - detected
+    return kept, np.minimum(zeros, np.minimum(absent, tokens.max_tokens - kept))
 
 
 class CellTokenizer:
@@ -77,8 +63,8 @@ class CellTokenizer:
         self._n_genes = n_genes
         self._seed = seed
         self._chooses = tokens.truncation != "top" or tokens.zero_frac > 0
-        given = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
-        self._tokenizer: Tokenizer = given.load()(given)
+        uncut = tokens.model_copy(update={"max_tokens": 2**31 - 1}) if self._chooses else tokens
+        self._tokenizer: Tokenizer = uncut.load()(uncut)
         self.dtype = self._tokenizer.dtype
 
     def max_genes(self, counted: bool) -> int | None:
@@ -105,39 +91,46 @@ class CellTokenizer:
         """
         if not self._chooses:
             max_counted = self._tokens.max_tokens if counted else None
-            return tokenized(self._tokenizer, genes, counts, starts, cells, max_counted)
-        ids, values, _ = self._tokenizer.tokenize(genes, counts, starts)
-        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
-        total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(pairs, dtype=np.uint64)])
-        run = splitmix64(splitmix64(np.array([self._seed], np.uint64)) ^ np.uint64(epoch))
-        # keys of the draws of each cell, by its genes and counts in any order
-        keys = splitmix64((total[starts[1:]] - total[starts[:-1]]) ^ run)
+            return make_batch(self._tokenizer, genes, counts, starts, cells, max_counted)
+        all_ids, all_values, _ = self._tokenizer.tokenize(genes, counts, starts)
+        keys = self._cell_keys(genes, counts, starts, epoch)
         n_kept, n_zeros = token_numbers(self._tokens, np.diff(starts), self._n_genes)
-        kept = self._kept(genes, starts, n_kept, keys)
-        zeros = _absent(genes, starts, n_zeros, keys, self._n_genes)
-        ends = np.concatenate([[0], np.cumsum(n_kept + n_zeros)])
-        # of each cell the tokens with counts stand first, then those without
-        is_zero = positions_in_rows(ends) >= np.repeat(n_kept, n_kept + n_zeros)
-
-        def joined(detected: np.ndarray, absent: Any, dtype: Any) -> np.ndarray:
-            both = np.empty(len(is_zero), dtype)
-            both[~is_zero], both[is_zero] = detected[kept], absent
-            return both
-
-        token_ids = joined(ids, zeros + len(SPECIAL), np.int32)
+        kept = self._choose(genes, starts, n_kept, keys)
+        zeros = _draw_absent(genes, starts, n_zeros, keys, self._n_genes)
+        # in each cell the tokens with counts stand first, then those without
+        n_tokens = n_kept + n_zeros
+        ends = row_offsets(n_tokens)
+        is_zero = positions_in_rows(ends) >= np.repeat(n_kept, n_tokens)
+        ids = np.empty(len(is_zero), np.int32)
+        ids[~is_zero] = all_ids[kept]
+        ids[is_zero] = zeros + len(SPECIAL)
+        values = np.zeros(len(is_zero), self.dtype)
         if self._tokens.value_kind == "place":
-            token_values = positions_in_rows(ends).astype(self.dtype)
+            values[:] = positions_in_rows(ends)
         else:
-            token_values = joined(values, 0, self.dtype)
-        token_counts = joined(counts, 0, np.int64) if counted else None
-        return Batch(token_ids, token_values, ends.astype(np.int32), cells, token_counts)
+            values[~is_zero] = all_values[kept]
+        token_counts = None
+        if counted:
+            token_counts = np.zeros(len(is_zero), np.int64)
+            token_counts[~is_zero] = counts[kept]
+        return Batch(ids, values, ends.astype(np.int32), cells, token_counts)
 
-    def _kept(
+    def _cell_keys(
+        self, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray, epoch: int
+    ) -> np.ndarray:
+        """Key of each cell's draws, (cells,) uint64, by its genes and counts in any order."""
+        pairs = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
+        # sums modulo 2**64
+        total = np.zeros(len(pairs) + 1, np.uint64)
+        pairs.cumsum(out=total[1:])
+        sums = total[starts[1:]] - total[starts[:-1]]
+        seed = np.array([self._seed], np.uint64)
+        return splitmix64(sums ^ splitmix64(splitmix64(seed) ^ np.uint64(epoch)))
+
+    def _choose(
         self, genes: np.ndarray, starts: np.ndarray, n_kept: np.ndarray, keys: np.ndarray
     ) -> np.ndarray:
-        """Indices of the kept ones of `genes`, in their order: the first of each cell, random or
-        variable ones.
-        """
+        """Indices of the `n_kept` genes of each cell that become tokens, ascending."""
         lengths = np.diff(starts)
         if self._tokens.truncation == "top":
             return np.flatnonzero(positions_in_rows(starts) < np.repeat(n_kept, lengths))
@@ -148,28 +141,33 @@ class CellTokenizer:
             cell_genes = genes[start:stop]
             if self._tokens.truncation == "variable":
                 assert self._variability is not None
-                first = self._variability[cell_genes]
+                order = self._variability[cell_genes]
             else:
-                first = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
+                order = splitmix64(keys[cell] ^ cell_genes.astype(np.uint64))
             keep[start:stop] = False
-            keep[start + np.argpartition(first, n_kept[cell] - 1)[: n_kept[cell]]] = True
+            keep[start + _smallest(order, n_kept[cell])] = True
         return np.flatnonzero(keep)
 
 
-def _absent(
+def _draw_absent(
     genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int
 ) -> np.ndarray:
-    """Rows of genes that have no counts, `n` of each cell, ascending in a cell and drawn by the
-    cell's key.
+    """Rows of `n` genes of each cell that have no counts, drawn by the cell's key, ascending in a
+    cell.
     """
-    every = np.arange(n_genes, dtype=np.uint64)
+    all_genes = np.arange(n_genes, dtype=np.uint64)
     drawn = [np.empty(0, np.int64)]
     for cell, (start, stop) in enumerate(pairwise(starts.tolist())):
         if n[cell]:
-            draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ every)
-            draws[genes[start:stop]] = np.iinfo(np.uint64).max
-            drawn.append(np.sort(np.argpartition(draws, n[cell] - 1)[: n[cell]]))
+            draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
+            draws[genes[start:stop]] = np.iinfo(np.uint64).max  # last: these have counts
+            drawn.append(np.sort(_smallest(draws, n[cell])))
     return np.concatenate(drawn)
+
+
+def _smallest(values: np.ndarray, n: int) -> np.ndarray:
+    """Indices of the `n` smallest values, in any order."""
+    return np.argpartition(values, n - 1)[:n]
 
 
 class FirstGenes:
@@ -195,105 +193,33 @@ class FirstGenes:
         raise NotImplementedError
 
 
-def log_tokens(
-    kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray
-) -> Tokenized:
-    """Token ids and float32 values of the kept ones of `genes` and `counts`, whose cells begin at
-    `starts`.
-    """
-    global _made
-    _made += n if (n := int(kept.cu_seqlens[-1])) >= _MANY else 0
-    plain = all(
-        array.flags.c_contiguous and array.flags.writeable for array in (genes, counts, starts)
-    )
-    known = (
-        counts.dtype in (np.uint16, np.uint32)
-        and genes.dtype == np.int32
-        and starts.dtype == np.int64
-    )
-    compiling = _compiling() if n >= _MANY and _made >= _WORTH and plain and known else None
-    loops = compiling.result() if compiling is not None and compiling.done() else None
-    if loops is None:
-        values = kept.copy(counts, np.float32)
-        values *= np.repeat(scale_of_totals(row_sums(counts, starts), np.float32), kept.lengths)
-        return kept.token_ids(genes), np.log1p(values, out=values)
-    sum_cells, fill = loops
-    totals = np.empty(len(starts) - 1, np.int64)
-    sum_cells(counts, starts, totals)
-    scale = scale_of_totals(totals, np.float32)
-    table = np.multiply.outer(scale, np.arange(TABLE, dtype=np.float32))
-    np.log1p(table, out=table)
-    ids, values, large = (recycled_empty(n, dtype) for dtype in (np.int32, np.float32, np.int32))
-    large = large[: fill(genes, counts, starts, kept.cu_seqlens, table, scale, ids, values, large)]
-    values[large] = np.log1p(values[large])
-    return ids, values
+class ContinuousTokenizer(FirstGenes):
+    """Values are log(1 + counts per 10,000), float32."""
+
+    dtype = np.dtype(np.float32)
+    needs_counts = True
+
+    def _tokens(
+        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
+    ) -> Tokenized:
+        return log_tokens(kept, genes, counts, starts)
 
 
-def compile_loops() -> Loops | None:
-    """Compile the loops; None without numba. Takes about a second."""
-    try:
-        njit = importlib.import_module("numba").njit
-    except ImportError:
-        return None
-    types = ("uint16[::1]", "uint32[::1]")
-    sums = [f"void({counts}, int64[::1], int64[::1])" for counts in types]
-    arrays = "int64[::1], int32[::1], float32[:, ::1], float32[::1], int32[::1], float32[::1], int32[::1]"
-    fills = [f"int64(int32[::1], {counts}, {arrays})" for counts in types]
-    return njit(sums, nogil=True)(_sum_cells), njit(fills, nogil=True)(_fill)
+class RankTokenizer(FirstGenes):
+    """Values are positions in the cell from 0, int32."""
 
+    dtype = np.dtype(np.int32)
+    needs_counts = False
 
-@cache
-def _compiling() -> Future[Loops | None]:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
-    compiling = pool.submit(compile_loops)
-    pool.shutdown(wait=False)
-    return compiling
-
-
-def _sum_cells(counts: Any, starts: Any, totals: Any) -> None:
-    for cell in range(len(totals)):
-        cell_counts = counts[starts[cell] : starts[cell + 1]]
-        total = np.uint64(0)
-        for i in range(len(cell_counts)):
-            total += np.uint64(cell_counts[i])
-        totals[cell] = total
-
-
-def _fill(
-    genes: Any,
-    counts: Any,
-    starts: Any,
-    ends: Any,
-    table: Any,
-    scale: Any,
-    ids: Any,
-    values: Any,
-    large: Any,
-) -> int:
-    """Fill `ids` and `values`; counts not in `table` get their products instead, and are listed in
-    `large`.
-    """
-    n_large = 0
-    for cell in range(len(scale)):
-        first = ends[cell]
-        start = starts[cell]
-        n = np.uint64(ends[cell + 1] - ends[cell])
-        cell_counts = counts[start : start + n]
-        value_of_count = table[cell]
-        cell_values = values[first : first + n]
-        cell_genes = genes[start : start + n]
-        cell_ids = ids[first : first + n]
-        for i in range(n):
-            cell_ids[i] = cell_genes[i] + _FIRST_ID
-        for i in range(n):
-            count = np.uint64(cell_counts[i])
-            if count < np.uint64(TABLE):
-                cell_values[i] = value_of_count[count]
-            else:
-                cell_values[i] = np.float32(cell_counts[i]) * scale[cell]
-                large[n_large] = first + i
-                n_large += 1
-    return n_large
+    def _tokens(
+        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
+    ) -> Tokenized:
+        # slices of one array that stays in cache: half the time of arange - repeat
+        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
+        values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
+        parts = [longest[:n] for n in kept.lengths.tolist()]
+        np.concatenate(parts or [longest], out=values)
+        return kept.token_ids(genes), values
 
 
 class BinnedTokenizer(FirstGenes):
@@ -319,12 +245,12 @@ class BinnedTokenizer(FirstGenes):
         self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
     ) -> Tokenized:
         if self._edges is None:
-            return kept.token_ids(genes), kept.copy(
-                _bins(counts, starts, self._options.bins), np.int32
-            )
+            bins = _bin_cells(counts, starts, self._options.bins)
+            return kept.token_ids(genes), kept.copy(bins, np.int32)
         ids, values = log_tokens(kept, genes, counts, starts)
         # a value at an edge is in the bin above it
-        return ids, (1 + np.searchsorted(self._edges, values, side="right")).astype(np.int32)
+        bins = 1 + np.searchsorted(self._edges, values, side="right")
+        return ids, bins.astype(np.int32)
 
 
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
@@ -334,10 +260,11 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
     scGPT's binning (Cui et al. 2024, Methods, "Input embeddings") with its deterministic treatment
     of ties.
     """
-    return np.digitize(counts, np.quantile(counts, np.linspace(0, 1, bins))).astype(np.int32)
+    quantiles = np.quantile(counts, np.linspace(0, 1, bins))
+    return np.digitize(counts, quantiles).astype(np.int32)
 
 
-def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
+def _bin_cells(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
     """`bin_counts` of every cell, by lookup tables over the values of counts: no sort, no search
     per token.
     """
@@ -346,59 +273,33 @@ def _bins(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
     if not len(filled):
         return np.empty(0, np.int32)
     largest = np.maximum.reduceat(counts, starts[:-1][filled]).astype(np.int64)
-    if int((largest + 2).sum()) > _MAX_TABLE:
-        edges = starts.tolist()
-        return np.concatenate([bin_counts(counts[a:b], bins) for a, b in pairwise(edges) if b > a])
+    sizes = largest + 2  # entries of each cell's table: a count is its index
+    if int(sizes.sum()) > _MAX_TABLE:
+        cells = np.split(counts, starts[1:-1])
+        return np.concatenate([bin_counts(cell, bins) for cell in cells if len(cell)])
+    # the tables of all cells lie one after another; each token has its entry
     n = lengths[filled]
-    # tables of all cells in one array: how often each count occurs, then how many counts are no
-    # larger
-    first = np.concatenate([[0], np.cumsum(largest + 2)])
-    entry = np.repeat(first[:-1], n)
+    ends = row_offsets(sizes)
+    n_entries = int(ends[-1])
+    first = ends[:-1, None]  # `(cells, 1)`
+    entry = np.repeat(ends[:-1], n)
     entry += counts
-    up_to = np.cumsum(np.bincount(entry, minlength=first[-1]))
-    ends = np.cumsum(n)
-    # numpy's linear quantiles, operation by operation: between the values at floor and ceil of q *
-    # (n - 1)
-    virtual = np.linspace(0, 1, bins) * (n - 1)[:, None]
+    # how many counts of this and earlier cells are no larger
+    up_to = np.cumsum(np.bincount(entry, minlength=n_entries))
+    # numpy's linear quantiles, operation by operation: between the values at floor and ceil of
+    # q * (n - 1), `(cells, bins)`
+    last = (n - 1)[:, None]
+    virtual = np.linspace(0, 1, bins) * last
     low = np.floor(virtual).astype(np.int64)
-    high = np.minimum(low + 1, (n - 1)[:, None])
-    before = (ends - n)[:, None]
-    a = np.searchsorted(up_to, before + low, side="right") - first[:-1, None]
-    b = np.searchsorted(up_to, before + high, side="right") - first[:-1, None]
+    high = np.minimum(low + 1, last)
+    before = (np.cumsum(n) - n)[:, None]
+    a = np.searchsorted(up_to, before + low, side="right") - first
+    b = np.searchsorted(up_to, before + high, side="right") - first
     part = virtual - low
-    quantiles = np.where(part >= 0.5, b - (b - a) * (1 - part), a + (b - a) * part)
+    step = b - a
+    quantiles = np.where(part >= 0.5, b - step * (1 - part), a + step * part)
     # an integer reaches a quantile when it reaches the quantile rounded up
-    reached = np.bincount(
-        (first[:-1, None] + np.ceil(quantiles).astype(np.int64)).ravel(), minlength=first[-1]
-    )
-    table = np.cumsum(reached)
-    table -= np.repeat(np.arange(len(n)) * bins, largest + 2)
+    reached_at = first + np.ceil(quantiles).astype(np.int64)
+    table = np.cumsum(np.bincount(reached_at.ravel(), minlength=n_entries))
+    table -= np.repeat(np.arange(len(n)) * bins, sizes)  # without the quantiles of earlier cells
     return table.astype(np.int32)[entry]
-
-
-class ContinuousTokenizer(FirstGenes):
-    """Values are log(1 + counts per 10,000), float32."""
-
-    dtype = np.dtype(np.float32)
-    needs_counts = True
-
-    def _tokens(
-        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
-    ) -> Tokenized:
-        return log_tokens(kept, genes, counts, starts)
-
-
-class RankTokenizer(FirstGenes):
-    """Values are places in the cell from 0, int32."""
-
-    dtype = np.dtype(np.int32)
-    needs_counts = False
-
-    def _tokens(
-        self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
-    ) -> Tokenized:
-        # in cache: half the time of arange - repeat
-        longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
-        values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
-        np.concatenate([longest[:n] for n in kept.lengths.tolist()] or [longest], out=values)
-        return kept.token_ids(genes), values

@@ -1,0 +1,71 @@
+"""Numbers of genes of the cells in the lanes of other ranks, in stream order.
+
+Every rank needs them at each step, to know how many micro-batches the other ranks cut. They are
+kept in one table with a row per lane, so that a step costs a few numpy calls for any number of
+lanes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+class LaneLengths:
+    """Lengths of the cells of some lanes, from the lengths of each lane's windows, `(cells,)` each.
+
+    `skipped` are the cells of its first window that each lane does not take. Windows of lanes end
+    at the same step, and looking up 1,024 of them at once took more than a second: so lanes get
+    their next window early, one after another, at each step as many cells as the step consumes.
+    """
+
+    def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
+        self._windows = windows
+        self._table = np.zeros((len(windows), 0), np.int32)
+        # of each lane, the columns of its next cell and after its last
+        self._start = np.zeros(len(windows), np.int64)
+        self._stop = np.zeros(len(windows), np.int64)
+        self._next_lane = 0
+        self._n_due = int(sum(skipped))  # cells to look up before the next step
+        for lane in range(len(windows)):
+            self._look_up(lane)
+        self._start += np.minimum(np.array(skipped, np.int64), self._stop)
+        self._widen(2 * self._table.shape[1])  # at once: a step would wait for the copy
+
+    def take(self, n: np.ndarray) -> np.ndarray:
+        """Lengths of the next `n` cells, `(lanes,)` int64, lane by lane: `(n.sum(),)` int32."""
+        self._n_due += int(n.sum())
+        while self._n_due > 0:
+            n_cells = self._look_up(self._next_lane)
+            self._n_due = self._n_due - n_cells if n_cells else 0
+            self._next_lane = (self._next_lane + 1) % len(n)
+        while (self._stop - self._start < n).any():
+            lane = int((self._stop - self._start < n).argmax())
+            if not self._look_up(lane):
+                raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
+        columns = np.arange(n.max())
+        lanes, column = np.nonzero(columns < n[:, None])
+        lengths = self._table[lanes, self._start[lanes] + column]
+        self._start += n
+        return lengths
+
+    def _look_up(self, lane: int) -> int:
+        """Add the lane's next window to its row; return its number of cells, 0 at the end."""
+        lengths = next(self._windows[lane], None)
+        if lengths is None:
+            return 0
+        n_left = int(self._stop[lane] - self._start[lane])
+        n_cells = n_left + len(lengths)
+        self._widen(n_cells)
+        row = self._table[lane]
+        left = row[self._start[lane] : self._stop[lane]]
+        row[:n_left] = left.copy()
+        row[n_left:n_cells] = lengths
+        self._start[lane] = 0
+        self._stop[lane] = n_cells
+        return len(lengths)
+
+    def _widen(self, columns: int) -> None:
+        n_more = columns - self._table.shape[1]
+        if n_more > 0:
+            after = (0, n_more)
+            self._table = np.pad(self._table, ((0, 0), after))

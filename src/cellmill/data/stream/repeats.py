@@ -1,0 +1,101 @@
+"""How often each cell is read in an epoch, by the level of an obs column.
+
+An epoch with repeats has N cells, as any other, but reads some of them several times and others not
+at all. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with s
+such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often.
+With `labelled_frac` the L cells with a level have such weights that add up to L, times
+`labelled_frac * N / L`, and the other cells share the rest. Each cell is read the whole part of its
+weight or once more. Which cells are read once more is drawn anew each epoch.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cellmill.config.run import Stream
+from cellmill.data.keys import REPEATS, random_words
+
+
+@dataclass(frozen=True, eq=False)
+class Repeats:
+    """Repeats of the cells of a split that a run reads, its first `len(levels)` cells."""
+
+    # (cells,) int: number of each cell's level, from 1; 0 for cells without a level
+    levels: np.ndarray
+    stream: Stream
+
+    def counts(self, seed: int, epoch: int, first_step: int) -> np.ndarray:
+        """(cells,) uint32: how often each cell is read in an epoch that begins at optimizer step
+        `first_step`.
+        """
+        counts = np.zeros(len(self.levels), np.uint32)
+        reads = self._reads(first_step).tolist()
+        for level, (cells, n_reads) in enumerate(zip(self._cells, reads)):
+            if not len(cells):
+                continue
+            whole, n_more = divmod(n_reads, len(cells))
+            counts[cells] = whole
+            if n_more:
+                words = random_words(len(cells), seed, REPEATS, epoch, level)
+                drawn = np.argpartition(words, n_more - 1)[:n_more]
+                counts[cells[drawn]] += 1
+        return counts
+
+    def _reads(self, first_step: int) -> np.ndarray:
+        """(levels,) int64: reads of each level's cells in an epoch from `first_step` on, in sum N."""
+        warmup_steps = self.stream.weight_warmup_steps
+        part = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
+        before = self._weights(self.stream.weight_start_exponent)
+        after = self._weights(self.stream.weight_exponent)
+        exact = self._sizes * ((1 - part) * before + part * after)
+        totals = np.floor(exact).astype(np.int64)
+        # the largest remainders are rounded up, so that the sum stays N
+        n_up = len(self.levels) - int(totals.sum())
+        totals[np.argsort(totals - exact, kind="stable")[:n_up]] += 1
+        return totals
+
+    def _weights(self, exponent: float) -> np.ndarray:
+        """(levels,) float64: weight of a cell of each level."""
+        sizes = self._sizes
+        most = self.stream.max_repeats
+        labelled_frac = self.stream.labelled_frac
+        n_cells = len(self.levels)
+        n_with_level = n_cells - int(sizes[0])
+        if labelled_frac is None or not n_with_level:
+            # exactly 1 for exponent 0, where a quotient of sums may not be
+            return weigh_levels(sizes, exponent, most) if exponent else np.ones(len(sizes))
+        n_labelled = labelled_frac * n_cells if n_with_level < n_cells else n_cells
+        labelled = weigh_levels(np.append(0, sizes[1:]), exponent, most)
+        weights = labelled * n_labelled / n_with_level
+        weights[0] = (n_cells - n_labelled) / max(n_cells - n_with_level, 1)
+        return weights
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        """(levels,) int64: number of cells of each level."""
+        return np.bincount(self.levels)
+
+    @cached_property
+    def _cells(self) -> list[np.ndarray]:
+        """Cells of each level."""
+        return np.split(np.argsort(self.levels, kind="stable"), np.cumsum(self._sizes)[:-1])
+
+
+def weigh_levels(sizes: np.ndarray, exponent: float, most: float) -> np.ndarray:
+    """Weight of a cell of each level, (levels,) float64: `min(most, s * size ** -exponent)`.
+
+    The mean over all cells is 1. `sizes`, (levels,), are numbers of cells, and may be 0; `most` is
+    at least 1.
+    """
+    relative = np.maximum(sizes, 1.0) ** -exponent
+    capped = np.zeros(len(sizes), bool)
+    while True:  # each round caps at least one more level
+        left = sizes.sum() - most * sizes[capped].sum()
+        free = float((sizes * relative)[~capped].sum())
+        scale = left / free if free else 0.0
+        weights = np.where(capped, most, relative * scale)
+        above = ~capped & (sizes > 0) & (weights > most)
+        if not above.any():
+            return weights
+        capped |= above
