@@ -20,7 +20,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
-from cellmill.data.shards.obs import numbers_in
+from cellmill.data.shards.obs import parse_numbers
 from cellmill.errors import ConfigError
 from cellmill.evaluate.calibration import (
     STEPS,
@@ -366,5 +366,5 @@ def test_cells_that_do_not_differ_have_a_finite_gradient(n: int) -> None:
 
 def test_ambiguous_text_is_not_read_as_a_number() -> None:
     scores = pd.Categorical(["1.5", None, "-2e3", "nan"])
-    np.testing.assert_array_equal(numbers_in(scores), [1.5, np.nan, -2000, np.nan])
-    assert numbers_in(pd.Categorical(["1_2", "1_3", "2_1"])) is None
+    np.testing.assert_array_equal(parse_numbers(scores), [1.5, np.nan, -2000, np.nan])
+    assert parse_numbers(pd.Categorical(["1_2", "1_3", "2_1"])) is None

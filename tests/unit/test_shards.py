@@ -31,7 +31,7 @@ from cellmill.config.corpus import Shard
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.manifest import Manifest, verify
-from cellmill.data.shards.obs import MAX_LEVELS, levels_of, numbers_of
+from cellmill.data.shards.obs import MAX_LEVELS, encode_columns, find_levels
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.split import hash_cells, hash_genes, split_by_content, split_by_value
@@ -468,8 +468,8 @@ def test_a_column_that_cannot_be_read_is_named_in_one_line(manifest: Manifest) -
     ):
         manifest.levels({"score": "x"})
     barcodes = np.array([f"b{i}" for i in range(MAX_LEVELS + 1)], object)
-    assert levels_of([barcodes[:9], barcodes[9:]]) is None
-    assert levels_of([barcodes[:2], barcodes[1:3]]) == ["b0", "b1", "b2"]
+    assert find_levels([barcodes[:9], barcodes[9:]]) is None
+    assert find_levels([barcodes[:2], barcodes[1:3]]) == ["b0", "b1", "b2"]
 
 
 def test_a_dropped_column_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -495,8 +495,12 @@ def test_levels_have_the_same_numbers_in_every_file() -> None:
     obs = pd.DataFrame(
         {"assay": ["smart-seq", "drop-seq", None], "donor": [9.0, np.nan, 11]}, index=list("abc")
     )
-    numbers = numbers_of(obs, "two", LEVELS)
+    numbers = encode_columns(obs, "two", LEVELS)
     np.testing.assert_array_equal(numbers, [[2, 2, 2, 0], [0, 2, 3, 0], [3, 2, 0, 0]])
-    assert numbers_of(obs, "three", {"dataset": LEVELS["dataset"]}).tolist() == [[0], [0], [0]]
+    assert encode_columns(obs, "three", {"dataset": LEVELS["dataset"]}).tolist() == [[0], [0], [0]]
     own = obs.assign(dataset=["two", "x", "one"])
-    assert numbers_of(own, "one", {"dataset_original": ("one", "two")}).tolist() == [[2], [0], [1]]
+    assert encode_columns(own, "one", {"dataset_original": ("one", "two")}).tolist() == [
+        [2],
+        [0],
+        [1],
+    ]

@@ -21,7 +21,7 @@ import scipy.sparse as sp
 
 from cellmill.errors import DataError
 
-if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards alone do not need
+if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards do not need
     import pandas as pd
 
 # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
@@ -29,30 +29,27 @@ TARGET_SUM = 10_000.0
 MAX_COUNT = int(np.iinfo(np.uint32).max)
 DATASET = "dataset"  # obs column that shards add: the name of a cell's dataset
 MISSING = "<missing>"  # level of cells without a value
-_RANKED = 128  # cells at a time, whose numbers fit into a core's cache
+_RANKED = 128  # cells ranked at a time: their numbers fit into a core's cache
 
 
 def select_columns(
     block: sp.csr_matrix, target: np.ndarray, n_columns: int, what: str = "columns of one gene"
 ) -> sp.csr_matrix:
-    """Canonical `block` with column j moved to `target[j]` (int32) and columns of one target, which
-    `what` names, summed; -1 drops a column.
+    """Move column j of canonical `block` to `target[j]` (int32); -1 drops it.
+
+    Columns with one target, which `what` names in errors, are summed.
     """
-    if (
-        len(target) == n_columns
-        and block.has_canonical_format
-        and (target == np.arange(n_columns)).all()
-    ):
+    is_same = len(target) == n_columns and (target == np.arange(n_columns)).all()
+    if is_same and block.has_canonical_format:
         return block
     columns = target.take(block.indices)  # a third of the time of target[block.indices]
-    keep = columns >= 0 if (target < 0).any() else None
-    if keep is None or keep.all():
-        indptr = block.indptr
-        data = block.data
-    else:
-        indptr = row_offsets(keep)[block.indptr]
+    data = block.data
+    indptr = block.indptr
+    if (target < 0).any():
+        keep = columns >= 0
         columns = columns[keep]
-        data = block.data[keep]
+        data = data[keep]
+        indptr = row_offsets(keep)[indptr]
     moved = sp.csr_matrix((data, columns, indptr), shape=(block.shape[0], n_columns))
     return moved if moved.has_canonical_format else sum_repeated(moved, what)
 
@@ -63,20 +60,37 @@ def select_rows(block: sp.csr_matrix, keep: np.ndarray) -> sp.csr_matrix:
 
 
 def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
-    """A canonical copy of `block`, of the same dtype, whose repeated entries, which `what` names,
-    are summed.
+    """Canonical copy of `block`, of the same dtype, with repeated entries summed.
 
-    Raises DataError when a sum of unsigned integers is larger than its dtype.
+    Raises DataError, naming these entries as `what`, when a sum is too large for unsigned integers
+    of that dtype.
     """
-    if block.data.dtype.kind != "u":
+    dtype = block.data.dtype
+    if dtype.kind != "u":
         # a copy with sorted rows, in less than half the time of scipy's own sort
         ordered = block.tocsc().tocsr()
         ordered.sum_duplicates()
         return ordered
-    # rows sorted by column, then value: both are packed into one integer, of 32 bits where they
-    # fit, which takes a quarter of the time of two transpositions
-    fits = max(block.shape[1] - 1, int(block.data.max(initial=0))) < 1 << 16
-    word, bits = (np.uint32, 16) if fits else (np.uint64, 32)
+    ordered = _sort_by_column(block)
+    if ordered.has_canonical_format:
+        return ordered
+    ordered = ordered.astype(np.uint64)
+    ordered.sum_duplicates()
+    largest = int(ordered.data.max(initial=0))
+    limit = np.iinfo(dtype).max
+    if largest > limit:
+        raise DataError(f"{what} sum to {largest:,}; the limit is {limit:,}")
+    return ordered.astype(dtype)
+
+
+def _sort_by_column(block: sp.csr_matrix) -> sp.csr_matrix:
+    """Copy of a block of unsigned integers with each row sorted by column, then value.
+
+    Column and value are packed into one integer, of 32 bits where both fit, which takes a quarter
+    of the time of two transpositions.
+    """
+    largest = max(block.shape[1] - 1, int(block.data.max(initial=0)))
+    word, bits = (np.uint32, 16) if largest < 1 << 16 else (np.uint64, 32)
     packed = block.indices.astype(word)
     packed <<= word(bits)
     packed |= block.data
@@ -85,22 +99,11 @@ def sum_repeated(block: sp.csr_matrix, what: str) -> sp.csr_matrix:
     columns = (packed >> word(bits)).astype(np.int32, copy=False)
     packed &= word((1 << bits) - 1)
     values = packed.astype(block.data.dtype, copy=False)
-    ordered = sp.csr_matrix((values, columns, block.indptr), shape=block.shape)
-    if ordered.has_canonical_format:
-        return ordered
-    wide = ordered.astype(np.uint64)
-    wide.sum_duplicates()
-    if len(wide.data) and (largest := int(wide.data.max())) > np.iinfo(block.data.dtype).max:
-        raise DataError(
-            f"{what} sum to {largest:,}; the limit is {np.iinfo(block.data.dtype).max:,}"
-        )
-    return sp.csr_matrix(
-        (wide.data.astype(block.data.dtype), wide.indices, wide.indptr), shape=block.shape
-    )
+    return sp.csr_matrix((values, columns, block.indptr), shape=block.shape)
 
 
 def summed(block: sp.csr_matrix) -> sp.csr_matrix:
-    """A canonical copy of `block`: of a sequence its composition."""
+    """Canonical copy of `block`; a sequence becomes its composition."""
     block = block.copy()
     block.sum_duplicates()
     return block
@@ -110,10 +113,11 @@ def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty,
     start at `indptr`.
     """
-    sums = np.zeros(len(indptr) - 1, np.int64)
-    filled = np.flatnonzero(indptr[1:] > indptr[:-1])
+    starts = indptr[:-1]
+    filled = np.flatnonzero(indptr[1:] > starts)
+    sums = np.zeros(len(starts), np.int64)
     if len(filled):
-        sums[filled] = np.add.reduceat(values, indptr[:-1][filled], dtype=np.int64)
+        sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int64)
     return sums
 
 
@@ -127,6 +131,11 @@ def positions_in_rows(starts: np.ndarray) -> np.ndarray:
     return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
 
 
+def row_numbers(starts: np.ndarray) -> np.ndarray:
+    """Row of each entry, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
 def counts_per_10k(
     counts: np.ndarray, indptr: np.ndarray, dtype: type[np.floating[Any]] = np.float64
 ) -> np.ndarray:
@@ -138,7 +147,7 @@ def counts_per_10k(
     values = counts.astype(dtype)
     scale = scale_of_totals(row_sums(counts, indptr), dtype)
     # a loop, because a temporary as long as the counts costs more in allocation than the arithmetic
-    for start, stop, factor in zip(indptr[:-1].tolist(), indptr[1:].tolist(), scale):
+    for (start, stop), factor in zip(pairwise(indptr.tolist()), scale):
         values[start:stop] *= factor
     return values
 
@@ -158,20 +167,20 @@ def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def inverse_medians(medians: np.ndarray) -> np.ndarray:
-    """1 / corpus median of each gene, float32; a vocabulary has positive medians alone."""
+    """1 / corpus median of each gene, float32; medians of a vocabulary are positive."""
     return np.float32(1) / medians.astype(np.float32)
 
 
-def rank_buckets(places: np.ndarray) -> np.ndarray:
-    """floor(log2(place + 1)) of places in a cell from 0, int32."""
-    return np.frexp(places + 1)[1] - 1
+def rank_buckets(positions: np.ndarray) -> np.ndarray:
+    """floor(log2(position + 1)) of positions in a cell from 0, int32."""
+    return np.frexp(positions + 1)[1] - 1
 
 
 def rank_order_rows(
     starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Genes (int32) and counts of each cell by count / median descending, ties by gene ascending;
-    `(nonzeros,)`.
+    """Genes (int32) and counts of each cell in rank order, `(nonzeros,)`: by count / median
+    descending, ties by gene ascending.
 
     `starts`, `(cells + 1,)`, are offsets of each cell's first gene, the first 0. `genes` and
     `counts`, `(nonzeros,)`, are in any order within a cell, each gene at most once, at most 2**32
@@ -180,29 +189,38 @@ def rank_order_rows(
     genes = genes.astype(np.int32, copy=False)
     ascending = genes[1:] > genes[:-1]
     borders = starts[1:-1]
-    ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True
+    ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True  # between two cells
     if not ascending.all():  # ties of the key are broken by position
-        order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
+        order = np.lexsort((genes, row_numbers(starts)))
         genes = genes[order]
         counts = counts[order]
     ranked = np.empty_like(genes)
     ranked_counts = np.empty_like(counts)
-    edges = starts.tolist()
-    for first in range(0, len(edges) - 1, _RANKED):
-        borders_of_part = edges[first : first + _RANKED + 1]
-        part = slice(borders_of_part[0], borders_of_part[-1])
-        key = counts[part].astype(np.float32)
-        key *= inverse_median.take(genes[part])
-        packed = (~key.view(np.uint32)).astype(np.uint64)
-        packed <<= np.uint64(32)
-        packed |= np.arange(len(packed), dtype=np.uint64)
-        for start, stop in pairwise(borders_of_part):
-            packed[start - borders_of_part[0] : stop - borders_of_part[0]].sort()
-        packed &= np.uint64(0xFFFFFFFF)
-        order = packed.view(np.int64)
+    n_cells = len(starts) - 1
+    for first in range(0, n_cells, _RANKED):
+        part_starts = starts[first : first + _RANKED + 1]
+        start, stop = part_starts[[0, -1]].tolist()
+        part = slice(start, stop)
+        order = _rank_order(part_starts - start, genes[part], counts[part], inverse_median)
         genes[part].take(order, out=ranked[part], mode="clip")  # `raise` would copy
         counts[part].take(order, out=ranked_counts[part], mode="clip")
     return ranked, ranked_counts
+
+
+def _rank_order(
+    starts: np.ndarray, genes: np.ndarray, counts: np.ndarray, inverse_median: np.ndarray
+) -> np.ndarray:
+    """Positions, int64, in rank order within each cell."""
+    key = counts.astype(np.float32)
+    key *= inverse_median.take(genes)
+    # inverted bits of the key, so that the largest comes first, then the position
+    packed = (~key.view(np.uint32)).astype(np.uint64)
+    packed <<= np.uint64(32)
+    packed |= np.arange(len(packed), dtype=np.uint64)
+    for start, stop in pairwise(starts.tolist()):
+        packed[start:stop].sort()
+    packed &= np.uint64(0xFFFFFFFF)
+    return packed.view(np.int64)
 
 
 def text_values(column: pd.Series, missing: str = "") -> np.ndarray:
@@ -226,27 +244,25 @@ def text_index(index: pd.Index) -> pd.Index:
 
 
 def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with text of dtype object in its index, columns and categories; columns with
-    missing text are categories.
+    """Return the frame with text of dtype object in its index, columns and categories; columns with
+    missing text become categories.
     """
     pd = import_module("pandas")
     changed = {}
-    for name in frame.columns:
-        column = frame[name]
-        is_string = isinstance(column.dtype, pd.StringDtype)
+    for name, column in frame.items():
         if isinstance(column.dtype, pd.CategoricalDtype):
-            names = column.cat.categories
-            if isinstance(names.dtype, pd.StringDtype):
-                changed[name] = column.cat.rename_categories(names.astype(object))
-        elif is_string or column.dtype == object:
-            if column.isna().any():
-                codes, values = pd.factorize(
-                    column.astype(object).map(str, na_action="ignore"), sort=True
-                )
-                changed[name] = pd.Categorical.from_codes(codes, pd.Index(values, dtype=object))
-            elif is_string:
-                changed[name] = column.astype(object)
-    index = (
-        frame.index.astype(object) if isinstance(frame.index.dtype, pd.StringDtype) else frame.index
-    )
+            categories = column.cat.categories
+            if isinstance(categories.dtype, pd.StringDtype):
+                changed[name] = column.cat.rename_categories(categories.astype(object))
+            continue
+        is_string = isinstance(column.dtype, pd.StringDtype)
+        if (is_string or column.dtype == object) and column.isna().any():
+            texts = column.astype(object).map(str, na_action="ignore")
+            codes, values = pd.factorize(texts, sort=True)
+            changed[name] = pd.Categorical.from_codes(codes, pd.Index(values, dtype=object))
+        elif is_string:
+            changed[name] = column.astype(object)
+    index = frame.index
+    if isinstance(index.dtype, pd.StringDtype):
+        index = index.astype(object)
     return frame.assign(**changed).set_axis(index, axis=0)

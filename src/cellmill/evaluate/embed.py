@@ -31,7 +31,7 @@ from cellmill.data.arrays import (
 from cellmill.data.genes.names import LOST_NAMES, GeneColumns, lost_counts, match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.obs import numbers_of
+from cellmill.data.shards.obs import encode_columns
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import DataError
@@ -241,7 +241,7 @@ def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
     column.
     """
     known = model.objective.levels
-    return numbers_of(reader.obs, reader.dataset or reader.path.stem, known) if known else None
+    return encode_columns(reader.obs, reader.dataset or reader.path.stem, known) if known else None
 
 
 def embed_batches(

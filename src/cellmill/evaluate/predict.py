@@ -24,7 +24,7 @@ from cellmill.data.arrays import DATASET, as_text
 from cellmill.data.genes.names import organisms_of
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
-from cellmill.data.shards.obs import values_of_column
+from cellmill.data.shards.obs import shard_column
 from cellmill.errors import ConfigError
 from cellmill.evaluate.calibration import (
     NO_VALIDATION,
@@ -347,7 +347,7 @@ def count_labels(
     """Count the cells of `obs` by labels that are not in `labels`; `dataset` is the value of a
     column `dataset`.
     """
-    found = values_of_column(obs, dataset, column)
+    found = shard_column(obs, dataset, column)
     if found is None:
         return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")
     texts = label_texts(found, labels)

@@ -24,7 +24,7 @@ import scipy.sparse as sp
 from cellmill.config.corpus import ORGANISM, SPLITS, Shard, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
-from cellmill.data.arrays import TARGET_SUM, counts_per_10k, select_rows
+from cellmill.data.arrays import TARGET_SUM, counts_per_10k, row_numbers, select_rows
 from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
 from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
@@ -412,10 +412,7 @@ def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
                     f"{path}: its genes or medians are not those of {paths[0]}; convert both alike"
                 )
             for block in reader.rows():
-                pairs = (
-                    np.repeat(np.arange(block.shape[0]), np.diff(block.indptr)) * reader.n_vars
-                    + block.indices
-                )
+                pairs = row_numbers(block.indptr) * reader.n_vars + block.indices
                 n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
     return Vocabulary(residues, symbols, n_cells, medians)
 

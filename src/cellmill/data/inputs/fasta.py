@@ -17,6 +17,7 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import is_fasta
 from cellmill.config.parts.tokens import RESIDUES
+from cellmill.data.arrays import row_offsets
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.reader import refuse_duplicates
@@ -77,7 +78,7 @@ class _FastaMatrix(StoredMatrix):
         records = _records(self._path)
         while chosen := list(islice(records, block)):
             parts = [self._columns(name, sequence) for name, _, sequence in chosen]
-            starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+            starts = row_offsets([len(part) for part in parts])
             indices = np.concatenate(parts)
             yield sp.csr_matrix(
                 (np.ones(len(indices), np.uint32), indices, starts),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.data.arrays import row_offsets
 from cellmill.data.inputs.derived.row_order import OrderedRows
 from cellmill.data.inputs.h5 import reading
 from cellmill.errors import DataError
@@ -258,7 +259,7 @@ class RowBuckets:
                 order = np.argsort(rows, kind="stable")
                 columns = columns[order]
                 values = values[order]
-            indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
+            indptr = row_offsets(np.bincount(rows, minlength=n_rows))
             whole = np.ascontiguousarray(values), columns.astype(np.int32), indptr
             yield sp.csr_matrix(whole, shape=(n_rows, self.shape[1]))
 

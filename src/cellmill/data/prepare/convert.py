@@ -31,6 +31,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.data.arrays import row_offsets
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, reading, write_cells
 from cellmill.data.inputs.matrices import REAL, WHOLE, StoredMatrix, native, require_kind
@@ -162,7 +163,7 @@ def _rank_blocks(
         if repeated.size:
             number = first + int(repeated[0]) // n_genes
             raise DataError(f"{folder}: cell {number:,} has a gene twice; expected ranks")
-        starts = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=len(lengths)))])
+        starts = row_offsets(np.bincount(cell, minlength=len(lengths)))
         yield sp.csr_matrix(
             (np.ones(len(columns), np.uint16), columns, starts), shape=(len(lengths), n_genes)
         )
@@ -242,7 +243,7 @@ class _PaddedShards(StoredMatrix):
                     raise DataError(
                         f"{shard}: gene index {wrong} is not in the gene vocabulary: damaged"
                     )
-                starts = np.concatenate([[0], np.cumsum(n)])
+                starts = row_offsets(n)
                 yield sp.csr_matrix(
                     (data, rows.astype(np.int32), starts), shape=(len(n), self.shape[1])
                 )

@@ -14,7 +14,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
-from cellmill.data.arrays import MAX_COUNT, text_values
+from cellmill.data.arrays import MAX_COUNT, row_numbers, text_values
 from cellmill.data.fractions import StochasticRounding
 from cellmill.data.genes.tables import gene_lengths
 from cellmill.data.inputs.reader import CountsReader
@@ -101,7 +101,7 @@ class LengthNormalisation:
         chosen = self._cells[first : first + block.shape[0]]
         if not chosen.any():
             return block
-        rows = np.repeat(np.arange(block.shape[0]), np.diff(block.indptr))
+        rows = row_numbers(block.indptr)
         counts = block.data.astype(np.float64)
         scaled = counts * self._factors.take(block.indices)
         totals = np.bincount(rows, counts, block.shape[0])

@@ -23,7 +23,7 @@ from typing import IO
 import numpy as np
 from numcodecs import Delta, Shuffle, Zstd
 
-from cellmill.data.arrays import inverse_medians, rank_order_rows
+from cellmill.data.arrays import inverse_medians, rank_order_rows, row_numbers
 from cellmill.data.inputs.h5 import one_line, open_h5
 from cellmill.data.shards.manifest import REMEDY, IndexEntry, Manifest, ShardEntry, verify
 from cellmill.data.shards.reader import RowFile, open_shards
@@ -167,7 +167,7 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
         genes = rows.read_genes(*span)
         counts = rows.read_counts(*span)
         starts = starts - starts[0]
-        order = np.lexsort((genes, np.repeat(np.arange(len(starts) - 1), np.diff(starts))))
+        order = np.lexsort((genes, row_numbers(starts)))
         restored = rank_order_rows(starts, genes[order], counts[order], inverse)
         is_ranked = np.array_equal(restored[0], genes) and np.array_equal(restored[1], counts)
         if is_ranked:

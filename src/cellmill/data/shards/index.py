@@ -52,8 +52,9 @@ def new_array(path: Path, shape: tuple[int, ...], dtype: str) -> Iterator[np.nda
 def open_array(
     path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any], remedy: str
 ) -> np.ndarray:
-    """Map an array of `new_array`, read-only. Raises DataError, ending in `remedy`, if it is not of
-    `shape`.
+    """Map an array of `new_array`, read-only.
+
+    Raises DataError, ending in `remedy`, if it is missing, damaged or not of `shape` and `dtype`.
     """
     if not path.is_file():
         raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}; {remedy}")
@@ -81,11 +82,10 @@ def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
 
 
 class CellColumns:
-    """Levels (int32) or numbers (float64) of some obs columns by cell: `[cells]` is `(cells,
-    columns)`.
+    """Levels (int32) or numbers (float64) of obs columns by cell: `[cells]` is `(cells, columns)`.
 
-    `names` have been found by `Manifest.levels` or `fingerprint_with`. Reading a number of no level
-    raises DataError naming the file.
+    `Manifest.levels` or `fingerprint_with` has accepted `names`. Indexing raises DataError, naming
+    the file, for a number that is not a level.
     """
 
     def __init__(
@@ -96,20 +96,17 @@ class CellColumns:
         names: Iterable[str],
     ):
         names = list(names)
-        is_levels = kind == "levels"
-        stored = open_index(manifest, split, kind)
-        levels = manifest.obs_levels
         self._path = manifest.shard_path(manifest.splits[split].index[kind])
-        self._n_levels = (
-            np.array([len(levels[name]["levels"]) for name in names], np.int32)
-            if is_levels
-            else None
-        )
+        self._n_levels: np.ndarray | None = None
+        stored_columns = list(manifest.obs_numbers)
+        if kind == "levels":
+            levels = manifest.obs_levels
+            stored_columns = list(levels)
+            self._n_levels = np.array([len(levels[name]["levels"]) for name in names], np.int32)
         # in the order of a list: another program may have sorted the keys of an object
-        order = sorted(
-            levels if is_levels else manifest.obs_numbers, key=manifest.obs_columns.index
-        )
-        self._columns = [stored[order.index(name)] for name in names]
+        stored_columns.sort(key=manifest.obs_columns.index)
+        stored = open_index(manifest, split, kind)
+        self._columns = [stored[stored_columns.index(name)] for name in names]
 
     def __getitem__(self, cells: np.ndarray | slice) -> np.ndarray:
         values = np.stack([column[cells] for column in self._columns], axis=1)
@@ -125,32 +122,34 @@ class CellColumns:
 def open_vectors(
     folder: Path, shards: Manifest, verify: bool = False
 ) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
-    """Return what is known of the teacher, and the vectors of each split; with `verify`, hash them.
+    """Return the record of the teacher, and the vectors of each split; with `verify`, hash them.
 
-    Raises UserError if they are missing, damaged or of other shards.
+    Raises UserError if they are missing, damaged or made for other shards.
     """
-    about: TeacherVectors = check_options(
-        TeacherVectors, read_json(folder / ABOUT), str(folder / ABOUT)
-    )
-    again = "run teach again"
-    there = about.shards
-    if there != (here := shards.fingerprint):
+    path = folder / ABOUT
+    about: TeacherVectors = check_options(TeacherVectors, read_json(path), str(path))
+    remedy = "run teach again"
+    if about.shards != shards.fingerprint:
         raise DataError(
-            f"{folder / ABOUT}: expected vectors of shards {here[:12]}, got of {there[:12]}; {again}"
+            f"{path}: expected vectors of shards {shards.fingerprint[:12]}, got of {about.shards[:12]}; {remedy}"
         )
+    table_path = folder / TABLE
     n_train, n_val = (shards.splits[split].n_obs for split in READ)
-    table = open_array(folder / TABLE, (n_train + n_val, about.width), "<f4", again)
-    if verify and (found := sha256_file(folder / TABLE)) != about.sha256:
-        raise DataError(
-            f"{folder / TABLE}: expected sha256 {about.sha256[:12]}, got {found[:12]}: changed; {again}"
-        )
+    table = open_array(table_path, (n_train + n_val, about.width), "<f4", remedy)
+    if verify:
+        sha256 = sha256_file(table_path)
+        if sha256 != about.sha256:
+            raise DataError(
+                f"{table_path}: expected sha256 {about.sha256[:12]}, got {sha256[:12]}: changed; {remedy}"
+            )
     return about, {"train": table[:n_train], "val": table[n_train:]}
 
 
 def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     """Mask, bool, of the `hashes`, `(n, 2)`, that `ordered`, `(2, m)` in ascending order, has too."""
-    low, high = (np.searchsorted(ordered[0], hashes[:, 0], side=side) for side in ("left", "right"))
-    found = np.zeros(len(hashes), bool)
+    low = np.searchsorted(ordered[0], hashes[:, 0], side="left")
+    high = np.searchsorted(ordered[0], hashes[:, 0], side="right")
+    mask = np.zeros(len(hashes), bool)
     for i in np.flatnonzero(high > low).tolist():  # nearly always one entry
-        found[i] = (ordered[1, low[i] : high[i]] == hashes[i, 1]).any()
-    return found
+        mask[i] = (ordered[1, low[i] : high[i]] == hashes[i, 1]).any()
+    return mask

@@ -49,7 +49,7 @@ class ShardEntry(_Part):
     sha256: Digest  # of the file's bytes
     # of cell names, genes and counts: independent of the library that wrote the file
     content: Digest
-    genes_at: Count  # offset of X/indices in bytes
+    genes_at: Count  # offset of X/indices, bytes
     counts_at: Count  # offset of X/data
 
 
@@ -64,7 +64,7 @@ class SplitEntry(_Part):
     n_obs: Count
     nnz: Count
     shards: list[ShardEntry]
-    index: dict[Kind, IndexEntry]  # all kinds if there are cells, else none
+    index: dict[Kind, IndexEntry]  # every kind, if there are cells
 
 
 class ShardVocabulary(TypedDict):
@@ -80,11 +80,11 @@ class ObsLevels(TypedDict):
 
 
 class CorpusSummary(_Part):
-    """What a plan finds in the cells, and the manifest of their shards repeats."""
+    """Facts about the cells that a plan finds, and the manifest of their shards repeats."""
 
     left_out: dict[str, Count]  # by dataset, number of cells without any gene of the vocabulary
-    obs_levels: dict[str, ObsLevels]  # of obs columns with levels
-    obs_numbers: dict[str, Digest]  # of obs columns of numbers: digest of the number of every cell
+    obs_levels: dict[str, ObsLevels]  # by obs column with levels
+    obs_numbers: dict[str, Digest]  # by obs column with numbers: digest of every cell's number
     ordered: bool  # rows are sequences
     # by dataset, cells equal to an earlier one, kept or dropped (`shard.duplicates`)
     duplicates: dict[str, Count]
@@ -108,9 +108,9 @@ class Manifest(CorpusSummary):
     def _agrees(self) -> Self:
         if self.variability is not None:
             as_places(self.vocabulary["variability"], self.n_genes)
-        missing = [name for name in SPLITS if name not in self.splits]
-        if missing:
-            raise ValueError(f"splits.{missing[0]}: is missing")
+        for name in SPLITS:
+            if name not in self.splits:
+                raise ValueError(f"splits.{name}: is missing")
         names = [shard.name for split in self.splits.values() for shard in split.shards]
         if len(set(names)) < len(names):
             raise ValueError("splits: two shards of one name")
@@ -119,21 +119,9 @@ class Manifest(CorpusSummary):
             if unknown:
                 raise ValueError(f"{field}.{min(unknown)[:80]}: is none of obs_columns")
         for name, split in self.splits.items():
-            for field in ("n_obs", "nnz"):
-                total = getattr(split, field)
-                parts = sum(getattr(shard, field) for shard in split.shards)
-                if total != parts:
-                    raise ValueError(
-                        f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}"
-                    )
-            index = {kind: f"{name}-{kind}.npy" for kind in get_args(Kind)} if split.n_obs else {}
-            if {kind: file.name for kind, file in split.index.items()} != index:
-                raise ValueError(
-                    f"splits.{name}.index: expected the files {', '.join(index.values()) or 'of no cells'}"
-                )
-        if self.fingerprint != (
-            expected := fingerprint_of(self.vocabulary, self.seed, self.split, self.splits)
-        ):
+            _check_split(name, split)
+        expected = fingerprint_of(self.vocabulary, self.seed, self.split, self.splits)
+        if self.fingerprint != expected:
             raise ValueError(
                 f"expected fingerprint {expected[:12]} from its entries, got {self.fingerprint[:12]}: edited or damaged"
             )
@@ -180,10 +168,10 @@ class Manifest(CorpusSummary):
         write_json(self.path, tree | {"checksum": digest(tree)})
 
     def levels(self, columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-        """Levels of obs columns by name, in the order of `columns`: names, and the option that
-        names each.
+        """Levels of obs columns, in the order of `columns`, which maps each to the option that
+        names it.
 
-        Raises DataError for a column that is not there or has no levels.
+        Raises DataError for a column that is missing or has no levels.
         """
         lacks = "has no levels: it is of numbers with decimals, or of too many values"
         self._require(columns, self.obs_levels, lacks)
@@ -203,19 +191,20 @@ class Manifest(CorpusSummary):
     def fingerprint_with(
         self, levels: Iterable[str], numbers: Mapping[str, str] = MappingProxyType({})
     ) -> str:
-        """Fingerprint of the cells with levels of obs columns, and with numbers of others; without
-        that of the shards.
+        """Fingerprint of the cells with levels of some obs columns and numbers of others; that of
+        the shards without columns.
 
-        `numbers` are names, and the option that names each. Raises DataError for a column without
+        `numbers` maps columns to the option that names each. Raises DataError for a column without
         numbers.
         """
         self._require(numbers, self.obs_numbers, "is text")
-        read: dict[str, Any] = {
-            "obs_levels": {name: self.obs_levels[name] for name in levels},
-            "obs_numbers": {name: self.obs_numbers[name] for name in numbers},
-        }
-        read = {field: columns for field, columns in read.items() if columns}
-        return digest({"shards": self.fingerprint} | read) if read else self.fingerprint
+        contents: dict[str, Any] = {"shards": self.fingerprint}
+        obs_levels = {name: self.obs_levels[name] for name in levels}
+        if obs_levels:
+            contents["obs_levels"] = obs_levels
+        if numbers:
+            contents["obs_numbers"] = {name: self.obs_numbers[name] for name in numbers}
+        return digest(contents) if len(contents) > 1 else self.fingerprint
 
     def entry(self, split: str) -> SplitEntry:
         """The entry of `split`. Raises DataError when it has no cells."""
@@ -237,24 +226,35 @@ class Manifest(CorpusSummary):
         return files
 
 
+def _check_split(name: str, split: SplitEntry) -> None:
+    """Raise ValueError unless totals and names of files agree."""
+    for field in ("n_obs", "nnz"):
+        total = getattr(split, field)
+        parts = sum(getattr(shard, field) for shard in split.shards)
+        if total != parts:
+            raise ValueError(f"splits.{name}.{field}: {total:,}, but its shards have {parts:,}")
+    index = {kind: f"{name}-{kind}.npy" for kind in get_args(Kind)} if split.n_obs else {}
+    if {kind: file.name for kind, file in split.index.items()} != index:
+        names = ", ".join(index.values()) or "of no cells"
+        raise ValueError(f"splits.{name}.index: expected the files {names}")
+
+
 def fingerprint_of(
     vocabulary: ShardVocabulary, seed: int, split: dict[str, Any], splits: Mapping[str, SplitEntry]
 ) -> str:
-    """Fingerprint of shards. Its own number of format changes if the same entries come to mean
-    other cells.
+    """Fingerprint of shards. Its format number changes if the same entries come to mean other
+    cells.
     """
-    contents = {
-        name: [[shard.n_obs, shard.nnz, shard.content] for shard in own.shards]
-        for name, own in splits.items()
-    }
+    contents = {}
+    for name, entry in splits.items():
+        contents[name] = [[shard.n_obs, shard.nnz, shard.content] for shard in entry.shards]
     return digest(
         {"format": 1, "vocabulary": vocabulary, "seed": seed, "split": split, "splits": contents}
     )
 
 
 def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None = None) -> None:
-    """Hash every byte of the files, of all unless given. Raises DataError naming the first with
-    another SHA-256.
+    """Hash every byte of `files`, by default of all; raise DataError naming the first damaged file.
 
     About 1 GB/s per thread on a processor with SHA instructions: for the start of training, not for
     every open.
@@ -278,20 +278,20 @@ def verify(manifest: Manifest, files: Sequence[ShardEntry | IndexEntry] | None =
 
 
 def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
-    """Hash a part of the files of a training, without those that are as verified.json says; return
-    their number.
+    """Hash a part of the files of a training, except those unchanged since verified.json was
+    written; return the number hashed.
 
-    Raises DataError naming a damaged one.
+    Raises DataError naming a damaged file.
     """
     try:
         tree = read_json(manifest.path.with_name(VERIFIED))
-        known = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
+        stamps = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
     except (DataError, OSError, KeyError, TypeError, ValueError):
-        known = {}
-    files = manifest.files(READ)[part]
-    changed = [
-        file for file in files if known.get(file.name, "") != stamp(manifest.shard_path(file))
-    ]
+        stamps = {}
+    changed = []
+    for file in manifest.files(READ)[part]:
+        if stamps.get(file.name, "") != stamp(manifest.shard_path(file)):
+            changed.append(file)
     verify(manifest, changed)
     return len(changed)
 
@@ -299,15 +299,15 @@ def verify_changed(manifest: Manifest, part: slice = slice(None)) -> int:
 def record(manifest: Manifest) -> None:
     """Write verified.json, with all files of a training, which have been hashed."""
     stamps = {file.name: stamp(manifest.shard_path(file)) for file in manifest.files(READ)}
+    verified = {"fingerprint": manifest.fingerprint, "files": stamps}
     with suppress(OSError):  # a corpus that only its owner can write to: hashed at each start
-        write_json(
-            manifest.path.with_name(VERIFIED),
-            {"fingerprint": manifest.fingerprint, "files": stamps},
-        )
+        write_json(manifest.path.with_name(VERIFIED), verified)
 
 
 def stamp(path: Path) -> list[int] | None:
-    """Size and time of a file: while they stay, its bytes are not hashed again. None without it."""
+    """Size and time of a file, whose bytes are not hashed again while these stay; None if it is
+    missing.
+    """
     try:
         return [path.stat().st_size, path.stat().st_mtime_ns]
     except FileNotFoundError:

@@ -37,8 +37,8 @@ from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import (
     JointObs,
     ObsColumn,
-    columns_of,
     dtype_of,
+    join_columns,
     write_columns,
     write_split_index,
 )
@@ -183,7 +183,7 @@ def make_plan(
     manifest.unlink(missing_ok=True)
     with named_errors(folder):
         remove_plan(folder)
-        obs = JointObs(folder / "obs", names, columns_of([scan.dtypes for scan in scans]))
+        obs = JointObs(folder / "obs", names, join_columns([scan.dtypes for scan in scans]))
         ends = np.searchsorted(corpus["dataset"], np.arange(1, len(cells)))
         kept = [np.ascontiguousarray(rows) for rows in np.split(corpus["row"], ends)]
         for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):

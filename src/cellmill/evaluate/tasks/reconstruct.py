@@ -15,7 +15,7 @@ import torch
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
-from cellmill.data.shards.obs import values_of_columns
+from cellmill.data.shards.obs import parse_columns
 from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
@@ -96,7 +96,7 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
         counted = network.objective.config.needs_counts
         rows = reader.rows(ROW_BLOCK)
         named = network.objective.number_columns
-        numbers = values_of_columns(reader.obs, named) if named else None
+        numbers = parse_columns(reader.obs, named) if named else None
         per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
         for block in tokens_of(
             rows, context.columns, model.vocabulary, model.tokens, mask, None, counted, per_cell

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import text_values
+from cellmill.data.arrays import row_offsets, text_values
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.source import COUNTS, CountSource
 
@@ -39,7 +39,7 @@ class GroupedColumns(StoredMatrix):
         for part in self._whole.blocks(block):
             columns = self._target[part.indices]
             is_kept = columns >= 0
-            ends = np.concatenate([[0], np.cumsum(is_kept)])[part.indptr]
+            ends = row_offsets(is_kept)[part.indptr]
             shape = (part.shape[0], self.shape[1])
             grouped = sp.csr_matrix((part.data[is_kept], columns[is_kept], ends), shape=shape)
             if grouped.dtype.kind == "f":  # fractions that sum to a count are one

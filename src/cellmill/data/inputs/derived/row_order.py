@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.data.arrays import row_numbers, row_offsets
 from cellmill.files import named_errors
 
 _ROWS = 1024  # in memory at once while they are read back to be sorted
@@ -57,14 +58,14 @@ class OrderedRows:
         """Rows, columns and values that were added."""
         first = 0
         for part in self.parts(_ROWS):
-            rows = np.repeat(np.arange(first, first + part.shape[0]), np.diff(part.indptr))
+            rows = first + row_numbers(part.indptr)
             if len(rows):
                 yield rows, part.indices, part.data
             first += part.shape[0]
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         """All rows in order, `block` at a time."""
-        ends = np.concatenate([[0], np.cumsum(self._lengths)])
+        ends = row_offsets(self._lengths)
         self._columns.seek(0)
         self._values.seek(0)
         for low in range(0, self.shape[0], block):

@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.data.arrays import row_numbers
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource, Format, require_matrix
@@ -365,7 +366,7 @@ class _LongMatrix(StoredMatrix):
         first = 0
         for part in super().blocks(block):
             part.sort_indices()
-            rows = np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
+            rows = row_numbers(part.indptr)
             repeats = (np.diff(part.indices) == 0) & (np.diff(rows) == 0)
             if repeats.any():
                 at = int(repeats.argmax())
