@@ -31,15 +31,51 @@ INTRODUCTION = f"""# Configuration
 
 `config/config.yaml` sets what is computed; a profile sets where ([profiles/README.md](../profiles/README.md)). A
 section at the top of the file is the default for all corpora or runs; a corpus or run may override any key of it.
-`train.steps` in a run replaces `train.epochs` of the defaults and vice versa; a section that chooses another family,
-objective, tokenizer or method inherits only the options that all choices share; a mapping of names is replaced as a
-whole. Off is `null`.
+`train.steps` in a run replaces `train.epochs` of the defaults and vice versa. A section that chooses another family,
+objective, tokenizer or method inherits only the options that all choices share. A mapping of names is replaced as a
+whole. Off is `null`. Where a section has many keys, those that most people set stand in a table of their own.
 
 A changed key reruns the stages that read its section, and everything downstream. An unknown key, a wrong type or a
 value out of range stops every command with a one-line error that names it. On the command line, Snakemake's
 `--config 'train={{lr: 1e-4}}'` changes single keys, and adds to mappings of names (it takes no task away);
 `--configfile FILE --replace-workflow-config` uses another file; [examples/](examples) has complete ones.
 """
+FEW = 6
+"""Tables of more keys are divided in two."""
+COMMON = {
+    "preprocess": ["organism", "min_genes", "max_mito_frac", "reference_organism"],
+    "vocabulary": ["min_cells", "max_genes", "select"],
+    "shard": ["split_by", "train_values", "val_frac", "test_frac"],
+    "stream": ["train_frac", "weight_by", "labelled_frac", "stage_to"],
+    "model": ["hidden", "layers", "size", "gene_vectors", "gene_vector_dim"],
+    "objective": [
+        "label_column",
+        "target_column",
+        "control",
+        "view",
+        "max_hidden_frac",
+        "batch_column",
+    ],
+    "parallel": [
+        "strategy",
+        "sharding_strategy",
+        "tp",
+        "pp",
+        "precision",
+        "activation_checkpointing",
+    ],
+    "train": [
+        *("steps", "epochs", "global_batch", "token_budget", "optimizer", "lr", "schedule"),
+        *("warmup_steps", "seed", "val_every_steps", "checkpoint_every_steps"),
+    ],
+    "evaluate": ["tasks", "datasets", "gate", "external", "priors", "genes", "hidden_frac"],
+    "datasets": [
+        *("dataset", "path", "counts", "label", "organism", "filter"),
+        *("batch", "donor", "perturbation", "control"),
+    ],
+}
+"""Keys that most people set, by section, in the order of the table. The choices of a section and the
+tasks of `evaluate` share its list."""
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
 
@@ -72,12 +108,13 @@ KEYS = [name for name in Workflow.model_fields if name not in {*sections_of(Work
 
 def readme() -> str:
     lines = [INTRODUCTION]
-    for name, section in top_level().items():
-        if section is not None:
-            stages = [
-                f"`{stage}`" for stage, options in OPTIONS.items() if name in options.model_fields
-            ]
-            lines += _section(name, section, f"Read by: {', '.join(stages)}.")
+    lines += [
+        "## The table of datasets",
+        "",
+        f"Tab-separated, with a header. {summary(Dataset)}",
+        "",
+    ]
+    lines += _tables(Dataset, "datasets")
     for name, owner in ENTRIES.items():
         sections = list(sections_of(owner))
         lines += [f"## {name}", "", f"By name. {summary(owner)}"]
@@ -85,18 +122,22 @@ def readme() -> str:
             f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.",
             "",
         ]
-        lines += _table(owner, skip=sections)
+        lines += _tables(owner, name, skip=sections)
+    for name, section in top_level().items():
+        if section is not None:
+            stages = [
+                f"`{stage}`" for stage, options in OPTIONS.items() if name in options.model_fields
+            ]
+            lines += _section(name, section, f"Read by: {', '.join(stages)}.")
     lines += _section("sweep", Sweep, "By name.")
     lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
-    lines += _table(Workflow, skip=[name for name in Workflow.model_fields if name not in KEYS])
-    lines += [
-        "## The table of datasets",
-        "",
-        f"Tab-separated, with a header. {summary(Dataset)}",
-        "",
-    ]
-    lines += _table(Dataset)
-    return "\n".join(lines).rstrip() + "\n"
+    lines += _tables(
+        Workflow, "", skip=[name for name in Workflow.model_fields if name not in KEYS]
+    )
+    text = "\n".join(lines).rstrip() + "\n"
+    for name in (name for names in COMMON.values() for name in names):
+        assert f"\n| `{name}` |" in text, f"COMMON names {name}, which is no key"
+    return text
 
 
 def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]:
@@ -104,20 +145,27 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
     if issubclass(section, Plugin):
         default = f", by default `{section.default}`" if section.default else ""
         yield from (f"The {section.kind} is chosen by `{section.key}`{default}. {readers}", "")
-        yield from _choices(section)
+        shared = [key for key in section.model_fields if key != section.key]
+        if shared:
+            yield from (f"Each {section.kind} has these keys:", "")
+            yield from _table(section, shared)
+        yield from _choices(section, name)
         return
     yield from (f"{summary(section)} {readers}", "")
-    yield from _table(section)
+    yield from _tables(section, name)
     for field, contract in _parts(section).items():
         if contract.built_in():
             yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
-        yield from _choices(contract)
+        yield from _choices(contract, name)
 
 
-def _choices(contract: type[Plugin]) -> Iterator[str]:
+def _choices(contract: type[Plugin], section: str) -> Iterator[str]:
+    shared = contract.model_json_schema()["properties"]
     for name, choice in contract.built_in().items():
         yield from (f"### {contract.kind} `{name}`", "", summary(choice), "")
-        yield from _table(choice, skip=[contract.key])
+        own = choice.model_json_schema()["properties"]
+        same = [key for key in shared if own[key] == shared[key]]
+        yield from _tables(choice, section, skip=[contract.key, *same])
 
 
 def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
@@ -146,21 +194,34 @@ def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
     }
 
 
-def _table(model: type[BaseModel], skip: list[str] | None = None) -> Iterator[str]:
+def _tables(model: type[BaseModel], section: str, skip: list[str] | None = None) -> Iterator[str]:
+    """One table of a model's keys, or two: those that most people set, and the rest."""
+    names = [name for name in model.model_fields if name not in (skip or [])]
+    common = [name for name in COMMON.get(section, []) if name in names]
+    if len(names) <= FEW or not common:
+        yield from _table(model, names)
+        return
+    yield from ("Most people set these:", "")
+    yield from _table(model, common)
+    yield from ("The rest:", "")
+    yield from _table(model, [name for name in names if name not in common])
+
+
+def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:
     properties = model.model_json_schema()["properties"]
     named = _named(model)
-    fields = {name: field for name, field in model.model_fields.items() if name not in (skip or [])}
-    if not fields:
+    if not names:
         return
     yield from ("| key | type | default | |", "|---|---|---|---|")
-    for name, field in fields.items():
+    for name in names:
         kind = (
             f"mapping of {named[name].kind} names to options"
             if name in named
             else _type(properties[name])
         )
         text = description(model, name).replace("|", "\\|")
-        yield f"| `{name}` | {kind} | {_default(field, name in named)} | {text} |"
+        default = _default(model.model_fields[name], name in named)
+        yield f"| `{name}` | {kind} | {default} | {text} |"
     yield ""
 
 
