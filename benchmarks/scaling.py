@@ -33,7 +33,7 @@ from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.cost import NETWORK_FRAC, Cost, Hardware, cost
 from cellmill.planner.devices import Device, device_named
-from cellmill.planner.search import memory_needed
+from cellmill.planner.remedies import memory_needed
 from cellmill.planner.size import measure as sizes_of
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.memory import PlannedModel, peak_memory, traffic_of
+from cellmill.planner.memory import PlannedModel, peak_memory
+from cellmill.planner.traffic import traffic_of
 from cellmill.train.telemetry import memory_bytes
 from tests.checks import quick
 from tests.distributed.cases import DEVICE, trainer

@@ -21,16 +21,10 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.cost import Hardware, amount
-from cellmill.planner.search import (
-    Suggestions,
-    hardware_of,
-    memory_needed,
-    sections,
-    suggest,
-    table,
-)
-from cellmill.planner.search import remedy as remedy_of
+from cellmill.planner.remedies import hardware_of, memory_needed
+from cellmill.planner.remedies import remedy as remedy_of
 from cellmill.planner.size import measure
+from cellmill.planner.suggest import Suggestions, sections, suggest, table
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
 

@@ -60,7 +60,7 @@ def test_frozen_parameters_are_counted_separately(monkeypatch: pytest.MonkeyPatc
         model.blocks[0].initial_value = {"table": zeros}.get
 
     monkeypatch.setattr(EncoderModel, "__init__", partly_frozen)
-    monkeypatch.setattr(size_module, "_measured", {})
+    monkeypatch.setattr(size_module, "MEASURED", {})
     size = measure(_spec())
     frozen = (N_GENES + 2) * HIDDEN
     assert size.parameters == plain.parameters
@@ -211,7 +211,7 @@ def test_measuring_twice_gives_equal_sizes() -> None:
     given = _spec(layers=1)
     layouts: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]
     first = [measure(given, **layout) for layout in layouts]
-    size_module._measured.clear()
+    size_module.MEASURED.clear()
     assert [measure(given, **layout) for layout in reversed(layouts)] == first[::-1]
 
 

@@ -14,7 +14,7 @@ from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
 from cellmill.planner.cost import NETWORK_FRAC, Network, latency
-from cellmill.planner.memory import Kind, Traffic
+from cellmill.planner.traffic import Kind, Traffic
 from cellmill.planner.work import (
     SHARD_BYTES,
     Cells,

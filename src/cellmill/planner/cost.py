@@ -18,16 +18,9 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device, assumption, device_named
-from cellmill.planner.memory import (
-    Memory,
-    PlannedModel,
-    Traffic,
-    host_bytes,
-    idle_frac,
-    link_bytes,
-    traffic_of,
-)
+from cellmill.planner.memory import Memory, PlannedModel, host_bytes, idle_frac
 from cellmill.planner.size import ModelSize, measure
+from cellmill.planner.traffic import Traffic, link_bytes, traffic_of
 from cellmill.planner.work import Cells, Work, measure_work
 
 GB = 1e9

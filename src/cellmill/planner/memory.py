@@ -1,27 +1,20 @@
-"""Planned memory of a training process by part, idle time of its pipeline schedule, and bytes it
-sends per step.
+"""Planned memory of a training process by part, and idle time of its pipeline schedule.
 
-Memory: weights, gradients and the optimizer's state are float32 in every precision. A step peaks either when its
-backward pass begins, with all activations, or when it ends, with all gradients; the larger one counts. The framework's
-own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
+Memory: weights, gradients and the optimizer's state are float32 in every precision. A step peaks
+when its backward pass begins, with all activations, or when it ends, with all gradients. The
+framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
+`plan.memory_frac` leaves free.
 
-Pipelines: schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs, 1 for weights),
-with all stages alike.
+Pipelines: schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs,
+1 for weights), with all pipeline stages alike.
 
-Traffic: collectives are counted as rings. Each of n processes sends (n - 1) / n of the tensor in an all-gather or
-reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node, one of its k hops leaves the node,
-and rings take turns over the node's network cards: each process sends 1 / k of its bytes over its card. Reductions of a
-few numbers (targets, norms, signals) are left out.
-
-Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV); DeepSeek-V3, 2024,
-section 3.2.1 (DualPipe, here in V shape); ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti
-et al. 2022, section 4.
+Sources: Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2024 (zero bubble, ZBV);
+DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple, Self
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
@@ -29,16 +22,18 @@ from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import blocks_of, stages_of
 from cellmill.planner.size import FLOAT32, ModelSize, measure
 
-# bytes: the residual stream and inputs of norms stay float32; 2.3 measured, on a CPU
 AUTOCAST_ACTIVATION = 2.5
-BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
+"""Bytes of an activation under autocast, where the residual stream and inputs of norms stay
+float32; 2.3 were measured, on a CPU.
+"""
 
 
 class Counts(NamedTuple):
+    """Counts over the stages of one pipeline rank."""
+
     blocks: int
-    first: int  # 1 with the part before the blocks
-    last: int  # 1 with the part after the blocks
+    first: int  # 1 with the part before the blocks, else 0
+    last: int  # 1 with the part after the blocks, else 0
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     # parameters outside the blocks; tied ones are in both the first and the last stage
@@ -60,20 +55,20 @@ class Stage:
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""
-        begin = self.size.begin.activations_per_token
-        finish = self.size.finish.activations_per_token
-        return self.blocks * per_block + (self.first * begin + self.last * finish)
+        begin = int(self.first) * self.size.begin.activations_per_token
+        finish = int(self.last) * self.size.finish.activations_per_token
+        return self.blocks * per_block + (begin + finish)
 
 
 @dataclass(frozen=True)
 class PlannedModel:
     """A model in a parallel layout."""
 
-    size: ModelSize  # sizes on one tensor-parallel rank
+    size: ModelSize  # on one tensor-parallel rank
     parallel: Parallel
     layout: Layout
     local_world: int  # processes per node
-    keeps_average: bool = False  # of the trained weights
+    keeps_average: bool = False  # average of the trained weights, by train.ema_decay
     states: int = 2  # tensors of the optimizer's state per trained parameter
 
     @classmethod
@@ -85,16 +80,18 @@ class PlannedModel:
         local_world: int,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Measure the model of a run on `world` processes. Raises ConfigError if they do not fit
-        the layout.
+        """Measure the model of a run on `world` processes. Raise ConfigError if the layout does not
+        divide them.
         """
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
-        size = measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune)
-        states = options.train.optimizer.states_per_parameter
-        keeps_average = options.train.ema_decay is not None
         return cls(
-            size, parallel, layout(parallel, world, local_world), local_world, keeps_average, states
+            size=measure(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
+            parallel=parallel,
+            layout=layout(parallel, world, local_world),
+            local_world=local_world,
+            keeps_average=options.train.ema_decay is not None,
+            states=options.train.optimizer.states_per_parameter,
         )
 
     @property
@@ -115,44 +112,42 @@ class PlannedModel:
 
     def stages(self, rank: int) -> list[Stage]:
         """Stages of pipeline rank `rank`, in the order of `stages_of`."""
-        number = self.parallel.stages
-        return [
-            Stage(
-                self.size,
-                len(blocks_of(stage, number, self.size.blocks)),
-                stage == 0,
-                stage == number - 1,
-            )
-            for stage in stages_of(rank, self.parallel)
-        ]
+        n_stages = self.parallel.stages
+        stages = []
+        for stage in stages_of(rank, self.parallel):
+            blocks = len(blocks_of(stage, n_stages, self.size.blocks))
+            stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
+        return stages
 
     def counts(self, rank: int) -> Counts:
-        """Counts summed over the stages of pipeline rank `rank`."""
+        """Counts over the stages of pipeline rank `rank`."""
         size = self.size
         stages = self.stages(rank)
         blocks = sum(stage.blocks for stage in stages)
-        first = sum(stage.first for stage in stages)
-        last = sum(stage.last for stage in stages)
-        tied = self.parallel.stages == 1  # one stage has tied parameters once
-        outside = (
-            first * size.begin.parameters
-            + last * size.finish.parameters
-            - tied * size.tied.parameters
-        )
-        trained = first * size.begin.trained + last * size.finish.trained - tied * size.tied.trained
-        every = blocks * size.block.parameters + outside
+        first = sum(int(stage.first) for stage in stages)
+        last = sum(int(stage.last) for stage in stages)
+        tied = int(self.parallel.stages == 1)  # a single stage has tied parameters only once
+        outside = first * size.begin.parameters + last * size.finish.parameters
+        outside -= tied * size.tied.parameters
+        outside_trained = first * size.begin.trained + last * size.finish.trained
+        outside_trained -= tied * size.tied.trained
         return Counts(
-            blocks, first, last, every, blocks * size.block.trained + trained, outside, trained
+            blocks=blocks,
+            first=first,
+            last=last,
+            parameters=blocks * size.block.parameters + outside,
+            trained=blocks * size.block.trained + outside_trained,
+            outside=outside,
+            outside_trained=outside_trained,
         )
 
 
 def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int:
-    """Maximum number of micro-batches whose activations pipeline rank `rank` holds, summed over its
-    stages.
-    """
+    """Most micro-batches whose activations pipeline rank `rank` holds, summed over its stages."""
     pp = parallel.pp
+    all_at_once = micro_batches * parallel.stages // pp
     in_flight = {
-        "GPipe": micro_batches * parallel.stages // pp,
+        "GPipe": all_at_once,
         "1F1B": pp - rank,
         "Interleaved1F1B": 3 * pp - 1 - 2 * rank,
         # these compute gradients of weights after those of inputs
@@ -160,15 +155,14 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
         "ZBV": 2 * pp,
         "DualPipeV": 2 * pp + 1,
     }
-    return min(in_flight["GPipe"], in_flight[parallel.schedule])
+    return min(all_at_once, in_flight[parallel.schedule])
 
 
 def idle_frac(parallel: Parallel, micro_batches: int) -> float:
     """Fraction of a step in which a pipeline rank waits for others; 0 without a pipeline."""
     stages_per_rank = parallel.stages // parallel.pp
-    lost = (parallel.pp - 1) * {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}.get(
-        parallel.schedule, 1
-    )
+    idle_units = {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "DualPipeV": 2}
+    lost = (parallel.pp - 1) * idle_units.get(parallel.schedule, 1)
     return lost / (3 * micro_batches * stages_per_rank + lost)
 
 
@@ -180,7 +174,7 @@ class Memory:
     # this rank's shard, those accumulated over micro-batches, and those being computed
     gradients: int = 0
     optimizer: int = 0  # its state, such as both moments of AdamW
-    average: int = 0  # of the trained weights, with train.ema_decay
+    average: int = 0  # average of the trained weights, with train.ema_decay
     gathered: int = 0  # full weights gathered for a forward or backward pass, or cast to 16 bits
     communication: int = 0  # gradients in a reduce-scatter
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
@@ -194,272 +188,201 @@ class Memory:
 
 
 def host_bytes(model: PlannedModel) -> tuple[int, int]:
-    """Return pinned host memory of one process: for `parallel.cpu_offload` weights, gradients,
-    their state and average, and, beside a GPU, for the copy of a checkpoint weights, their state
-    and average.
+    """Pinned host memory of one process: for `parallel.cpu_offload`, and for staging a checkpoint.
+
+    Offloaded are weights, gradients, optimizer state and, if full, the average. The staged copy of
+    a GPU's checkpoint has weights, optimizer state and average.
     """
     offload = model.parallel.cpu_offload
-    staged = model.states + model.keeps_average
-    offloaded = 1 + model.states + (model.keeps_average and offload == "full")
+    average = int(model.keeps_average)
+    offloaded = 1 + model.states
+    if offload == "full":
+        offloaded += average
 
-    def copies(number: int) -> int:
-        """Bytes of this rank's weights and of `number` further tensors of each trained one."""
-        elements = max(
-            own.parameters + number * own.trained
-            for own in map(model.counts, range(model.layout.pp))
-        )
+    def copy_bytes(n_tensors: int) -> int:
+        """Bytes of this rank's weights and of `n_tensors` further tensors of each trained one."""
+        elements = 0
+        for rank in range(model.layout.pp):
+            counts = model.counts(rank)
+            elements = max(elements, counts.parameters + n_tensors * counts.trained)
         return FLOAT32 * -(-elements // model.shards)
 
-    return copies(offloaded) if offload else 0, copies(staged)
+    return copy_bytes(offloaded) if offload else 0, copy_bytes(model.states + average)
 
 
 def peak_memory(
     model: PlannedModel, micro_tokens: int, micro_batches: int, ranks: Iterable[int] | None = None
 ) -> Memory:
-    """Return the memory of the pipeline rank that needs most, or of one of `ranks`, with
-    `micro_batches` of at most `micro_tokens` tokens.
+    """Memory of the pipeline rank that needs most, with micro-batches of at most `micro_tokens`.
+
+    `micro_batches` is their number in a step; `ranks` limits the pipeline ranks.
     """
-    every = range(model.layout.pp) if ranks is None else ranks
-    moments = (
-        memory for rank in every for memory in _moments(model, rank, micro_tokens, micro_batches)
-    )
+    moments = []
+    for rank in range(model.layout.pp) if ranks is None else ranks:
+        process = _Process(model, rank, micro_tokens, micro_batches)
+        moments.append(process.at_begin_of_backward())
+        if model.layout.pp == 1:
+            moments.append(process.at_end_of_blocks())
+        if model.is_sharded:
+            moments.append(process.at_last_reduction())
     return max(moments, key=lambda memory: memory.total)
 
 
-def _moments(model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> Iterator[Memory]:
-    """Memory at the beginning and at the end of the backward pass."""
-    size = model.size
-    parallel = model.parallel
-    own = model.counts(rank)
-    block = size.block
-    element = model.element_bytes
-    offload = parallel.cpu_offload
-    trained_shard = -(-own.trained // model.shards)
-    received = (
-        (2 * len(model.stages(rank)) - own.first - own.last) * micro_batches * size.width * tokens
-    )
-    constant = {
-        "parameters": FLOAT32
-        * (size.buffers + (0 if offload == "full" else -(-own.parameters // model.shards))),
-        "optimizer": 0 if offload else model.states * FLOAT32 * trained_shard,
-        "average": FLOAT32 * trained_shard if model.keeps_average and offload != "full" else 0,
-        "pipeline": round(element * received) if parallel.pp > 1 else 0,
-    }
-    activation = (
-        AUTOCAST_ACTIVATION if parallel.half_precision and not model.is_sharded else element
-    )
-    first_blocks = (
-        block.activations_per_token + size.begin.activations_per_token + size.working_per_token
-    )
-    begun = constant | {
-        "activations": round(activation * _kept_per_token(model, rank, micro_batches) * tokens),
-        # float32 in every precision
-        "logits": round(FLOAT32 * size.workspace_of(tokens)) if own.last else 0,
-    }
-    ended = constant | {"activations": round(activation * first_blocks * tokens)}
-    if not model.is_sharded:
-        # autocast keeps its casts until the backward
-        gathered = 2 * own.parameters if parallel.half_precision else 0
-        # DistributedDataParallel's buckets persist and are sent themselves; accumulated gradients
-        # are beside them
-        copies = (model.layout.dp > 1) + (micro_batches > 1)
-        yield Memory(
-            **begun, gradients=FLOAT32 * (copies * own.trained or block.trained), gathered=gathered
+class _Process:
+    """Memory of a process of pipeline rank `rank` in three moments of a step."""
+
+    def __init__(self, model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> None:
+        self.model = model
+        self.parallel = model.parallel
+        self.counts = model.counts(rank)
+        self.stages = model.stages(rank)
+        self.tokens = tokens  # of a micro-batch
+        self.micro_batches = micro_batches
+        self.in_flight = kept_micro_batches(self.parallel, rank, micro_batches)
+        offload = self.parallel.cpu_offload
+        trained_shard = -(-self.counts.trained // model.shards)
+        self.shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
+        self.accumulated = 0  # gradients kept from one micro-batch of a sharded model to the next
+        if micro_batches > 1 and self.parallel.reduces_each_micro_batch:
+            self.accumulated = self.shard_gradients
+        elif micro_batches > 1:
+            self.accumulated = FLOAT32 * self.counts.trained
+        self.constant = self._constant(trained_shard)
+
+    def _constant(self, trained_shard: int) -> Memory:
+        """Memory that stays allocated for the whole step."""
+        model = self.model
+        size = model.size
+        counts = self.counts
+        offload = self.parallel.cpu_offload
+        weights = 0 if offload == "full" else -(-counts.parameters // model.shards)
+        average = 0
+        if model.keeps_average and offload != "full":
+            average = FLOAT32 * trained_shard
+        pipeline = 0
+        if self.parallel.pp > 1:
+            # each stage receives activations and gradients, but for both ends of the model
+            messages = (2 * len(self.stages) - counts.first - counts.last) * self.micro_batches
+            pipeline = round(model.element_bytes * (messages * size.width * self.tokens))
+        return Memory(
+            parameters=FLOAT32 * (size.buffers + weights),
+            optimizer=0 if offload else model.states * FLOAT32 * trained_shard,
+            average=average,
+            pipeline=pipeline,
         )
-        if parallel.pp == 1:
-            yield Memory(**ended, gradients=FLOAT32 * own.trained, gathered=gathered)
-        return
-    shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
-    accumulated = 0
-    sent = 0
-    # a block is scattered while the shards are kept
-    if micro_batches > 1 and parallel.reduces_each_micro_batch:
-        accumulated = shard_gradients
-        sent = FLOAT32 * (block.trained + -(-block.trained // model.shards))
-    elif micro_batches > 1:
-        accumulated = FLOAT32 * own.trained
-    # the next block is gathered during one
-    prefetched = own.outside + min(2, size.blocks) * block.parameters
-    gathered = element * (prefetched if parallel.reshards_after_forward else own.parameters)
-    yield Memory(
-        **begun,
-        gradients=accumulated + element * block.trained,
-        gathered=gathered,
-        communication=sent,
-    )
-    if parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
-        sent = FLOAT32 * max(block.trained, own.outside_trained)
-        yield Memory(
-            **constant,
-            gradients=accumulated + shard_gradients,
-            gathered=gathered,
-            communication=sent,
+
+    def at_begin_of_backward(self) -> Memory:
+        """All activations, before the first gradient of this micro-batch."""
+        model = self.model
+        counts = self.counts
+        block = model.size.block
+        logits = 0
+        if counts.last:  # float32 in every precision
+            logits = round(FLOAT32 * model.size.workspace_of(self.tokens))
+        memory = replace(
+            self.constant,
+            activations=round(self._activation_bytes * self._kept_per_token() * self.tokens),
+            logits=logits,
+            gathered=self._gathered,
         )
-        return
-    # one module is reduced, in float32, while gradients of the next are computed; the root comes
-    # last
-    yield Memory(
-        **ended,
-        gradients=shard_gradients + element * (own.outside_trained + block.trained),
-        gathered=element * (own.outside + block.parameters),
-        communication=FLOAT32 * block.trained,
-    )
-    yield Memory(
-        **constant,
-        gradients=shard_gradients + element * own.outside_trained,
-        gathered=element * own.outside,
-        communication=FLOAT32 * own.outside_trained,
-    )
+        if not model.is_sharded:
+            # DistributedDataParallel's buckets persist and are sent as they are; accumulated
+            # gradients are a further copy
+            copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
+            gradients = FLOAT32 * (copies * counts.trained or block.trained)
+            return replace(memory, gradients=gradients)
+        communication = 0
+        if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
+            # a block is scattered while the shards are kept
+            communication = FLOAT32 * (block.trained + -(-block.trained // model.shards))
+        return replace(
+            memory,
+            gradients=self.accumulated + model.element_bytes * block.trained,
+            communication=communication,
+        )
 
+    def at_end_of_blocks(self) -> Memory:
+        """Gradients of all blocks, and activations of the first block and the part before it."""
+        model = self.model
+        size = model.size
+        block = size.block
+        counts = self.counts
+        kept = (
+            block.activations_per_token + size.begin.activations_per_token + size.working_per_token
+        )
+        memory = replace(
+            self.constant, activations=round(self._activation_bytes * kept * self.tokens)
+        )
+        if not model.is_sharded:
+            gradients = FLOAT32 * counts.trained
+            return replace(memory, gradients=gradients, gathered=self._gathered)
+        # one block is reduced, in float32, while gradients of the part before it are computed
+        computed = counts.outside_trained + block.trained
+        return replace(
+            memory,
+            gradients=self.shard_gradients + model.element_bytes * computed,
+            gathered=model.element_bytes * (counts.outside + block.parameters),
+            communication=FLOAT32 * block.trained,
+        )
 
-def _kept_per_token(model: PlannedModel, rank: int, micro_batches: int) -> float:
-    """Elements per token at the beginning of a backward pass: kept ones, and the workspace of one
-    block.
-    """
-    size = model.size
-    stages = model.stages(rank)
-    kept_by = {
-        None: size.block.activations_per_token,
-        "selective": size.selective_per_token,
-        "full": size.width,
-    }
-    per_block = kept_by[model.parallel.activation_checkpointing]
-    passes = [1]
-    if model.parallel.pp > 1:
-        in_flight = kept_micro_batches(model.parallel, rank, micro_batches)
-        passes = [-(-in_flight // 2), in_flight // 2] if len(stages) > 1 else [in_flight]
-    kept = sum(number * stage.activations(per_block) for number, stage in zip(passes, stages))
-    workspace = size.working_per_token + size.block.activations_per_token - per_block
-    # the part after the blocks has freed its own activations by then
-    freed = any(stage.last for stage in stages) * size.finish.activations_per_token
-    return kept + max(workspace - freed, 0)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """All collectives of one kind over one mesh axis, in one step of one process."""
-
-    kind: Kind
-    axis: str
-    processes: int  # of the group
-    in_a_node: int  # those on one node
-    # bytes of the full tensors, before a reduce-scatter or after an all-gather
-    payload_bytes: float
-    calls: float
+    def at_last_reduction(self) -> Memory:
+        """Gradients of a sharded model whose last ones are reduced: a pipeline stage's, or the
+        root's.
+        """
+        counts = self.counts
+        if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
+            return replace(
+                self.constant,
+                gradients=self.accumulated + self.shard_gradients,
+                gathered=self._gathered,
+                communication=FLOAT32 * max(self.model.size.block.trained, counts.outside_trained),
+            )
+        element_bytes = self.model.element_bytes
+        return replace(
+            self.constant,
+            gradients=self.shard_gradients + element_bytes * counts.outside_trained,
+            gathered=element_bytes * counts.outside,
+            communication=FLOAT32 * counts.outside_trained,
+        )
 
     @property
-    def sent_bytes(self) -> float:
-        if self.kind == "point to point":
-            return self.payload_bytes
-        share = (self.processes - 1) / self.processes
-        return self.payload_bytes * share * (2 if self.kind == "all-reduce" else 1)
+    def _activation_bytes(self) -> float:
+        """Bytes of one activation that is kept for the backward pass."""
+        if self.parallel.half_precision and not self.model.is_sharded:
+            return AUTOCAST_ACTIVATION
+        return self.model.element_bytes
 
     @property
-    def inter_node_bytes(self) -> float:
-        """Bytes sent over this process's share of the node's network."""
-        return self.sent_bytes / self.in_a_node if self.processes > self.in_a_node else 0.0
+    def _gathered(self) -> int:
+        """Bytes of full weights in a forward pass, or of the casts that autocast keeps until the
+        backward.
+        """
+        counts = self.counts
+        size = self.model.size
+        if not self.model.is_sharded:
+            return 2 * counts.parameters if self.parallel.half_precision else 0
+        weights = counts.parameters
+        if self.parallel.reshards_after_forward:  # the next block is gathered during one
+            weights = counts.outside + min(2, size.blocks) * size.block.parameters
+        return self.model.element_bytes * weights
 
-    @property
-    def intra_node_bytes(self) -> float:
-        return self.sent_bytes - self.inter_node_bytes
-
-
-def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
-    """Return the bytes that a process sends in a step over each kind of link: `intra_node` and
-    `inter_node`.
-    """
-    return {
-        link: sum(getattr(part, f"{link}_bytes") for part in traffic)
-        for link in ("intra_node", "inter_node")
-    }
-
-
-def traffic_of(
-    model: PlannedModel, rank: int, tokens: float, micro_batches: float
-) -> list[Traffic]:
-    """Return the traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its
-    micro-batches.
-    """
-    payloads: dict[tuple[Kind, str], float] = defaultdict(float)
-    calls: dict[tuple[Kind, str], float] = defaultdict(float)
-    for kind, axis, payload, times in _sent(model, rank, tokens, micro_batches):
-        payloads[kind, axis] += payload
-        calls[kind, axis] += times
-    sizes = model.layout
-    # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
-    axes = {
-        "tp": (sizes.tp, 1),
-        "dp_shard": (sizes.dp_shard, sizes.tp),
-        "dp_replicate": (sizes.dp_replicate, sizes.tp * sizes.dp_shard),
-        "pp": (sizes.pp, sizes.tp * sizes.dp),
-    }
-    traffic = []
-    for (kind, axis), payload in payloads.items():
-        processes, distance = axes[axis]
-        if payload and processes > 1:
-            in_a_node = min(processes, max(1, model.local_world // distance))
-            traffic.append(Traffic(kind, axis, processes, in_a_node, payload, calls[kind, axis]))
-    return traffic
-
-
-def _sent(
-    model: PlannedModel, rank: int, tokens: float, micro_batches: float
-) -> Iterator[tuple[Kind, str, float, float]]:
-    """Kind of collective, mesh axis, payload bytes and number of calls: data, tensor, then pipeline
-    parallel.
-    """
-    size = model.size
-    own = model.counts(rank)
-    parallel = model.parallel
-    n_bytes = model.element_bytes * tokens
-    gradients = FLOAT32 * own.trained
-    root = int(own.outside > 0)
-    if model.is_sharded:
-        # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all
-        # for a whole step
-        passes = 2 if parallel.reshards_after_forward else 1
-        gathered = own.outside + (own.parameters - own.outside) * passes
-        times = 1 if parallel.pp > 1 else micro_batches
-        yield (
-            "all-gather",
-            "dp_shard",
-            model.element_bytes * gathered * times,
-            (root + own.blocks * passes) * times,
-        )
-        times = micro_batches if parallel.reduces_each_micro_batch else 1
-        yield "reduce-scatter", "dp_shard", gradients * times, (root + own.blocks) * times
-        yield "all-reduce", "dp_replicate", gradients / model.layout.dp_shard, root + own.blocks
-    else:
-        yield "all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES
-
-    outside = own.first * size.begin.sums_per_token + own.last * size.finish.sums_per_token
-    ends = (own.first and size.begin.sums_per_token > 0) + (
-        own.last and size.finish.sums_per_token > 0
-    )
-    yield "all-reduce", "tp", n_bytes * outside, ends * micro_batches
-    sums = size.block.sums_per_token
-    recomputed = parallel.activation_checkpointing == "full"
-    # recomputation stops at the last tensor that the backward pass needs, before the block's last
-    # reduction
-    payload = n_bytes * own.blocks * (2 * sums + (sums / 2 if recomputed else 0))
-    kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    yield kind, "tp", payload, own.blocks * (4 + recomputed) * micro_batches
-    if parallel.sequence_parallel:  # gradients of the blocks' input, and the blocks' output
-        ends = own.first + own.last
-        elements = own.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
-        yield (
-            "all-gather",
-            "tp",
-            n_bytes * elements,
-            (own.blocks * (4 + 2 * recomputed) + ends) * micro_batches,
-        )
-
-    # activations to the next stage, gradients to the previous one, and gradients of tied parameters
-    stages, last = stages_of(rank, parallel), parallel.stages - 1
-    neighbours = [
-        other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last
-    ]
-    sent = sum(other not in stages for other in neighbours)
-    yield "point to point", "pp", n_bytes * size.width * sent, sent * micro_batches
-    if (0 in stages) != (last in stages):
-        yield "point to point", "pp", FLOAT32 * size.tied.parameters / model.shards, 1
+    def _kept_per_token(self) -> float:
+        """Elements per token when a backward pass begins: kept ones, and one block's workspace."""
+        size = self.model.size
+        stages = self.stages
+        kept_by_checkpointing = {
+            None: size.block.activations_per_token,
+            "selective": size.selective_per_token,
+            "full": size.width,
+        }
+        per_block = kept_by_checkpointing[self.parallel.activation_checkpointing]
+        passes = [1]  # micro-batches in flight, for each stage of the rank
+        if self.parallel.pp > 1:
+            passes = [self.in_flight]
+        if self.parallel.pp > 1 and len(stages) > 1:
+            passes = [-(-self.in_flight // 2), self.in_flight // 2]
+        kept = sum(number * stage.activations(per_block) for number, stage in zip(passes, stages))
+        workspace = size.working_per_token + size.block.activations_per_token - per_block
+        # the part after the blocks has freed its own activations by then
+        freed = int(any(stage.last for stage in stages)) * size.finish.activations_per_token
+        return kept + max(workspace - freed, 0)

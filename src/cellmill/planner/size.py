@@ -1,5 +1,4 @@
-"""Measured sizes of a model: it is built on the meta device as one tensor-parallel rank holds it,
-and run once.
+"""Sizes of a model, measured on the meta device: built as one tensor-parallel rank holds it, run once.
 
 Parameters, buffers and trained parameters are counted by part; FLOPs come from torch's flop
 counter, kept activations and the workspace of a backward pass from the lifetimes of storages,
@@ -9,19 +8,13 @@ no memory, and torch's "fake" process group sends nothing.
 """
 
 import gc
-import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.methods import MethodConfig
@@ -33,42 +26,30 @@ from cellmill.models.family import Model
 from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.torch_private import (
-    FakeStore,
-    FakeTensor,
-    TorchDispatchMode,
-    operator_name,
-    overload_packet,
-    storage_key,
-    tree_leaves,
-)
+from cellmill.parallel.torch_private import FakeStore, storage_key
+from cellmill.planner.meter import OperationMeter, Window
 
-FLOAT32 = 4
-# of the measured batch: random fractions (masks) are within 1 % of their mean
+FLOAT32 = 4  # bytes
+# tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # where nothing random is measured
-CELL_TOKENS = 128  # of each measured cell, or fewer
-# more FLOPs per token of cells half as long: above it, they are counted by cell
+CELL_TOKENS = 128  # tokens of each measured cell, or fewer
+# FLOPs are counted by cell if cells of half the length have more than this fraction more per token
 PER_CELL_FRAC = 0.05
 PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
-ANY_QUANTILES = (0.0, 10.0)  # of a corpus that is not read: sizes do not depend on values
+ANY_QUANTILES = (0.0, 10.0)  # in place of the corpus's: sizes do not depend on values
 META = torch.device("meta")
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
-# without a formula of its own in torch's registry
-IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
 
 
 @dataclass(frozen=True)
 class PartSize:
-    """Sizes of the part before the blocks, of one block, or of the part after them. Elements, not
-    bytes.
-    """
+    """Sizes of the part before the blocks, of one block, or of the part after them, in elements."""
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
-    # reduced over tp without sequence parallelism; for a block in each of both passes
+    # elements reduced over tp without sequence parallelism; for a block, in each of both passes
     sums_per_token: float = 0.0
 
 
@@ -77,13 +58,14 @@ class Flops:
     """Measured FLOPs of a model on one tensor-parallel rank, forward and backward."""
 
     blocks: int
-    begin: float  # per token, as those of the next two
+    # per token
+    begin: float
     block: float  # one block without its attention
     finish: float
-    # per cell beside those per token: blocks whose rows are cells, heads of the cell embedding
+    # further FLOPs per cell: blocks whose rows are cells, heads of the cell embedding
     block_by_cell: float
     finish_by_cell: float
-    pair: float  # one block's attention per (query, key) pair of a cell
+    pair: float  # one block's attention, per (query, key) pair of a cell
 
     def of(
         self,
@@ -96,8 +78,9 @@ class Flops:
     ) -> float:
         """FLOPs for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
         blocks = self.blocks if blocks is None else blocks
-        per_token = blocks * self.block + (first * self.begin + last * self.finish)
-        per_cell = blocks * self.block_by_cell + last * self.finish_by_cell
+        ends = int(first) * self.begin + int(last) * self.finish
+        per_token = blocks * self.block + ends
+        per_cell = blocks * self.block_by_cell + int(last) * self.finish_by_cell
         return per_token * tokens + blocks * self.pair * pairs + per_cell * cells
 
 
@@ -127,9 +110,7 @@ class ModelSize:
         return self.blocks * self.block.parameters + outside
 
     def workspace_of(self, tokens: float) -> float:
-        """Return the peak elements of `finish` above its kept activations, for a micro-batch of
-        `tokens` tokens.
-        """
+        """Peak elements of `finish` above its kept activations, for a micro-batch of `tokens`."""
         sizes, elements = zip((0, 0.0), *self.workspace)
         if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
@@ -137,7 +118,8 @@ class ModelSize:
         return float(np.interp(tokens, sizes, elements))
 
 
-_measured: dict[tuple[str, int, bool], ModelSize] = {}
+MEASURED: dict[tuple[str, int, bool], ModelSize] = {}
+"""Sizes by model, tensor-parallel ranks and sequence parallelism."""
 
 
 def measure(
@@ -146,37 +128,37 @@ def measure(
     sequence_parallel: bool = False,
     finetune: MethodConfig | None = None,
 ) -> ModelSize:
-    """Return a model's sizes on one of `tp` ranks, cached. With tp > 1 there must be no default
-    process group.
+    """Return a model's sizes on one of `tp` ranks, cached.
+
+    With tp > 1 there must be no default process group.
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
-    if key not in _measured:
-        with _measuring(spec, finetune, tp) as (spec, method):
-            _measured[key] = _measure(spec, method, tp, sequence_parallel)
-    return _measured[key]
+    if key not in MEASURED:
+        with _prepare(spec, finetune, tp) as (spec, method):
+            MEASURED[key] = _measure(spec, method, tp, sequence_parallel)
+    return MEASURED[key]
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     """Return the FLOPs of `measure` on one rank, without the seconds that sizes take."""
-    with _measuring(spec, finetune) as (spec, method):
+    with _prepare(spec, finetune) as (spec, method):
         model = _build(spec, method, one_block=True)
-        blocks = len(
-            list(build(spec, method.transform).get_submodule(model.plan.blocks).children())
-        )
-        return _flops(
-            model,
-            blocks,
-            *(_Passes(model, spec, SAMPLE_TOKENS, halves=halves) for halves in (1, 2)),
-        )
+        blocks = _count_blocks(build(spec, method.transform))
+        long = _Passes(model, spec, SAMPLE_TOKENS)
+        short = _Passes(model, spec, SAMPLE_TOKENS, halves=2)
+        return _flops(model, blocks, long, short)
+
+
+def _count_blocks(model: Model) -> int:
+    return len(list(model.get_submodule(model.plan.blocks).children()))
 
 
 @contextmanager
-def _measuring(
+def _prepare(
     spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1
 ) -> Iterator[tuple[ModelSpec, Method]]:
     """Yield the model to be measured, with tp > 1 in a process group that sends nothing."""
-    # lifetimes must not depend on when Python collects reference cycles, of which DTensor creates
-    # some
+    # lifetimes must not depend on when Python collects reference cycles, which DTensor creates
     collects = gc.isenabled()
     gc.disable()
     if tp > 1:
@@ -196,11 +178,12 @@ def _measuring(
 
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
-    multiple = tp if sequence_parallel else 1  # of the tokens of a batch, as the trainer pads it
-    # more is kept alive when DTensor sees an operation and its shapes for the first time, or an
-    # import happens inside
+    multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
+    # a first pass that is not measured: more is kept alive when DTensor sees an operation and its
+    # shapes for the first time, or an import happens inside
     _Passes(model, spec, SAMPLE_TOKENS, multiple)
-    long, short = (_Passes(model, spec, SAMPLE_TOKENS, multiple, halves) for halves in (1, 2))
+    long = _Passes(model, spec, SAMPLE_TOKENS, multiple)
+    short = _Passes(model, spec, SAMPLE_TOKENS, multiple, halves=2)
     # reductions are measured without sequence parallelism; the planner derives its collectives from
     # them
     reduced = long
@@ -208,18 +191,20 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         reduced = _Passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
     selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
-    passes = {n: _Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
-    large = passes[WORKSPACE_TOKENS[-1]]
-    smaller = passes[WORKSPACE_TOKENS[-2]]
+    by_tokens = {n: _Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to
     # the workspace
-    kept_by_finish = (large.kept_by_finish - smaller.kept_by_finish) / (
-        large.tokens - smaller.tokens
-    )
+    *_, smaller, large = by_tokens.values()
+    kept_by_finish = large.kept_by_finish - smaller.kept_by_finish
+    kept_by_finish /= large.tokens - smaller.tokens
+    workspace = [
+        (n, max(0.0, passes.peak - kept_by_finish * passes.tokens))
+        for n, passes in by_tokens.items()
+    ]
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
     counts = _parts(full)
-    blocks = len(list(full.get_submodule(full.plan.blocks).children()))
+    blocks = _count_blocks(full)
     counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
 
     def part(name: str, kept: float, window: Window) -> PartSize:
@@ -237,35 +222,44 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         width=long.width,
         selective_per_token=_Passes(selective, spec, SMALL_SAMPLE_TOKENS, multiple).kept_by_block,
         working_per_token=long.working,
-        workspace=tuple(
-            (n, max(0.0, each.peak - kept_by_finish * each.tokens)) for n, each in passes.items()
-        ),
+        workspace=tuple(workspace),
     )
 
 
 def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flops:
-    def by_token_and_cell(part: str) -> tuple[float, float]:
-        """FLOPs per token, and per cell, from cells of two lengths. A chunked loss has all in its
-        forward pass.
-        """
-        flops, more = (getattr(passes, part).flops / passes.tokens for passes in (long, short))
-        if more <= (1 + PER_CELL_FRAC) * flops:  # random fractions (masks) differ by less
-            return flops, 0.0
-        per_cell = (more - flops) / (short.cells / short.tokens - long.cells / long.tokens)
-        return max(0.0, flops - per_cell * long.cells / long.tokens), per_cell
-
-    (block, block_by_cell), (finish, finish_by_cell) = map(by_token_and_cell, ("block", "finish"))
+    """FLOPs from passes over cells of two lengths, `long` and half of it."""
+    block, block_by_cell = _by_token_and_cell(long, short, long.block.flops, short.block.flops)
+    # a chunked loss has all FLOPs in its forward pass
+    finish, finish_by_cell = _by_token_and_cell(long, short, long.finish.flops, short.finish.flops)
     pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_by_cell:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
         pair = max(0.0, difference / (long.pairs_per_token - short.pairs_per_token))
         block -= pair * long.pairs_per_token
     # rows of the global batch take a forward pass of their own, without heads
-    passes = PASSES + bool(model.objective.row_widths)
-    begin = passes * long.begin.flops / long.tokens
+    passes = PASSES + int(bool(model.objective.row_widths))
     return Flops(
-        blocks, begin, passes * block, finish, passes * block_by_cell, finish_by_cell, passes * pair
+        blocks=blocks,
+        begin=passes * long.begin.flops / long.tokens,
+        block=passes * block,
+        finish=finish,
+        block_by_cell=passes * block_by_cell,
+        finish_by_cell=finish_by_cell,
+        pair=passes * pair,
     )
+
+
+def _by_token_and_cell(
+    long: "_Passes", short: "_Passes", long_flops: int, short_flops: int
+) -> tuple[float, float]:
+    """FLOPs of a part per token, and per cell."""
+    per_token = long_flops / long.tokens
+    per_short_token = short_flops / short.tokens
+    if per_short_token <= (1 + PER_CELL_FRAC) * per_token:  # random fractions differ by less
+        return per_token, 0.0
+    cells_per_token = long.cells / long.tokens
+    per_cell = (per_short_token - per_token) / (short.cells / short.tokens - cells_per_token)
+    return max(0.0, per_token - per_cell * long.cells / long.tokens), per_cell
 
 
 def _build(
@@ -275,17 +269,16 @@ def _build(
     sequence_parallel: bool = False,
     one_block: bool = False,
 ) -> Model:
-    """Build the model of one tensor-parallel rank, optionally with the first of its identical
-    blocks alone.
-    """
+    """Build the model of one tensor-parallel rank, optionally with only one of its equal blocks."""
     model = build(spec, method.transform)
     if one_block:
         blocks = model.get_submodule(model.plan.blocks)
         for name in [name for name, _ in blocks.named_children()][1:]:
             delattr(blocks, name)
     if tp > 1:
-        given = {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
-        parallel = Parallel.model_validate(given)
+        parallel = Parallel.model_validate(
+            {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
+        )
         apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
     freeze(model, trained_names(method, model))
     return model
@@ -305,10 +298,11 @@ def _parts(model: Model) -> dict[str, list[int]]:
             parts = ["finish", "begin", "tied"] if top in begin else ["finish"]
         else:
             parts = ["begin"]
-        own = _local(parameter).numel()
+        elements = _local(parameter).numel()
         for part in parts:
-            counts[part][0] += own
-            counts[part][1] += own * parameter.requires_grad
+            counts[part][0] += elements
+            if parameter.requires_grad:
+                counts[part][1] += elements
     return counts
 
 
@@ -325,132 +319,39 @@ def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)
     counts = rng.integers(1, 50, cells * cell_tokens, dtype=np.uint32)
     starts = np.arange(cells + 1, dtype=np.int64) * cell_tokens
+    per_cell: dict[str, np.ndarray] = {}
+    if spec.levels:
+        # (cells, columns) int32: level codes from 1, each level in turn
+        n_levels = np.array([len(levels) for levels in spec.levels.values()], np.int32)
+        per_cell["levels"] = np.arange(cells, dtype=np.int32)[:, None] % n_levels + 1
+    number_columns = len(spec.objective.columns().numbers)
+    if number_columns:
+        per_cell["numbers"] = np.zeros((cells, number_columns))
+    for part in spec.objective.each():
+        vectors = getattr(part, "vectors", None)
+        if vectors:
+            per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
     tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
-    counted = spec.tokens.max_tokens if spec.objective.needs_counts else None
-    known = np.array([len(levels) for levels in spec.levels.values()], np.int32)
-    per_cell: dict[str, Any] = (
-        {"levels": np.arange(cells, dtype=np.int32)[:, None] % known + 1} if spec.levels else {}
-    )
-    columns = len(spec.objective.columns().numbers)
-    if columns:
-        per_cell["numbers"] = np.zeros((cells, columns))
-    for vectors in filter(None, (getattr(part, "vectors", None) for part in spec.objective.each())):
-        per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
-    return make_batch(
-        tokenizer, genes, counts, starts, np.arange(cells, dtype=np.int64), counted, **per_cell
-    )
-
-
-@dataclass
-class Allocation:
-    key: int
-    n_bytes: int
-    born: int
-    died: int | None = None
-
-
-@dataclass
-class Window:
-    """Operations between two points in time."""
-
-    allocations: list[Allocation]  # of the meter, not only those of the window
-    start: int
-    end: int = 0
-    flops: int = 0
-    reduced_bytes: int = 0  # of the full tensors of all collectives
-
-    def live_bytes(self) -> int:
-        """Bytes allocated in the window and alive at its end."""
-        born = [storage for storage in self.allocations if self.start <= storage.born < self.end]
-        return sum(
-            storage.n_bytes for storage in born if storage.died is None or storage.died > self.end
-        )
-
-    def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
-        """Peak of live bytes above the start's; storages that stay, with a key in `without`, are
-        left out.
-        """
-        changes: Counter[int] = Counter()
-        for storage in self.allocations:
-            born = storage.born
-            died = storage.died
-            if born >= self.end or (died is None and born >= self.start and storage.key in without):
-                continue
-            if born >= self.start:
-                changes[born] += storage.n_bytes
-            if died is not None and self.start <= died <= self.end:
-                changes[died] -= storage.n_bytes
-        return max(accumulate((changes[time] for time in sorted(changes)), initial=0))
-
-
-class OperationMeter(TorchDispatchMode):
-    """Count operations while entered, separately for each `window`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = 0
-        self.allocations: list[Allocation] = []
-        self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
-            weakref.WeakValueDictionary()
-        )
-        self._windows: list[Window] = []
-
-    @contextmanager
-    def window(self) -> Iterator[Window]:
-        self.time += 1
-        window = Window(self.allocations, start=self.time)
-        self._windows.append(window)
-        try:
-            yield window
-        finally:
-            self._windows.remove(window)
-            self.time += 1
-            window.end = self.time
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # dispatched again as operations on local tensors
-        out = func(*args, **(kwargs or {}))
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return out  # DTensor infers the shapes of full tensors with these
-        self.time += 1
-        name = operator_name(func).partition("::")[2]
-        packet = IN_PLACE.get(overload_packet(func), overload_packet(func))
-        for window in self._windows:
-            if packet in flop_registry:
-                window.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-            if name in COLLECTIVES:
-                tensors = [
-                    item for item in tree_leaves((args, out)) if isinstance(item, torch.Tensor)
-                ]
-                window.reduced_bytes += max(tensor.nbytes for tensor in tensors)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if self._known.get(key := storage_key(storage)) is None:
-                    self._known[key] = storage
-                    self.allocations.append(Allocation(key, storage.nbytes(), self.time))
-                    weakref.finalize(storage, self._freed, self.allocations[-1])
-        return out
-
-    def _freed(self, allocation: Allocation) -> None:
-        self.time += 1
-        allocation.died = self.time
+    most_counts = spec.tokens.max_tokens if spec.objective.needs_counts else None
+    positions = np.arange(cells, dtype=np.int64)
+    return make_batch(tokenizer, genes, counts, starts, positions, most_counts, **per_cell)
 
 
 class _Passes:
-    """Measurements of a forward and a backward pass of about `tokens` tokens, part by part."""
+    """Measurements of a forward and a backward pass of about `tokens` tokens, part by part.
+
+    Cells have 1 / `halves` of the usual length.
+    """
 
     def __init__(
         self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1
     ) -> None:
         cell_tokens = max(1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // halves)
         batch = _sample(spec, cell_tokens, tokens)
+        lengths = np.diff(batch.cu_seqlens)  # (cells,): tokens of each cell
         self.tokens = int(batch.cu_seqlens[-1])
-        self.cells = len(batch.cu_seqlens) - 1
-        self.pairs_per_token = float(
-            np.square(np.diff(batch.cu_seqlens), dtype=np.float64).sum() / self.tokens
-        )
+        self.cells = len(lengths)
+        self.pairs_per_token = float(np.square(lengths, dtype=np.float64).sum() / self.tokens)
         view = model.view(to_tensors(batch), seed=0, step=0)
         view = padded(view, -(-len(view.genes) // multiple) * multiple)
         # masks are drawn on the CPU, since their number is a shape
@@ -462,21 +363,24 @@ class _Passes:
             self.width = entered.numel() / self.tokens  # not whole where a view hides tokens
             x = torch.empty_like(entered, requires_grad=True)
             with meter.window() as self.block:
-                left = model.through(x, prepared)
-            self.kept_by_block = self._per_token(self.block.live_bytes() - left.nbytes + x.nbytes)
+                passed = model.through(x, prepared)
+            kept_bytes = self.block.live_bytes() - passed.nbytes + x.nbytes
+            self.kept_by_block = self._per_token(kept_bytes)
             with meter.window() as backward:
-                left.backward(torch.empty_like(left))
+                passed.backward(torch.empty_like(passed))
             self.working = self._per_token(_peak_bytes(model, backward))
-        x = torch.empty_like(left, requires_grad=True)
+        x = torch.empty_like(passed, requires_grad=True)
         with OperationMeter() as meter, meter.window() as self.finish:
             with meter.window() as forward:
                 loss = model.finish(x, prepared)
                 loss = loss.sum() if loss.ndim else loss
             with meter.window() as backward:
                 loss.backward()
-        above = forward.live_bytes() + _peak_bytes(model, backward)
-        self.kept_by_finish = (forward.live_bytes() + x.nbytes) / FLOAT32  # elements, as `peak`
-        self.peak = (max(forward.peak_bytes(), above) + x.nbytes) / FLOAT32
+        live_bytes = forward.live_bytes()
+        peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
+        # elements of the batch
+        self.kept_by_finish = (live_bytes + x.nbytes) / FLOAT32
+        self.peak = (peak_bytes + x.nbytes) / FLOAT32
         model.zero_grad(set_to_none=True)
 
     def _per_token(self, n_bytes: int) -> float:
@@ -484,10 +388,9 @@ class _Passes:
 
 
 def _peak_bytes(model: Model, backward: Window) -> int:
-    """Peak of a backward pass without the gradients of parameters."""
-    gradients = (
-        _local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
-    )
-    return backward.peak_bytes(
-        frozenset(storage_key(gradient.untyped_storage()) for gradient in gradients)
-    )
+    """Peak bytes of a backward pass without the gradients of parameters."""
+    gradients = set()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradients.add(storage_key(_local(parameter.grad).untyped_storage()))
+    return backward.peak_bytes(frozenset(gradients))

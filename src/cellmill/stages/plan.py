@@ -15,11 +15,12 @@ from cellmill.data.stream.cell_stream import read_repeats
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.planner import search
 from cellmill.planner.cost import amount, cost, describe, table
 from cellmill.planner.devices import check_precision, device_named
 from cellmill.planner.inputs import open_corpus
-from cellmill.planner.search import check_memory, hardware_of, largest_micro_batch
+from cellmill.planner.remedies import check_memory, hardware_of, largest_micro_batch
+from cellmill.planner.suggest import suggest as suggest_layouts
+from cellmill.planner.suggest import table as suggestion_table
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
@@ -68,8 +69,8 @@ def plan(
             kept + zeros, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels
         )
     if suggest:
-        suggestions = search.suggest(options, corpus, machine, device)
-        print(search.table(suggestions, options, machine, device), flush=True)
+        suggestions = suggest_layouts(options, corpus, machine, device)
+        print(suggestion_table(suggestions, options, machine, device), flush=True)
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return

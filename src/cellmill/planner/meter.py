@@ -1,0 +1,133 @@
+"""Operations of torch counted while a model runs: FLOPs, storages by their lifetimes, reductions."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from cellmill.parallel.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    operator_name,
+    overload_packet,
+    storage_key,
+    tree_leaves,
+)
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
+# operators without a formula of their own in torch's registry
+IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+
+
+@dataclass
+class Allocation:
+    """A storage, with the times at which it was first seen and freed."""
+
+    key: int
+    n_bytes: int
+    born: int
+    died: int | None = None  # None while it lives
+
+
+@dataclass
+class Window:
+    """Operations between two points in time."""
+
+    allocations: list[Allocation]  # all of the meter
+    start: int
+    end: int = 0
+    flops: int = 0
+    reduced_bytes: int = 0  # bytes of the full tensors of all collectives
+
+    def live_bytes(self) -> int:
+        """Bytes allocated in the window and alive at its end."""
+        total = 0
+        for storage in self.allocations:
+            is_alive = storage.died is None or storage.died > self.end
+            if is_alive and self.start <= storage.born < self.end:
+                total += storage.n_bytes
+        return total
+
+    def peak_bytes(self, without: frozenset[int] = frozenset()) -> int:
+        """Peak of live bytes above those at the start.
+
+        Storages of the window that stay, with a key in `without`, are left out.
+        """
+        changes: Counter[int] = Counter()
+        for storage in self.allocations:
+            born = storage.born
+            died = storage.died
+            if born >= self.end or (died is None and born >= self.start and storage.key in without):
+                continue
+            if born >= self.start:
+                changes[born] += storage.n_bytes
+            if died is not None and self.start <= died <= self.end:
+                changes[died] -= storage.n_bytes
+        return max(accumulate((changes[time] for time in sorted(changes)), initial=0))
+
+
+class OperationMeter(TorchDispatchMode):
+    """Count operations while entered, separately for each `window`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0
+        self.allocations: list[Allocation] = []
+        self._storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+        self._windows: list[Window] = []
+
+    @contextmanager
+    def window(self) -> Iterator[Window]:
+        self.time += 1
+        window = Window(self.allocations, start=self.time)
+        self._windows.append(window)
+        try:
+            yield window
+        finally:
+            self._windows.remove(window)
+            self.time += 1
+            window.end = self.time
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # dispatched again as operations on local tensors
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return out  # DTensor infers the shapes of full tensors with these
+        self.time += 1
+        flops = 0
+        packet = IN_PLACE.get(overload_packet(func), overload_packet(func))
+        if self._windows and packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        reduced_bytes = 0
+        if operator_name(func).partition("::")[2] in COLLECTIVES:
+            reduced_bytes = max(tensor.nbytes for tensor in _tensors(args, out))
+        for window in self._windows:
+            window.flops += flops
+            window.reduced_bytes += reduced_bytes
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            key = storage_key(storage)
+            if self._storages.get(key) is None:
+                self._storages[key] = storage
+                allocation = Allocation(key, storage.nbytes(), self.time)
+                self.allocations.append(allocation)
+                weakref.finalize(storage, self._free, allocation)
+        return out
+
+    def _free(self, allocation: Allocation) -> None:
+        self.time += 1
+        allocation.died = self.time
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """Tensors among nested values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,234 @@
+"""Does a run fit, and the first change that makes it fit.
+
+A plan that does not fit and a process that ran out of memory get the first change that helps, from
+one list (`_changes`).
+"""
+
+import errno
+import math
+import os
+import re
+import subprocess
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cellmill.config.load import stored_options
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Parallel, divisors
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.tokenizers import token_numbers
+from cellmill.errors import ConfigError
+from cellmill.files import read_json
+from cellmill.planner.cost import GB, Hardware, amount
+from cellmill.planner.devices import device_named
+from cellmill.planner.memory import Memory, PlannedModel, peak_memory
+from cellmill.planner.work import Cells, detected_genes, measure_work
+
+FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
+MAX_TOKENS = 1 << 24
+TIMEOUT_S = 120
+LESS_FRAC = 0.8  # a remedy for a process that ran out must need less of the planned memory
+OUT_OF_MEMORY = re.compile(
+    # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
+    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
+    re.IGNORECASE,
+)
+
+
+def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
+    """The processes that `machine` gives a run, with the fewest nodes of a range: they need most
+    memory.
+    """
+    memory_gb = options.plan.memory_gb or device_named(device).memory_gb
+    if memory_gb:
+        device_bytes = round(memory_gb * GB)
+    else:
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        device_bytes = machine_bytes // machine.nproc_per_node
+    usable_bytes = int(device_bytes * options.plan.memory_frac)
+    nodes = machine.node_counts[0]
+    return Hardware(nodes, machine.nproc_per_node, device, device_bytes, usable_bytes)
+
+
+def memory_needed(
+    options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None
+) -> Memory:
+    """Memory of the rank that needs most, optionally with micro-batches of `micro_tokens` tokens."""
+    if hardware.device == "cpu":  # there is no other memory to offload to
+        options = with_parallel(options, cpu_offload=None)
+    model = PlannedModel.of(
+        options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
+    )
+    work = measure_work(options, cells, model.layout)
+    if micro_tokens is None:
+        micro_tokens = work.micro_tokens
+    return peak_memory(model, micro_tokens, work.most_micro_batches)
+
+
+def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
+    """Memory of a run. Raise ConfigError with the first change that makes it fit if it does not."""
+    memory = memory_needed(options, cells, hardware)
+    if memory.total <= hardware.usable_bytes:
+        return memory
+    part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
+    raise ConfigError(
+        f"needs {amount(memory.total)} per process, {amount(n_bytes)} of it {part}, but {hardware.device} has "
+        f"{amount(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of {amount(hardware.device_bytes)}): "
+        f"{remedy(options, cells, hardware)}"
+    )
+
+
+def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
+    """Most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none."""
+
+    def needed(tokens: int) -> int:
+        return memory_needed(options, cells, hardware, tokens).total
+
+    return bisect_right(range(1, MAX_TOKENS + 1), hardware.usable_bytes, key=needed)
+
+
+def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
+    """The first change, or combination of changes, that makes the run fit, in words."""
+    for change in _changes(options, hardware):
+        needed = memory_needed(change.options, cells, change.hardware)
+        if needed.total <= change.hardware.usable_bytes:
+            return " and ".join(change.words)
+    return "use a device with more memory (the profile) or a smaller model"
+
+
+class Change(NamedTuple):
+    """Instructions for the user, and the options and hardware after them."""
+
+    words: list[str]
+    options: PlanOptions
+    hardware: Hardware
+
+    def then(self, words: str, **parallel: Any) -> "Change":
+        """This change followed by one of section `parallel`."""
+        return Change([*self.words, words], with_parallel(self.options, **parallel), self.hardware)
+
+
+def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+    """Changes in the order of what they cost in speed; some stay while later ones are tried."""
+    change = Change([], options, hardware)
+    yield from islice(_smaller_budgets(change), FREE_HALVINGS)
+    if options.parallel.activation_checkpointing is None:
+        words = "set parallel.activation_checkpointing to full"
+        change = change.then(words, activation_checkpointing="full")
+        yield change
+    yield from _smaller_budgets(change)
+    if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
+        words = "set parallel.gradient_reduction to micro_batch"
+        reduced = change.then(words, gradient_reduction="micro_batch")
+        yield reduced
+        yield from _smaller_budgets(reduced)
+    words = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+    sharded = change.then(words, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
+    if hardware.layout(sharded.options.parallel) == hardware.layout(options.parallel):
+        change = change._replace(options=sharded.options)
+    else:
+        change = sharded
+        yield change
+    model = options.model
+    parallel = change.options.parallel
+    tp_sizes = model.tp_sizes().values()
+    most_tp = 1
+    if tp_sizes:
+        most_tp = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *tp_sizes)
+    for tp in divisors(most_tp):
+        if tp > parallel.tp:
+            words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
+            yield change.then(words, tp=tp, sequence_parallel=True)
+    # a block per stage
+    most_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
+    for pp in divisors(hardware.world // parallel.tp):
+        if parallel.pp < pp <= most_pp:
+            yield change.then(f"set parallel.pp to {pp}", pp=pp)
+    offloads = []
+    if hardware.device != "cpu" and options.train.optimizer.offloaded:
+        if parallel.cpu_offload is None:
+            offloads.append("optimizer")
+        if parallel.cpu_offload != "full" and hardware.layout(parallel).dp > 1:
+            offloads.append("full")
+    for offload in offloads:
+        yield change.then(f"set parallel.cpu_offload to {offload}", cpu_offload=offload)
+    for power in range(1, 8):
+        nodes = hardware.nodes * 2**power
+        words = f"use {nodes} nodes (the profile)"
+        yield change.then(words)._replace(hardware=replace(hardware, nodes=nodes))
+
+
+def _smaller_budgets(change: Change) -> Iterator[Change]:
+    """Powers of two below the token budget that still hold the largest cell."""
+    train = change.options.train
+    budget = 1 << (train.token_budget - 1).bit_length() - 1
+    while budget >= max(1, change.options.tokens.max_tokens):
+        smaller = train.model_copy(update={"token_budget": budget})
+        options = change.options.model_copy(update={"train": smaller})
+        words = f"lower train.token_budget to {budget}"
+        yield Change([*change.words, words], options, change.hardware)
+        budget //= 2
+
+
+def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
+    """The options with changes in section `parallel`."""
+    parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
+    return options.model_copy(update={"parallel": parallel})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for out-of-memory errors of Python, of a device and its libraries, and of torch's CPU
+    allocator.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
+    """Return `advice` from a new process, as sizes are measured without a process group; None if it
+    fails.
+    """
+    arguments = [str(run_json), str(world), str(nproc_per_node), device]
+    command = [sys.executable, "-m", "cellmill.planner.remedies", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def advice(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
+    """The planned memory of a process, and the first change after which it needs a fifth less."""
+    record = read_json(run_json)
+    stored = dict(stored_options(record["options"], "run.json"))
+    options = PlanOptions.model_validate(stored | {"plan": {}})
+    manifest = Manifest.read(Path(record["manifest"]))
+    kept, zeros = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes)
+    cells = Cells(kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
+    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
+    memory = memory_needed(options, cells, hardware)
+    parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
+    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
+    return (
+        f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
+        f"{remedy(options, cells, less)}"
+    )
+
+
+if __name__ == "__main__":
+    print(advice(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

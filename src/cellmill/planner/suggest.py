@@ -1,0 +1,190 @@
+"""Layouts that fit a run, ranked by speed, and the table that shows them.
+
+`plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism,
+pipelines, and recomputation; the rest of the configuration stays. `stream.lanes` is raised if more
+ranks read cells than there are lanes.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import yaml
+
+from cellmill.config.checks import check_nodes
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Parallel, divisors
+from cellmill.errors import ConfigError
+from cellmill.planner.cost import Cost, Hardware, amount, cost, layout_words
+from cellmill.planner.devices import check_precision, device_named
+from cellmill.planner.remedies import hardware_of, memory_needed
+from cellmill.planner.traffic import link_bytes
+from cellmill.planner.work import Cells
+
+SHOWN = 10
+MAX_PIPELINE = 16
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules of a pipeline
+ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
+SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Layouts that were tried."""
+
+    fitting: list[Cost]  # the best first
+    too_large: list[int]  # bytes of the layouts that do not fit
+    # number of refused layouts by reason; similar reasons count as the first of them
+    refused: Counter[str]
+
+
+def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
+    """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
+    hardware = hardware_of(options, machine, device)
+    rates = device_named(device)
+    nodes = range(hardware.nodes, hardware.nodes + 1)
+    fitting = []
+    too_large = []
+    refused: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for parallel in layouts(options, hardware):
+        try:
+            lanes = _lanes(options, hardware.layout(parallel).dp)
+            stream = options.stream.model_copy(update={"lanes": lanes})
+            changed = options.model_copy(update={"parallel": parallel, "stream": stream})
+            check_precision(parallel, device, rates)
+            check_nodes(changed, nodes, hardware.nproc_per_node, cells.n)
+        except ConfigError as error:
+            kind = re.sub(r"\d+", "", str(error))
+            refused[examples.setdefault(kind, str(error))] += 1
+            continue
+        memory = memory_needed(changed, cells, hardware)
+        if memory.total > hardware.usable_bytes:
+            too_large.append(memory.total)
+        else:
+            fitting.append(cost(changed, cells, hardware, rates, memory))
+    return Suggestions(sorted(fitting, key=_sort_key), too_large, refused)
+
+
+def _lanes(options: PlanOptions, dp: int) -> int:
+    """Lanes that `dp` ranks can share and that divide the batch; else those of the options."""
+    lanes = options.stream.lanes
+    for number in (lanes, math.lcm(lanes, dp), dp):
+        if number % dp == 0 and options.train.global_batch % number == 0:
+            return number
+    return lanes
+
+
+def _sort_key(suggestion: Cost) -> tuple[float, ...]:
+    """Hours within SIMILAR, bytes to other nodes and inside the node, axes, memory; smaller is
+    better.
+    """
+    parallel = suggestion.options.parallel
+    sent = link_bytes(suggestion.traffic)
+    speed = 0.0
+    if suggestion.hours is not None:
+        speed = round(math.log(suggestion.hours) / SIMILAR)
+    axes = parallel.tp * parallel.pp
+    return speed, sent["inter_node"], sent["intra_node"], axes, suggestion.memory.total
+
+
+def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
+    """Layouts worth trying, each once."""
+    kept = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
+    strategies = [{"strategy": "ddp"}]
+    for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
+        strategies.append({"sharding_strategy": name})
+    recomputed = (None, "full") if options.parallel.compile else (None, "selective", "full")
+    tensor_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
+    most_pp = min(MAX_PIPELINE, min(options.model.pp_sizes().values(), default=1))
+    tried = set()
+    for tp in tensor_sizes:
+        for pp in divisors(hardware.world // tp):
+            if pp > most_pp:
+                continue
+            schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+            for schedule, recompute, strategy in product(schedules, recomputed, strategies):
+                axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
+                recomputes = {"activation_checkpointing": recompute}
+                parallel = Parallel.model_validate(kept | strategy | axes | recomputes)
+                key = _effect(parallel, hardware)
+                if key is None or key not in tried:
+                    tried.add(key)
+                    yield parallel
+
+
+def _effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
+    """A key equal for layouts that do the same; None if the layout fits no processes, which
+    `suggest` counts with its reason.
+    """
+    try:
+        sizes = hardware.layout(parallel)
+    except ConfigError:
+        return None
+    sharding = None
+    if sizes.dp > 1:
+        # pipeline stages keep their weights gathered under every strategy
+        keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and sizes.pp == 1
+        sharding = (parallel.strategy, keeps_gathered)
+    return sizes, sharding, parallel.schedule, parallel.activation_checkpointing
+
+
+def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str) -> str:
+    """The best layouts as lines of text, why others are missing, and the YAML of the best layout."""
+    fitting = suggestions.fitting
+    too_large = suggestions.too_large
+    lines = [
+        f"{machine.node_counts[0]:,} nodes x {machine.nproc_per_node} {device}; "
+        "memory per process, bytes sent per process and step",
+        "",
+        "no layout fits",
+    ]
+    if fitting:
+        lines[-1] = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
+    lines += [_row(suggestion) for suggestion in fitting[:SHOWN]]
+    lines += ["", f"{len(fitting)} layouts fit"]
+    if too_large:
+        lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
+    lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
+    if fitting:
+        lines += ["", "# the best layout, for config.yaml"]
+        lines.append(sections(fitting[0].options, options).rstrip())
+    return "\n".join(lines)
+
+
+def _row(suggestion: Cost) -> str:
+    """One layout as a row of the table."""
+    parallel = suggestion.options.parallel
+    words = layout_words(parallel.model_dump() | vars(suggestion.model.layout))
+    if parallel.sequence_parallel:
+        words += ", sequence_parallel"
+    if parallel.activation_checkpointing:
+        words += f", recompute {parallel.activation_checkpointing}"
+    sent = link_bytes(suggestion.traffic)
+    return ROW.format(
+        amount(suggestion.memory.total),
+        "unknown" if suggestion.hours is None else f"{suggestion.hours:,.3g}",
+        "?" if suggestion.mfu is None else f"{suggestion.mfu:.0%}",
+        amount(sent["intra_node"]),
+        amount(sent["inter_node"]),
+        words,
+    )
+
+
+def sections(suggested: PlanOptions, options: PlanOptions) -> str:
+    """The YAML that changes `options` to `suggested`."""
+    chosen = suggested.parallel.model_dump(mode="json")
+    defaults = Parallel.model_validate({}).model_dump(mode="json")
+    shown = {"strategy"}
+    if chosen["strategy"] == "fsdp":
+        shown.add("sharding_strategy")
+    shown |= {name for name, value in chosen.items() if value != defaults[name]}
+    tree: dict[str, Any] = {"parallel": {name: chosen[name] for name in chosen if name in shown}}
+    if suggested.stream.lanes != options.stream.lanes:
+        tree["stream"] = {"lanes": suggested.stream.lanes}
+    return yaml.safe_dump(tree, sort_keys=False)

@@ -1,0 +1,167 @@
+"""Bytes that a training process sends per step, by collective and mesh axis.
+
+Collectives are counted as rings. Each of n processes sends (n - 1) / n of the tensor in an
+all-gather or reduce-scatter, and twice that in an all-reduce. If a ring has k processes on a node,
+one of its k hops leaves the node, and rings take turns over the node's network cards: each process
+sends 1 / k of its bytes over its card. Reductions of a few numbers (targets, norms, signals) are
+left out.
+
+Sources: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022,
+section 4.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, NamedTuple
+
+from cellmill.parallel.mesh import stages_of
+from cellmill.planner.memory import Counts, PlannedModel
+from cellmill.planner.size import FLOAT32
+
+BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind over one mesh axis, in one step of one process."""
+
+    kind: Kind
+    axis: str
+    processes: int  # in the group
+    in_a_node: int  # those of the group on one node
+    # bytes of the full tensors, before a reduce-scatter or after an all-gather
+    payload_bytes: float
+    calls: float
+
+    @property
+    def sent_bytes(self) -> float:
+        if self.kind == "point to point":
+            return self.payload_bytes
+        share = (self.processes - 1) / self.processes
+        return self.payload_bytes * share * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def inter_node_bytes(self) -> float:
+        """Bytes sent over this process's share of the node's network."""
+        return self.sent_bytes / self.in_a_node if self.processes > self.in_a_node else 0.0
+
+    @property
+    def intra_node_bytes(self) -> float:
+        return self.sent_bytes - self.inter_node_bytes
+
+
+def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
+    """Bytes that a process sends in a step by kind of link: `intra_node` and `inter_node`."""
+    return {
+        link: sum(getattr(part, f"{link}_bytes") for part in traffic)
+        for link in ("intra_node", "inter_node")
+    }
+
+
+class Sent(NamedTuple):
+    """Collectives of one kind over one mesh axis: bytes of their full tensors, and their number."""
+
+    kind: Kind
+    axis: str
+    payload_bytes: float
+    calls: float
+
+
+def traffic_of(
+    model: PlannedModel, rank: int, tokens: float, micro_batches: float
+) -> list[Traffic]:
+    """Traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
+    counts = model.counts(rank)
+    payloads = defaultdict[tuple[Kind, str], float](float)
+    calls = defaultdict[tuple[Kind, str], float](float)
+    for sent in chain(
+        _data_parallel(model, counts, micro_batches),
+        _tensor_parallel(model, counts, tokens, micro_batches),
+        _pipeline(model, rank, tokens, micro_batches),
+    ):
+        payloads[sent.kind, sent.axis] += sent.payload_bytes
+        calls[sent.kind, sent.axis] += sent.calls
+    sizes = model.layout
+    # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
+    axes = {
+        "tp": (sizes.tp, 1),
+        "dp_shard": (sizes.dp_shard, sizes.tp),
+        "dp_replicate": (sizes.dp_replicate, sizes.tp * sizes.dp_shard),
+        "pp": (sizes.pp, sizes.tp * sizes.dp),
+    }
+    traffic = []
+    for (kind, axis), payload in payloads.items():
+        processes, distance = axes[axis]
+        if payload and processes > 1:
+            in_a_node = min(processes, max(1, model.local_world // distance))
+            traffic.append(Traffic(kind, axis, processes, in_a_node, payload, calls[kind, axis]))
+    return traffic
+
+
+def _data_parallel(model: PlannedModel, counts: Counts, micro_batches: float) -> Iterator[Sent]:
+    """Weights that are gathered, and gradients that are reduced."""
+    parallel = model.parallel
+    gradients = FLOAT32 * counts.trained
+    if not model.is_sharded:
+        yield Sent("all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES)
+        return
+    root = int(counts.outside > 0)
+    modules = root + counts.blocks
+    # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for
+    # a whole step
+    passes = 2 if parallel.reshards_after_forward else 1
+    weights = counts.outside + (counts.parameters - counts.outside) * passes
+    times = 1 if parallel.pp > 1 else micro_batches
+    gathered = model.element_bytes * weights * times
+    yield Sent("all-gather", "dp_shard", gathered, (root + counts.blocks * passes) * times)
+    times = micro_batches if parallel.reduces_each_micro_batch else 1
+    yield Sent("reduce-scatter", "dp_shard", gradients * times, modules * times)
+    yield Sent("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
+
+
+def _tensor_parallel(
+    model: PlannedModel, counts: Counts, tokens: float, micro_batches: float
+) -> Iterator[Sent]:
+    """Sums of activations and of their gradients over tensor-parallel ranks."""
+    size = model.size
+    parallel = model.parallel
+    n_bytes = model.element_bytes * tokens
+    begin = size.begin.sums_per_token
+    finish = size.finish.sums_per_token
+    ends = counts.first * int(begin > 0) + counts.last * int(finish > 0)
+    outside = counts.first * begin + counts.last * finish
+    yield Sent("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
+    sums = size.block.sums_per_token
+    recomputed = int(parallel.activation_checkpointing == "full")
+    # recomputation stops at the last tensor that the backward pass needs, before the block's last
+    # reduction
+    payload = n_bytes * counts.blocks * (2 * sums + recomputed * sums / 2)
+    kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
+    yield Sent(kind, "tp", payload, counts.blocks * (4 + recomputed) * micro_batches)
+    if parallel.sequence_parallel:  # gradients of the blocks' input, and the blocks' output
+        ends = counts.first + counts.last
+        elements = counts.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
+        calls = (counts.blocks * (4 + 2 * recomputed) + ends) * micro_batches
+        yield Sent("all-gather", "tp", n_bytes * elements, calls)
+
+
+def _pipeline(
+    model: PlannedModel, rank: int, tokens: float, micro_batches: float
+) -> Iterator[Sent]:
+    """Activations to the next stage, gradients to the previous one, and gradients of tied
+    parameters.
+    """
+    stages = stages_of(rank, model.parallel)
+    last = model.parallel.stages - 1
+    messages = 0  # from a stage of this rank to one of another
+    for stage in stages:
+        for neighbour in (stage - 1, stage + 1):
+            messages += int(0 <= neighbour <= last and neighbour not in stages)
+    n_bytes = model.element_bytes * tokens * model.size.width * messages
+    yield Sent("point to point", "pp", n_bytes, messages * micro_batches)
+    if (0 in stages) != (last in stages):
+        tied = FLOAT32 * model.size.tied.parameters / model.shards
+        yield Sent("point to point", "pp", tied, 1)
