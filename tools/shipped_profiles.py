@@ -9,7 +9,7 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.files import write_text
-from cellmill.preflight.new_profile import Place, Site, render
+from cellmill.preflight.profile_text import Place, Site, render
 
 WHY = {
     "status_command": "needs no accounting; with accounting use sacct, which survives a controller outage",

@@ -23,31 +23,23 @@ from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_spe
 from cellmill.imports import importing
 
 MODULES = {
-    "stages.data": (
-        "fetch",
-        "demo",
-        "simulate",
-        "preprocess",
-        "vocabulary",
-        "divide",
-        "shard_part",
-        "shard",
-    ),
-    "stages.plan": ("plan",),
-    "stages.train": ("train",),
-    "stages.export": ("pull", "consolidate"),
-    "stages.cells": ("embed", "embed_external", "teach", "predict", "generate"),
-    "stages.evaluate": ("evaluate", "knock_out", "predict_changes"),
-    "stages.report": ("report", "sweep"),
-    "commands.status": ("status", "watch"),
-    "commands.run": ("attach", "cancel", "logs", "follow"),
-    "commands.preflight": ("preflight", "profiles_install", "profiles_new"),
-    "commands.corpora": ("convert", "archive", "unarchive", "plan_corpus"),
-    "commands.exchange": ("import_model", "export", "push"),
-    "commands.translate": ("translate",),
+    "stages.data": "fetch demo simulate preprocess vocabulary divide shard_part shard",
+    "stages.plan": "plan",
+    "stages.train": "train",
+    "stages.export": "pull consolidate",
+    "stages.cells": "embed embed_external teach predict generate",
+    "stages.evaluate": "evaluate knock_out predict_changes",
+    "stages.report": "report sweep",
+    "commands.status": "status",
+    "commands.watch": "watch",
+    "commands.run": "attach cancel logs follow",
+    "commands.preflight": "preflight profiles_install profiles_new",
+    "commands.corpora": "convert archive unarchive plan_corpus",
+    "commands.exchange": "import_model export push",
+    "commands.translate": "translate",
 }
-"""Functions that run sub-commands, by module; one is called like its sub-command."""
-MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
+"""Functions that run sub-commands, by module; a function is called like its sub-command."""
+MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
 def main(argv: list[str] | None = None) -> int:

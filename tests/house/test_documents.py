@@ -160,7 +160,10 @@ def test_every_stage_is_a_rule_with_a_documented_command() -> None:
     parsers = next(a for a in new_parser("")._actions if isinstance(a, argparse._SubParsersAction))
     stages = set(RULES) - {"all", "demo_data"}
     commands = {
-        name for module, names in MODULES.items() if module.startswith("commands") for name in names
+        name
+        for module, names in MODULES.items()
+        if module.startswith("commands")
+        for name in names.split()
     }
     commands |= {"export", "profiles"}
     assert stages == set(parsers.choices) - {"demo", "simulate", "generate"} - commands

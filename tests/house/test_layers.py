@@ -81,6 +81,7 @@ TORCH = ("torch",)
         # a launcher's memory is that of its imports, and a workflow may have hundreds of it
         (["cellmill.stages.train"], (*HEAVY, "submitit"), {"numpy", "submitit"}),
         (["cellmill.commands.status"], (*HEAVY, "submitit"), set()),
+        (["cellmill.commands.watch"], (*HEAVY, "submitit"), set()),
         (["cellmill.commands.run"], (*HEAVY, "submitit"), set()),
         # one starts for each input that is opened
         (["cellmill.data.inputs.h5_walk"], HEAVY, {"h5py", "numpy"}),

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.launch.queue import QueuedJob, StageWatch, explained, reasons_of_failed, stage_lines
+from cellmill.launch.queue import QueuedJob, explained
+from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed, stage_lines
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claim
 from cellmill.runs.slurm import JobState
@@ -381,7 +382,7 @@ def test_every_reason_why_a_job_waits_has_a_sentence(reason: str, begins: str) -
 
 
 SNAKEFILE = """
-from cellmill.launch.queue import reasons_of_failed
+from cellmill.launch.stage_jobs import reasons_of_failed
 
 rule all:
     input: "a.txt", "b.txt"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.commands.status import Screen, WatchedRun, bars
+from cellmill.commands.watch import Screen, WatchedRun, bars
 from cellmill.errors import UserError
 from cellmill.runs.folder import TrainFolder
 from tests.unit.tracked import tracked_run

@@ -17,7 +17,7 @@ import snakemake.utils
 import snakemake.workflow
 
 import cellmill.config.checks
-import cellmill.launch.queue
+import cellmill.launch.stage_jobs
 import cellmill.preflight.profile
 import cellmill.runs.identity  # noqa: F401
 

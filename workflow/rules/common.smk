@@ -11,7 +11,7 @@ from cellmill.config.published import HUB_MODEL
 from cellmill.config.job_files import JobFiles, sized
 from cellmill.errors import ConfigError
 from cellmill.files import digest
-from cellmill.launch.queue import StageWatch, reasons_of_failed
+from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed
 from cellmill.preflight.profile import check_python, plan_arguments, plan_resources, train_arguments, train_resources
 from cellmill.runs.identity import check_branches
 

@@ -1,5 +1,5 @@
 """Sub-commands that are no stage of the workflow.
 
-`status` shows runs and `run` acts on them; `preflight` looks after profiles, `corpora` after data,
+`status` and `watch` show runs, `run` acts on them; `preflight` looks after profiles, `corpora` after data,
 `exchange` after models of other packages, `translate` after configurations of scModelForge.
 """

@@ -44,8 +44,9 @@ from cellmill.preflight.checks import (
     no,
     ok,
 )
-from cellmill.preflight.new_profile import Request, choose_values, render
+from cellmill.preflight.new_profile import choose_values
 from cellmill.preflight.nodes import check_job
+from cellmill.preflight.partitions import Request
 from cellmill.preflight.profile import (
     Profile,
     check_python,
@@ -53,6 +54,7 @@ from cellmill.preflight.profile import (
     read_profile,
     snakemake_finds,
 )
+from cellmill.preflight.profile_text import render
 from cellmill.preflight.site import ask_slurm
 
 CORPORA = Path("results/corpora")

@@ -1,7 +1,7 @@
 """Commands on one run, wherever it trains: its log, its end, and sending it to a tracker.
 
-attach takes no lock and changes no file, beside a launcher that may follow the job too; Ctrl-C ends
-attach alone.
+attach takes no lock and changes no file, so that a launcher may follow the job too; Ctrl-C ends
+only attach.
 """
 
 import os
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cellmill.commands.status import (
-    job_of,
+from cellmill.commands.run_state import (
+    RunState,
     living_jobs,
-    state_of,
     train_folder,
     train_log,
     until_interrupted,
@@ -35,7 +34,7 @@ from cellmill.launch.follow import (
     say,
     settle,
 )
-from cellmill.launch.queue import Queue
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TAIL_BYTES, TrainFolder
 from cellmill.runs.jobs import CANCELLED, Jobs
@@ -49,54 +48,61 @@ SAVE_S = 600  # how long a training on this machine may take to save
 
 
 def attach(*, run: str, results: Path) -> None:
-    """Follow the training of `run`. Raises Stopped if it stopped with its state saved, UserError if
+    """Follow the training of `run`. Raise Stopped if it stopped with its state saved, UserError if
     it failed or if nothing is running.
     """
     train = train_folder(results, run)
-    queue = Queue(TICK_S)
-    job = None
-    follower = None
     holder = holder_of(train)
+    follower = None
     if holder is not None and not holder.follows:  # then no job of this run is alive
+        trainer = holder.text
         what = "the training"
-        who = holder.text
         log = train_log(results, run)
         if not log.exists():
             raise UserError(
-                f"trained by {who}, which prints where it was started: {log} does not exist"
+                f"trained by {trainer}, which prints where it was started: {log} does not exist"
             )
-    elif living := living_jobs(train, queue):
-        job = living[0]
-        what = who = f"job {job.job_id}"
+        tail = Tail(log)
+    else:
+        job = _living_job(run, train)
+        trainer = what = f"job {job.job_id}"
         folder = Jobs(train).folder(job.name)
         if folder is None:
             raise UserError(
-                f"{who} has the name {job.name}, but its folder is missing: there is no log"
+                f"{trainer} has the name {job.name}, but its folder is missing: there is no log"
             )
         log = folder / f"{job.job_id}_0_log.out"
-    else:
-        state = state_of(train, job_of(train, None, False)[1], holder)
-        newest = Jobs(train).newest()
-        why = (
-            f": {newest.error}" if state == "failed" and newest is not None and newest.error else ""
-        )
-        raise UserError(
-            f"{run}: no job is queued or running, and no training runs on this machine; its state is {state}, saved at "
-            f"step {TrainFolder(train).saved_step()}{why}"
-        )
-    try:
-        say(f"following {who}, its log: {log}; Ctrl-C ends only the following")
         tail = Tail(log)
-        tail.position = max(0, log.stat().st_size - TAIL_BYTES) if log.exists() else 0
-        if job is not None:
-            follower = JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
-        follow_run(
-            tail, follower.alive if follower is not None else lambda: holder_of(train) is not None
-        )
+        follower = _follower(job.job_id, job.name, tail)
+    try:
+        say(f"following {trainer}, its log: {log}; Ctrl-C ends only the following")
+        if log.exists():
+            tail.position = max(0, log.stat().st_size - TAIL_BYTES)
+        follow_run(tail, follower.alive if follower else lambda: holder_of(train) is not None)
     except KeyboardInterrupt:
         print(f"\nno longer following; {what} goes on")
         return
     _report_end(train, what, "" if follower is None else follower.state.name)
+
+
+def _living_job(run: str, train: Path) -> QueuedJob:
+    """The run's job that SLURM has. Raise UserError with the run's state if there is none."""
+    living = living_jobs(train, Queue(TICK_S))
+    if living:
+        return living[0]
+    state = RunState(train)
+    why = ""
+    if state.name == "failed" and state.newest is not None and state.newest.error:
+        why = f": {state.newest.error}"
+    raise UserError(
+        f"{run}: no job is queued or running, and no training runs on this machine; its state is {state.name}, saved "
+        f"at step {state.folder.saved_step()}{why}"
+    )
+
+
+def _follower(job_id: str, name: str, tail: Tail) -> JobFollower:
+    """A follower that changes no file, and polls a job less often the longer it runs."""
+    return JobFollower(job_id, name, Queue(TICK_S), tail, slowest_poll_s=SLOWEST_POLL_S)
 
 
 def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
@@ -136,28 +142,27 @@ def cancel(*, run: str, results: Path) -> None:
     """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
     train = train_folder(results, run)
     holder = holder_of(train)
-    ended = list[str]()
+    done = list[str]()
     if holder is None or holder.follows:  # otherwise no job of this run is alive
-        ended = _cancel_jobs(train)
+        done = _cancel_jobs(train)
         holder = holder_of(train)
-    if holder is not None and not ended:  # a training here, or a launcher that is about to submit
-        ended = [_end_process(train, holder)]
-    lost = lost_start(train)
-    if lost:
-        raise UserError("; ".join([*ended, how_to_end(train, lost)]))
-    if not ended:
+    if holder is not None and not done:  # a training here, or a launcher that is about to submit
+        done = [_end_process(train, holder)]
+    lost_job = lost_start(train)
+    if lost_job:
+        raise UserError("; ".join([*done, how_to_end(train, lost_job)]))
+    if not done:
         print(f"{run}: no job is queued or running, and no training runs on this machine")
         return
-    print(
-        f"{' and '.join(ended)}; saved at step {TrainFolder(train).saved_step()}; train resumes from there"
-    )
+    saved = TrainFolder(train).saved_step()
+    print(f"{' and '.join(done)}; saved at step {saved}; train resumes from there")
 
 
 def _cancel_jobs(train: Path) -> list[str]:
     """Cancel the run's jobs; return a line for each."""
     done = list[str]()
     jobs = Jobs(train)
-    # its launcher may just have submitted the next one
+    # its launcher may just have submitted the next job
     while living := living_jobs(train, Queue(1.0)):
         for job in living:
             print(f"cancelling job {job.job_id}", flush=True)
@@ -180,12 +185,9 @@ def _cancel_jobs(train: Path) -> list[str]:
 def _end_process(train: Path, holder: Holder) -> str:
     """Ask the lock's holder to save and end, and wait until it has; return a line about it."""
     if not holder.holds(train / "lock"):
-        here = holder.host == os.uname().nodename
-        remedy = (
-            "it has passed the lock on; end its processes"
-            if here
-            else f"run cellmill cancel on {holder.host}"
-        )
+        remedy = f"run cellmill cancel on {holder.host}"
+        if holder.host == os.uname().nodename:
+            remedy = "it has passed the lock on; end its processes"
         raise UserError(f"{train}: trained by {holder.text}: {remedy}")
     print(f"asking {holder.text} to save and end", flush=True)
     try:
@@ -242,11 +244,11 @@ def follow(*, run: str, to: str, results: Path) -> None:
 
 
 def logs(*, run: str, results: Path, follow: bool) -> None:
-    """Print the log of `run`; with `follow` also what is appended while it runs. Raises UserError
+    """Print the log of `run`; with `follow` also what is appended while it runs. Raise UserError
     without a log.
     """
     train = train_folder(results, run)
-    printed = train_log(results, run)
+    printed = train_log(results, run)  # by a training here, or the launcher of a waiting job
     newest = Jobs(train).newest()
     local = read_local(train)
     if newest is not None and local and local[-1]["started_at"] > newest.submitted_at:
@@ -257,15 +259,10 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
             follow_run(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
             tail = Tail(newest.log)
-            follower = JobFollower(
-                newest.job_id, newest.name, Queue(TICK_S), tail, slowest_poll_s=SLOWEST_POLL_S
-            )
-            follow_run(tail, follower.alive)
+            follow_run(tail, _follower(newest.job_id, newest.name, tail).alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()
-        elif (
-            printed.exists()
-        ):  # of a training here or in an allocation, or of the launcher of a waiting job
+        elif printed.exists():
             Tail(printed).read()
         elif newest is not None:
             raise UserError(

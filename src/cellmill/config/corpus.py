@@ -57,29 +57,30 @@ class Preprocess(Section):
     corpus without reference_organism, each with its own genes, and tokens.covariates: [organism]
     tells the model the organism.
     """
-    min_genes: int = Field(200, ge=0, description="Drop cells with fewer detected genes.")
+    min_genes: int = Field(200, ge=0)
+    """Drop cells with fewer detected genes."""
     min_counts: int = Field(1, ge=1)
     """Drop cells with fewer counts (sequences with fewer residues); cells without counts are always
     dropped.
     """
-    max_mito_frac: float = Field(
-        0.2, ge=0, le=1, description="Largest mitochondrial fraction of a cell; 1 keeps all."
-    )
+    max_mito_frac: float = Field(0.2, ge=0, le=1)
+    """Largest mitochondrial fraction of a cell; 1 keeps all."""
     min_cells: int = Field(0, ge=0)
     """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell
     depend on the other cells of its file. `vocabulary.min_cells` counts over the corpus.
     """
-    min_coverage_frac: float = Field(
-        0.5, ge=0, le=1, description="Minimum fraction of genes with an Ensembl id."
-    )
+    min_coverage_frac: float = Field(0.5, ge=0, le=1)
+    """Minimum fraction of genes with an Ensembl id."""
     gene_length: Literal["keep", "normalise", "refuse"] = "keep"
     """Cells of full-length protocols (Smart-seq and others, found by any obs column that names
     them), whose counts grow with the length of a gene: keep them as they are, with a warning;
     normalise their counts by gene length, keeping the sum of each cell, and draw whole numbers; or
     refuse the dataset.
     """
-    keep_obs: list[str] | None = Field(None, description="obs columns to keep; null keeps all.")
-    row_block: int = Field(4096, ge=1, description="Cells in memory at a time.")
+    keep_obs: list[str] | None = None
+    """obs columns to keep; null keeps all."""
+    row_block: int = Field(4096, ge=1)
+    """Cells in memory at a time."""
     compression: Literal["gzip"] | None = None
     """Compression of the preprocessed cells. gzip takes a quarter of the disk (`cellmill plan_corpus` prints it) and
     2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same.
@@ -97,10 +98,10 @@ class Preprocess(Section):
 class VocabularyConfig(Section):
     """Selection of the genes that become tokens."""
 
-    min_cells: int = Field(1, ge=1, description="Drop genes detected in fewer cells of the corpus.")
-    max_genes: int | None = Field(
-        None, ge=1, description="Maximum number of genes, chosen by `select`; null: all."
-    )
+    min_cells: int = Field(1, ge=1)
+    """Drop genes detected in fewer cells of the corpus."""
+    max_genes: int | None = Field(None, ge=1)
+    """Maximum number of genes, chosen by `select`; null: all."""
     select: Literal["detected", "seurat", "seurat_v3"] = "detected"
     """Which genes max_genes keeps: those detected in most cells, or the most variable ones, by this
     flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`). With
@@ -123,9 +124,8 @@ class VocabularyConfig(Section):
     scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have that model's order. null
     replaces none.
     """
-    protein_coding: bool = Field(
-        False, description="Drop genes that GENCODE does not list as protein coding."
-    )
+    protein_coding: bool = False
+    """Drop genes that GENCODE does not list as protein coding."""
 
     def reads_split(self, shard: "Shard") -> bool:
         """True if only training cells are read: genes chosen by variability, or a split that holds
@@ -143,7 +143,8 @@ class VocabularyConfig(Section):
 class Shard(Section):
     """Split into train, val and test, and size of the shards."""
 
-    cells_per_shard: int = Field(16_384, ge=64, description="Cells per shard file.")
+    cells_per_shard: int = Field(16_384, ge=64)
+    """Cells per shard file."""
     split_by: str | None = None
     """obs column, such as donor, or `dataset`: cells of one value stay together; null keeps equal
     cells together.
@@ -152,13 +153,12 @@ class Shard(Section):
     """Values of split_by for training alone, such as the control; the fractions apply to the other
     values.
     """
-    val_frac: float = Field(
-        0.1, ge=0, lt=1, description="Fraction of cells, or of split_by's values, for validation."
-    )
-    test_frac: float = Field(0.1, ge=0, lt=1, description="Fraction held out for evaluation.")
-    seed: int = Field(
-        0, ge=0, le=2**31 - 1, description="Seed of the split and of the order on disk."
-    )
+    val_frac: float = Field(0.1, ge=0, lt=1)
+    """Fraction of cells, or of split_by's values, for validation."""
+    test_frac: float = Field(0.1, ge=0, lt=1)
+    """Fraction held out for evaluation."""
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seed of the split and of the order on disk."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Duplicate cells, which have the same counts of the same genes as an earlier cell of the
     corpus: keep counts and reports them, drop removes them. With few counts, different cells may be

@@ -24,37 +24,15 @@ from cellmill.files import special_kind
 
 # characters; names of a corpus and a dataset are in one file name, whose limit is 255
 MAX_NAME = 100
-NO_LABEL = (
-    *("na", "n a", "nan", "none", "missing", "blank"),
-    *(
-        "unknown",
-        "unk",
-        "unidentified",
-        "undefined",
-        "undetermined",
-        "unspecified",
-        "not known",
-        "not determined",
-    ),
-    *("unassigned", "not assigned", "unclassified", "not classified"),
-    *("unannotated", "not annotated", "unlabeled", "unlabelled", "not labeled", "not labelled"),
-    *("not available", "not applicable", "not reported", "not provided", "to be determined", "tbd"),
-    *(
-        "doublet",
-        "doublets",
-        "multiplet",
-        "multiplets",
-        "low quality",
-        "lowquality",
-        "debris",
-        "empty droplet",
-        "empty droplets",
-    ),
-    *("cell", "native cell", "animal cell", "eukaryotic cell"),
+NO_LABEL = tuple(
+    "na|n a|nan|none|missing|blank|unknown|unk|unidentified|undefined|undetermined|unspecified|"
+    "not known|not determined|unassigned|not assigned|unclassified|not classified|unannotated|"
+    "not annotated|unlabeled|unlabelled|not labeled|not labelled|not available|not applicable|"
+    "not reported|not provided|to be determined|tbd|doublet|doublets|multiplet|multiplets|"
+    "low quality|lowquality|debris|empty droplet|empty droplets|"
+    "cell|native cell|animal cell|eukaryotic cell".split("|")  # any cell, in the Cell Ontology
 )
-"""Texts that mean no label, as `plain_label` writes them. The last line are terms of the Cell
-Ontology for any cell.
-"""
+"""Texts that mean no label, as `plain_label` writes them."""
 CountsRule = Literal["refuse", "round", "stochastic"]
 COUNTS_RULES: tuple[CountsRule, ...] = get_args(CountsRule)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -129,12 +107,10 @@ class ObsColumns(Section):
     (`unknown`, `nan`, `Unassigned`, `doublet`, ...); - for none, so that each of these is a class.
     Cells that have one get no label.
     """
-    batch: str | None = Field(
-        None, description="obs column of the batch; preprocessed cells have it as `batch`."
-    )
-    donor: str | None = Field(
-        None, description="obs column of the donor; preprocessed cells have it as `donor`."
-    )
+    batch: str | None = None
+    """obs column of the batch; preprocessed cells have it as `batch`."""
+    donor: str | None = None
+    """obs column of the donor; preprocessed cells have it as `donor`."""
     condition: str | None = None
     """obs column of the condition, such as a disease; preprocessed cells have it as `condition`."""
     perturbation: str | None = None
@@ -148,9 +124,8 @@ class ObsColumns(Section):
     that perturbed cells have too. Empty: a column whose name and values say that it has guides, if
     there is one.
     """
-    dose: str | None = Field(
-        None, description="obs column of a dose, a number; preprocessed cells have it as `dose`."
-    )
+    dose: str | None = None
+    """obs column of a dose, a number; preprocessed cells have it as `dose`."""
 
     def problems(self) -> Iterator[str]:
         labels = self.labels
@@ -289,7 +264,8 @@ def check_url(text: str | None) -> str | None:
 class Dataset(ObsColumns):
     """One row of the table; an empty field is null."""
 
-    dataset: str = Field(description="Name, used in file names.")
+    dataset: str
+    """Name, used in file names."""
     path: Annotated[
         str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)
     ]
@@ -310,13 +286,16 @@ class Dataset(ObsColumns):
     """Column of var that names the genes, or `index`. Empty for the one that names most genes."""
     organism: Literal["human", "mouse", "none"] | None = None
     """preprocess.organism of this dataset; none uses var_names as ids."""
-    min_genes: int | None = Field(None, ge=0, description="preprocess.min_genes of this dataset.")
-    min_counts: int | None = Field(None, ge=1, description="preprocess.min_counts of this dataset.")
-    max_mito_frac: float | None = Field(
-        None, ge=0, le=1, description="preprocess.max_mito_frac of this dataset."
-    )
-    source: str | None = Field(None, description="Source of the data, for the report.")
-    licence: str | None = Field(None, description="Licence of the data, for the report.")
+    min_genes: int | None = Field(None, ge=0)
+    """preprocess.min_genes of this dataset."""
+    min_counts: int | None = Field(None, ge=1)
+    """preprocess.min_counts of this dataset."""
+    max_mito_frac: float | None = Field(None, ge=0, le=1)
+    """preprocess.max_mito_frac of this dataset."""
+    source: str | None = None
+    """Source of the data, for the report."""
+    licence: str | None = None
+    """Licence of the data, for the report."""
 
     @model_validator(mode="before")
     @classmethod

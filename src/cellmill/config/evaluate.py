@@ -44,9 +44,8 @@ class ExternalModel(Section):
     """Program and arguments, split as by a shell but run without one; {cells} is the input .h5ad,
     {out} the output.
     """
-    files: list[str] = Field(
-        [], description="Files, such as its script; a change of one reruns the command."
-    )
+    files: list[str] = Field([])
+    """Files, such as its script; a change of one reruns the command."""
 
     _dump = leaving_out("preset", "model", "command")
 
@@ -111,35 +110,31 @@ def command_words(command: str, cells: str, out: str) -> list[str]:
 class BaselineGate(Section):
     """One condition: in a task, the model's best row against the best row of a baseline."""
 
-    task: str = Field(description="Task of evaluate.tasks; for all labels of a dataset.")
-    baseline: str = Field(
-        description="Row to reach, or features, whose best classifier counts: `all genes`."
-    )
-    column: str | None = Field(
-        None, description="Column to compare; null is that which ranks the task's rows."
-    )
-    lower_is_better: bool = Field(
-        False, description="Whether lower values of the column are better, as of MAE."
-    )
-    margin: float = Field(
-        0.0, description="By how much the model has to be better than the baseline, at least."
-    )
+    task: str
+    """Task of evaluate.tasks; for all labels of a dataset."""
+    baseline: str
+    """Row to reach, or features, whose best classifier counts: `all genes`."""
+    column: str | None = None
+    """Column to compare; null is that which ranks the task's rows."""
+    lower_is_better: bool = False
+    """Whether lower values of the column are better, as of MAE."""
+    margin: float = 0.0
+    """By how much the model has to be better than the baseline, at least."""
 
 
 class Evaluate(Section):
     """Tasks that evaluate the exported model on held-out cells."""
 
-    datasets: Names | None = Field(
-        None, description="Datasets to evaluate; null means those of the run's corpus."
-    )
+    datasets: Names | None = None
+    """Datasets to evaluate; null means those of the run's corpus."""
     cells: Literal["heldout", "all"] = "heldout"
     """heldout excludes every cell that the model was trained or validated on."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Number format of the model in tasks that run it again; set it as embed.precision."""
-    folds: int = Field(5, ge=2, description="Cross-validation folds of tasks that fit a model.")
-    seed: int = Field(
-        0, ge=0, le=2**31 - 1, description="Seed of folds, masks, the untrained model and the UMAP."
-    )
+    folds: int = Field(5, ge=2)
+    """Cross-validation folds of tasks that fit a model."""
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seed of folds, masks, the untrained model and the UMAP."""
     tasks: Annotated[
         dict[str, SerializeAsAny[TaskConfig]], BeforeValidator(partial(by_name, TaskConfig))
     ] = Field(_DEFAULT_TASKS, min_length=1)

@@ -17,13 +17,13 @@ from cellmill.config.section import Section
 
 # options of sbatch that the launcher sets: another value would lose the job or its log
 OURS = (
-    "nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue",
-    "array", "wrap", "parsable", "chdir", "export",
-)  # fmt: skip
+    "nodes ntasks ntasks-per-node job-name output error open-mode signal requeue no-requeue array "
+    "wrap parsable chdir export"
+).split()
 OURS_OF_SRUN = (
-    "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "kill-on-bad-exit", "overlap", "unbuffered", "output",
-    "error", "label", "multi-prog", "gpus-per-node", "gres", "chdir", "export", "jobid",
-)  # fmt: skip
+    "nodes ntasks ntasks-per-node cpus-per-task kill-on-bad-exit overlap unbuffered output error "
+    "label multi-prog gpus-per-node gres chdir export jobid"
+).split()
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -60,45 +60,54 @@ class Machine(Section):
     """
     nodes: Text = "1"
     """Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."""
-    nproc_per_node: int = Field(1, ge=1, description="Processes per node: one per GPU.")
-    slurm_partition: Text = Field("", description="Partition, or several separated by commas.")
-    slurm_account: Text = Field("", description="Account to charge.")
-    qos: Text = Field("", description="Quality of service.")
-    constraint: Text = Field("", description="Required node features.")
-    reservation: Text = Field("", description="Reservation.")
-    gpus_per_node: Text = Field("", description="GPUs per node: 4, or h100:4.")
-    gres: Text = Field("", description="The same for sites that support only --gres: gpu:h100:4.")
+    nproc_per_node: int = Field(1, ge=1)
+    """Processes per node: one per GPU."""
+    slurm_partition: Text = ""
+    """Partition, or several separated by commas."""
+    slurm_account: Text = ""
+    """Account to charge."""
+    qos: Text = ""
+    """Quality of service."""
+    constraint: Text = ""
+    """Required node features."""
+    reservation: Text = ""
+    """Reservation."""
+    gpus_per_node: Text = ""
+    """GPUs per node: 4, or h100:4."""
+    gres: Text = ""
+    """The same for sites that support only --gres: gpu:h100:4."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: one GPU per process, or the start is refused; cpu: CPU cores, also of nodes with GPUs;
     auto: cuda if gpus_per_node or gres requests GPUs or a node shows some, else cpu.
     """
-    runtime: int = Field(
-        60,
-        ge=1,
-        description="Time limit of a job in minutes; a longer training takes several jobs.",
-    )
-    mem_mb: int = Field(0, ge=0, description="Memory per node in MB; 0 for all of it.")
+    runtime: int = Field(60, ge=1)
+    """Time limit of a job in minutes; a longer training takes several jobs."""
+    mem_mb: int = Field(0, ge=0)
+    """Memory per node in MB; 0 for all of it."""
     cpus_per_task: int = Field(0, ge=0)
     """CPU cores per node; 0 for 2 per process, or with launcher local for all."""
-    modules: Text = Field(
-        "", description="Environment modules to load on every node, separated by spaces."
-    )
-    container: Text = Field("", description="Apptainer image to run the processes in.")
-    interface: Text = Field("", description="Network interface between nodes, such as ib0.")
+    modules: Text = ""
+    """Environment modules to load on every node, separated by spaces."""
+    container: Text = ""
+    """Apptainer image to run the processes in."""
+    interface: Text = ""
+    """Network interface between nodes, such as ib0."""
     setup: Text = ""
     """Shell command to run on the first node before the processes start in its environment."""
-    sbatch_options: Text = Field("", description="More sbatch options: `exclude=node7 exclusive`.")
-    srun_options: Text = Field(
-        "", description="More options of the srun that starts the processes: `mpi=none`."
-    )
+    sbatch_options: Text = ""
+    """More sbatch options: `exclude=node7 exclusive`."""
+    srun_options: Text = ""
+    """More options of the srun that starts the processes: `mpi=none`."""
     save_within_s: int = Field(120, ge=1)
     """Seconds before the time limit at which the training saves and ends."""
     max_restarts: int = Field(2, ge=0)
     """Restarts per job after a process was lost, each from a newer checkpoint than the previous
     start.
     """
-    max_jobs: int = Field(100, ge=1, description="Maximum number of jobs of a training.")
-    poll_s: float = Field(10.0, gt=0, description="Seconds between two queries of the queue.")
+    max_jobs: int = Field(100, ge=1)
+    """Maximum number of jobs of a training."""
+    poll_s: float = Field(10.0, gt=0)
+    """Seconds between two queries of the queue."""
     on_interrupt: Literal["cancel", "detach"] = "cancel"
     """Effect of Ctrl-C on the job: cancel it, or detach from it."""
 

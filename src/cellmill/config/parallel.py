@@ -30,9 +30,8 @@ Style = Literal[
 class Parallel(Section):
     """Layout of the model over processes; the profile sets how many processes there are."""
 
-    strategy: Literal["ddp", "fsdp"] = Field(
-        "fsdp", description="DistributedDataParallel or FSDP2."
-    )
+    strategy: Literal["ddp", "fsdp"] = "fsdp"
+    """DistributedDataParallel or FSDP2."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = (
         "HYBRID_SHARD"
     )
@@ -43,20 +42,14 @@ class Parallel(Section):
     """
     shard_size: int | None = Field(None, ge=1)
     """Processes in one HYBRID_SHARD group; null is the processes of one node, divided by tp."""
-    tp: int = Field(
-        1,
-        ge=1,
-        description="Tensor-parallel size: processes that share matrices and cells, on one node.",
-    )
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel size: processes that share matrices and cells, on one node."""
     sequence_parallel: bool = False
     """Tensor-parallel processes also split the tokens between matrix multiplications, to save
     memory.
     """
-    pp: int = Field(
-        1,
-        ge=1,
-        description="Pipeline-parallel size: processes that each hold some blocks, across nodes.",
-    )
+    pp: int = Field(1, ge=1)
+    """Pipeline-parallel size: processes that each hold some blocks, across nodes."""
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"
     ] = "1F1B"

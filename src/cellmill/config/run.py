@@ -22,10 +22,10 @@ class Stream(Section):
     """Independent streams of cells: a multiple of all data-parallel sizes of the run, for equal
     global batches.
     """
-    block_cells: int = Field(64, ge=1, description="Contiguous cells per read.")
-    window_blocks: int = Field(
-        16, ge=1, description="Blocks of one lane whose cells are shuffled together."
-    )
+    block_cells: int = Field(64, ge=1)
+    """Contiguous cells per read."""
+    window_blocks: int = Field(16, ge=1)
+    """Blocks of one lane whose cells are shuffled together."""
     equal_steps: bool = False
     """Spread the cells of an epoch evenly over its steps, whose number stays. Otherwise the last
     step has the remaining cells, which may be a handful. Recommended for new runs; off reproduces
@@ -99,12 +99,10 @@ class Stream(Section):
 class Plan(Section):
     """Assumptions of the plan about the machine."""
 
-    memory_gb: float | None = Field(
-        None, gt=0, description="Memory of a process; null: of the profile's device."
-    )
-    memory_frac: float = Field(
-        0.9, gt=0, le=1, description="Fraction of that memory a run may use."
-    )
+    memory_gb: float | None = Field(None, gt=0)
+    """Memory of a process; null: of the profile's device."""
+    memory_frac: float = Field(0.9, gt=0, le=1)
+    """Fraction of that memory a run may use."""
     mfu_frac: float = Field(0.35, gt=0, le=1)
     """Assumed fraction of the device's peak FLOP/s; communication and idle time are added."""
     intra_node_gbs: float | None = Field(None, gt=0)
@@ -130,12 +128,10 @@ class Train(Section):
         description=f"Optimizer steps; exactly one of steps and epochs is set. auto: {AUTO_EPOCHS} epochs, at least "
         f"{AUTO_MIN_STEPS:,} steps. A run whose length is changed continues.",
     )
-    epochs: float | None = Field(
-        None, gt=0, le=10**6, description="Passes over the training cells."
-    )
-    global_batch: int = Field(
-        256, ge=1, le=10**7, description="Cells per optimizer step over all processes."
-    )
+    epochs: float | None = Field(None, gt=0, le=10**6)
+    """Passes over the training cells."""
+    global_batch: int = Field(256, ge=1, le=10**7)
+    """Cells per optimizer step over all processes."""
     token_budget: int = Field(16_384, ge=1)
     """Maximum tokens of a micro-batch; a process accumulates gradients over as many as its share
     needs.
@@ -145,26 +141,26 @@ class Train(Section):
         description="Optimizer: its name, or a mapping of name and further options. muon: orthogonalised momentum for "
         "the matrices of the blocks, AdamW for the rest, with one learning rate (Jordan et al. 2024).",
     )
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning-rate schedule after warm-up. wsd: constant, then linear decay, so longer runs begin
     the same.
     """
-    decay_frac: float = Field(
-        0.2, gt=0, le=1, description="Fraction of the steps, at the end, in which wsd decays."
-    )
-    warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    min_lr_frac: float = Field(
-        0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr."
-    )
-    weight_decay: float = Field(
-        0.1, ge=0, description="Weight decay of matrices; norms, biases, embeddings have none."
-    )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay rate of the first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay rate of the second moment.")
-    clip_norm: float | None = Field(
-        1.0, gt=0, description="Maximum global gradient norm; null disables clipping."
-    )
+    decay_frac: float = Field(0.2, gt=0, le=1)
+    """Fraction of the steps, at the end, in which wsd decays."""
+    warmup_steps: int = Field(100, ge=0)
+    """Steps of linear warm-up from 0 to lr."""
+    min_lr_frac: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the last step, as a fraction of lr."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Weight decay of matrices; norms, biases, embeddings have none."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW decay rate of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW decay rate of the second moment."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Maximum global gradient norm; null disables clipping."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay per step of an exponential moving average of the trained weights; after t steps at most
     (1 + t) / (10 + t). Validation, and so the best checkpoint, and the exported model use the
@@ -178,40 +174,38 @@ class Train(Section):
     """Seconds without progress after which a hanging process ends the training; five times as long
     during the first steps, and at least a minute until all have joined.
     """
-    seed: int = Field(
-        0, ge=0, le=2**31 - 1, description="Seed of weights, shuffling, masks and dropout."
-    )
-    val_every_steps: int = Field(
-        200, ge=1, description="Steps between validations; the last step always validates."
-    )
-    val_cells: int | None = Field(None, ge=1, description="Validation cells used; null uses all.")
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seed of weights, shuffling, masks and dropout."""
+    val_every_steps: int = Field(200, ge=1)
+    """Steps between validations; the last step always validates."""
+    val_cells: int | None = Field(None, ge=1)
+    """Validation cells used; null uses all."""
     best_metric: str = "val_loss"
     """Validation metric that chooses the best checkpoint and stops early, by its name in
     metrics.jsonl: val_loss, val_accuracy of classification, val_pearson of regression,
     effective_rank, depth_r2 or batch_r2; of a part of objective sum val_loss_PART,
     val_accuracy_PART or val_pearson_PART.
     """
-    best_mode: Literal["min", "max"] = Field(
-        "min", description="Whether a smaller or a larger best_metric is better."
-    )
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger best_metric is better."""
     early_stop_patience: int | None = Field(None, ge=1)
     """Validations in a row without a better best_metric after which the run ends; a higher value
     continues it. null trains to the last step.
     """
     early_stop_min_delta: float = Field(0.0, ge=0)
     """Minimum improvement that resets the patience; the best checkpoint is the best regardless."""
-    checkpoint_every_steps: int = Field(500, ge=1, description="Steps between checkpoints.")
-    checkpoint_every_min: float | None = Field(
-        None, gt=0, description="Minutes between more checkpoints; null: none."
-    )
-    keep_checkpoints: int = Field(
-        2, ge=1, description="Number of newest checkpoints kept in addition to the best."
-    )
+    checkpoint_every_steps: int = Field(500, ge=1)
+    """Steps between checkpoints."""
+    checkpoint_every_min: float | None = Field(None, gt=0)
+    """Minutes between more checkpoints; null: none."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Number of newest checkpoints kept in addition to the best."""
     keep_steps: Counts = Field([])
     """Steps whose checkpoints are written and kept permanently, whatever checkpoint_every_steps and
     keep_checkpoints say, such as those from which other runs branch (trunk_step).
     """
-    log_every_steps: int = Field(10, ge=1, description="Steps between logged metrics.")
+    log_every_steps: int = Field(10, ge=1)
+    """Steps between logged metrics."""
     profile_steps: list[int] | None = Field(None, min_length=2, max_length=2)
     """First and last step (from 1) to profile: a torch profiler trace, and on a GPU a memory
     snapshot, in train/profile/ of the run; null profiles none.
@@ -257,7 +251,8 @@ class Consolidate(Section):
 class Embed(Section):
     """Embedding of cells with the exported model."""
 
-    token_budget: int = Field(16_384, ge=1, description="Maximum tokens of one forward pass.")
+    token_budget: int = Field(16_384, ge=1)
+    """Maximum tokens of one forward pass."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Number format of the forward pass. bf16-mixed is for a GPU, where attention in float32 is one
     call per cell length; embeddings then have two to three decimal digits. Not tested on a GPU.
@@ -291,20 +286,22 @@ class KnockOut(Section):
 
     genes: list[str] | None = Field(None, min_length=1)
     """Ids or symbols; null removes each gene that min_cells of the cells express."""
-    cells: int = Field(1000, ge=1, description="Cells drawn from the dataset at most.")
-    min_cells: int = Field(
-        20, ge=1, description="Minimum number of drawn cells that express a gene."
-    )
+    cells: int = Field(1000, ge=1)
+    """Cells drawn from the dataset at most."""
+    min_cells: int = Field(20, ge=1)
+    """Minimum number of drawn cells that express a gene."""
     null_genes: int = Field(100, ge=1)
     """Other genes of the most similar expression, each removed too, that a gene is compared with.
     """
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of the draw of cells.")
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Seed of the draw of cells."""
 
 
 class Report(Section):
     """The report page over all runs."""
 
-    title: str = Field("cellmill report", description="Heading of the page.")
+    title: str = "cellmill report"
+    """Heading of the page."""
 
 
 def learning_rate(train: Train, step: int, steps: int) -> float:

@@ -40,10 +40,11 @@ from cellmill.config.section import Counts, Names, Section
 from cellmill.errors import ConfigError, did_you_mean
 
 MOST_RUNS = 10_000
-_COLUMNS = {  # of results.csv, beside the axes
-    "run", "parameters", "cells", "steps", "cells_seen", "gpu_hours", "cpu_core_hours",
-    "dataset", "task", "name", "kind", "metric", "value", "sd",
-}  # fmt: skip
+# columns of results.csv, next to the axes
+_COLUMNS = set(
+    "run parameters cells steps cells_seen gpu_hours cpu_core_hours dataset task name kind metric "
+    "value sd".split()
+)
 # of rules/bridges.smk and zoo.smk
 BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)
 
@@ -53,9 +54,8 @@ class Sweep(Section):
     `size-seed0-hidden128`.
     """
 
-    run: dict[str, Any] = Field(
-        description="Shared by all its runs: `corpus`, and any key of a run."
-    )
+    run: dict[str, Any]
+    """Shared by all its runs: `corpus`, and any key of a run."""
     over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(min_length=1)
     """Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points
     that set several options at once, such as `layout: {ddp: {parallel.strategy: ddp}, pp:
@@ -160,14 +160,17 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
 class CorpusConfig(ShardOptions, VocabularyOptions, PreprocessOptions):
     """Datasets that are preprocessed, counted and sharded together."""
 
-    table: str = Field("config/datasets.tsv", description="Table of datasets.")
-    datasets: Names | None = Field(None, description="Names of the rows to use; null: all.")
+    table: str = "config/datasets.tsv"
+    """Table of datasets."""
+    datasets: Names | None = None
+    """Names of the rows to use; null: all."""
 
 
 class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOptions, PlanOptions):
     """One model, from plan to evaluation."""
 
-    corpus: str = Field(description="Name of its corpus.")
+    corpus: str
+    """Name of its corpus."""
     init_from: str | None = Field(None, pattern=NOT_WILDCARD)
     """Run whose exported model provides the initial weights; or the path of a model folder, with a
     `/`, such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or
@@ -181,9 +184,8 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     schedule must equal the trunk's, and the learning rates up to that step must be the same, as
     with schedule wsd or constant.
     """
-    trunk_step: int | None = Field(
-        None, ge=1, description="Step of the trunk's checkpoint, of its train.keep_steps."
-    )
+    trunk_step: int | None = Field(None, ge=1)
+    """Step of the trunk's checkpoint, of its train.keep_steps."""
     evaluate_steps: Counts = Field(default=[])
     """Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in
     `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains

@@ -1,6 +1,4 @@
-"""Following one SLURM job: its state by polling, its log as it grows, and its end after it was
-cancelled.
-"""
+"""Following one SLURM job: its state by polling, its log as it grows, and its end."""
 
 import os
 import re
@@ -38,18 +36,19 @@ HELD_AFTER_FAILED_START = "launch failed requeued held"
 
 
 class Tail:
-    """Reads lines appended to the log of a job, and prints them if `echo`. Its patterns are of
-    lines near the log's end, for `last`.
+    """Reads lines appended to the log of a job, and prints them if `echo`.
+
+    Its patterns are for `last`: lines near the log's end.
     """
 
-    # the kernel killed a process for memory, says SLURM
+    # SLURM's message about a process that the kernel killed for memory
     OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"
     REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
-    # before srun
+    # of the batch script, before srun
     FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"
     SRUN_OPTIONS = r"^(srun: (?:unrecognized|invalid|unknown) option.*|srun: option .* requires an argument.*)$"
     FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
-    KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # of the agent that saw it
+    KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # by the agent that saw it
     # SLURM announced the end of the job, as it does before the time limit
     TO_SAVE = "^(SIGUSR2: saving)$"
 
@@ -131,7 +130,8 @@ class JobFollower:
         for it until the time limit.
         """
         while self.alive():
-            if self.state.name == "RUNNING" and (lost := self.tail.not_launched) is not None:
+            lost = self.tail.not_launched
+            if self.state.name == "RUNNING" and lost is not None:
                 say(f"{lost[0]}: the other tasks would wait for it until the time limit")
                 self.cancel(wait)
                 self._note(JobState("LAUNCH_FAILED"), ended=True)
@@ -237,13 +237,12 @@ def lost_start(train: Path) -> str:
 
 
 def how_to_end(train: Path, job: str) -> str:
-    """A line about a start of job `job` that SLURM may have lost: where it trains, and what ends
-    it.
-    """
+    """Where a start of job `job` that SLURM may have lost trains, and what ends it, in a line."""
     hosts = list[str]()
     for record in Jobs(train).all():
-        if record.job_id == job and (attempts := record.attempts()):
-            hosts += attempts[-1]["hosts"]
+        if record.job_id == job:
+            for attempt in record.attempts()[-1:]:
+                hosts += attempt["hosts"]
     return (
         f"job {job} still trains on {', '.join(hosts) or 'a node'}; `scancel {job}` lets it save and end, unless SLURM "
         "has lost it: then end its processes there"
@@ -270,7 +269,7 @@ def save_job(
         return
     say(f"job {job_id} may save for {within_s:g} s; interrupt again to end it at once")
     deadline = time.monotonic() + within_s
-    while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
+    while queue.state(job_id, name).may_be_alive:
         if time.monotonic() > deadline or impatient():
             return
         wait(TICK_S)
@@ -283,7 +282,8 @@ def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.slee
     queue = Queue(TICK_S)
     complaint = queue.cancel(job_id, name)
     deadline = time.monotonic() + CANCEL_S
-    while (state := queue.state(job_id, name)).alive or state.name == UNKNOWN:
+    state = queue.state(job_id, name)
+    while state.may_be_alive:
         if time.monotonic() > deadline:
             raise UserError(
                 f"job {job_id} was cancelled but has not ended ({complaint or state.name}); `scancel {job_id}` "
@@ -292,6 +292,7 @@ def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.slee
         if complaint:
             complaint = queue.cancel(job_id, name)
         wait(TICK_S)
+        state = queue.state(job_id, name)
     return state
 
 
@@ -302,7 +303,9 @@ def settle(
     it does.
     """
     deadline = time.monotonic() + within_s
-    while not (shows := shown()) and time.monotonic() <= deadline:
+    while time.monotonic() <= deadline:
+        if shown():
+            return True
         os.listdir(folder)  # makes a network file system look again
         wait(TICK_S)
-    return shows
+    return shown()

@@ -9,9 +9,8 @@ happen to a job, and what the launcher then does.
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from cellmill.config.machine import Machine
@@ -33,7 +32,7 @@ from cellmill.launch.submit import NEEDED, SlurmJobs
 from cellmill.runs.folder import TrainFolder, training_seconds
 from cellmill.runs.jobs import CANCELLED, CONNECTION, JobRecord, Jobs, error_line
 from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
-from cellmill.runs.slurm import ENDED_BY_SITE, INFRASTRUCTURE, NOT_LISTED, OTHER_JOB, UNKNOWN
+from cellmill.runs.slurm import ENDED_BY_SITE, INFRASTRUCTURE, NOT_LISTED, OTHER_JOB
 
 SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
 IN_A_ROW = 2  # such jobs until they are warned about
@@ -49,63 +48,66 @@ TOO_SHORT = (
 SETTLE_S = 60  # how long a shared folder may take to show what a node wrote
 
 
-@dataclass
 class ShortJobs:
-    """Follows the jobs of one run. `training_s` is the time of all steps of its curve; None if
-    unknown.
-    """
+    """Jobs of one run that were mostly start-up."""
 
-    training_s: Callable[[], float | None]
-
-    def __post_init__(self) -> None:
-        self._before_s = self.training_s() or 0.0
-        self._warned = False
+    def __init__(self, training_s: Callable[[], float | None]) -> None:
+        self.training_s = training_s  # time of all steps of the curve; None if unknown
+        self._before_s = training_s() or 0.0
+        self._has_warned = False
+        # (share of the time without training, steps saved) of each of the last jobs that ended at
+        # its limit
         self._at_limit = list[tuple[float, int]]()
-        """(share of the time without training, steps saved) of each of the last jobs that ended at
-        its limit.
-        """
 
     def line(self, ended: JobRecord, steps: int, was_to_save: bool) -> str:
         """One line, once, if this job and the one before it were mostly start-up; otherwise empty.
 
         `steps` is what the job has added to the newest checkpoint. `was_to_save`: SLURM announced
-        the job's end, which it does before a preemption too. Raises UserError if the job ended at
+        the job's end, which it does before a preemption too. Raise UserError if the job ended at
         its limit before its first step.
         """
         limit_s = 60.0 * ended.runtime
-        elapsed_s = 0.0
+        elapsed_s = _last_elapsed_s(ended)
+        is_at_limit = elapsed_s >= limit_s - ended.save_within_s - EARLY_S
         after_s = self.training_s()
-        # the job's own record of its last start; none if missing or damaged
-        with suppress(DataError):
-            for last in ended.attempts()[-1:]:
-                elapsed_s = float(last["ended_at"] or last["seen_at"]) - float(last["started_at"])
-        at_limit = elapsed_s >= limit_s - ended.save_within_s - EARLY_S
-        # SLURM also says TIMEOUT of a job that ended in the grace time of a preemption, long before
-        # its limit
-        timeout = ended.state == "TIMEOUT" and (at_limit or not elapsed_s)
-        announced = was_to_save and ended.state != "PREEMPTED" and at_limit
         trained_s = (after_s or 0.0) - self._before_s
         self._before_s = after_s or 0.0
-        if not ended.late and not steps and trained_s <= 0 and (timeout or announced):
+        made_nothing = not ended.late and not steps and trained_s <= 0
+        if ended.state == "TIMEOUT":
+            # SLURM also says so of a job that ended in the grace time of a preemption, long before
+            # its limit
+            hit_limit = is_at_limit or not elapsed_s
+        else:
+            hit_limit = is_at_limit and was_to_save and ended.state != "PREEMPTED"
+        if made_nothing and hit_limit:
             took_s = elapsed_s or limit_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
             raise UserError(
                 f"start-up took {took_s:.0f} s of the limit's {limit_s:.0f} s, and no step was made: raise runtime to "
                 f"at least {least_min} (min) in the profile (job {ended.job_id}, log: {ended.log})"
             )
-        if after_s is None or not at_limit:
+        if after_s is None or not is_at_limit:
             self._at_limit.clear()
             return ""
-        self._at_limit.append((1 - min(1.0, max(0.0, trained_s) / max(elapsed_s, 1e-9)), steps))
+        trained_share = min(1.0, max(0.0, trained_s) / max(elapsed_s, 1e-9))
+        self._at_limit.append((1 - trained_share, steps))
         shares, saved = zip(*self._at_limit[-IN_A_ROW:])
-        if self._warned or len(shares) < IN_A_ROW or min(shares) < SHARE:
+        if self._has_warned or len(shares) < IN_A_ROW or min(shares) < SHARE:
             return ""
-        self._warned = True
+        self._has_warned = True
         return (
             f"warning: the last {IN_A_ROW} jobs spent {sum(shares) / IN_A_ROW:.0%} of their time on starting and "
             f"saving, and made {' and '.join(map(str, saved))} steps: raise runtime ({ended.runtime} min) in the "
             "profile"
         )
+
+
+def _last_elapsed_s(ended: JobRecord) -> float:
+    """Seconds of a job's last start, by its own record; 0 if that is missing or damaged."""
+    with suppress(DataError):
+        for attempt in ended.attempts()[-1:]:
+            return float(attempt["ended_at"] or attempt["seen_at"]) - float(attempt["started_at"])
+    return 0.0
 
 
 class SlurmLauncher:
@@ -135,16 +137,15 @@ class SlurmLauncher:
         if newest is not None and newest.ended_at is None:
             state = self.slurm.queue.state(newest.job_id, newest.name)
             # it may still run: its follower waits until SLURM is sure
-            if state.alive or state.name in (UNKNOWN, NOT_LISTED):
+            if state.may_be_alive or state.name == NOT_LISTED:
                 return newest
-            newest.write_state(
-                NOT_LISTED if state.name == OTHER_JOB else state.name, state.reason, ended=True
-            )
+            name = NOT_LISTED if state.name == OTHER_JOB else state.name
+            newest.write_state(name, state.reason, ended=True)
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:
-        """Wait until SLURM lists a job (False), or has not known it for so long that it has ended
-        (True).
+        """Wait until SLURM lists the job. Return True if it has been missing long enough to count
+        as ended.
         """
         follower = JobFollower.of(record, self.slurm.queue, echo=False)
         while follower.alive():
@@ -217,19 +218,18 @@ class SlurmLauncher:
 
     def _after_claim(self) -> JobRecord | None:
         """Wait until no job claims the run, or until SLURM has one of it; return that one's record."""
-        warned = False
-        while (record := self.slurm.find()) is None:
-            job = claimant(self.folder.path)
-            if not job or self.folder.state() == "done":
-                break
-            if not warned:
-                say(
-                    f"{how_to_end(self.folder.path, job)}; another job is submitted once it has ended"
-                )
-                warned = True
+        path = self.folder.path
+        has_warned = False
+        while True:
+            record = self.slurm.find()
+            job = claimant(path)
+            if record is not None or not job or self.folder.state() == "done":
+                return record
+            if not has_warned:
+                say(f"{how_to_end(path, job)}; another job is submitted once it has ended")
+                has_warned = True
             self.watch.check()
             self.slurm.pause(self.machine.poll_s)
-        return record
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
         """Follow a job until it has ended and the shared folder shows how, obeying signals; return
@@ -278,57 +278,71 @@ class SlurmLauncher:
         )
 
     def _why_another(self, ended: JobRecord) -> str:
-        """The reason for submitting another job. Raises UserError or Stopped if there is none."""
-        where = f"(job {ended.job_id}, log: {ended.log})"
+        """The reason for submitting another job. Raise UserError or Stopped if there is none."""
+        for applies, outcome in self._outcomes(ended):
+            if not applies:
+                continue
+            if isinstance(outcome, UserError):
+                raise outcome
+            return outcome
+        raise AssertionError("the last outcome always applies")
+
+    def _outcomes(self, ended: JobRecord) -> Iterator[tuple[object, str | UserError]]:
+        """Pairs of a test and its outcome, the first that applies counts: the reason for another
+        job, or the error that ends the training.
+        """
         log = Tail(ended.log)
         job = f"job {ended.job_id}"
-        if ended.error:
-            raise UserError(f"{ended.error} {where}")
-        if (ended.path / CANCELLED).exists():
-            saved = f"saved at step {self.folder.saved_step()}"
-            raise Stopped(
-                f"{job} was cancelled by `cellmill cancel`; {saved}; run the same command to resume"
-            )
-        if ended.state == "CANCELLED":
-            raise Stopped(f"{job} was cancelled by somebody else; run the same command to resume")
+        source = f"(job {ended.job_id}, log: {ended.log})"
+        again = "run the same command to resume"
+        yield ended.error, UserError(f"{ended.error} {source}")
+        saved = f"saved at step {self.folder.saved_step()}"
+        stopped = Stopped(f"{job} was cancelled by `cellmill cancel`; {saved}; {again}")
+        yield (ended.path / CANCELLED).exists(), stopped
+        yield (
+            ended.state == "CANCELLED",
+            Stopped(f"{job} was cancelled by somebody else; {again}"),
+        )
         refused = log.last(Tail.REFUSED)
-        if refused:
-            return refused
+        yield refused, refused
         failed = log.last(Tail.FAILED_SETUP)
-        if failed:
-            raise UserError(f"{failed} {where}")
-        if ended.state == "COMPLETED" and self.folder.state() == "stopped":
-            return f"{job} stopped and saved before its time limit or a preemption"
-        if ended.state == "OUT_OF_MEMORY" or log.last(Tail.OUT_OF_MEMORY):
-            remedy = (
-                "raise set-resources: train: mem_mb in the profile, or lower train.token_budget"
-            )
-            raise UserError(f"the job ran out of memory: {remedy} {where}")
-        free = shutil.disk_usage(path := self.folder.path).free
-        if free < 1 << 20:
-            raise UserError(
-                f"{path}: no space left ({free} bytes); make room and run the same command {where}"
-            )
-        if ended.state in INFRASTRUCTURE:
-            return f"{job} ended with {ended.state}{f': {ended.late}' if ended.late else ''}"
-        if ended.state != "FAILED":
-            raise UserError(
-                f"the job ended with {ended.state} before the training was done {where}"
-            )
-        if not ended.log.exists():
-            return f"{job} ended with FAILED and left no log (can the nodes see {ended.path}?)"
-        killed = [
-            Tail(each).last(Tail.KILLED)
-            for each in sorted(ended.path.glob(f"{ended.job_id}_*_log.out"))
-        ]
-        # the signal is the cause
-        first = next(filter(None, killed), None) or error_line(ended.path, CONNECTION)
-        if first:
-            return f"{job} ended with FAILED: {first}"
+        yield failed, UserError(f"{failed} {source}")
+        yield (
+            ended.state == "COMPLETED" and self.folder.state() == "stopped",
+            f"{job} stopped and saved before its time limit or a preemption",
+        )
+        yield (
+            ended.state == "OUT_OF_MEMORY" or log.last(Tail.OUT_OF_MEMORY),
+            UserError(
+                "the job ran out of memory: raise set-resources: train: mem_mb in the profile, or lower "
+                f"train.token_budget {source}"
+            ),
+        )
+        path = self.folder.path
+        free = shutil.disk_usage(path).free
+        yield (
+            free < 1 << 20,
+            UserError(
+                f"{path}: no space left ({free} bytes); make room and run the same command {source}"
+            ),
+        )
+        late = f": {ended.late}" if ended.late else ""
+        yield ended.state in INFRASTRUCTURE, f"{job} ended with {ended.state}{late}"
+        yield (
+            ended.state != "FAILED",
+            UserError(f"the job ended with {ended.state} before the training was done {source}"),
+        )
+        no_log = f"{job} ended with FAILED and left no log (can the nodes see {ended.path}?)"
+        yield not ended.log.exists(), no_log
+        # a signal is the cause of a collective that failed
+        for task_log in sorted(ended.path.glob(f"{ended.job_id}_*_log.out")):
+            killed = Tail(task_log).last(Tail.KILLED)
+            yield killed, f"{job} ended with FAILED: {killed}"
+        connection = error_line(ended.path, CONNECTION)
+        yield connection, f"{job} ended with FAILED: {connection}"
         failed = log.last(Tail.FAILED_IMPORT)
-        if failed:
-            raise UserError(f"{failed}; check modules, setup and container in the profile {where}")
+        advice = "check modules, setup and container in the profile"
+        yield failed, UserError(f"{failed}; {advice} {source}")
         refused = log.last(Tail.SRUN_OPTIONS)
-        if refused:
-            raise UserError(f"{refused}; change srun_options in the profile {where}")
-        return f"{job} ended with FAILED and no process said why, log: {ended.log}"
+        yield refused, UserError(f"{refused}; change srun_options in the profile {source}")
+        yield True, f"{job} ended with FAILED and no process said why, log: {ended.log}"

@@ -32,31 +32,10 @@ _NOT_READY = b"\1"
 _STOP_WAITING = b"\0"
 _WAIT_CANCELED = b"\1"
 OPERATIONS = (
-    *(
-        "validate",
-        "set",
-        "compare_set",
-        "get",
-        "add",
-        "check",
-        "wait",
-        "num_keys",
-        "delete_key",
-        "append",
-    ),
-    *(
-        "multi_get",
-        "multi_set",
-        "cancel_wait",
-        "ping",
-        "queue_push",
-        "queue_pop",
-        "queue_len",
-        "list_keys",
-        "barrier",
-    ),
-)
-"""By their number in a request."""
+    "validate set compare_set get add check wait num_keys delete_key append multi_get multi_set "
+    "cancel_wait ping queue_push queue_pop queue_len list_keys barrier"
+).split()
+"""Operations by their number in a request."""
 
 
 class BadRequest(Exception):

@@ -209,7 +209,11 @@ class SlurmJobs:
             raise UserError(
                 f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them"
             )
-        while (accepted := self.find()) is None:
+        while True:
+            accepted = self.find()
+            if accepted is not None:
+                say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
+                return accepted
             folder, name = self.jobs.new()
             task = write_task(job(folder), self.machine, folder)
             try:
@@ -248,8 +252,6 @@ class SlurmJobs:
                 say(line)
                 warned.add(unreachable)
             self.pause(min(10.0, 5 * self.machine.poll_s))
-        say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
-        return accepted
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises Interrupted at a request."""

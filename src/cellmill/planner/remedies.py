@@ -12,10 +12,10 @@ import subprocess
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -105,7 +105,8 @@ def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
     return "use a device with more memory (the profile) or a smaller model"
 
 
-class Change(NamedTuple):
+@dataclass(frozen=True)
+class Change:
     """Instructions for the user, and the options and hardware after them."""
 
     words: list[str]
@@ -134,7 +135,7 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     words = "use fsdp with parallel.sharding_strategy FULL_SHARD"
     sharded = change.then(words, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
     if hardware.layout(sharded.options.parallel) == hardware.layout(options.parallel):
-        change = change._replace(options=sharded.options)
+        change = replace(change, options=sharded.options)
     else:
         change = sharded
         yield change
@@ -163,8 +164,8 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         yield change.then(f"set parallel.cpu_offload to {offload}", cpu_offload=offload)
     for power in range(1, 8):
         nodes = hardware.nodes * 2**power
-        words = f"use {nodes} nodes (the profile)"
-        yield change.then(words)._replace(hardware=replace(hardware, nodes=nodes))
+        larger = replace(hardware, nodes=nodes)
+        yield replace(change.then(f"use {nodes} nodes (the profile)"), hardware=larger)
 
 
 def _smaller_budgets(change: Change) -> Iterator[Change]:

@@ -61,8 +61,8 @@ def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
     }
 
 
-class Sent(NamedTuple):
-    """Collectives of one kind over one mesh axis: bytes of their full tensors, and their number."""
+class Collectives(NamedTuple):
+    """Calls of one kind over one mesh axis: bytes of their full tensors, and their number."""
 
     kind: Kind
     axis: str
@@ -101,12 +101,14 @@ def traffic_of(
     return traffic
 
 
-def _data_parallel(model: PlannedModel, counts: Counts, micro_batches: float) -> Iterator[Sent]:
+def _data_parallel(
+    model: PlannedModel, counts: Counts, micro_batches: float
+) -> Iterator[Collectives]:
     """Weights that are gathered, and gradients that are reduced."""
     parallel = model.parallel
     gradients = FLOAT32 * counts.trained
     if not model.is_sharded:
-        yield Sent("all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES)
+        yield Collectives("all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES)
         return
     root = int(counts.outside > 0)
     modules = root + counts.blocks
@@ -116,15 +118,15 @@ def _data_parallel(model: PlannedModel, counts: Counts, micro_batches: float) ->
     weights = counts.outside + (counts.parameters - counts.outside) * passes
     times = 1 if parallel.pp > 1 else micro_batches
     gathered = model.element_bytes * weights * times
-    yield Sent("all-gather", "dp_shard", gathered, (root + counts.blocks * passes) * times)
+    yield Collectives("all-gather", "dp_shard", gathered, (root + counts.blocks * passes) * times)
     times = micro_batches if parallel.reduces_each_micro_batch else 1
-    yield Sent("reduce-scatter", "dp_shard", gradients * times, modules * times)
-    yield Sent("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
+    yield Collectives("reduce-scatter", "dp_shard", gradients * times, modules * times)
+    yield Collectives("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
 
 
 def _tensor_parallel(
     model: PlannedModel, counts: Counts, tokens: float, micro_batches: float
-) -> Iterator[Sent]:
+) -> Iterator[Collectives]:
     """Sums of activations and of their gradients over tensor-parallel ranks."""
     size = model.size
     parallel = model.parallel
@@ -133,24 +135,24 @@ def _tensor_parallel(
     finish = size.finish.sums_per_token
     ends = counts.first * int(begin > 0) + counts.last * int(finish > 0)
     outside = counts.first * begin + counts.last * finish
-    yield Sent("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
+    yield Collectives("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
     sums = size.block.sums_per_token
     recomputed = int(parallel.activation_checkpointing == "full")
     # recomputation stops at the last tensor that the backward pass needs, before the block's last
     # reduction
     payload = n_bytes * counts.blocks * (2 * sums + recomputed * sums / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    yield Sent(kind, "tp", payload, counts.blocks * (4 + recomputed) * micro_batches)
+    yield Collectives(kind, "tp", payload, counts.blocks * (4 + recomputed) * micro_batches)
     if parallel.sequence_parallel:  # gradients of the blocks' input, and the blocks' output
         ends = counts.first + counts.last
         elements = counts.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
         calls = (counts.blocks * (4 + 2 * recomputed) + ends) * micro_batches
-        yield Sent("all-gather", "tp", n_bytes * elements, calls)
+        yield Collectives("all-gather", "tp", n_bytes * elements, calls)
 
 
 def _pipeline(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
-) -> Iterator[Sent]:
+) -> Iterator[Collectives]:
     """Activations to the next stage, gradients to the previous one, and gradients of tied
     parameters.
     """
@@ -161,7 +163,7 @@ def _pipeline(
         for neighbour in (stage - 1, stage + 1):
             messages += int(0 <= neighbour <= last and neighbour not in stages)
     n_bytes = model.element_bytes * tokens * model.size.width * messages
-    yield Sent("point to point", "pp", n_bytes, messages * micro_batches)
+    yield Collectives("point to point", "pp", n_bytes, messages * micro_batches)
     if (0 in stages) != (last in stages):
         tied = FLOAT32 * model.size.tied.parameters / model.shards
-        yield Sent("point to point", "pp", tied, 1)
+        yield Collectives("point to point", "pp", tied, 1)

@@ -19,22 +19,10 @@ from cellmill.errors import UserError
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.slurm import CommandError, ask, call, parse_duration
 
-_DOWN = {
-    *(
-        "DOWN",
-        "DRAIN",
-        "DRAINED",
-        "DRAINING",
-        "FAIL",
-        "FAILING",
-        "FUTURE",
-        "MAINT",
-        "MAINTENANCE",
-        "UNKNOWN",
-        "ERROR",
-    ),
-    *("BLOCKED", "NOT_RESPONDING"),
-}
+_DOWN = set(
+    "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE MAINT MAINTENANCE UNKNOWN ERROR BLOCKED "
+    "NOT_RESPONDING".split()
+)
 """Words of a node's state with which no job is placed on it. Powered down is not among them: a job
 starts the node.
 """
@@ -80,6 +68,11 @@ class Partition:
     def up(self) -> list[Node]:
         """Nodes that are up."""
         return [node for node in self.nodes if node.up]
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if a node that is up has GPUs."""
+        return any(node.gpus for node in self.up)
 
 
 @dataclass

@@ -111,21 +111,11 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
     return [Start(**job, state=record.state, nodes=nodes, **times, **held)]
 
 
+# the name is last: it may hold a |
 _FIELDS = (
-    *(
-        "JobID",
-        "Partition",
-        "State",
-        "Submit",
-        "Start",
-        "End",
-        "ElapsedRaw",
-        "NNodes",
-        "AllocCPUS",
-        "AllocTRES",
-    ),
-    *("TotalCPU", "MaxRSS", "JobName"),  # the name last: it may hold a |
-)
+    "JobID Partition State Submit Start End ElapsedRaw NNodes AllocCPUS AllocTRES TotalCPU MaxRSS "
+    "JobName"
+).split()
 
 
 def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]:

@@ -39,24 +39,12 @@ FREE_SECTIONS = {"parallel", "track"}
 FREE = {
     "finetune": {"min_known_frac"},
     "stream": {"io_threads", "stage_to", "stage_limit_gb"},
-    "train": {
-        *(
-            "token_budget",
-            "max_bad_steps",
-            "timeout_s",
-            "val_every_steps",
-            "val_cells",
-            "checkpoint_every_steps",
-        ),
-        *(
-            "checkpoint_every_min",
-            "keep_checkpoints",
-            "keep_steps",
-            "log_every_steps",
-            "profile_steps",
-        ),
-    },
+    "train": set(
+        "token_budget max_bad_steps timeout_s val_every_steps val_cells checkpoint_every_steps "
+        "checkpoint_every_min keep_checkpoints keep_steps log_every_steps profile_steps".split()
+    ),
 }
+"""Sections and keys that change no number of a run."""
 
 
 def identity(

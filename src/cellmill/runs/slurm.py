@@ -51,6 +51,11 @@ class JobState:
         return self.name in ALIVE
 
     @property
+    def may_be_alive(self) -> bool:
+        """True unless SLURM says that the job has ended."""
+        return self.alive or self.name == UNKNOWN
+
+    @property
     def text(self) -> str:
         """The name, with the reason in brackets if there is one."""
         return f"{self.name} ({self.reason})" if self.reason else self.name

@@ -84,9 +84,8 @@ class AutoregressiveConfig(TransformerConfig):
     value_kinds = ("none", "class", "scalar", "place")
     objectives = ("next_gene",)
     family: Literal["autoregressive"] = "autoregressive"
-    layers: int = Field(
-        4, ge=0, description="Transformer blocks; with 0 a gene depends only on the gene before it."
-    )
+    layers: int = Field(4, ge=0)
+    """Transformer blocks; with 0 a gene depends only on the gene before it."""
     pooling: Literal["mean", "last"] = "mean"
     """Cell embedding: mean of its tokens' states, or the state of its last token."""
 
@@ -110,7 +109,8 @@ class ScgptConfig(PostNormConfig):
     implementation = "cellmill.models.families.post_norm:ScgptModel"
     value_kinds = ("class",)
     family: Literal["scgpt"] = "scgpt"
-    cls_value: float = Field(0.0, description="Value of the token <cls>; scGPT's pad_value.")
+    cls_value: float = 0.0
+    """Value of the token <cls>; scGPT's pad_value."""
 
 
 class ProfileConfig(GeneVectorsConfig, ResidualConfig):
@@ -124,7 +124,8 @@ class ProfileConfig(GeneVectorsConfig, ResidualConfig):
     weight_keys = ("family", "hidden", "layers", "ffn_width")
     sequence_parallel = False
     family: Literal["profile"] = "profile"
-    layers: int = Field(2, ge=0, description="Feed-forward blocks.")
+    layers: int = Field(2, ge=0)
+    """Feed-forward blocks."""
 
     def tp_sizes(self) -> dict[str, int]:
         """Feed-forward layers are cut by their width; the vocabulary can be cut anywhere."""
@@ -146,14 +147,12 @@ class HfConfig(FamilyConfig):
     """Folder with config.json, vocab.txt for residues, and *.safetensors; or the name of a Hugging
     Face hub model in this machine's cache (`hf download NAME`); null if architecture is given.
     """
-    revision: str | None = Field(
-        None, description="Revision of a hub name: a branch, tag or commit; null is main."
-    )
+    revision: str | None = None
+    """Revision of a hub name: a branch, tag or commit; null is main."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: those of the folder, or random ones, with the config's initializer range."""
-    architecture: dict[str, Any] | None = Field(
-        None, description="Contents of a config.json; null reads path's."
-    )
+    architecture: dict[str, Any] | None = None
+    """Contents of a config.json; null reads path's."""
     residue_ids: dict[str, int] | None = None
     """Token id of each residue, and of `pad`, `mask`, `begin` and `end`; null reads the vocab.txt
     of path. Without one, tokens are numbered as in the corpus.

@@ -46,9 +46,8 @@ class GeneVectorsConfig(Section):
     """Dimension of the vectors; null means no vectors. Without a file the vectors are those of
     init_from.
     """
-    train_gene_vectors: bool = Field(
-        False, description="Also train the vectors; otherwise their projection alone."
-    )
+    train_gene_vectors: bool = False
+    """Also train the vectors; otherwise their projection alone."""
 
     def problems(self) -> Iterator[str]:
         if self.gene_vector_dim is None and (
@@ -108,14 +107,13 @@ class FamilyConfig(Plugin):
 class ResidualConfig(FamilyConfig):
     """Architecture of a stack of blocks along a residual stream."""
 
-    hidden: int = Field(256, ge=8, description="Width of the residual stream.")
+    hidden: int = Field(256, ge=8)
+    """Width of the residual stream."""
     layers: int
-    ffn_hidden: int | None = Field(
-        None, ge=1, description="Width inside the feed-forward layers; null is 4 * hidden."
-    )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout on the residual branches, the same in every layout."
-    )
+    ffn_hidden: int | None = Field(None, ge=1)
+    """Width inside the feed-forward layers; null is 4 * hidden."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the residual branches, the same in every layout."""
 
     @property
     def ffn_width(self) -> int:
@@ -129,10 +127,10 @@ class TransformerConfig(ResidualConfig):
 
     size: SizeName | None = Field(None, exclude=True)
     """Named size (docs/objectives.md): sets hidden, layers and heads if they are not given."""
-    layers: int = Field(
-        4, ge=0, description="Transformer blocks; 0 leaves the embeddings and a norm."
-    )
-    heads: int = Field(4, ge=1, description="Attention heads; hidden must be a multiple of it.")
+    layers: int = Field(4, ge=0)
+    """Transformer blocks; 0 leaves the embeddings and a norm."""
+    heads: int = Field(4, ge=1)
+    """Attention heads; hidden must be a multiple of it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -163,18 +161,18 @@ class PostNormConfig(TransformerConfig):
     objectives = ("cell_decoding", "masked_value", "masked_gene", "supervised_contrastive")
     weight_keys = (*TransformerConfig.weight_keys, "activation", "norm_eps", "ends")
 
-    layers: int = Field(6, ge=1, description="Transformer blocks.")
-    activation: Literal["gelu", "relu"] = Field(
-        "relu", description="Activation inside the feed-forward layers."
-    )
-    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the layer norms.")
+    layers: int = Field(6, ge=1)
+    """Transformer blocks."""
+    activation: Literal["gelu", "relu"] = "relu"
+    """Activation inside the feed-forward layers."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of the layer norms."""
     ends: Literal["none", "cls", "cls_eos"] = "none"
     """Special tokens added to each cell: none; <cls> at its start; or also <eos> at its end."""
     pooling: Literal["mean", "cls"] = "mean"
     """Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."""
-    embed_layer: int = Field(
-        0, le=0, description="Block whose output is pooled: 0 is the last, -1 the one before."
-    )
+    embed_layer: int = Field(0, le=0)
+    """Block whose output is pooled: 0 is the last, -1 the one before."""
 
     def problems(self) -> Iterator[str]:
         if self.pooling == "cls" and self.ends == "none":

@@ -47,9 +47,8 @@ class FullConfig(MethodConfig):
     has layer_decay ** (N - 1 - i), embeddings have layer_decay ** N. 1 is one rate for the whole
     trunk.
     """
-    head_steps: int = Field(
-        0, ge=0, description="Number of initial optimizer steps that train only the heads."
-    )
+    head_steps: int = Field(0, ge=0)
+    """Number of initial optimizer steps that train only the heads."""
     block_steps: int = Field(0, ge=0)
     """Steps between unfreezing a block and the block before it; the last block, with the norm after
     it, starts after head_steps, and the embeddings start after the first block. 0: all start after
@@ -69,10 +68,10 @@ class PartialConfig(MethodConfig):
 
     implementation = "cellmill.finetune.method:Partial"
     method: Literal["partial"] = "partial"
-    last_blocks: int = Field(4, ge=1, description="Number of last blocks that train.")
-    trunk_lr_frac: float = Field(
-        0.01, gt=0, description="Learning rate of these blocks as a fraction of train.lr."
-    )
+    last_blocks: int = Field(4, ge=1)
+    """Number of last blocks that train."""
+    trunk_lr_frac: float = Field(0.01, gt=0)
+    """Learning rate of these blocks as a fraction of train.lr."""
 
 
 class LoraConfig(MethodConfig):
@@ -83,17 +82,16 @@ class LoraConfig(MethodConfig):
 
     implementation = "cellmill.finetune.lora:Lora"
     method: Literal["lora"] = "lora"
-    rank: int = Field(8, ge=1, description="Rank of the adapters.")
-    alpha: float = Field(
-        16.0, gt=0, description="The adapters' product is multiplied by alpha / rank."
-    )
+    rank: int = Field(8, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(16.0, gt=0)
+    """The adapters' product is multiplied by alpha / rank."""
     targets: list[str] | None = Field(None, min_length=1)
     """Names of the linear layers in a block, such as qkv; null adapts every linear layer of the
     blocks.
     """
-    trunk_lr_frac: float = Field(
-        0.1, gt=0, description="Learning rate of the adapters as a fraction of train.lr."
-    )
+    trunk_lr_frac: float = Field(0.1, gt=0)
+    """Learning rate of the adapters as a fraction of train.lr."""
 
 
 class OptimizerConfig(Plugin):

@@ -33,15 +33,16 @@ class Columns:
 class TeacherVectors(Section):
     """A teacher and its vectors (`data.shards.index`)."""
 
-    width: int = Field(ge=1, description="Numbers of a vector.")
-    sha256: str = Field(description="Digest of the vectors.")
-    shards: str = Field(description="Fingerprint of the shards of their cells.")
-    model: str = Field(
-        description="Digest of the teacher's weights; empty for vectors of another package."
-    )
-    supervised_by: list[str] = Field(
-        description="obs columns whose labels the teacher was trained with."
-    )
+    width: int = Field(ge=1)
+    """Numbers of a vector."""
+    sha256: str
+    """Digest of the vectors."""
+    shards: str
+    """Fingerprint of the shards of their cells."""
+    model: str
+    """Digest of the teacher's weights; empty for vectors of another package."""
+    supervised_by: list[str]
+    """obs columns whose labels the teacher was trained with."""
 
 
 class Facts(Protocol):

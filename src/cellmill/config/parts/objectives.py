@@ -25,9 +25,8 @@ class MaskedObjectiveConfig(ObjectiveConfig):
 
     reads_zeros = True
 
-    mask_frac: float = Field(
-        0.15, gt=0, lt=1, description="Fraction of a cell's tokens that is masked, at least one."
-    )
+    mask_frac: float = Field(0.15, gt=0, lt=1)
+    """Fraction of a cell's tokens that is masked, at least one."""
     random_frac: float = Field(0.0, ge=0, lt=1)
     """Fraction of the masked tokens that show random content in training instead of a mask: a
     random gene of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1;
@@ -93,9 +92,8 @@ class HiddenShareConfig(ObjectiveConfig):
     draws_view = True
     hides_tokens = False
 
-    min_hidden_frac: float = Field(
-        0.2, ge=0, lt=1, description="Minimum hidden fraction of a cell's genes or counts."
-    )
+    min_hidden_frac: float = Field(0.2, ge=0, lt=1)
+    """Minimum hidden fraction of a cell's genes or counts."""
     max_hidden_frac: float = Field(0.8, gt=0, lt=1)
     """Maximum; the fraction is drawn uniformly between both for each cell and step."""
 
@@ -113,11 +111,12 @@ class QueryDecodingConfig(HiddenShareConfig):
     """Maximum number of hidden detected genes per cell to predict in a step. It bounds the
     decoder's memory.
     """
-    undetected_ratio: float = Field(
-        1.0, gt=0, description="Hidden undetected genes to predict per detected one."
-    )
-    decoder_hidden: int = Field(128, ge=1, description="Width of the decoder.")
-    decoder_layers: int = Field(2, ge=0, description="Feed-forward layers of the decoder.")
+    undetected_ratio: float = Field(1.0, gt=0)
+    """Hidden undetected genes to predict per detected one."""
+    decoder_hidden: int = Field(128, ge=1)
+    """Width of the decoder."""
+    decoder_layers: int = Field(2, ge=0)
+    """Feed-forward layers of the decoder."""
 
     def check_tokens(self, tokens: Tokens) -> None:
         if tokens.value_kind != "scalar":
@@ -165,9 +164,8 @@ class ClassificationConfig(LabelConfig):
     """
     head_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and labels; null is a linear classifier."""
-    head_dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout before the last layer of the head."
-    )
+    head_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the last layer of the head."""
 
     adversarial_scale: float | None = Field(None, gt=0)
     """As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so
@@ -244,14 +242,12 @@ class RegressionConfig(ObjectiveConfig):
     """Mean of the target; null computes it from the training cells, and train writes it into the
     run.
     """
-    target_std: float | None = Field(
-        None, gt=0, description="Standard deviation of the target; null likewise."
-    )
+    target_std: float | None = Field(None, gt=0)
+    """Standard deviation of the target; null likewise."""
     number_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and target; null is a linear model."""
-    number_dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout before the last layer of the head."
-    )
+    number_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the last layer of the head."""
 
     def columns(self) -> Columns:
         return Columns(numbers={self.target_column: "objective.target_column"})
@@ -388,9 +384,8 @@ class DecodingConfig(HiddenShareConfig):
     """Weight of a gene in its cell's cross-entropy, normalised per cell: log(1 + count), or the
     count.
     """
-    decoder_hidden: int | None = Field(
-        256, ge=1, description="Width of the decoder's hidden layer; null is linear."
-    )
+    decoder_hidden: int | None = Field(256, ge=1)
+    """Width of the decoder's hidden layer; null is linear."""
     view_loss: Literal["vicreg"] | None = None
     """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the
     global batch, in two forward passes. vicreg: variance-invariance-covariance regularisation
@@ -404,7 +399,8 @@ class DecodingConfig(HiddenShareConfig):
     """
     variance_weight: float = Field(0.1, ge=0)
     """Weight of vicreg's variance term, which is 0 if all standard deviations are at least 1."""
-    covariance_weight: float = Field(0.004, ge=0, description="Weight of vicreg's covariance term.")
+    covariance_weight: float = Field(0.004, ge=0)
+    """Weight of vicreg's covariance term."""
     batch_column: str | None = None
     """obs column, or `dataset`, of the batch: the decoder gets a term per batch, so that embeddings
     can lack it.
@@ -470,9 +466,8 @@ class CellDecodingConfig(DecodingConfig):
     binomial draw of each count. drop_thin: binomial draws of the remaining genes, with a separate
     fraction for each. The rest is hidden.
     """
-    target: Literal["hidden", "all"] = Field(
-        "hidden", description="Predict the hidden part, or the whole cell."
-    )
+    target: Literal["hidden", "all"] = "hidden"
+    """Predict the hidden part, or the whole cell."""
 
 
 class DenoiseConfig(DecodingConfig):
@@ -498,16 +493,16 @@ class PerturbationResponseConfig(DecodingConfig):
     label_option = "perturbation_column"
     families = ("profile", "encoder", "autoencoder", "scgpt")
     name: Literal["perturbation_response"] = "perturbation_response"
-    likelihood: Literal["softmax"] = Field(
-        "softmax", description="Cross-entropy between predicted and true profile."
-    )
+    likelihood: Literal["softmax"] = "softmax"
+    """Cross-entropy between predicted and true profile."""
     weights: Literal["counts"] = "counts"
     """Weight of a gene in its cell's cross-entropy: its count, because expression changes are
     measured in counts.
     """
     perturbation_column: str = "perturbation"
     """obs column of the perturbation; cells without a value are not targets."""
-    control: str = Field(description="Value that marks unperturbed cells.")
+    control: str
+    """Value that marks unperturbed cells."""
     perturbed_genes: dict[str, list[int]] | None = None
     """Token ids of each perturbation's genes; null takes those it is named after, joined by +:
     train writes them.

@@ -44,7 +44,8 @@ class LabelTaskConfig(TaskConfig):
 
     reads_label = True
 
-    neighbors: int = Field(15, ge=1, description="k of the kNN classifier.")
+    neighbors: int = Field(15, ge=1)
+    """k of the kNN classifier."""
 
 
 class ProbeConfig(LabelTaskConfig):
@@ -52,9 +53,8 @@ class ProbeConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.classify:Probe"
     name: Literal["probe"] = "probe"
-    seeds: int = Field(
-        5, ge=1, description="Repetitions of the cross-validation, each with different folds."
-    )
+    seeds: int = Field(5, ge=1)
+    """Repetitions of the cross-validation, each with different folds."""
 
 
 class ReconstructConfig(TaskConfig):
@@ -62,9 +62,8 @@ class ReconstructConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.reconstruct:Reconstruct"
     name: Literal["reconstruct"] = "reconstruct"
-    objective: dict[str, Any] = Field(
-        {}, description="Options of the training objective to override, as `mask_frac`."
-    )
+    objective: dict[str, Any] = Field({})
+    """Options of the training objective to override, as `mask_frac`."""
 
     def problems(self) -> Iterator[str]:
         if "name" in self.objective:
@@ -76,13 +75,12 @@ class FewShotConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.classify:FewShot"
     name: Literal["few_shot"] = "few_shot"
-    shots: Counts = Field(
-        [5, 10, 20], min_length=1, description="Numbers of training cells per class."
-    )
-    draws: int = Field(10, ge=2, description="Number of random draws of the training cells.")
-    neighbors: int = Field(
-        5, ge=1, description="k of the kNN classifier, at most the number of training cells."
-    )
+    shots: Counts = Field([5, 10, 20], min_length=1)
+    """Numbers of training cells per class."""
+    draws: int = Field(10, ge=2)
+    """Number of random draws of the training cells."""
+    neighbors: int = Field(5, ge=1)
+    """k of the kNN classifier, at most the number of training cells."""
 
 
 class LeaveOutConfig(LabelTaskConfig):
@@ -104,9 +102,8 @@ class DegradedConfig(LabelTaskConfig):
 
     implementation: ClassVar[str] = "cellmill.evaluate.tasks.degraded:Degraded"
 
-    repeats: int = Field(
-        3, ge=1, description="Random draws of the removed counts or genes, each with other folds."
-    )
+    repeats: int = Field(3, ge=1)
+    """Random draws of the removed counts or genes, each with other folds."""
 
 
 class LowDepthConfig(DegradedConfig):
@@ -132,11 +129,8 @@ class MissingGenesConfig(DegradedConfig):
     """Classifiers of the label on cells with few measured genes; skipped without a label."""
 
     name: Literal["missing_genes"] = "missing_genes"
-    genes: Counts = Field(
-        [200, 75],
-        min_length=1,
-        description="Numbers of genes to keep, drawn from the expressed ones.",
-    )
+    genes: Counts = Field([200, 75], min_length=1)
+    """Numbers of genes to keep, drawn from the expressed ones."""
 
 
 class PerturbationConfig(TaskConfig):
@@ -148,20 +142,17 @@ class PerturbationConfig(TaskConfig):
         list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce
     ] = Field(["perturbation", "donor", "batch"], min_length=1)
     """Roles to leave out by value, of those that the dataset has; label stands for cell types."""
-    min_cells: int = Field(
-        20, ge=4, description="Perturbations with fewer cells (per left-out donor) are not used."
-    )
+    min_cells: int = Field(20, ge=4)
+    """Perturbations with fewer cells (per left-out donor) are not used."""
     top_genes: int = Field(20, ge=1)
     """Number of genes with the largest measured change over which the predicted direction is
     scored.
     """
-    seeds: int = Field(
-        3, ge=1, description="Repetitions of the cross-validation over perturbations."
-    )
+    seeds: int = Field(3, ge=1)
+    """Repetitions of the cross-validation over perturbations."""
     most_folds: int = MOST_FOLDS
-    neighbors: int = Field(
-        5, ge=1, description="k of the kNN average over perturbations of similar genes."
-    )
+    neighbors: int = Field(5, ge=1)
+    """k of the kNN average over perturbations of similar genes."""
     priors: dict[Annotated[str, AfterValidator(check_name)], str] = Field({})
     """Files of gene vectors by name, in the formats of model.gene_vectors, such as of STRING or of a protein language
     model: new perturbations are predicted from the vectors of their genes.
@@ -176,21 +167,18 @@ class ImputationConfig(TaskConfig):
 
     implementation = "cellmill.evaluate.tasks.imputation:Imputation"
     name: Literal["imputation"] = "imputation"
-    hidden_frac: float = Field(
-        0.2, gt=0, le=0.9, description="Fraction of the genes to hide, the same for all cells."
-    )
+    hidden_frac: float = Field(0.2, gt=0, le=0.9)
+    """Fraction of the genes to hide, the same for all cells."""
     genes: Names | None = Field(None, min_length=1)
     """Genes to hide instead of a random fraction, by Ensembl id or symbol; null draws them."""
-    max_genes: int = Field(500, ge=1, description="Maximum number of hidden genes.")
-    min_cells: int = Field(
-        10, ge=2, description="Genes expressed by fewer of the evaluated cells are not hidden."
-    )
-    neighbors: int = Field(15, ge=1, description="k of the kNN average.")
-    seeds: int = Field(
-        3,
-        ge=1,
-        description="Repetitions of the cross-validation; 1 if folds are donors or batches.",
-    )
+    max_genes: int = Field(500, ge=1)
+    """Maximum number of hidden genes."""
+    min_cells: int = Field(10, ge=2)
+    """Genes expressed by fewer of the evaluated cells are not hidden."""
+    neighbors: int = Field(15, ge=1)
+    """k of the kNN average."""
+    seeds: int = Field(3, ge=1)
+    """Repetitions of the cross-validation; 1 if folds are donors or batches."""
     most_folds: int = MOST_FOLDS
 
 
@@ -202,18 +190,17 @@ class GeneEmbeddingConfig(TaskConfig):
     implementation = "cellmill.evaluate.tasks.genes:GeneEmbedding"
     files = ("gene_sets", "transcription_factors")
     name: Literal["gene_embedding"] = "gene_embedding"
-    gene_sets: str | None = Field(
-        None, description="GMT file: per line a set's name, a description and its genes."
-    )
+    gene_sets: str | None = None
+    """GMT file: per line a set's name, a description and its genes."""
     transcription_factors: str | None = None
     """File of transcription factors, one per line, by Ensembl id or symbol."""
-    min_genes: int = Field(
-        10, ge=2, description="Gene sets with fewer known genes are skipped, by name."
-    )
+    min_genes: int = Field(10, ge=2)
+    """Gene sets with fewer known genes are skipped, by name."""
     max_others: int = Field(2000, ge=50)
     """Maximum number of genes outside all sets: a seeded draw of those that training cells express.
     """
-    seeds: int = Field(3, ge=1, description="Repetitions of the cross-validation and of the draw.")
+    seeds: int = Field(3, ge=1)
+    """Repetitions of the cross-validation and of the draw."""
 
     def problems(self) -> Iterator[str]:
         if self.gene_sets is None and self.transcription_factors is None:
@@ -232,15 +219,12 @@ class GrnConfig(TaskConfig):
     """Tab-separated file of edges: per line a transcription factor and a target, by Ensembl id or
     symbol.
     """
-    min_edges: int = Field(
-        20, ge=1, description="Minimum number of edges between known genes, else the task fails."
-    )
-    min_targets: int = Field(
-        3, ge=1, description="Transcription factors with fewer known targets are skipped."
-    )
-    absolute: bool = Field(
-        False, description="Rank pairs by absolute similarity: negative ones count equally."
-    )
+    min_edges: int = Field(20, ge=1)
+    """Minimum number of edges between known genes, else the task fails."""
+    min_targets: int = Field(3, ge=1)
+    """Transcription factors with fewer known targets are skipped."""
+    absolute: bool = False
+    """Rank pairs by absolute similarity: negative ones count equally."""
 
 
 class ClusteringConfig(LabelTaskConfig):
@@ -250,15 +234,16 @@ class ClusteringConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.clustering:Clustering"
     name: Literal["clustering"] = "clustering"
-    neighbors: int = Field(15, ge=2, description="k of the neighbour graph.")
-    resolution: float = Field(1.0, gt=0, description="Fixed Leiden resolution.")
+    neighbors: int = Field(15, ge=2)
+    """k of the neighbour graph."""
+    resolution: float = Field(1.0, gt=0)
+    """Fixed Leiden resolution."""
     resolutions: Annotated[list[Annotated[float, Field(gt=0)]], EachOnce] = Field(
         [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0], min_length=1
     )
     """Leiden resolutions; the best one for each feature set is chosen with the label."""
-    seeds: int = Field(
-        5, ge=1, description="Number of clusterings per resolution, with different seeds."
-    )
+    seeds: int = Field(5, ge=1)
+    """Number of clusterings per resolution, with different seeds."""
     min_cells: int = MIN_CELLS
 
     def packages(self) -> dict[str, str]:
@@ -272,12 +257,10 @@ class IntegrationConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.integration:Integration"
     name: Literal["integration"] = "integration"
-    neighbors: int = Field(
-        90, ge=15, description="k of the neighbour graph; LISI's perplexity is a third of it."
-    )
-    harmony: bool = Field(
-        False, description="Add a row for PCA50 corrected by Harmony (extra `integrate`)."
-    )
+    neighbors: int = Field(90, ge=15)
+    """k of the neighbour graph; LISI's perplexity is a third of it."""
+    harmony: bool = False
+    """Add a row for PCA50 corrected by Harmony (extra `integrate`)."""
     min_cells: int = MIN_CELLS
 
     def packages(self) -> dict[str, str]:
@@ -298,13 +281,12 @@ class TransferConfig(LabelTaskConfig):
 
     implementation = "cellmill.evaluate.tasks.transfer:Transfer"
     name: Literal["transfer"] = "transfer"
-    fit_on: Names = Field(min_length=1, description="Datasets to fit the classifiers on.")
-    test_on: Names | None = Field(
-        None, min_length=1, description="Datasets to test on; null: all others evaluated."
-    )
-    ontology: bool = Field(
-        True, description="Add Cell Ontology scores if the labels are its ids, such as CL:0000084."
-    )
+    fit_on: Names = Field(min_length=1)
+    """Datasets to fit the classifiers on."""
+    test_on: Names | None = Field(None, min_length=1)
+    """Datasets to test on; null: all others evaluated."""
+    ontology: bool = True
+    """Add Cell Ontology scores if the labels are its ids, such as CL:0000084."""
 
     def problems(self) -> Iterator[str]:
         both = [name for name in self.test_on or () if name in self.fit_on]

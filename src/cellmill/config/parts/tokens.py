@@ -99,15 +99,15 @@ class BinnedTokens(Tokens):
     implementation = "cellmill.data.stream.tokenizers:BinnedTokenizer"
     value_kind = "class"
     tokenizer: Literal["binned"] = "binned"
-    bins: int = Field(51, ge=2, description="Number of bins.")
+    bins: int = Field(51, ge=2)
+    """Number of bins."""
     binning: Literal["quantile_cell", "uniform", "quantile_corpus"] = "quantile_cell"
     """Bin edges. quantile_cell: quantiles of the cell's counts (scGPT). uniform: equal steps of
     log(1 + counts per 10,000) from 0 to max_value. quantile_corpus: quantiles over the corpus;
     requires vocabulary.quantiles.
     """
-    max_value: float = Field(
-        10.0, gt=0, description="Last edge of binning uniform; larger values are in the last bin."
-    )
+    max_value: float = Field(10.0, gt=0)
+    """Last edge of binning uniform; larger values are in the last bin."""
     edges: list[float] | None = None
     """Inner edges of binning quantile_corpus, log(1 + counts per 10,000), ascending; null: of the
     vocabulary.

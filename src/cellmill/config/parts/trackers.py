@@ -52,7 +52,8 @@ class MlflowConfig(TrackerConfig):
     """Server or database, as `sqlite:///mlflow.db`; null is MLFLOW_TRACKING_URI, or MLflow's
     default.
     """
-    experiment: str = Field("cellmill", min_length=1, description="Name of the experiment.")
+    experiment: str = Field("cellmill", min_length=1)
+    """Name of the experiment."""
 
 
 class WandbConfig(TrackerConfig):
@@ -60,10 +61,10 @@ class WandbConfig(TrackerConfig):
 
     implementation = "cellmill.track.to_wandb:WandbTracker"
     name: Literal["wandb"] = "wandb"
-    project: str | None = Field(None, description="Project; null is WANDB_PROJECT, or `cellmill`.")
-    entity: str | None = Field(
-        None, description="User or team; null is WANDB_ENTITY, or your default."
-    )
+    project: str | None = None
+    """Project; null is WANDB_PROJECT, or `cellmill`."""
+    entity: str | None = None
+    """User or team; null is WANDB_ENTITY, or your default."""
     mode: Literal["online", "offline"] | None = None
     """offline: files in `train/track/wandb` of the run, for `wandb sync`. null is WANDB_MODE."""
 
@@ -73,7 +74,8 @@ class TrackioConfig(TrackerConfig):
 
     implementation = "cellmill.track.to_trackio:TrackioTracker"
     name: Literal["trackio"] = "trackio"
-    project: str = Field("cellmill", min_length=1, description="Project.")
+    project: str = Field("cellmill", min_length=1)
+    """Project."""
 
 
 class CometConfig(TrackerConfig):
@@ -81,12 +83,10 @@ class CometConfig(TrackerConfig):
 
     implementation = "cellmill.track.to_comet:CometTracker"
     name: Literal["comet"] = "comet"
-    project: str | None = Field(
-        None, description="Project; null is COMET_PROJECT_NAME, or Comet's default."
-    )
-    workspace: str | None = Field(
-        None, description="Workspace; null is COMET_WORKSPACE, or your default."
-    )
+    project: str | None = None
+    """Project; null is COMET_PROJECT_NAME, or Comet's default."""
+    workspace: str | None = None
+    """Workspace; null is COMET_WORKSPACE, or your default."""
     mode: Literal["online", "offline"] = "online"
     """offline: zip files in `train/track/comet` of the run, for `comet upload`."""
 
@@ -107,10 +107,9 @@ class Track(Section):
 
     to: Annotated[
         dict[str, SerializeAsAny[TrackerConfig]], BeforeValidator(partial(by_name, TrackerConfig))
-    ] = Field(default={}, description="Trackers to use, by name, each with its options or null.")
+    ] = Field(default={})
+    """Trackers to use, by name, each with its options or null."""
     observers: Annotated[
         dict[str, SerializeAsAny[ObserverConfig]], BeforeValidator(partial(by_name, ObserverConfig))
-    ] = Field(
-        default={},
-        description="Installed observers to use, by name, each with its options or null.",
-    )
+    ] = Field(default={})
+    """Installed observers to use, by name, each with its options or null."""

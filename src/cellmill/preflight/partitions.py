@@ -1,0 +1,172 @@
+"""Choice of the partitions of a new profile: of the training, and of stages that need no GPU."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from cellmill.errors import UserError
+from cellmill.planner.devices import DEVICES, known_device
+from cellmill.preflight.checks import gpus_text
+from cellmill.preflight.site import Node, Partition, SlurmFacts
+
+DAY_MIN = 1440
+# a part of a GPU (MIG); processes on several cannot form one training
+_SLICE = re.compile(r"\d+g\.\d+gb")
+T = TypeVar("T")
+
+
+class Reasoned(NamedTuple, Generic[T]):
+    """A value, and where it is from."""
+
+    value: T
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user's wishes; empty or None leaves the choice to `choose_training`."""
+
+    partition: str = ""
+    nodes: str = ""
+    gpus: int | None = None  # per node; 0 for processes on CPU cores
+    account: str = ""
+    qos: str = ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Nodes of a partition that can run the training, and the GPUs it gets on each."""
+
+    partition: Partition
+    nodes: list[Node]
+    gpus: int = 0
+    kind: str = ""  # type of the GPUs as SLURM names it; "" for GPUs without a type
+
+    @property
+    def is_sliced(self) -> bool:
+        return bool(_SLICE.search(self.kind))
+
+    @property
+    def merits(self) -> dict[str, int]:
+        """Reasons to prefer it; the first difference decides."""
+        return {
+            "whole GPUs": int(not self.is_sliced),
+            "most GPUs per node": self.gpus,
+            "without GPUs": int(not any(node.gpus for node in self.nodes)),
+            "the default": int(self.partition.default),
+            # 0 for an unknown type
+            "fastest GPUs": int(DEVICES[known_device(self.kind) or "cpu"].bf16_flops or 0),
+            "longest time limit": useful_limit(self.partition),
+            "most nodes": len(self.nodes),
+        }
+
+    @property
+    def sort_key(self) -> tuple[list[int], str, str]:
+        """The best offer is the smallest."""
+        return [-value for value in self.merits.values()], self.partition.name, self.kind
+
+
+def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
+    """The best offer. Raise UserError if SLURM has no such partition, or not as much of it."""
+    name = request.partition
+    partitions = facts.usable()
+    if name:
+        if name not in facts.partitions:
+            known = ", ".join(sorted(facts.partitions))
+            raise UserError(f"--partition {name}: there is none; expected one of {known}")
+        partitions = [facts.partitions[name]]
+        state = partitions[0].state
+        if state != "up":
+            raise UserError(f"--partition {name}: it is {state}; expected one that is up")
+    offers = [offer for partition in partitions for offer in _offers(partition, request)]
+    if request.gpus != 0 and any(partition.has_gpus for partition in partitions):
+        offers = [offer for offer in offers if offer.gpus]
+    if not offers:
+        wish = f"--partition {name} " if name else ""
+        wish += f"--nodes {request.nodes or 1}"
+        if request.gpus is not None:
+            wish += f" --gpus {request.gpus}"
+        contents = [f"{partition.name}: {_contents(partition)}" for partition in partitions]
+        available = "; ".join(sorted(contents)) or "nothing"
+        raise UserError(f"{wish}: expected at most what is up, which is {available}")
+    best, *others = sorted(offers, key=lambda offer: offer.sort_key)
+    others = [offer for offer in others if offer.partition.name != best.partition.name]
+    if name:
+        return Reasoned(best, "--partition")
+    if not others:
+        kind = "with GPUs" if best.gpus else "that is up"
+        return Reasoned(best, f"the only one {kind} (scontrol)")
+    reason = "the first by name"
+    for merit, value in best.merits.items():
+        if value != others[0].merits[merit]:
+            reason = merit
+            break
+    names = ", ".join(dict.fromkeys(offer.partition.name for offer in others))
+    kind = "with GPUs" if best.gpus else "that are up"
+    return Reasoned(best, f"{reason} of those {kind}; also {names} (scontrol)")
+
+
+def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partition]:
+    """The partition of stages that need no GPU."""
+    usable = facts.usable()
+    without = [partition for partition in usable if not partition.has_gpus]
+    mixed = [partition for partition in usable if not all(node.gpus for node in partition.up)]
+    if not mixed:  # the default is where the site wants jobs that request nothing
+        for partition in usable:
+            if partition.default:
+                why = "the default: all nodes that are up have GPUs (scontrol)"
+                return Reasoned(partition, why)
+        return Reasoned(training, "as train: all nodes that are up have GPUs (scontrol)")
+    best = min(
+        without or mixed,
+        key=lambda partition: (
+            not partition.default,
+            -useful_limit(partition),
+            -len(partition.up),
+            partition.name,
+        ),
+    )
+    reason = "without GPUs" if without else "has nodes without GPUs"
+    if best.default:
+        reason = f"the default, {reason}"
+    return Reasoned(best, f"{reason} (scontrol)")
+
+
+def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
+    """At most one offer for each type of GPU: as many on each node as enough nodes have."""
+    nodes = partition.up
+    n_nodes = int(request.nodes.rpartition("-")[2] or 1)
+    if n_nodes > min(partition.max_nodes or n_nodes, len(nodes)):
+        return
+    kinds = sorted({kind for node in nodes for kind in node.gpus})
+    if request.gpus == 0 or not (request.gpus or kinds):
+        yield Offer(partition, nodes)
+        return
+    for kind in kinds:
+        numbers = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
+        most = numbers[n_nodes - 1]
+        gpus = request.gpus or most
+        if not request.gpus and _SLICE.search(kind):
+            gpus = min(1, most)
+        if 0 < gpus <= most:
+            able = [node for node in nodes if node.gpus.get(kind, 0) >= gpus]
+            yield Offer(partition, able, gpus, kind)
+
+
+def useful_limit(partition: Partition) -> int:
+    """Time limit in minutes, at most a day: a longer training takes several jobs."""
+    return min(partition.limit_min or DAY_MIN, DAY_MIN)
+
+
+def _contents(partition: Partition) -> str:
+    """Nodes of a partition that are up, by their GPUs."""
+    kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in partition.up)
+    texts = []
+    for kind, number in kinds.items():
+        texts.append(f"{number} {'node' if number == 1 else 'nodes'} with {kind}")
+    contents = ", ".join(texts) or "no node that is up"
+    if partition.max_nodes:
+        contents += f", at most {partition.max_nodes} in a job"
+    return contents
