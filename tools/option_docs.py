@@ -43,39 +43,21 @@ value out of range stops every command with a one-line error that names it. On t
 FEW = 6
 """Tables of more keys are divided in two."""
 COMMON = {
-    "preprocess": ["organism", "min_genes", "max_mito_frac", "reference_organism"],
-    "vocabulary": ["min_cells", "max_genes", "select"],
-    "shard": ["split_by", "train_values", "val_frac", "test_frac"],
-    "stream": ["train_frac", "weight_by", "labelled_frac", "stage_to"],
-    "model": ["hidden", "layers", "size", "gene_vectors", "gene_vector_dim"],
-    "objective": [
-        "label_column",
-        "target_column",
-        "control",
-        "view",
-        "max_hidden_frac",
-        "batch_column",
-    ],
-    "parallel": [
-        "strategy",
-        "sharding_strategy",
-        "tp",
-        "pp",
-        "precision",
-        "activation_checkpointing",
-    ],
-    "train": [
-        *("steps", "epochs", "global_batch", "token_budget", "optimizer", "lr", "schedule"),
-        *("warmup_steps", "seed", "val_every_steps", "checkpoint_every_steps"),
-    ],
-    "evaluate": ["tasks", "datasets", "gate", "external", "priors", "genes", "hidden_frac"],
-    "datasets": [
-        *("dataset", "path", "counts", "label", "organism", "filter"),
-        *("batch", "donor", "perturbation", "control"),
-    ],
+    "preprocess": "organism min_genes max_mito_frac reference_organism",
+    "vocabulary": "min_cells max_genes select",
+    "shard": "split_by train_values val_frac test_frac",
+    "stream": "train_frac weight_by labelled_frac stage_to",
+    "model": "hidden layers size gene_vectors gene_vector_dim",
+    "objective": "label_column target_column control view min_hidden_frac max_hidden_frac batch_column",
+    "parallel": "strategy sharding_strategy tp pp precision activation_checkpointing",
+    "train": "steps epochs global_batch token_budget optimizer lr schedule warmup_steps seed "
+    "val_every_steps checkpoint_every_steps",
+    "evaluate": "tasks datasets gate external priors genes hidden_frac",
+    "datasets": "dataset path counts label organism filter batch donor perturbation control",
 }
-"""Keys that most people set, by section, in the order of the table. The choices of a section and the
-tasks of `evaluate` share its list."""
+"""Keys that most people set, by section, in the order of their table. The choices of a section and
+the tasks of `evaluate` share its list.
+"""
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
 
@@ -135,7 +117,7 @@ def readme() -> str:
         Workflow, "", skip=[name for name in Workflow.model_fields if name not in KEYS]
     )
     text = "\n".join(lines).rstrip() + "\n"
-    for name in (name for names in COMMON.values() for name in names):
+    for name in " ".join(COMMON.values()).split():
         assert f"\n| `{name}` |" in text, f"COMMON names {name}, which is no key"
     return text
 
@@ -160,12 +142,12 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
 
 
 def _choices(contract: type[Plugin], section: str) -> Iterator[str]:
-    shared = contract.model_json_schema()["properties"]
+    shared = contract.model_json_schema()["properties"]  # listed once, before the choices
     for name, choice in contract.built_in().items():
         yield from (f"### {contract.kind} `{name}`", "", summary(choice), "")
-        own = choice.model_json_schema()["properties"]
-        same = [key for key in shared if own[key] == shared[key]]
-        yield from _tables(choice, section, skip=[contract.key, *same])
+        properties = choice.model_json_schema()["properties"]
+        inherited = [key for key in shared if properties[key] == shared[key]]
+        yield from _tables(choice, section, skip=[contract.key, *inherited])
 
 
 def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
@@ -197,7 +179,7 @@ def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
 def _tables(model: type[BaseModel], section: str, skip: list[str] | None = None) -> Iterator[str]:
     """One table of a model's keys, or two: those that most people set, and the rest."""
     names = [name for name in model.model_fields if name not in (skip or [])]
-    common = [name for name in COMMON.get(section, []) if name in names]
+    common = [name for name in COMMON.get(section, "").split() if name in names]
     if len(names) <= FEW or not common:
         yield from _table(model, names)
         return
