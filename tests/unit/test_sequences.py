@@ -18,7 +18,7 @@ from cellmill.data.arrays import positions_in_rows
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
-from cellmill.data.prepare.simulate import HYDROPATHY, write_sequences
+from cellmill.data.prepare.proteins import HYDROPATHY, write_sequences
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes

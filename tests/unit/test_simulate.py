@@ -12,7 +12,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 
-from cellmill.data.prepare import simulate
+from cellmill.data.prepare import demo
 from cellmill.data.prepare.simulate import BLOCK, Simulation
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
@@ -99,14 +99,14 @@ def test_values_that_are_not_logarithms_are_refused() -> None:
     counts = sp.csr_matrix(np.random.default_rng(0).poisson(1, (40, 30)))
     totals = counts.sum(axis=1).A1 + 1000
     logs = (sp.diags(1e4 / totals) @ counts).log1p().astype(np.float32).tocsr()
-    assert (simulate.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
+    assert (demo.recover_counts(logs, totals, Path("x.h5ad")) != counts).nnz == 0
     fault = r"x.h5ad: cannot recover counts: expected whole numbers within 0.1, got one 0\.\d+ away"
     with pytest.raises(DataError, match=fault):
-        simulate.recover_counts(logs, totals * 1.3, Path("x.h5ad"))
+        demo.recover_counts(logs, totals * 1.3, Path("x.h5ad"))
 
 
 def test_without_scanpy_the_error_names_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
     fault = r"^the demo cells are part of the scanpy package: pip install 'cellmill\[demo\]'$"
     with pytest.raises(DataError, match=fault):
-        simulate.read_demo()
+        demo.read_demo()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cellmill.data.inputs.text import counts as text_counts
+from cellmill.data.inputs.text import layout
 from tests.unit.test_inputs import refusal
 from tests.unit.test_matrix_market import CELLS, GENES, SYMBOLS, TRUTH, Counts, read
 
@@ -112,7 +112,7 @@ TABLES: dict[str, Callable[[Path], Path]] = {
 def test_every_text_table_has_the_counts_of_the_truth(
     name: str, values: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_counts, "_VALUES", values)
+    monkeypatch.setattr(layout, "_VALUES", values)
     assert read(TABLES[name](tmp_path)) == TRUTH
 
 

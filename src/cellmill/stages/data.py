@@ -13,6 +13,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_of
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
+from cellmill.data.prepare.demo import read_demo
 from cellmill.data.prepare.obs import sentence, sentence_of_empty
 from cellmill.data.prepare.perturbations import describe_controls, describe_merged
 from cellmill.data.prepare.preprocess import (
@@ -21,7 +22,8 @@ from cellmill.data.prepare.preprocess import (
     preprocess_sequences,
     strictest,
 )
-from cellmill.data.prepare.simulate import Simulation, read_demo, write_sequences
+from cellmill.data.prepare.proteins import write_sequences
+from cellmill.data.prepare.simulate import Simulation
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
