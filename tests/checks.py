@@ -24,10 +24,19 @@ def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
     """Values or rows of a parametrized test, of which those that are not chosen are only in `make
     test-all`.
     """
-    rows = [(value if isinstance(value, tuple) else (value,), value in chosen) for value in values]
-    return [
-        pytest.param(*row, marks=() if is_quick else pytest.mark.full) for row, is_quick in rows
-    ]
+    parameters = []
+    for value in values:
+        row = value if isinstance(value, tuple) else (value,)
+        marks = () if value in chosen else pytest.mark.full
+        parameters.append(pytest.param(*row, marks=marks))
+    return parameters
+
+
+def assert_near(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5, message: Any = None
+) -> None:
+    """Tensors are equal up to `tolerance`, which is relative for values above 1."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
 
 
 def check_gradients(
@@ -38,26 +47,33 @@ def check_gradients(
     rtol: float = 1e-4,
     atol: float = 1e-6,
 ) -> dict[str, torch.Tensor | None]:
-    """A loss has the gradients of another one, which are returned by name."""
-    gradients = []
-    for one in (loss, expected):
-        model.zero_grad()
-        one.backward()  # type: ignore[no-untyped-call]
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=rtol, atol=atol, msg=name)
-    return gradients[0]
+    """Two losses have the same gradients, which are returned by name of the parameter."""
+    gradients = gradients_by_name(model, loss)
+    expected_gradients = gradients_by_name(model, expected)
+    for name, gradient in gradients.items():
+        wanted = expected_gradients[name]
+        torch.testing.assert_close(gradient, wanted, rtol=rtol, atol=atol, msg=name)
+    return gradients
+
+
+def gradients_by_name(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Gradients of a loss, None for parameters that it does not depend on."""
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def loss_by_shares(model: Any, prepared: Sequence[Any]) -> torch.Tensor:
     """The loss of micro-batches by their shares in the table of a global batch, which has empty
-    slots around them.
+    slots before and after them.
     """
     (width,) = model.objective.row_widths
     with torch.no_grad():
         rows = [model.objective.rows(model, model.states(part), part) for part in prepared]
-    table = torch.cat([torch.zeros(3, width), *(own for (own,) in rows), torch.zeros(2, width)])
+    filled_slots = [part_rows for (part_rows,) in rows]
+    table = torch.cat([torch.zeros(3, width), *filled_slots, torch.zeros(2, width)])
     shares = shares_of(model.objective, [table], rows, first=3)
-    return torch.stack(
-        [model(replace(part, shares=own)) for part, own in zip(prepared, shares)]
-    ).sum()
+    loss = torch.zeros(())
+    for part, part_shares in zip(prepared, shares):
+        loss = loss + model(replace(part, shares=part_shares))
+    return loss

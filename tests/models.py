@@ -20,23 +20,24 @@ from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import materialize
 
-OPTIONS = {
-    name
-    for options in ObjectiveConfig.built_in().values()
-    for name in options.model_fields
-    if name != "name"
-}
-OF_OBJECTIVE = {"objective": "name"} | {name: name for name in OPTIONS}
+OF_OBJECTIVE = {"objective": "name"}
+"""Keys of the section `objective` by their keys in a flat mapping."""
+for options in ObjectiveConfig.built_in().values():
+    for key in options.model_fields:
+        if key != "name":
+            OF_OBJECTIVE[key] = key
 
 
 def split(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Sections `model` and `objective`, masked_value if none is named."""
-    options = {"objective": "masked_value"} | options
-    model = {key: value for key, value in options.items() if key not in OF_OBJECTIVE}
-    return {
-        "model": model,
-        "objective": {OF_OBJECTIVE[key]: options[key] for key in options.keys() - model.keys()},
-    }
+    model = {}
+    objective = {"name": "masked_value"}
+    for key, value in options.items():
+        if key in OF_OBJECTIVE:
+            objective[OF_OBJECTIVE[key]] = value
+        else:
+            model[key] = value
+    return {"model": model, "objective": objective}
 
 
 def config_json(**more: Any) -> str:
@@ -93,10 +94,14 @@ def genes_of(n_genes: int) -> Vocabulary:
 def initialized(given: ModelSpec, init_from: Path | None = None) -> Any:
     """The model with its initial values of seed 0, which depend on the names of parameters alone."""
     model = build(given)
-    materialize(
-        model, torch.device("cpu"), initial_tensors(model, 0, init_from, genes_of(given.n_genes))
-    )
+    values = initial_tensors(model, 0, init_from, genes_of(given.n_genes))
+    materialize(model, torch.device("cpu"), values)
     return model
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of torch's random numbers."""
+    return torch.Generator().manual_seed(seed)
 
 
 def random_cells(
@@ -104,21 +109,20 @@ def random_cells(
     tokens: Tokens,
     n_genes: int,
     *,
-    rng: np.random.Generator | None = None,
+    seed: int = 0,
     first: int = 11,
     counted: int | None = 64,
     **per_cell: np.ndarray,
 ) -> Batch:
     """Cells of these lengths with random genes and counts from 1 to 8; ids count from `first`."""
-    rng = np.random.default_rng(0) if rng is None else rng
-    genes = np.concatenate([rng.permutation(n_genes)[:n] for n in lengths]).astype(np.int32)
-    counts = rng.integers(1, 9, len(genes)).astype(np.uint8)
-    starts = np.cumsum([0, *lengths])
+    random = np.random.default_rng(seed)
+    genes = [random.permutation(n_genes)[:n] for n in lengths]
+    counts = random.integers(1, 9, sum(lengths)).astype(np.uint8)
     return make_batch(
         tokens.load()(tokens),
-        genes,
+        np.concatenate(genes).astype(np.int32),
         counts,
-        starts,
+        np.cumsum([0, *lengths]),
         np.arange(len(lengths)) + first,
         counted,
         **per_cell,

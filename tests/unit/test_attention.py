@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cellmill.models.blocks import attention
+from tests.checks import assert_near
+from tests.models import seeded
 
 LENGTHS = {
     "uneven": [3, 17, 1, 8],
@@ -16,11 +18,14 @@ LENGTHS = {
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-def _qkv(tokens: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(tokens, 3, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)
-    ]
+def _qkv(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries, keys and values (tokens, 3 heads, 8 columns)."""
+    generator = seeded(0)
+    inputs = []
+    for _ in range(3):
+        values = torch.randn(tokens, 3, 8, generator=generator)
+        inputs.append(values.to(dtype).requires_grad_())
+    return inputs
 
 
 def _cu_seqlens(lengths: list[int]) -> torch.Tensor:
@@ -30,16 +35,25 @@ def _cu_seqlens(lengths: list[int]) -> torch.Tensor:
 def written_out(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool
 ) -> torch.Tensor:
-    """(T, h, d): softmax attention of one cell after another, in float32."""
-    rows = []
-    for q_cell, k_cell, v_cell in zip(*(x.float().split(lengths) for x in (q, k, v))):
-        scores = torch.einsum("ihd,jhd->hij", q_cell, k_cell) / q.shape[-1] ** 0.5
-        if causal:
-            scores = scores.masked_fill(
-                torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf
-            )
-        rows.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v_cell))
-    return torch.cat(rows).to(q.dtype)
+    """(T, h, d): softmax attention of each cell and head, one after the other, in float32."""
+    _, n_heads, width = q.shape
+    cells = []
+    start = 0
+    for length in lengths:
+        end = start + length
+        heads = []
+        for head in range(n_heads):
+            queries = q[start:end, head].float()
+            keys = k[start:end, head].float()
+            values = v[start:end, head].float()
+            scores = queries @ keys.T / width**0.5
+            if causal:
+                is_later = torch.ones(length, length, device=q.device).triu(1).bool()
+                scores = scores.masked_fill(is_later, -torch.inf)
+            heads.append(scores.softmax(1) @ values)
+        cells.append(torch.stack(heads, dim=1))
+        start = end
+    return torch.cat(cells).to(q.dtype)
 
 
 either_way = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -52,35 +66,38 @@ all_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_packed_attention_equals_the_plain_formula(
     lengths: list[int], dtype: torch.dtype, causal: bool
 ) -> None:
+    tolerance = TOLERANCE[dtype]
     packed = _qkv(sum(lengths), dtype)
-    other = _qkv(sum(lengths), dtype)
+    plain = _qkv(sum(lengths), dtype)
     out = attention(*packed, _cu_seqlens(lengths), lengths, causal)
-    expected = written_out(*other, lengths, causal)
+    expected = written_out(*plain, lengths, causal)
     assert out.dtype == dtype
-    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_near(out, expected, tolerance)
+    weights = torch.randn(out.shape, generator=seeded(1)).to(dtype)
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
-    for ours, theirs in zip(packed, other):
-        torch.testing.assert_close(
-            ours.grad, theirs.grad, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+    for ours, theirs in zip(packed, plain):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=4 * tolerance, rtol=tolerance)
 
 
 def test_no_scores_are_kept_for_the_backward_pass() -> None:
     packed = _qkv(400, torch.float32)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: kept.append(x.numel()) or x, lambda x: x
-    ):
+    saved_sizes = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved_sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         attention(*packed, _cu_seqlens([400]), [400])
-    assert max(kept) == packed[0].numel() < 400 * 400
+    assert max(saved_sizes) == packed[0].numel()
+    assert max(saved_sizes) < 400 * 400
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a GPU")
 @either_way
 @all_lengths
 def test_the_gpu_kernel_gives_what_is_written_out(lengths: list[int], causal: bool) -> None:
-    q, k, v = (x.detach().cuda() for x in _qkv(sum(lengths), torch.bfloat16))
-    out = attention(q, k, v, _cu_seqlens(lengths).cuda(), lengths, causal)
-    torch.testing.assert_close(out, written_out(q, k, v, lengths, causal), atol=2e-2, rtol=2e-2)
+    qkv = [x.detach().cuda() for x in _qkv(sum(lengths), torch.bfloat16)]
+    out = attention(*qkv, _cu_seqlens(lengths).cuda(), lengths, causal)
+    assert_near(out, written_out(*qkv, lengths, causal), 2e-2)

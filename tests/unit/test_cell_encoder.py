@@ -16,8 +16,8 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import CLS, EOS, to_tensors, with_ends
 from cellmill.models.cell_encoder import CovariatePrefix, attended_state
-from tests.checks import refused
-from tests.models import KEYS, initialized, prepare, random_cells, spec, train_options
+from tests.checks import assert_near, refused
+from tests.models import KEYS, initialized, prepare, random_cells, seeded, spec, train_options
 from tests.unit.test_cell_decoding import cells_of, decoding_model
 
 N_GENES = 60
@@ -42,90 +42,101 @@ def _model(objective: str = "cell_decoding", layers: int = 1, **options: Any) ->
 
 def _cells(n: int = 6) -> Batch:
     rng = np.random.default_rng(0)
-    lengths = [20, 31, 1, 14, 2, *rng.integers(1, 5, max(n - 5, 0))][:n]
-    cells = random_cells(lengths, _tokens(), N_GENES, rng=rng)
-    levels = np.stack(
-        [rng.integers(0, len(known) + 1, n) for known in LEVELS.values()], axis=1
-    ).astype(np.int32)
-    return to_tensors(replace(cells, levels=levels))
+    lengths = [20, 31, 1, 14, 2]
+    lengths += rng.integers(1, 5, n - 5).tolist()
+    cells = random_cells(lengths, _tokens(), N_GENES)
+    n_levels = [len(names) for names in LEVELS.values()]
+    levels = rng.integers(0, np.add(n_levels, 1), (n, len(n_levels)))
+    return to_tensors(replace(cells, levels=levels.astype(np.int32)))
 
 
 def test_a_token_per_column_stands_before_the_genes_of_each_cell() -> None:
     batch: Any = _cells()
-    made: Any = CovariatePrefix(_tokens(), LEVELS).add_to(batch)
-    assert made.lengths == made.cu_seqlens.diff().tolist() == [n + 2 for n in batch.lengths]
-    for name, prefix in (("genes", SPECIAL.index("<pad>")), ("values", 0), ("counts", 0)):
-        before, after = (getattr(each, name).split(each.lengths) for each in (batch, made))
-        assert [cell.tolist() for cell in after] == [
-            [prefix, prefix, *cell.tolist()] for cell in before
-        ]
-    rows = [
-        [1 + donor, 1 + len(LEVELS["donor"]) + 1 + assay]
-        for assay, donor, _ in batch.levels.tolist()
-    ]
-    expected = [row + [0] * n for row, n in zip(rows, batch.lengths)]
-    assert [cell.tolist() for cell in made.covariate_rows.split(made.lengths)] == expected
-    table = _model().covariates(made.covariate_rows)
-    assert not table[made.covariate_rows == 0].any()
-    assert torch.equal(
-        table[made.cu_seqlens[:-1].long()], _model().covariates.tables[0].weight[batch.levels[:, 1]]
-    )
+    prefixed: Any = CovariatePrefix(_tokens(), LEVELS).add_to(batch)
+    assert prefixed.lengths == [n + 2 for n in batch.lengths]
+    assert prefixed.cu_seqlens.diff().tolist() == prefixed.lengths
+    for field, prefix in (("genes", SPECIAL.index("<pad>")), ("values", 0), ("counts", 0)):
+        cells = getattr(batch, field).split(batch.lengths)
+        prefixed_cells = getattr(prefixed, field).split(prefixed.lengths)
+        for cell, prefixed_cell in zip(cells, prefixed_cells):
+            assert prefixed_cell.tolist() == [prefix, prefix, *cell.tolist()]
+    # rows of the table: none, donors from unknown, assays from unknown
+    first_assay = 1 + 1 + len(LEVELS["donor"])
+    rows_by_cell = prefixed.covariate_rows.split(prefixed.lengths)
+    for cell, (assay, donor, _) in enumerate(batch.levels.tolist()):
+        of_genes = [0] * batch.lengths[cell]
+        assert rows_by_cell[cell].tolist() == [1 + donor, first_assay + assay, *of_genes]
+    covariates = _model().covariates
+    vectors = covariates(prefixed.covariate_rows)
+    assert not vectors[prefixed.covariate_rows == 0].any()
+    of_donors = vectors[prefixed.cu_seqlens[:-1].long()]
+    assert torch.equal(of_donors, covariates.tables[0].weight[batch.levels[:, 1]])
 
 
 def test_without_attention_a_vector_depends_only_on_genes() -> None:
     batch = _cells()
-    torch.testing.assert_close(
-        _model(layers=0).embed(batch), _model(layers=0, covariates=[]).embed(batch)
-    )
-    assert not torch.allclose(_model().embed(batch), _model(covariates=[]).embed(batch), atol=1e-4)
+    vectors = _model(layers=0).embed(batch)
+    of_genes = _model(layers=0, covariates=[]).embed(batch)
+    torch.testing.assert_close(vectors, of_genes)
+    with_attention = _model().embed(batch)
+    of_genes = _model(covariates=[]).embed(batch)
+    assert not torch.allclose(with_attention, of_genes, atol=1e-4)
 
 
 def test_a_vector_depends_on_the_levels_of_its_cell() -> None:
-    model: Any
-    batch: Any
     model = _model()
-    batch = _cells()
+    batch: Any = _cells()
     with torch.no_grad():
         for table in model.covariates.tables:
-            table.weight.normal_(generator=torch.Generator().manual_seed(1))
+            table.weight.normal_(generator=seeded(1))
         expected = model.embed(batch)
-        for column, changes in enumerate((True, True, False)):
+        for column, is_read in enumerate((True, True, False)):
             levels = batch.levels.clone()
             levels[1, column] = (levels[1, column] + 1) % 3
-            differs = (model.embed(replace(batch, levels=levels)) - expected).abs().amax(1) > 1e-3
-            assert differs.tolist() == [False, changes] + [False] * 4
-        unknown = model.embed(replace(batch, levels=torch.zeros_like(batch.levels)))
-        assert torch.equal(model.embed(replace(batch, levels=None)), unknown)
+            changed = model.embed(replace(batch, levels=levels))
+            differs = (changed - expected).abs().amax(1) > 1e-3
+            assert differs.tolist() == [False, is_read, False, False, False, False]
+        unknown = torch.zeros_like(batch.levels)
+        of_unknown = model.embed(replace(batch, levels=unknown))
+        without_levels = model.embed(replace(batch, levels=None))
+        assert torch.equal(without_levels, of_unknown)
 
 
 @pytest.mark.parametrize("objective", ["masked_value", "masked_gene"])
 def test_no_objective_masks_them(objective: str) -> None:
     batch = _cells()
-    prepared, plain = (
-        prepare(_model(objective, **options), batch) for options in ({}, {"covariates": []})
-    )
-    prefix = prepared.covariate_rows > 0
-    assert not prefix[prepared.targets].any()
-    assert set(prepared.cell[prepared.targets].tolist()) == set(range(6))  # every cell has a target
-    cells = torch.zeros(6).index_add(0, prepared.cell[~prefix], prepared.values[~prefix])
-    shown = torch.zeros(6).index_add(0, prepared.cell, (~prefix & ~prepared.value_hidden).float())
-    torch.testing.assert_close(prepared.center, cells / shown.clamp(min=1))
-    assert len(plain.genes) == int((~prefix).sum())
+    prepared = prepare(_model(objective), batch)
+    plain = prepare(_model(objective, covariates=[]), batch)
+    is_gene = prepared.covariate_rows == 0
+    assert is_gene[prepared.targets].all()
+    assert len(plain.genes) == int(is_gene.sum())
+    for cell in range(6):
+        is_of_cell = prepared.cell == cell
+        assert is_of_cell[prepared.targets].any(), "every cell has a target"
+        values = prepared.values[is_of_cell & is_gene]
+        n_shown = int((is_of_cell & is_gene & ~prepared.value_hidden).sum())
+        assert_near(prepared.center[cell], values.sum() / max(n_shown, 1))
 
 
 def test_training_hides_some_levels_by_step() -> None:
     model = _model(covariate_unknown_frac=0.25).train()
     batch = _cells(4000)
     batch = replace(batch, levels=torch.ones_like(batch.levels))  # type: ignore[arg-type]
-    rows = [model.view(batch, seed=3, step=step).covariate_rows for step in (4, 4, 5)]
-    assert torch.equal(rows[0], rows[1])
-    unknown = rows[0][rows[0] > 0].view(-1, 2) != torch.tensor([2, 6])
+
+    def draw_unknown(step: int) -> torch.Tensor:
+        """(cells, 2): the levels of each cell that are unknown to the model in a step."""
+        rows = model.view(batch, seed=3, step=step).covariate_rows
+        return rows[rows > 0].view(-1, 2) != torch.tensor([2, 6])
+
+    unknown = draw_unknown(4)
+    assert torch.equal(draw_unknown(4), unknown)
+    assert not torch.equal(draw_unknown(5), unknown)
     assert unknown.float().mean(0).tolist() == pytest.approx([0.25, 0.25], abs=0.03)
-    # each by itself
-    assert (unknown[:, 0] & unknown[:, 1]).float().mean() == pytest.approx(0.0625, abs=0.02)
-    assert not torch.equal(rows[0][rows[0] > 0], rows[2][rows[2] > 0])
-    known = model.eval().view(batch, seed=3, step=4).covariate_rows
-    assert (known[known > 0].view(-1, 2) == torch.tensor([2, 6])).all()
+    # each level is drawn by itself
+    both = unknown.all(1).float().mean().item()
+    assert both == pytest.approx(0.25**2, abs=0.02)
+    model.eval()
+    assert not draw_unknown(4).any()
 
 
 def test_a_family_without_tokens_of_cells_refuses_them() -> None:
@@ -140,7 +151,7 @@ def test_a_family_without_tokens_of_cells_refuses_them() -> None:
 def _encoder(pooling: str, **options: Any) -> Any:
     model = decoding_model("encoder", pooling=pooling, **options)
     if pooling == "attention":
-        torch.nn.init.normal_(model.pool_query, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(model.pool_query, generator=seeded(0))
     return model
 
 
@@ -150,12 +161,12 @@ def test_the_cls_vector_is_the_last_state_before_the_cell() -> None:
     genes = model.objective.prepare(model.objective.view(batch, **KEYS), **KEYS)
     x = torch.cat([model.cell_token[None], model.inputs(genes)])
     n = len(x)
+    cu_seqlens = torch.tensor([0, n], dtype=torch.int32)
     for block in model.blocks:
-        x = block(x, torch.tensor([0, n], dtype=torch.int32), [n], torch.arange(n))
+        x = block(x, cu_seqlens, [n], torch.arange(n))
     prepared = prepare(model, batch)
-    torch.testing.assert_close(
-        model.cell_vectors(model.states(prepared), prepared), model.norm(x)[:1]
-    )
+    vectors = model.cell_vectors(model.states(prepared), prepared)
+    torch.testing.assert_close(vectors, model.norm(x)[:1])
 
 
 def test_attention_is_a_softmax_over_each_cell() -> None:
@@ -163,17 +174,16 @@ def test_attention_is_a_softmax_over_each_cell() -> None:
     prepared = prepare(model, cells_of((7, 1, 20)))
     # a softmax that is not shifted would overflow
     states = 100 * torch.randn(sum(prepared.lengths), 16)
-    expected = [
-        (part @ model.pool_query / 4).softmax(0) @ part if len(part) else torch.zeros(16)
-        for part in states.split(prepared.lengths)
-    ]
-    torch.testing.assert_close(
-        model.cell_vectors(states, prepared), torch.stack(expected), rtol=1e-4, atol=1e-4
-    )
+    vectors = model.cell_vectors(states, prepared)
+    for vector, states_of_cell in zip(vectors, states.split(prepared.lengths), strict=True):
+        if len(states_of_cell) == 0:
+            assert not vector.any()
+            continue
+        scores = states_of_cell @ model.pool_query / 16**0.5
+        assert_near(vector, scores.softmax(0) @ states_of_cell, 1e-4)
     mean = decoding_model("encoder").cell_vectors(states, prepared)
-    torch.testing.assert_close(
-        attended_state(states, prepared, torch.zeros(16)), mean, rtol=1e-5, atol=1e-4
-    )
+    without_query = attended_state(states, prepared, torch.zeros(16))
+    assert_near(without_query, mean, 1e-4)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "attention"])
@@ -188,32 +198,33 @@ def test_a_pooling_that_no_loss_trains_is_refused(pooling: str) -> None:
 
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 2}
-RANKS, BINS = (
-    Tokens.model_validate({"max_tokens": 30, "tokenizer": name}) for name in ("rank", "binned")
-)
+TOKENS = {
+    "bert": Tokens.model_validate({"max_tokens": 30, "tokenizer": "rank"}),
+    "scgpt": Tokens.model_validate({"max_tokens": 30, "tokenizer": "binned"}),
+}
 
 
 def _post_norm(family: str, **options: Any) -> Any:
-    tokens = RANKS if family == "bert" else BINS
-    return initialized(spec(N_GENES, tokens, **SIZES | options | {"family": family})).eval()
+    given = SIZES | options | {"family": family}
+    return initialized(spec(N_GENES, TOKENS[family], **given)).eval()
 
 
 def _whole_cells(family: str) -> Batch:
-    return to_tensors(random_cells((20, 1, 25, 3), RANKS if family == "bert" else BINS, N_GENES))
+    return to_tensors(random_cells((20, 1, 25, 3), TOKENS[family], N_GENES))
 
 
 @pytest.mark.parametrize("n_ends", [1, 2])
 def test_end_tokens_surround_each_unchanged_cell(n_ends: int) -> None:
     batch = _whole_cells("scgpt")
     ended = with_ends(batch, n_ends)
-    for name, before, behind in (
-        ("genes", [CLS], [EOS]),
-        ("values", [0], [0]),
-        ("counts", [0], [0]),
-    ):
-        cells = [cell.tolist() for cell in getattr(batch, name).split(batch.lengths)]
-        found = [cell.tolist() for cell in getattr(ended, name).split(ended.lengths)]
-        assert found == [[*before, *cell, *behind[: n_ends - 1]] for cell in cells]
+    for field, first, last in (("genes", CLS, EOS), ("values", 0, 0), ("counts", 0, 0)):
+        cells = getattr(batch, field).split(batch.lengths)
+        ended_cells = getattr(ended, field).split(ended.lengths)
+        for cell, ended_cell in zip(cells, ended_cells, strict=True):
+            expected = [first, *cell.tolist()]
+            if n_ends == 2:
+                expected.append(last)
+            assert ended_cell.tolist() == expected
     assert ended.cu_seqlens.diff().tolist() == ended.lengths
 
 
@@ -257,10 +268,9 @@ def test_options_that_do_not_fit_together_are_refused(
     ids=str,
 )
 def test_each_option_changes_the_embedding(family: str, option: dict[str, Any]) -> None:
-    before = {"ends": "none" if family == "bert" else "cls", "objective": "masked_gene"}
+    options = {"ends": "none" if family == "bert" else "cls", "objective": "masked_gene"}
+    batch = _whole_cells(family)
     with torch.inference_mode():
-        vectors = [
-            _post_norm(family, **options).embed(_whole_cells(family))
-            for options in (before, before | option)
-        ]
-    assert not torch.allclose(*vectors, atol=1e-4)
+        before = _post_norm(family, **options).embed(batch)
+        after = _post_norm(family, **options | option).embed(batch)
+    assert not torch.allclose(before, after, atol=1e-4)

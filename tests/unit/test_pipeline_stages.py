@@ -25,16 +25,22 @@ from tests.models import spec
 )
 def test_each_stage_is_in_one_process(options: dict[str, Any], expected: list[list[int]]) -> None:
     parallel = Parallel.model_validate(options)
-    assert [stages_of(rank, parallel) for rank in range(parallel.pp)] == expected
+    assert len(expected) == parallel.pp
+    for rank, stages in enumerate(expected):
+        assert stages_of(rank, parallel) == stages
 
 
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 3), (2, 2), (2, 3), (4, 6), (4, 7), (8, 61)])
 def test_blocks_are_assigned_evenly_in_order(stages: int, blocks: int) -> None:
-    dealt = [blocks_of(stage, stages, blocks) for stage in range(stages)]
-    assert [block for part in dealt for block in part] == list(range(blocks))
-    sizes = [len(part) for part in dealt]
+    assigned: list[int] = []
+    sizes = []
+    for stage in range(stages):
+        blocks_of_stage = blocks_of(stage, stages, blocks)
+        assigned += blocks_of_stage
+        sizes.append(len(blocks_of_stage))
+    assert assigned == list(range(blocks))
     assert max(sizes) - min(sizes) <= 1
-    assert sizes[0] == min(sizes), "the first stage has the embedding beside its blocks"
+    assert sizes[0] == min(sizes), "the first stage also has the embedding"
 
 
 @pytest.mark.parametrize("objective", ["masked_value", "masked_gene"])
@@ -44,21 +50,23 @@ def test_stages_together_are_the_model(
     objective: Any, cell_loss_weight: float, stages: int
 ) -> None:
     config = spec(30, layers=4, hidden=16, objective=objective, cell_loss_weight=cell_loss_weight)
-    whole = {name: p.shape for name, p in build(config).named_parameters()}
-    found: dict[str, list[int]] = {}
+    whole = dict(build(config).named_parameters())
+    stages_by_name: dict[str, list[int]] = {}
     for stage in range(stages):
         part = build(config)
         keep_stage(part, stage, stages)
         for name, parameter in part.named_parameters():
-            assert parameter.shape == whole[name]
-            found.setdefault(name, []).append(stage)
-        if stage in (0, stages - 1):
-            shared = set(tied_parameters(part))
-    assert found.keys() == whole.keys()
-    twice = {name for name, where in found.items() if len(where) > 1}
-    assert twice == shared
-    assert all(found[name] == [0, stages - 1] for name in twice)
-    assert bool(twice) == (objective == "masked_gene" or cell_loss_weight > 0)
+            assert parameter.shape == whole[name].shape
+            stages_by_name.setdefault(name, []).append(stage)
+    assert stages_by_name.keys() == whole.keys()
+    tied = set(tied_parameters(part))
+    for name, found_in in stages_by_name.items():
+        if name in tied:
+            assert found_in == [0, stages - 1]
+        else:
+            assert len(found_in) == 1
+    reads_embedding = objective == "masked_gene" or cell_loss_weight > 0
+    assert bool(tied) == reads_embedding
 
 
 @pytest.mark.parametrize(
@@ -79,17 +87,27 @@ def test_a_step_has_enough_micro_batches_to_fill_a_pipeline(
 
 
 def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
-    assert cut_evenly(np.array([4, 4, 4, 4]), 2) == [0, 2, 4]
-    assert cut_evenly(np.array([9, 1, 1, 1, 1, 1]), 2) == [0, 1, 6]
-    assert cut_evenly(np.array([3, 3]), 5) == [0, 1, 2], "no cell is cut"
-    assert cut_evenly(np.array([], int), 3) == [0]
+    for lengths, most, borders in (
+        ([4, 4, 4, 4], 2, [0, 2, 4]),
+        ([9, 1, 1, 1, 1, 1], 2, [0, 1, 6]),
+        ([3, 3], 5, [0, 1, 2]),  # no cell is cut
+        ([], 3, [0]),
+    ):
+        assert cut_evenly(np.array(lengths, int), most) == borders
+
+
+def test_no_smaller_micro_batch_would_do() -> None:
     generator = np.random.default_rng(0)
     for _ in range(50):
-        lengths = generator.integers(1, 100, generator.integers(1, 30))
+        n_cells = generator.integers(1, 30)
+        lengths = generator.integers(1, 100, n_cells)
         most = int(generator.integers(1, 9))
         borders = cut_evenly(lengths, most)
         assert borders[0] == 0
-        assert borders[-1] == len(lengths)
+        assert borders[-1] == n_cells
         assert len(borders) - 1 <= most
-        largest = max(int(lengths[a:b].sum()) for a, b in pairwise(borders))
-        assert largest == lengths.max() or len(cut_batch(lengths, largest - 1)) - 1 > most
+        sizes = [int(lengths[start:end].sum()) for start, end in pairwise(borders)]
+        largest = max(sizes)
+        if largest > lengths.max():
+            smaller = cut_batch(lengths, largest - 1)
+            assert len(smaller) - 1 > most

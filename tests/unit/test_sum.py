@@ -20,7 +20,7 @@ from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
 from cellmill.train.loop import LossParts
-from tests.checks import refused
+from tests.checks import gradients_by_name, refused
 from tests.models import KEYS, initialized, prepare, random_cells, spec
 
 N_GENES = 60
@@ -39,7 +39,7 @@ def _model(**objective: Any) -> Any:
 
 
 def _cells(lengths: tuple[int, ...] = (20, 31, 1, 14, 2), seed: int = 0) -> Batch:
-    return to_tensors(random_cells(lengths, TOKENS, N_GENES, rng=np.random.default_rng(seed)))
+    return to_tensors(random_cells(lengths, TOKENS, N_GENES, seed=seed))
 
 
 def test_each_part_equals_its_objective_on_the_shared_view() -> None:
@@ -64,46 +64,49 @@ def test_each_part_equals_its_objective_on_the_shared_view() -> None:
 def test_second_views_add_no_cells_to_other_parts() -> None:
     paired = PARTS | {"cell_decoding": PARTS["cell_decoding"] | {"view_loss": "vicreg"}}
     batch = _cells()
-    plain, model = (_model(objective="sum", parts=parts) for parts in (PARTS, paired))
-    one, both = (prepare(made, batch, 128) for made in (plain, model))
-    shown = plain.view(batch, **KEYS)
-    n = len(batch.lengths)
+    plain = _model(objective="sum", parts=PARTS)
+    model = _model(objective="sum", parts=paired)
+    one = prepare(plain, batch, 128)
+    both = prepare(model, batch, 128)
     assert torch.equal(both.n_targets, one.n_targets)
     assert torch.equal(both.parts[1].targets, one.parts[1].targets)
     assert torch.equal(both.parts[1].answers, one.parts[1].answers)
     assert both.parts[0].pairs.numel() > 0
-    second = model.view(batch, **KEYS)
-    assert (
-        len(both.genes)
-        == len(both.values)
-        == len(both.token_keys)
-        == 128
-        > len(second.genes)
-        > len(shown.genes)
-    )
-    assert len(both.cell_keys) == len(both.lengths) == len(both.cu_seqlens) - 1 > 2 * n
-    assert torch.equal(
-        both.values[len(shown.genes) : len(second.genes)], second.values[len(shown.genes) :]
-    )
-    assert both.value_hidden.nonzero().flatten().tolist() == one.parts[1].targets.tolist()
+    # the second views stand after the first ones, and padding after them
+    n_first = len(plain.view(batch, **KEYS).genes)
+    views = model.view(batch, **KEYS)
+    n_tokens = len(views.genes)
+    assert n_first < n_tokens < 128
+    for field in (both.genes, both.values, both.token_keys):
+        assert len(field) == 128
+    assert len(both.lengths) > 2 * len(batch.lengths)
+    assert len(both.cell_keys) == len(both.lengths)
+    assert len(both.cu_seqlens) == len(both.lengths) + 1
+    assert torch.equal(both.values[n_first:n_tokens], views.values[n_first:])
+    masked = both.value_hidden.nonzero().flatten()
+    assert masked.tolist() == one.parts[1].targets.tolist()
     torch.testing.assert_close(model.eval()(both), plain.eval()(one))
 
 
 def test_gradients_equal_the_weighted_sum_of_means() -> None:
     model = _model(objective="sum", parts=PARTS)
-    micro = [prepare(model, _cells(seed=seed, lengths=(9, 30)[: seed + 1]), 128) for seed in (0, 1)]
-    n = torch.stack([prepared.n_targets for prepared in micro]).sum(0)
-    losses = torch.stack([model(prepared) for prepared in micro]).sum(0) / n
-    expected = torch.autograd.grad(losses[0] + 0.3 * losses[1], list(model.parameters()))
+    first = prepare(model, _cells(seed=0, lengths=(9,)), 128)
+    second = prepare(model, _cells(seed=1, lengths=(9, 30)), 128)
+    n_targets = first.n_targets + second.n_targets
+    means = (model(first) + model(second)) / n_targets
+    expected = gradients_by_name(model, means[0] + 0.3 * means[1])
+    model.zero_grad()
     mesh: Any = SimpleNamespace(device=torch.device("cpu"), dp_world=1, model_parallel_size=1)
     parts = LossParts(model.objective, mesh.device)
-    found = ParallelModel(model, Parallel(), mesh).forward_backward(
-        micro, parts.targets(n), parts.weights
+    losses = ParallelModel(model, Parallel(), mesh).forward_backward(
+        [first, second], parts.targets(n_targets), parts.weights
     )
-    torch.testing.assert_close(found, losses.detach().double())
-    for (name, parameter), gradient in zip(model.named_parameters(), expected):
+    torch.testing.assert_close(losses, means.detach().double())
+    for name, parameter in model.named_parameters():
+        gradient = expected[name]
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7, msg=name)
-    assert parts.line("loss", found.tolist()).keys() == {"loss_cell_decoding", "loss_masked_value"}
+    line = parts.line("loss", losses.tolist())
+    assert line.keys() == {"loss_cell_decoding", "loss_masked_value"}
 
 
 def test_a_part_without_targets_has_zero_loss() -> None:
@@ -119,28 +122,33 @@ def test_a_part_without_targets_has_zero_loss() -> None:
 def test_tensors_of_all_parts_are_copied_once() -> None:
     model = _model(objective="sum", parts=PARTS)
     copied = on_device(prepare(model, _cells(), 128), torch.device("meta"))
-    tensors = [
-        value
-        for part in (copied, *copied.parts)
-        for value in vars(part).values()
-        if hasattr(value, "is_meta")
-    ]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert copied.parts[0].genes is copied.parts[1].genes is copied.genes
+    for part in (copied, *copied.parts):
+        for value in vars(part).values():
+            if isinstance(value, torch.Tensor):
+                assert value.is_meta
+        assert part.genes is copied.genes
+
+
+def _observe(objective: Any, model: Any, batches: list[Any]) -> list[np.ndarray]:
+    """What an objective observes of all batches, one array after the other."""
+    by_batch = [objective.observe(model, batch) for batch in batches]
+    return [torch.cat(tensors).numpy() for tensors in zip(*by_batch)]
 
 
 def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
     model = _model(objective="sum", parts=PARTS).eval()
     train = GeneStatistics(np.arange(N_GENES), np.linspace(1, 2, N_GENES), 1.5, 100)
     with torch.no_grad():
-        batches = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
-        observed = [model.objective.observe(model, prepared) for prepared in batches]
-        figures, verdicts = model.objective.judge(*map(np.concatenate, zip(*observed)), train=train)
+        prepared = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
+        observed = _observe(model.objective, model, prepared)
+        figures, verdicts = model.objective.judge(*observed, train=train)
         for index, (name, part) in enumerate(model.objective.leaves().items()):
-            alone = [part.observe(model, prepared.parts[index]) for prepared in batches]
-            own, said = part.judge(*map(np.concatenate, zip(*alone)), train=train)
-            assert {f"{name}.{key}": value for key, value in own.items()}.items() <= figures.items()
-            assert set(said) <= set(verdicts)
+            batches_of_part = [batch.parts[index] for batch in prepared]
+            observed_by_part = _observe(part, model, batches_of_part)
+            figures_of_part, verdicts_of_part = part.judge(*observed_by_part, train=train)
+            for key, value in figures_of_part.items():
+                assert figures[f"{name}.{key}"] == value
+            assert set(verdicts_of_part) <= set(verdicts)
     assert len(verdicts) == 2
 
 

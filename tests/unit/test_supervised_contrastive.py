@@ -20,8 +20,8 @@ from cellmill.models.objectives.contrastive import contrast
 from cellmill.stages.export import model_card
 from cellmill.stages.train import supervised_by
 from cellmill.train.worker import batch_column
-from tests.checks import check_gradients, loss_by_shares
-from tests.models import ONE_LAYER, config_json, initialized, prepare, random_cells, spec
+from tests.checks import assert_near, check_gradients, loss_by_shares
+from tests.models import ONE_LAYER, config_json, initialized, prepare, random_cells, seeded, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
@@ -40,25 +40,31 @@ def _cells(labels: tuple[int, ...], first: int = 0) -> Batch:
     rng = np.random.default_rng(first)
     lengths = rng.integers(2, 30, len(labels))
     levels = np.array([[1, label] for label in labels], np.int32)
-    return to_tensors(random_cells(lengths, TOKENS, N_GENES, rng=rng, first=first, levels=levels))
+    cells = random_cells(lengths, TOKENS, N_GENES, seed=first, first=first, levels=levels)
+    return to_tensors(cells)
 
 
-def _reference(z: torch.Tensor, labels: list[int], temperature: float) -> Any:
-    """Equation 2 of the paper as it is written, summed over the cells i that have another of their
-    label.
-    """
-    z, loss = F.normalize(z, dim=1), torch.zeros((), dtype=z.dtype)
-    for i in range(len(labels)):
-        others = [a for a in range(len(labels)) if a != i]
-        positives = [p for p in others if labels[p] == labels[i]]
-        below = sum((z[i] @ z[a] / temperature).exp() for a in others)
-        for p in positives:
-            loss = loss - ((z[i] @ z[p] / temperature).exp() / below).log() / len(positives)
+def _reference(vectors: torch.Tensor, labels: list[int], temperature: float) -> Any:
+    """Equation 2 of the paper, summed over the cells that share their label with another cell."""
+    z = F.normalize(vectors, dim=1)
+    loss = torch.zeros((), dtype=z.dtype)
+    for anchor, label in enumerate(labels):
+        n_positives = labels.count(label) - 1
+        similarities = {}
+        for other in range(len(labels)):
+            if other != anchor:
+                similarities[other] = torch.exp(z[anchor] @ z[other] / temperature)
+        total = sum(similarities.values())
+        for other, similarity in similarities.items():
+            if labels[other] == label:
+                loss = loss - torch.log(similarity / total) / n_positives
     return loss
 
 
-def _table(z: torch.Tensor, labels: list[int]) -> torch.Tensor:
-    return torch.cat([torch.tensor(labels, dtype=z.dtype)[:, None], F.normalize(z, dim=1)], dim=1)
+def _table(vectors: torch.Tensor, labels: list[int]) -> torch.Tensor:
+    """Rows of the objective: the label of a cell, then its normalised vector."""
+    column = torch.tensor(labels, dtype=vectors.dtype)[:, None]
+    return torch.cat([column, F.normalize(vectors, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize("anchors", [1, 4, 1024])
@@ -66,14 +72,14 @@ def test_the_loss_equals_the_formula_of_the_paper(
     anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cellmill.models.objectives.contrastive.ANCHORS", anchors)
-    z = torch.randn(9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    vectors = torch.randn(9, 5, generator=seeded(0), dtype=torch.float64)
     labels = [1, 2, 2, 1, 1, 3, 2, 4, 4]
-    expected = _reference(z, labels, 0.3)
-    assert contrast(_table(z, labels), 0.3).item() == pytest.approx(expected.item())
-    slots = torch.zeros(16, 6, dtype=torch.float64).index_copy(
-        0, torch.arange(15, 6, -1), _table(z, labels)
-    )
-    assert contrast(slots, 0.3).item() == pytest.approx(expected.item())
+    expected = _reference(vectors, labels, 0.3)
+    table = _table(vectors, labels)
+    torch.testing.assert_close(contrast(table, 0.3), expected)
+    with_empty_slots = torch.zeros(16, 6, dtype=torch.float64)
+    with_empty_slots[torch.arange(15, 6, -1)] = table
+    torch.testing.assert_close(contrast(with_empty_slots, 0.3), expected)
 
 
 @pytest.mark.parametrize("labels", [[], [1], [1, 2], [0, 0]])
@@ -89,46 +95,60 @@ def test_without_two_cells_of_a_label_the_loss_is_zero(labels: list[int]) -> Non
 @EVERY_FAMILY
 def test_gradients_of_micro_batches_equal_the_whole_batch(family: str) -> None:
     model = _model(family, temperature=0.3)
-    given = ((1, 2, 0, 1), (2, 2, 3), (1,), (0, 0))
-    batches = [_cells(labels, 10 * at) for at, labels in enumerate(given)]
-    batches.append(to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))))
+    batches = [
+        _cells((1, 2, 0, 1), first=0),
+        _cells((2, 2, 3), first=10),
+        _cells((1,), first=20),
+        _cells((0, 0), first=30),
+        to_tensors(empty_batch(np.dtype(np.float32), levels=np.empty((0, 2), np.int32))),
+    ]
+    labels = [1, 2, 1, 2, 2, 3, 1]  # of the cells that have one
     prepared = [prepare(model, batch, 200) for batch in batches]
     loss = loss_by_shares(model, prepared)
-    z = torch.cat(
-        [model.cell_vectors(model.states(part), part)[part.target_cells] for part in prepared]
-    )
-    expected = _reference(z, [label for labels in given for label in labels if label], 0.3)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert sum(int(part.n_targets) for part in prepared) == len(z) == 7
-    found = check_gradients(model, loss, expected, rtol=1e-3, atol=1e-5)
-    assert any(gradient is not None and gradient.abs().max() > 0.1 for gradient in found.values())
+    vectors = []
+    n_targets = 0
+    for part in prepared:
+        vectors_of_part = model.cell_vectors(model.states(part), part)
+        vectors.append(vectors_of_part[part.target_cells])
+        n_targets += int(part.n_targets)
+    assert n_targets == len(labels)
+    expected = _reference(torch.cat(vectors), labels, 0.3)
+    assert_near(loss, expected)
+    gradients = check_gradients(model, loss, expected, rtol=1e-3, atol=1e-5)
+    largest = [gradient.abs().max() for gradient in gradients.values() if gradient is not None]
+    assert max(largest) > 0.1
 
 
 def test_the_temperature_comes_from_the_options() -> None:
-    batch = _cells((1, 2, 3, 1, 2))
-    changes: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"label_column": "batch"}]
-    losses = [
-        (model := _model("profile", **change))(prepare(model, batch)).item() for change in changes
-    ]
-    assert len({round(loss, 3) for loss in losses}) == 3
+    labels = (1, 2, 3, 1, 2)
+    batch = _cells(labels)
+
+    def loss_with(**options: Any) -> torch.Tensor:
+        model = _model("profile", **options)
+        loss: torch.Tensor = model(prepare(model, batch))
+        return loss
+
     model = _model("profile")
-    z = model.cell_vectors(model.states(prepared := prepare(model, batch)), prepared)
-    assert losses[2] == pytest.approx(_reference(z, [1] * len(z), 0.1).item(), rel=1e-5)
+    prepared = prepare(model, batch)
+    vectors = model.cell_vectors(model.states(prepared), prepared)
+    assert_near(loss_with(), _reference(vectors, [*labels], 0.1))
+    assert_near(loss_with(temperature=0.5), _reference(vectors, [*labels], 0.5))
+    assert_near(loss_with(label_column="batch"), _reference(vectors, [1] * 5, 0.1))
 
 
 def test_metrics_are_compared_with_collapsed_vectors() -> None:
     objective = _model("profile").objective
-    z = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+    z = F.normalize(torch.randn(6, 4, generator=seeded(0)), dim=1)
     labels = [1, 1, 2, 2, 2, 3]
     train = GeneStatistics(np.ones(1, np.int64), np.ones(1), 1.0, 1)
     figures, (verdict,) = objective.judge(np.array(labels), z.numpy(), train=train)
-    assert figures["supervised_contrastive"] == pytest.approx(
-        float(_reference(z, labels, 0.1)) / 6, rel=1e-5
-    )
-    assert figures["supervised_contrastive_alike"] == pytest.approx(5 / 6 * math.log(5))
-    own = figures["supervised_contrastive"] - figures["supervised_contrastive_alike"]
-    assert verdict.difference == pytest.approx(own)
-    assert objective.judge(np.array([1]), z[:1].numpy(), train=train) == ({"n_targets": 1}, [])
+    loss = float(_reference(z, labels, 0.1)) / 6
+    collapsed = 5 / 6 * math.log(5)  # five cells share a label, each with five other cells
+    assert figures["supervised_contrastive"] == pytest.approx(loss, rel=1e-5)
+    assert figures["supervised_contrastive_alike"] == pytest.approx(collapsed)
+    assert verdict.difference == pytest.approx(loss - collapsed, rel=1e-5)
+    alone = objective.judge(np.array([1]), z[:1].numpy(), train=train)
+    assert alone == ({"n_targets": 1}, [])
 
 
 def test_a_sum_is_supervised_by_the_labels_of_its_parts() -> None:
@@ -137,16 +157,12 @@ def test_a_sum_is_supervised_by_the_labels_of_its_parts() -> None:
         "cell_decoding": {"batch_column": "batch"},
     }
     objective = ObjectiveConfig.model_validate({"name": "sum", "parts": parts})
+    contrastive, decoding = objective.each()
     assert objective.supervised_by == ("a_type",)
-    assert (
-        ObjectiveConfig.model_validate(
-            {"name": "cell_decoding", "batch_column": "batch"}
-        ).supervised_by
-        == ()
-    )
+    assert decoding.supervised_by == ()
     manifest: Any = SimpleNamespace(obs_levels={})
-    for given, expected in ((objective, "batch"), (objective.each()[0], None)):
-        options: Any = TrainOptions.model_construct(objective=given)
+    for part, expected in ((objective, "batch"), (contrastive, None)):
+        options: Any = TrainOptions.model_construct(objective=part)
         assert batch_column(options, manifest) == expected
 
 
@@ -167,7 +183,8 @@ def test_the_labels_of_a_run_include_its_first_weights(
 ) -> None:
     (tmp_path / "config.json").write_text(config_json(supervised_by=earlier or []))
     init_from = tmp_path if earlier else None
-    assert supervised_by(ObjectiveConfig.model_validate(objective), init_from) == expected
+    config = ObjectiveConfig.model_validate(objective)
+    assert supervised_by(config, init_from) == expected
 
 
 def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any) -> str:
@@ -176,18 +193,20 @@ def card(family: str, objective: dict[str, Any], labels: list[str], **more: Any)
         "model": {"hidden": 8},
         "objective": objective,
         "n_genes": 3,
-    }
-    config |= {
         "tokens": {"tokenizer": "continuous", "max_tokens": 4},
         "vocabulary_digest": "a",
         "fingerprint": "b",
+        "init_from": None,
+        "step": 1,
+        "val_loss": 1.0,
+        "supervised_by": labels,
     }
-    config |= {"init_from": None, "step": 1, "val_loss": 1.0, "supervised_by": labels}
     return model_card(config | more, 5)
 
 
 def test_the_card_names_the_labels_used() -> None:
-    supervised, plain = (card("profile", LABELLED, labels) for labels in (["cell_type"], []))
+    supervised = card("profile", LABELLED, ["cell_type"])
+    plain = card("profile", LABELLED, [])
     assert "tags: [single-cell, transcriptomics, profile, supervised]" in supervised
     assert "| supervised | by labels of obs column cell_type |" in supervised
     assert (
