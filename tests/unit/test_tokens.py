@@ -4,7 +4,7 @@ of a cell's genes.
 
 from collections import Counter
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,19 @@ from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, token_num
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.embed import tokens_of
 from cellmill.models.batch import to_tensors
+from tests.checks import quick
 from tests.models import model_on_cpu
 
 LENGTHS = (0, 1, 2, 60, 0, 7, 200)
 OPTIONS = {"rank": RankTokens, "binned": BinnedTokens, "continuous": ContinuousTokens}
 # largest counts and numbers of bins of `make test`
-PAIRS = [(1, 2), (3, 200), (40, 3), (40, 51), (60_000, 51)]
+PAIRS = [
+    (1, 2),
+    (3, 200),
+    (40, 3),
+    (40, 51),
+    (60_000, 51),
+]
 every_tokenizer = pytest.mark.parametrize("tokenizer", OPTIONS)
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -48,9 +55,10 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 def cells(dtype: type = np.uint16, largest: int = 40) -> Arrays:
     rng = np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-    genes = np.concatenate([rng.choice(500, n, replace=False) for n in LENGTHS]).astype(np.int32)
-    counts = np.minimum(rng.geometric(0.2, len(genes)), largest).astype(dtype)
-    return genes, counts, starts
+    genes_by_cell = [rng.choice(500, n, replace=False) for n in LENGTHS]
+    genes = np.concatenate(genes_by_cell).astype(np.int32)
+    counts = np.minimum(rng.geometric(0.2, len(genes)), largest)
+    return genes, counts.astype(dtype), starts
 
 
 def tokenize(
@@ -62,71 +70,67 @@ def tokenize(
 def reference(
     genes: np.ndarray, counts: np.ndarray, tokens: Tokens
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and values of one cell."""
     if isinstance(tokens, RankTokens):
         values = np.arange(len(genes), dtype=np.int32)
-    elif isinstance(tokens, BinnedTokens):
-        values = bin_counts(counts, tokens.bins) if len(counts) else np.empty(0, np.int32)
+    elif isinstance(tokens, ContinuousTokens):
+        depth = max(int(counts.sum()), 1)
+        values = np.log1p(counts / depth * 1e4).astype(np.float32)
+    elif len(counts) == 0:
+        values = np.empty(0, np.int32)
     else:
-        values = np.log1p(counts / max(int(counts.sum()), 1) * 1e4).astype(np.float32)
+        values = bin_counts(counts, tokens.bins)  # type: ignore[attr-defined]
     return genes[: tokens.max_tokens] + 2, values[: tokens.max_tokens]
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "max_tokens"),
-    [
-        pytest.param(
-            tokenizer, limit, marks=() if limit == 50 or tokenizer == "rank" else pytest.mark.full
-        )
-        for tokenizer in OPTIONS
-        for limit in (1, 50, 2048)
-    ],
+    quick(
+        product(OPTIONS, (1, 50, 2048)), [*product(["rank"], (1, 2048)), *product(OPTIONS, [50])]
+    ),
 )
 def test_a_batch_of_cells_equals_each_cell_separately(tokenizer: str, max_tokens: int) -> None:
     genes, counts, starts = cells()
     tokens = OPTIONS[tokenizer](max_tokens=max_tokens)
     ids, values, cu = tokenize(genes, counts, starts, tokens)
     assert (ids.dtype, cu.dtype) == (np.int32, np.int32)
-    assert (
-        values.dtype
-        == tokens.load().dtype
-        == (np.float32 if tokenizer == "continuous" else np.int32)
-    )
+    dtype = np.float32 if tokenizer == "continuous" else np.int32
+    assert values.dtype == dtype
+    assert tokens.load().dtype == dtype
     assert np.diff(cu).tolist() == [min(n, max_tokens) for n in LENGTHS]
     assert tokens.n_values == {"scalar": 0, "class": 52, "place": max_tokens}[tokens.value_kind]
-    for cell, (a, b) in enumerate(pairwise(starts)):
-        expected_ids, expected = reference(genes[a:b], counts[a:b], tokens)
-        np.testing.assert_array_equal(ids[cu[cell] : cu[cell + 1]], expected_ids)
-        own = values[cu[cell] : cu[cell + 1]]
-        np.testing.assert_array_equal(
-            own, tokenize(genes[a:b], counts[a:b], np.array([0, b - a]), tokens)[1]
-        )
+    for cell, (start, end) in enumerate(pairwise(starts)):
+        genes_of_cell = genes[start:end]
+        counts_of_cell = counts[start:end]
+        expected_ids, expected = reference(genes_of_cell, counts_of_cell, tokens)
+        in_batch = slice(cu[cell], cu[cell + 1])
+        np.testing.assert_array_equal(ids[in_batch], expected_ids)
+        alone = tokenize(genes_of_cell, counts_of_cell, np.array([0, end - start]), tokens)
+        np.testing.assert_array_equal(values[in_batch], alone[1])
         if tokenizer == "continuous":
-            np.testing.assert_allclose(own, expected, rtol=2e-6)
+            np.testing.assert_allclose(values[in_batch], expected, rtol=2e-6)
         else:
-            np.testing.assert_array_equal(own, expected)
+            np.testing.assert_array_equal(values[in_batch], expected)
 
 
 @pytest.mark.parametrize(
     ("largest", "bins"),
-    [
-        pytest.param(largest, bins, marks=() if (largest, bins) in PAIRS else pytest.mark.full)
-        for largest in (1, 3, 40, 60_000)
-        for bins in (2, 3, 51, 200)
-    ],
+    quick(product((1, 3, 40, 60_000), (2, 3, 51, 200)), PAIRS),
 )
 def test_bins_equal_numpys_quantiles_exactly(bins: int, largest: int) -> None:
     rng = np.random.default_rng(largest)
     lengths = rng.integers(1, 300, 50)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    counts = rng.integers(1, largest + 1, starts[-1]).astype(np.uint16)
-    _, values, _ = tokenize(
-        np.zeros(len(counts), np.int32), counts, starts, BinnedTokens(bins=bins)
-    )
-    quantiles = [np.quantile(counts[a:b], np.linspace(0, 1, bins)) for a, b in pairwise(starts)]
-    expected = [
-        np.digitize(counts[a:b], edges) for (a, b), edges in zip(pairwise(starts), quantiles)
-    ]
-    np.testing.assert_array_equal(values, np.concatenate(expected))
+    counts = rng.integers(1, largest + 1, starts[-1])
+    counts = counts.astype(np.uint16)
+    genes = np.zeros(len(counts), np.int32)
+    _, values, _ = tokenize(genes, counts, starts, BinnedTokens(bins=bins))
+    fractions = np.linspace(0, 1, bins)
+    for start, end in pairwise(starts):
+        counts_of_cell = counts[start:end]
+        edges = np.quantile(counts_of_cell, fractions)
+        expected = np.digitize(counts_of_cell, edges)
+        np.testing.assert_array_equal(values[start:end], expected)
     assert values.min() >= 1
     assert values.max() <= bins
 
@@ -138,19 +142,19 @@ def test_shared_bins_cut_the_log_normalised_values(binning: str) -> None:
     quantiles = np.linspace(3, 9, 7).tolist()
     tokens = options.fitted(quantiles)
     inner = np.arange(1, 20)
-    edges = (
-        inner * 0.5 if binning == "uniform" else np.interp(inner / 20, np.arange(7) / 6, quantiles)
-    )
+    if binning == "uniform":
+        edges = inner * 0.5
+    else:
+        edges = np.interp(inner / 20, np.arange(7) / 6, quantiles)
     ids, bins, cu = tokenize(genes, counts, starts, tokens)
-    continuous = tokenize(genes, counts, starts, ContinuousTokens(max_tokens=50))
-    np.testing.assert_array_equal(ids, continuous[0])
-    np.testing.assert_array_equal(cu, continuous[2])
-    assert np.abs(continuous[1][:, None] - edges).min() > 1e-6, (
-        "no value at an edge, where rounding decides"
+    expected_ids, values, expected_cu = tokenize(
+        genes, counts, starts, ContinuousTokens(max_tokens=50)
     )
-    np.testing.assert_array_equal(
-        bins, [1 + sum(value >= edge for edge in edges) for value in continuous[1]]
-    )
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(cu, expected_cu)
+    for value, number in zip(values, bins, strict=True):
+        assert np.abs(value - edges).min() > 1e-6, "at an edge, rounding would decide"
+        assert number == 1 + np.count_nonzero(edges <= value)
     assert bins.dtype == np.int32
     assert len(np.unique(bins)) > 5
     assert tokens.n_values == 21
@@ -171,38 +175,38 @@ def test_edges_that_do_not_fit_are_refused() -> None:
 
 def test_counts_too_large_for_a_table_are_binned_too() -> None:
     counts = np.array([1, 2, 4_000_000_000, 1, 5], np.uint32)
-    _, values, _ = tokenize(
-        np.zeros(5, np.int32), counts, np.array([0, 3, 5]), BinnedTokens(bins=3)
-    )
+    genes = np.zeros(5, np.int32)
+    starts = np.array([0, 3, 5])
+    _, values, _ = tokenize(genes, counts, starts, BinnedTokens(bins=3))
     assert values.tolist() == [1, 2, 3, 1, 3]
 
 
 @every_tokenizer
 def test_no_cells_are_an_empty_batch(tokenizer: str) -> None:
     tokens = OPTIONS[tokenizer]()
-    none = np.empty(0, np.int32)
-    made = tokenize(none, none.astype(np.uint16), np.zeros(1, np.int64), tokens)
+    genes = np.empty(0, np.int32)
+    counts = np.empty(0, np.uint16)
+    starts = np.zeros(1, np.int64)
     empty = empty_batch(tokens.load().dtype)
-    for array, expected in zip(made, (empty.genes, empty.values, empty.cu_seqlens)):
+    fields = (empty.genes, empty.values, empty.cu_seqlens)
+    for array, expected in zip(tokenize(genes, counts, starts, tokens), fields):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
 
 
 def test_values_beyond_the_edges_fall_into_the_outer_bins() -> None:
+    genes = np.arange(2, dtype=np.int32)
     counts = np.array([1, 999_999], np.uint32)
-    edges = tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), ContinuousTokens())[
-        1
-    ].tolist()
-    at_edges = BinnedTokens(binning="quantile_corpus", bins=3, edges=edges)
-    assert tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), at_edges)[
-        1
-    ].tolist() == [2, 3]
-    for top, expected in ((2.0, [1, 4]), (100.0, [1, 1])):
-        options = BinnedTokens(binning="uniform", bins=4, max_value=top)
-        assert (
-            tokenize(np.arange(2, dtype=np.int32), counts, np.array([0, 2]), options)[1].tolist()
-            == expected
-        )
+
+    def values_of(tokens: Tokens) -> list[float]:
+        starts = np.array([0, 2])
+        _, values, _ = tokenize(genes, counts, starts, tokens)
+        return values.tolist()  # type: ignore[no-any-return]
+
+    edges = values_of(ContinuousTokens())
+    assert values_of(BinnedTokens(binning="quantile_corpus", bins=3, edges=edges)) == [2, 3]
+    assert values_of(BinnedTokens(binning="uniform", bins=4, max_value=2.0)) == [1, 4]
+    assert values_of(BinnedTokens(binning="uniform", bins=4, max_value=100.0)) == [1, 1]
 
 
 MOST = 700
@@ -210,7 +214,13 @@ MOST = 700
 
 @pytest.mark.parametrize(
     ("dtype", "largest"),
-    [(np.uint16, 1), (np.uint16, 63), (np.uint16, 64), (np.uint16, 65_535), (np.uint32, 2**32 - 1)],
+    [
+        (np.uint16, 1),
+        (np.uint16, 63),
+        (np.uint16, 64),
+        (np.uint16, 65_535),
+        (np.uint32, 2**32 - 1),
+    ],
 )
 def test_loops_make_the_bits_of_numpy(
     dtype: type, largest: int, monkeypatch: pytest.MonkeyPatch
@@ -218,11 +228,12 @@ def test_loops_make_the_bits_of_numpy(
     pytest.importorskip("numba")
     rng = np.random.default_rng(largest)
     # with and without genes, cut and whole
-    lengths = rng.integers(0, 1_400, 100) * (rng.random(100) > 0.1)
+    has_genes = rng.random(100) > 0.1
+    lengths = rng.integers(0, 1_400, 100) * has_genes
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    counts = (
-        np.exp(rng.random(starts[-1]) ** 3 * np.log(largest)).round().clip(1, largest).astype(dtype)
-    )
+    exponents = rng.random(starts[-1]) ** 3
+    sizes = np.exp(exponents * np.log(largest))
+    counts = sizes.round().clip(1, largest).astype(dtype)
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
     kept = Prefixes(starts, MOST)
     assert kept.cu_seqlens[-1] > log_values.LARGE_BATCH
@@ -233,12 +244,14 @@ def test_loops_make_the_bits_of_numpy(
     loops.n_tokens = log_values.WORTH_COMPILING
     frozen = counts.copy()
     frozen.flags.writeable = False
-    for given in (counts, counts.astype(np.int64), frozen):  # types that the loops take, and others
-        for of_type in (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2]):
-            made = log_values.log_tokens(kept, of_type, given, starts)
-            assert [array.dtype for array in made] == [np.int32, np.float32]
-            np.testing.assert_array_equal(made[0], expected[0])
-            np.testing.assert_array_equal(made[1].view(np.uint32), expected[1].view(np.uint32))
+    # types that the loops take, and others
+    given_counts = (counts, counts.astype(np.int64), frozen)
+    given_genes = (genes, genes.astype(np.int64), np.repeat(genes, 2)[::2])
+    for some_counts, some_genes in product(given_counts, given_genes):
+        ids, values = log_values.log_tokens(kept, some_genes, some_counts, starts)
+        assert (ids.dtype, values.dtype) == (np.int32, np.float32)
+        np.testing.assert_array_equal(ids, expected[0])
+        np.testing.assert_array_equal(values.view(np.uint32), expected[1].view(np.uint32))
 
 
 @pytest.mark.parametrize(
@@ -257,19 +270,19 @@ def test_the_rank_order_equals_a_plain_sort_for_any_input_order(
 ) -> None:
     rng = np.random.default_rng(0)
     inverse = inverse_medians(rng.choice([0.5, 1, 2, 4], n_genes))  # few values: many ties
-    lengths = np.minimum([0, 1, 0, 2, 700, 33, 0], n_genes)
+    lengths = [0, 1, 0, 2, min(700, n_genes), min(33, n_genes), 0]
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    genes = np.concatenate([rng.choice(n_genes, n, replace=False) for n in lengths]).astype(
-        np.int32
-    )
-    counts = (factor * rng.integers(1, 20, len(genes))).astype(dtype)
+    genes_by_cell = [rng.choice(n_genes, n, replace=False) for n in lengths]
+    genes = np.concatenate(genes_by_cell).astype(np.int32)
+    counts = factor * rng.integers(1, 20, len(genes))
+    counts = counts.astype(dtype)
     ordered, moved = rank_order_rows(starts, genes, counts, inverse)
     assert (ordered.dtype, moved.dtype) == (np.int32, dtype)
     key = counts.astype(np.float32) * inverse[genes]
-    for a, b in pairwise(starts.tolist()):
-        places = sorted(range(a, b), key=lambda i: (-key[i], genes[i]))
-        np.testing.assert_array_equal(ordered[a:b], genes[places])
-        np.testing.assert_array_equal(moved[a:b], counts[places])
+    for start, end in pairwise(starts.tolist()):
+        positions = sorted(range(start, end), key=lambda i: (-key[i], genes[i]))
+        np.testing.assert_array_equal(ordered[start:end], genes[positions])
+        np.testing.assert_array_equal(moved[start:end], counts[positions])
 
 
 GENES = 300
@@ -286,9 +299,9 @@ KINDS = [
 VARIABILITY = np.random.default_rng(3).permutation(GENES).astype(np.int32)
 
 
-def cells_of(n: int = CELLS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def cells_of() -> Arrays:
     """Genes in rank order, counts and starts of cells, the first without genes."""
-    counts = random_counts(n, GENES, seed)
+    counts = random_counts(CELLS, GENES, 0)
     counts.data[: counts.indptr[1]] = 0
     counts.eliminate_zeros()
     starts = counts.indptr.astype(np.int64)
@@ -301,7 +314,8 @@ def made(options: dict[str, Any], epoch: int = 0, seed: int = 0, max_tokens: int
         Tokens.model_validate(options | {"max_tokens": max_tokens}), GENES, seed, VARIABILITY
     )
     genes, counts, starts = cells_of()
-    return tokenizer.batch(genes, counts, starts, np.arange(CELLS), counted=True, epoch=epoch)
+    cells = np.arange(CELLS)
+    return tokenizer.batch(genes, counts, starts, cells, counted=True, epoch=epoch)
 
 
 def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
@@ -309,64 +323,73 @@ def by_cell(batch: Batch, array: np.ndarray) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_values_are_those_of_the_whole_cell(
-    options: dict[str, Any],
-) -> None:
+def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
     batch = made(options)
     whole = made({**options, "truncation": "top", "zero_frac": 0}, max_tokens=GENES)
     share = options.get("zero_frac", 0)
-    chosen, every = (
-        zip(*(by_cell(b, array) for array in (b.genes, b.values, b.counts))) for b in (batch, whole)
-    )
-    for (genes, values, counts), (all_genes, all_values, all_counts) in zip(
-        chosen, every, strict=True
-    ):
-        detected = sum(count > 0 for count in counts)
+    for cell in range(CELLS):
+        genes = by_cell(batch, batch.genes)[cell]
+        values = by_cell(batch, batch.values)[cell]
+        counts = by_cell(batch, batch.counts)[cell]
+        all_genes = by_cell(whole, whole.genes)[cell]
+        all_values = by_cell(whole, whole.values)[cell]
+        all_counts = by_cell(whole, whole.counts)[cell]
+        detected = np.count_nonzero(counts)
         assert detected == min(len(all_genes), int(40 * (1 - share)))
         zeros = len(genes) - detected
         assert zeros == int(np.floor(detected * share / (1 - share)))
-        assert len(set(genes)) == len(genes) <= 40
-        assert not {*genes[detected:]} & {*all_genes}, "a gene with counts is none without"
+        assert len(set(genes)) == len(genes)
+        assert len(genes) <= 40
+        assert not {*genes[detected:]} & {*all_genes}, "drawn as a gene without counts"
         assert all(2 <= gene < GENES + 2 for gene in genes)
-        assert {*values[detected:], *counts[detected:]} <= {0}
-        places = [all_genes.index(gene) for gene in genes[:detected]]
-        assert places == sorted(places), "the order of ranks stays"
-        assert counts[:detected] == [all_counts[place] for place in places]
+        assert not any(values[detected:])
+        assert not any(counts[detected:])
+        positions = [all_genes.index(gene) for gene in genes[:detected]]
+        assert positions == sorted(positions), "the order of ranks stays"
+        assert counts[:detected] == [all_counts[position] for position in positions]
         if options["tokenizer"] == "rank":
             assert values == list(range(len(genes)))
         else:
-            assert values[:detected] == [all_values[place] for place in places]
+            assert values[:detected] == [all_values[position] for position in positions]
         if "truncation" not in options:
-            assert places == list(range(detected))
+            assert positions == list(range(detected))
         if options.get("truncation") == "variable":
-            most = sorted(all_genes, key=lambda gene: VARIABILITY[gene - len(SPECIAL)])[:detected]
-            assert {*genes[:detected]} == {*most}
+            by_variability = sorted(all_genes, key=lambda gene: VARIABILITY[gene - len(SPECIAL)])
+            assert {*genes[:detected]} == {*by_variability[:detected]}
+    tokens = Tokens.model_validate(options | {"max_tokens": 40})
     lengths = np.diff(cells_of()[2])
-    expected = np.add(
-        *token_numbers(Tokens.model_validate(options | {"max_tokens": 40}), lengths, GENES)
-    )
+    with_counts, without_counts = token_numbers(tokens, lengths, GENES)
+    expected = with_counts + without_counts
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
 
 def test_every_gene_is_drawn_equally_often() -> None:
     options = {"tokenizer": "continuous", "truncation": "random", "zero_frac": 0.3}
-    first = made(options)
-    assert first.genes.tolist() == made(options).genes.tolist()
-    assert first.genes.tolist() != made(options, epoch=1).genes.tolist()
-    assert first.genes.tolist() != made(options, seed=1).genes.tolist()
-    longest = int(np.diff(cells_of()[2]).argmax())
-    drawn: Counter[tuple[int, bool]] = Counter()
+    first = made(options).genes.tolist()
+    assert made(options).genes.tolist() == first
+    assert made(options, epoch=1).genes.tolist() != first
+    assert made(options, seed=1).genes.tolist() != first
+    lengths = np.diff(cells_of()[2])
+    longest = int(lengths.argmax())
+    detected: Counter[int] = Counter()
+    undetected: Counter[int] = Counter()
     for epoch in range(300):
         batch = made(options, epoch=epoch)
-        assert batch.counts is not None
-        span = slice(*batch.cu_seqlens[longest : longest + 2])
-        drawn.update(zip(batch.genes[span].tolist(), (batch.counts[span] > 0).tolist()))
-    detected = int(np.diff(cells_of()[2]).max())
-    for with_counts, n, of in ((True, 28, detected), (False, 12, GENES - detected)):
-        times = np.array([times for (_, own), times in drawn.items() if own == with_counts])
-        assert len(times) == of, "each is drawn at some time"
-        expected = 300 * n / of
-        assert np.square(times - expected).mean() == pytest.approx(expected * (1 - n / of), rel=0.5)
+        genes = by_cell(batch, batch.genes)[longest]
+        counts = by_cell(batch, batch.counts)[longest]
+        for gene, count in zip(genes, counts):
+            (detected if count else undetected)[gene] += 1
+    n_detected = int(lengths.max())
+    for drawn, n_per_epoch, n_genes in (
+        (detected, 28, n_detected),
+        (undetected, 12, GENES - n_detected),
+    ):
+        assert len(drawn) == n_genes, "each is drawn at some time"
+        times = np.array([*drawn.values()])
+        share = n_per_epoch / n_genes
+        mean = 300 * share
+        variance = np.square(times - mean).mean()
+        assert variance == pytest.approx(mean * (1 - share), rel=0.5)
 
 
 def test_the_stream_draws_the_same_genes_for_any_ranks(tmp_path: Path) -> None:
@@ -375,16 +398,13 @@ def test_the_stream_draws_the_same_genes_for_any_ranks(tmp_path: Path) -> None:
 
     def streamed(rank: int, world: int) -> list[dict[int, list[int]]]:
         """Genes of each cell, by epoch."""
-        stream = stream_of(
-            manifest, rank, world, {"lanes": 4}, tokens=tokens, global_batch=20, token_budget=30
-        )
+        sizes = {"global_batch": 20, "token_budget": 30}
+        stream = stream_of(manifest, rank, world, {"lanes": 4}, tokens=tokens, **sizes)
         steps = iter(stream)
-        epochs = []
-        for _ in range(2):
-            batches = chain.from_iterable(islice(steps, stream.steps_per_epoch))
-            epochs.append(
-                {int(c): g for b in batches for c, g in zip(b.cells, by_cell(b, b.genes))}
-            )
+        epochs: list[dict[int, list[int]]] = [{}, {}]
+        for genes in epochs:
+            for batch in chain.from_iterable(islice(steps, stream.steps_per_epoch)):
+                genes.update(zip(batch.cells.tolist(), by_cell(batch, batch.genes)))
         stream.close()
         return epochs
 
@@ -393,12 +413,11 @@ def test_the_stream_draws_the_same_genes_for_any_ranks(tmp_path: Path) -> None:
     for epoch in range(2):
         assert alone[epoch] == ranks[0][epoch] | ranks[1][epoch]
         assert len(alone[epoch]) == 90
-    assert sum(alone[0][cell] == alone[1][cell] for cell in range(90)) < 30
+    repeated = [cell for cell in range(90) if alone[0][cell] == alone[1][cell]]
+    assert len(repeated) < 30
 
 
-def test_variable_genes_come_from_the_vocabulary(
-    tmp_path: Path,
-) -> None:
+def test_variable_genes_come_from_the_vocabulary(tmp_path: Path) -> None:
     ids = genes_named(GENES)
     counts = random_counts(30, GENES)
     vocabulary = replace(vocabulary_of(ids), variability=VARIABILITY)
@@ -416,16 +435,14 @@ def test_variable_genes_come_from_the_vocabulary(
             manifest, options={"lanes": 1}, tokens=tokens, token_budget=2000, shuffle=False
         )
 
-    streamed = [
-        genes
-        for step in stream(with_order)
-        for batch in step
-        for genes in by_cell(batch, batch.genes)
-    ]
+    streamed = []
+    for batch in chain.from_iterable(stream(with_order)):
+        streamed += by_cell(batch, batch.genes)
     every = np.arange(GENES, dtype=np.int32)
-    totals = np.zeros(2, np.int64)
     columns = GeneColumns(every, np.ones(GENES, bool), False)
-    [batch] = tokens_of([counts], columns, vocabulary, tokens, np.ones(30, bool), totals)
+    totals = np.zeros(2, np.int64)
+    all_cells = np.ones(30, bool)
+    [batch] = tokens_of([counts], columns, vocabulary, tokens, all_cells, totals)
     assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
     with pytest.raises(
         DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"
@@ -441,12 +458,14 @@ def test_a_bin_of_genes_without_counts_is_predicted_too() -> None:
     model = model_on_cpu(GENES, tokens, **sizes)
     assert model.value_out.out_features == 8  # type: ignore[union-attr]
     genes, counts, starts = cells_of()
-    batch = CellTokenizer(tokens, GENES).batch(genes, counts, starts, np.arange(CELLS))
+    cells = np.arange(CELLS)
+    batch = CellTokenizer(tokens, GENES).batch(genes, counts, starts, cells)
     prepared = model.prepare(to_tensors(batch), seed=0, step=0)
     assert 0 in prepared.answers
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
-    assert 0 < model(prepared).item() / int(prepared.n_targets) < 10
+    mean_loss = model(prepared).item() / int(prepared.n_targets)
+    assert 0 < mean_loss < 10
 
 
 def test_choices_that_make_no_sense_are_refused() -> None:
