@@ -2,6 +2,7 @@
 what they may see.
 """
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,8 @@ from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.planner.size import measure
 from cellmill.train.validation import Monitor
-from tests.checks import check_gradients, refused
-from tests.models import KEYS, initialized, prepare, random_cells, spec
+from tests.checks import assert_near, check_gradients, gradients_by_name, refused
+from tests.models import KEYS, initialized, prepare, random_cells, seeded, spec
 
 N_GENES = 60
 TOKENS = Tokens.model_validate({"max_tokens": 64})
@@ -38,25 +39,30 @@ EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 def decoding_model(family: str, **options: Any) -> Any:
     """A model of cell_decoding whose batch terms, if it has any, are not zero."""
-    model = initialized(
-        spec(N_GENES, TOKENS, LEVELS, **{"objective": "cell_decoding"} | FAMILIES[family] | options)
-    )
+    given = {"objective": "cell_decoding"} | FAMILIES[family] | options
+    model = initialized(spec(N_GENES, TOKENS, LEVELS, **given))
     if hasattr(model, "batch_terms"):
-        torch.nn.init.normal_(model.batch_terms.weight, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(model.batch_terms.weight, generator=seeded(1))
     return model
 
 
 def cells_of(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 9)) -> Batch:
-    levels = np.resize(
-        np.array([[1, 3], [2, 1], [1, 2], [2, 2], [1, 1], [2, 3]], np.int32), (len(lengths), 2)
-    )
+    """Cells with levels of assay and batch, none of them unknown."""
+    assays = np.resize([1, 2], len(lengths))
+    batches = np.resize([3, 1, 2, 2, 1, 3], len(lengths))
+    levels = np.stack([assays, batches], axis=1)
+    levels = levels.astype(np.int32)
     return to_tensors(random_cells(lengths, TOKENS, N_GENES, levels=levels))
 
 
 def _dense_targets(prepared: Any) -> torch.Tensor:
-    cell = torch.repeat_interleave(torch.tensor(prepared.entries))
+    """(cells, genes): weights of hidden genes."""
     dense = torch.zeros(len(prepared.entries), N_GENES + 2)
-    return dense.index_put((cell, prepared.genes_hidden), prepared.weights)
+    genes_by_cell = prepared.genes_hidden.split(prepared.entries)
+    weights_by_cell = prepared.weights.split(prepared.entries)
+    for row, genes, weights in zip(dense, genes_by_cell, weights_by_cell):
+        row[genes] = weights
+    return dense
 
 
 def _losses(model: Any, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,12 +72,16 @@ def _losses(model: Any, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
     entropy = torch.zeros(())
     batch = prepared.levels[prepared.target_cells, 1] - 1
     if hasattr(model, "batch_terms"):
-        decoded = decoded + (model.batch_terms.weight - model.batch_terms.weight.mean(0))[batch]
+        terms = model.batch_terms.weight
+        centred = terms - terms.mean(0)
+        decoded = decoded + centred[batch]
     if hasattr(model, "batch_adversary"):
-        guess = model.batch_adversary
-        entropy = F.cross_entropy(guess.out(F.gelu(guess.inner(vectors))), batch, reduction="sum")
+        adversary = model.batch_adversary
+        logits = adversary.out(F.gelu(adversary.inner(vectors)))
+        entropy = F.cross_entropy(logits, batch, reduction="sum")
     logits = decoded @ model.profile_genes.weight.T + model.profile_bias
-    return -(_dense_targets(prepared) * logits.log_softmax(1)).sum(), entropy
+    log_p = logits.log_softmax(1)
+    return -(_dense_targets(prepared) * log_p).sum(), entropy
 
 
 @EVERY_FAMILY
@@ -84,20 +94,21 @@ def test_loss_is_the_cross_entropy_of_the_hidden_profile(
     prepared = prepare(model, cells_of())
     sums = _dense_targets(prepared).sum(1)
     torch.testing.assert_close(sums, torch.ones(int(prepared.n_targets)))
-    loss, (expected, _) = model(prepared), _losses(model, prepared)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    loss = model(prepared)
+    expected, _ = _losses(model, prepared)
+    assert_near(loss, expected)
     check_gradients(model, loss, expected)
 
 
 def test_weights_are_log_counts_or_counts() -> None:
     batch = cells_of((30,))
-    for weights, of in (("counts", torch.Tensor.double), ("log1p", torch.log1p)):
-        model = decoding_model("profile", weights=weights)
+    for name, weigh in (("counts", torch.Tensor.double), ("log1p", torch.log1p)):
+        model = decoding_model("profile", weights=name)
         view = model.view(batch, **KEYS)
-        expected = of(view.profile_count)
-        torch.testing.assert_close(
-            model.prepare(view, **KEYS).weights, (expected / expected.sum()).float()
-        )
+        weights = weigh(view.profile_count)
+        expected = weights / weights.sum()
+        prepared = model.prepare(view, **KEYS)
+        torch.testing.assert_close(prepared.weights, expected.float())
 
 
 @EVERY_FAMILY
@@ -114,20 +125,24 @@ def test_hidden_expression_does_not_reach_the_cell_vector(
     model = decoding_model(family, **options)
     batch = cells_of()
     shown = model.view(batch, **KEYS)
-    in_batch, in_view = (
-        part.genes + 1000 * torch.repeat_interleave(part.cu_seqlens.diff())
-        for part in (batch, shown)
-    )
-    seen = torch.isin(in_batch, in_view)
+    # counts of genes that the view hides are multiplied, cell by cell
     assert batch.counts is not None
-    louder = replace(
-        batch, counts=torch.where(seen, batch.counts, 50 * batch.counts), values=batch.values + 1
-    )
-    one, other = (prepare(model, given) for given in (batch, louder))
-    assert torch.equal(
-        *(model.cell_vectors(model.states(prepared), prepared) for prepared in (one, other))
-    )
-    assert not torch.equal(getattr(one, answers), getattr(other, answers))
+    louder = batch.counts.clone()
+    start = 0
+    for genes, shown_genes in zip(
+        batch.genes.split(batch.lengths), shown.genes.split(shown.lengths)
+    ):
+        end = start + len(genes)
+        is_hidden = ~torch.isin(genes, shown_genes)
+        louder[start:end][is_hidden] *= 50
+        start = end
+    prepared = prepare(model, batch)
+    changed_batch = replace(batch, counts=louder, values=batch.values + 1)
+    changed = prepare(model, changed_batch)
+    vectors = model.cell_vectors(model.states(prepared), prepared)
+    changed_vectors = model.cell_vectors(model.states(changed), changed)
+    assert torch.equal(changed_vectors, vectors)
+    assert not torch.equal(getattr(changed, answers), getattr(prepared, answers))
 
 
 def test_an_unknown_batch_has_no_term() -> None:
@@ -135,15 +150,19 @@ def test_an_unknown_batch_has_no_term() -> None:
     plain = decoding_model("profile")
     batch = cells_of()
     unknown = replace(batch, levels=torch.zeros_like(batch.levels))  # type: ignore[arg-type]
-    torch.testing.assert_close(model(prepare(model, unknown)), plain(prepare(plain, batch)))
+    loss = model(prepare(model, unknown))
+    plain_loss = plain(prepare(plain, batch))
+    torch.testing.assert_close(loss, plain_loss)
     known = prepare(model, batch)
-    assert not torch.allclose(
-        model.objective.observe(model, known)[1], plain.objective.observe(plain, known)[1]
-    )
+    observed = model.objective.observe(model, known)
+    without_terms = plain.objective.observe(plain, known)
+    assert not torch.allclose(observed[1], without_terms[1])
+
+
+def test_terms_of_batches_start_at_zero() -> None:
     options = FAMILIES["profile"] | {"objective": "cell_decoding", "batch_column": "batch"}
-    assert not initialized(spec(N_GENES, TOKENS, LEVELS, **options)).batch_terms.weight.any(), (
-        "they start at 0"
-    )
+    model = initialized(spec(N_GENES, TOKENS, LEVELS, **options))
+    assert not model.batch_terms.weight.any()
 
 
 @EVERY_FAMILY
@@ -153,26 +172,19 @@ def test_the_adversary_reverses_only_the_encoder_gradient(family: str) -> None:
     prepared = prepare(model, cells_of())
     decoding, entropy = _losses(model, prepared)
     loss = model(prepared)
-    torch.testing.assert_close(loss, decoding + 0.5 * entropy, rtol=1e-5, atol=1e-5)
-    parameters = dict(model.named_parameters())
-    of_decoding, of_entropy = (
-        torch.autograd.grad(
-            part,
-            list(parameters.values()),
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for part in (decoding, entropy)
-    )
-    loss.backward()
-    for (name, parameter), one, other in zip(parameters.items(), of_decoding, of_entropy):
-        factor = 0.5 if name.startswith("batch_adversary") else -1.5
-        torch.testing.assert_close(
-            parameter.grad, one + factor * other, rtol=1e-4, atol=1e-5, msg=name
-        )
+    assert_near(loss, decoding + 0.5 * entropy)
+    # the encoder gets -0.5 * 3 times the gradient of the entropy, the adversary 0.5 times
+    is_adversary = {
+        name: name.startswith("batch_adversary") for name, _ in model.named_parameters()
+    }
+    for_encoder = gradients_by_name(model, decoding - 1.5 * entropy)
+    decoding, entropy = _losses(model, prepared)
+    for_adversary = gradients_by_name(model, decoding + 0.5 * entropy)
+    for name, gradient in gradients_by_name(model, loss).items():
+        expected = for_adversary[name] if is_adversary[name] else for_encoder[name]
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(prepared), decoding, rtol=1e-5, atol=1e-5)
+        assert_near(model.eval()(prepared), decoding)
 
 
 def test_an_adversary_without_a_batch_is_refused() -> None:
@@ -181,14 +193,13 @@ def test_an_adversary_without_a_batch_is_refused() -> None:
 
 
 def test_the_batch_share_is_an_analysis_of_variance() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     n = 200
     width = 6
     levels = torch.randint(1, 4, (n, 2), generator=generator)
-    z = (
-        torch.randn(n, width, generator=generator)
-        + torch.tensor([0.0, 0.7, -1])[levels[:, 1] - 1, None]
-    )
+    offset_by_level = torch.tensor([0.0, 0.7, -1])
+    offsets = offset_by_level[levels[:, 1] - 1]
+    z = torch.randn(n, width, generator=generator) + offsets[:, None]
     model: Any = SimpleNamespace(
         vector_width=width, kept_vectors=None, objective=SimpleNamespace(leaves=dict)
     )
@@ -198,16 +209,17 @@ def test_the_batch_share_is_an_analysis_of_variance() -> None:
     monitor = Monitor(model, LEVELS, "batch")
     for cells in torch.arange(n).split(70):
         ones = torch.ones(len(cells))
-        batch = Batch(
-            ones.long(), ones, torch.arange(len(cells) + 1).int(), cells, levels=levels[cells]
-        )
+        cu_seqlens = torch.arange(len(cells) + 1).int()
+        batch = Batch(ones.long(), ones, cu_seqlens, cells, levels=levels[cells])
+        padding = torch.full((3, width), 1e6)
         with monitor.watching([batch]):
-            # and cells of padding
-            model.kept_vectors.append(torch.cat([z[cells], torch.full((3, width), 1e6)]))
-    within, total = (
-        sum((own - own.mean(0)).square().sum() for own in groups)
-        for groups in ([z[levels[:, 1] == level].double() for level in (1, 2, 3)], [z.double()])
-    )
+            model.kept_vectors.append(torch.cat([z[cells], padding]))
+    centred = (z - z.mean(0)).double()
+    total = centred.square().sum()
+    within = torch.zeros((), dtype=torch.float64)
+    for level in (1, 2, 3):
+        of_level = z[levels[:, 1] == level].double()
+        within += (of_level - of_level.mean(0)).square().sum()
     line = monitor.line(mesh)
     assert line["batch_r2"] == pytest.approx(float(1 - within / total))
     assert 0.1 < line["batch_r2"] < 0.9
@@ -217,27 +229,31 @@ def test_the_batch_share_is_an_analysis_of_variance() -> None:
 def test_the_profile_encoder_is_a_plain_perceptron() -> None:
     model = decoding_model("profile")
     batch = cells_of()
+    cells = torch.repeat_interleave(torch.tensor(batch.lengths))
     dense = torch.zeros(len(batch.lengths), N_GENES + 2)
-    dense[torch.repeat_interleave(torch.tensor(batch.lengths)), batch.genes] = batch.values
+    dense[cells, batch.genes] = batch.values
     x = dense @ model.gene_embedding.weight
-    x = x + model.blocks[0].down(F.gelu(model.blocks[0].up(model.blocks[0].norm(x))))
-    torch.testing.assert_close(model.embed(batch), model.norm(x), rtol=1e-4, atol=1e-5)
+    [block] = model.blocks
+    activations = F.gelu(block.up(block.norm(x)))
+    expected = model.norm(x + block.down(activations))
+    vectors = model.embed(batch)
+    torch.testing.assert_close(vectors, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_is_compared_with_the_mean_profile() -> None:
     objective = decoding_model("profile").objective
-    # 1/2, 1/200 and 99/200
-    train = GeneStatistics(np.array([99, 0, 49]), np.array([1.0, 1.0, 2.0]), 1.0, 100)
+    n_cells = np.array([99, 0, 49])
+    means = np.array([1.0, 1.0, 2.0])
+    train = GeneStatistics(n_cells, means, 1.0, 100)  # 1/2, 1/200 and 99/200 of a profile
     genes = np.array([0, 2, 0])
     weights = np.array([0.5, 0.5, 1.0])
     per_cell = np.array([0.5, 0.5, 1.0])
-    figures, [verdict] = objective.judge(
-        genes, np.log([0.6, 0.3, 0.6]), weights, per_cell, train=train
-    )
-    own, base = (
-        -(0.5 * np.log(a) + 0.5 * np.log(b) + np.log(a)) / 2
-        for a, b in ((0.6, 0.3), (0.5, 99 / 200))
-    )
+    log_p = np.log([0.6, 0.3, 0.6])
+    figures, [verdict] = objective.judge(genes, log_p, weights, per_cell, train=train)
+    # two cells, one with half of its weight on the first gene and half on the third, and one
+    # with all of it on the first
+    own = -(1.5 * np.log(0.6) + 0.5 * np.log(0.3)) / 2
+    base = -(1.5 * np.log(0.5) + 0.5 * np.log(99 / 200)) / 2
     assert figures["cross_entropy"] == pytest.approx(own)
     assert figures["cross_entropy_mean_profile"] == pytest.approx(base)
     assert figures["saved_frac"] == pytest.approx(1 - own / base)
@@ -250,25 +266,30 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     prepared = prepare(model, batch)
     view = model.view(batch, **KEYS)
     assert torch.equal(prepared.weights, view.profile_count.float())
-    vectors = model.decoder(
-        model.cell_vectors(model.states(prepared), prepared)[prepared.target_cells]
+    vectors = model.cell_vectors(model.states(prepared), prepared)
+    expected = profile_loss(
+        model.decoder(vectors[prepared.target_cells]),
+        model.profile_genes.weight,
+        model.profile_bias,
+        prepared.entries,
+        prepared.starts,
+        view.profile_gene,
+        view.profile_count.float(),
+        model.profile_dispersion,
     )
-    numbers = [vectors, model.profile_genes.weight, model.profile_bias]
-    hidden = prepared.entries, prepared.starts, view.profile_gene, view.profile_count.float()
-    expected = profile_loss(*numbers, *hidden, model.profile_dispersion)
     assert torch.equal(model(prepared), expected)
     assert "profile_dispersion" in model.gene_rows & set(model.plan.finish)
 
 
 def test_means_are_scored_like_counts() -> None:
-    train = GeneStatistics(np.ones(60, np.int64), np.ones(60), 1.0, 10)
+    n_cells = np.ones(60, np.int64)
+    train = GeneStatistics(n_cells, np.ones(60), 1.0, 10)
     figures = []
     for options in ({"weights": "counts"}, {"likelihood": "nb"}):
         model = decoding_model("profile", **options)
-        observed = model.objective.observe(model, prepare(model, cells_of()))
-        figures.append(
-            model.objective.judge(*(x.detach().numpy() for x in observed), train=train)[0]
-        )
+        tensors = model.objective.observe(model, prepare(model, cells_of()))
+        observed = [tensor.detach().numpy() for tensor in tensors]
+        figures.append(model.objective.judge(*observed, train=train)[0])
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
 
 
@@ -278,14 +299,17 @@ def test_denoise_equals_cell_decoding_of_thinned_counts() -> None:
     same = decoding_model(
         "encoder", view="thin", target="all", max_hidden_frac=0.8, decoder_hidden=None
     )
-    prepared, expected = (prepare(model, batch) for model in (preset, same))
-    assert torch.equal(preset(prepared), same(expected))
+    prepared = prepare(preset, batch)
+    assert torch.equal(preset(prepared), same(prepare(same, batch)))
     assert torch.equal(prepared.genes_hidden, batch.genes), "the whole cell is predicted"
     assert sum(prepared.lengths) < len(batch.genes), "and a part of it shown"
+
+
+def test_denoise_needs_counts() -> None:
+    objective = spec(9, objective="denoise").objective
+    ranks = Tokens.model_validate({"tokenizer": "rank"})
     with pytest.raises(ValueError, match="objective denoise needs values made from counts"):
-        spec(9, objective="denoise").objective.check_tokens(
-            Tokens.model_validate({"tokenizer": "rank"})
-        )
+        objective.check_tokens(ranks)
 
 
 def query_spec(family: str, **options: Any) -> Any:
@@ -295,15 +319,21 @@ def query_spec(family: str, **options: Any) -> Any:
 
 
 def _view(batch: Batch, step: int = 4, **options: Any) -> QueryView:
-    view = build(query_spec("profile", **options)).view(batch, seed=3, step=step)
+    model = build(query_spec("profile", **options))
+    view = model.view(batch, seed=3, step=step)
     assert isinstance(view, QueryView)
     return view
 
 
 def _values_by_gene(batch: Any) -> dict[tuple[int, int], float]:
     """Value of each gene of each cell, by cell and token id."""
-    cell = torch.repeat_interleave(torch.tensor(batch.lengths)).tolist()
-    return dict(zip(zip(cell, batch.genes.tolist()), batch.values.tolist()))
+    values = {}
+    genes_by_cell = batch.genes.split(batch.lengths)
+    values_by_cell = batch.values.split(batch.lengths)
+    for cell, genes in enumerate(genes_by_cell):
+        for gene, value in zip(genes.tolist(), values_by_cell[cell].tolist()):
+            values[cell, gene] = value
+    return values
 
 
 def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
@@ -325,16 +355,17 @@ def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
 
 def test_undetected_genes_are_drawn_evenly() -> None:
     batch = cells_of((20,))
-    drawn = torch.cat(
-        [_view(batch, step=step, undetected_ratio=50).query_genes for step in range(40)]
-    )
-    absent = torch.ones(N_GENES + 2, dtype=torch.bool)
-    absent[:2] = absent[batch.genes] = False
-    counts = torch.bincount(drawn, minlength=N_GENES + 2)[absent].double()
-    expected = counts.mean()
+    drawn: Counter[int] = Counter()
+    for step in range(40):
+        view = _view(batch, step=step, undetected_ratio=50)
+        drawn.update(view.query_genes.tolist())
+    token_ids = set(range(2, N_GENES + 2))
+    undetected = token_ids - set(batch.genes.tolist())
+    counts = np.array([drawn[gene] for gene in undetected])
     assert len(counts) == N_GENES - 20
-    # chi-squared of 39 degrees of freedom: mean 39, standard deviation 9
-    assert ((counts - expected).square() / expected).sum() < 39 + 4 * 9
+    expected = counts.mean()
+    chi_squared = np.sum((counts - expected) ** 2 / expected)
+    assert chi_squared < 39 + 4 * 9, "39 degrees of freedom: mean 39, standard deviation 9"
 
 
 def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
@@ -345,30 +376,29 @@ def test_weights_count_the_hidden_genes_of_the_vocabulary() -> None:
         min_hidden_frac=0.4,
         max_hidden_frac=0.4,
     )
-    detected = view.query_values > 0
-    sums = [float(view.query_weights[at].double().sum()) for at in (detected, ~detected)]
-    # each hidden one, though 5 of a cell are asked
-    assert sums[0] == pytest.approx(400 * 30 - sum(view.lengths))
-    assert sums[1] == pytest.approx(400 * 0.4 * (N_GENES - 30))
+    is_detected = view.query_values > 0
+    weights = view.query_weights.double()
+    n_hidden = 400 * 30 - sum(view.lengths)
+    n_undetected = 400 * 0.4 * (N_GENES - 30)
+    # all hidden genes count, though only 5 of a cell are queried
+    assert float(weights[is_detected].sum()) == pytest.approx(n_hidden)
+    assert float(weights[~is_detected].sum()) == pytest.approx(n_undetected)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "autoencoder"])
-def test_the_loss_is_the_squared_error_of_hidden_genes(
-    family: str,
-) -> None:
+def test_the_loss_is_the_squared_error_of_hidden_genes(family: str) -> None:
     model = initialized(query_spec(family, undetected_ratio=0.5))
-    view = model.view(cells_of((20, 31, 1, 14, 2, N_GENES)), **KEYS)
+    batch = cells_of((20, 31, 1, 14, 2, N_GENES))
+    view = model.view(batch, **KEYS)
     prepared = model.prepare(view, **KEYS)
-    errors = (
-        (model.objective.predict(model, model.states(prepared), prepared) - view.query_values)
-        .square()
-        .double()
-    )
+    answers = model.objective.predict(model, model.states(prepared), prepared)
+    errors = (answers - view.query_values).square().double()
     expected = 0.0
     for cell in view.query_cell.unique():
-        own = view.query_cell == cell
-        mean = (view.query_weights[own] * errors[own]).sum() / view.query_weights[own].sum()
-        expected += int(own.sum()) * mean.item()
+        is_of_cell = view.query_cell == cell
+        weights = view.query_weights[is_of_cell]
+        mean = (weights * errors[is_of_cell]).sum() / weights.sum()
+        expected += len(weights) * mean.item()
     assert model(prepared).item() == pytest.approx(expected, rel=1e-5)
     assert int(prepared.n_targets) == len(view.query_cell) > 50
     assert prepared.query_weights.max() > 1.2
@@ -376,44 +406,54 @@ def test_the_loss_is_the_squared_error_of_hidden_genes(
 
 @pytest.mark.full
 def test_the_plan_counts_the_decoder() -> None:
-    plain, wide = (measure(query_spec("autoencoder", decoder_layers=n)) for n in (1, 2))
+    plain = measure(query_spec("autoencoder", decoder_layers=1))
+    wide = measure(query_spec("autoencoder", decoder_layers=2))
     assert wide.parameters - plain.parameters == 8 * 12**2 + 7 * 12
-    few, many = (
-        size.workspace_of(1 << 14) + size.finish.activations_per_token * (1 << 14)
-        for size in (measure(query_spec("autoencoder", max_asked=n)) for n in (2, 10))
-    )
-    assert few < 0.7 * many
+
+    def memory(max_asked: int) -> float:
+        size = measure(query_spec("autoencoder", max_asked=max_asked))
+        n_tokens = 1 << 14
+        return size.workspace_of(n_tokens) + size.finish.activations_per_token * n_tokens
+
+    assert memory(max_asked=2) < 0.7 * memory(max_asked=10)
 
 
 def test_a_model_is_compared_with_the_mean_including_zeros() -> None:
     objective = initialized(query_spec("profile")).objective
-    train = GeneStatistics(np.array([59, 0]), np.array([2.0, 1.0]), 2.0, 118)  # means 1 and 0
+    n_cells = np.array([59, 0])
+    means = np.array([2.0, 1.0])  # of cells with the gene; over all 118 cells 1 and 0
+    train = GeneStatistics(n_cells, means, 2.0, 118)
     genes = np.array([0, 0, 1])
     values = np.array([3.0, 0.0, 0.0])
     weights = np.array([2.0, 1.0, 1.0])
-    figures, [verdict] = objective.judge(
-        genes, values, np.array([2.0, 0.5, 0.5]), weights, train=train
-    )
+    answers = np.array([2.0, 0.5, 0.5])
+    figures, [verdict] = objective.judge(genes, values, answers, weights, train=train)
     own = (2 * 1.0 + 0.25 + 0.25) / 4
     base = (2 * 4.0 + 1.0 + 0.0) / 4
-    assert (figures["mse"], figures["mse_gene_mean"]) == pytest.approx((own, base))
-    assert (figures["r2_over_gene_mean"], figures["detected_frac"]) == pytest.approx(
-        (1 - own / base, 0.5)
-    )
-    assert (verdict.outcome, verdict.difference) == ("ahead", pytest.approx(1 - own / base))
-    assert (
-        objective.judge(genes, means := np.array([1.0, 1.0, 0.0]), means, weights, train=train)[1]
-        == []
-    )
+    explained = 1 - own / base
+    assert figures["mse"] == pytest.approx(own)
+    assert figures["mse_gene_mean"] == pytest.approx(base)
+    assert figures["r2_over_gene_mean"] == pytest.approx(explained)
+    assert figures["detected_frac"] == pytest.approx(0.5)
+    assert verdict.outcome == "ahead"
+    assert verdict.difference == pytest.approx(explained)
+    means = np.array([1.0, 1.0, 0.0])
+    _, verdicts = objective.judge(genes, means, means, weights, train=train)
+    assert verdicts == []
 
 
 def test_tokens_without_numbers_are_refused() -> None:
-    tree = {"corpora": {"a": {}}, "runs": {"x": {"corpus": "a"}}, "train": {"steps": 1}}
-    chosen = {"objective": {"name": "query_decoding"}, "tokens": {"tokenizer": "binned"}}
+    tree = {
+        "corpora": {"a": {}},
+        "runs": {"x": {"corpus": "a"}},
+        "train": {"steps": 1},
+        "objective": {"name": "query_decoding"},
+        "tokens": {"tokenizer": "binned"},
+    }
     with refused(
         "config.yaml: runs.x: objective query_decoding needs numbers, got binned; choose continuous"
     ):
-        check_config(tree | chosen, "config.yaml")
+        check_config(tree, "config.yaml")
 
 
 @pytest.mark.parametrize(
