@@ -1,12 +1,11 @@
-"""How long Snakemake thinks about 1, 10, 100 and 400 runs, and what a launcher costs while it
-waits.
+"""Seconds of a dry run of 1, 10, 100 and 400 runs, and the cost of a launcher that waits.
 
     python benchmarks/dag.py [--runs 1 10 100 400] [--launchers 20]
 
 The first table is `snakemake -n` on a configuration of so many runs of one corpus: parsing, the
 graph, and scheduling every job of it, dry. The second starts launchers of a training that a
 scripted SLURM says is running: memory of each, CPU time it takes, and how often squeue was asked by
-all of them together.
+all of them together. `--launchers 0` leaves it out.
 """
 
 import argparse
@@ -53,23 +52,16 @@ def project(folder: Path, runs: int) -> None:
 def dry_run(folder: Path, runs: int, repeats: int) -> str:
     """A row of the table: medians of wall and CPU seconds, and the peak of memory."""
     project(folder, runs)
-    command = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "-n",
-        "--quiet",
-        "rules",
-        "--snakefile",
-        str(ROOT / "Snakefile"),
-    ]
+    command = [sys.executable, "-m", "snakemake", "-n", "--quiet", "rules"]
+    command += ["--snakefile", str(ROOT / "Snakefile")]
+    command += ["--profile", str(ROOT / "profiles" / "slurm")]
     walls = []
     cpus = []
     for _ in range(repeats):
         began = time.perf_counter()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
-            [*command, "--profile", str(ROOT / "profiles" / "slurm")],
+            command,
             cwd=folder,
             check=True,
             stdout=subprocess.DEVNULL,
@@ -98,88 +90,80 @@ def corpus(folder: Path) -> None:
     shared = ["--config", str(folder / "config.yaml"), "--corpus", "sim"]
     raw = str(folder / "raw.h5ad")
     cells = str(folder / "cells.h5ad")
-    for words in (
+    preprocess = ["preprocess", *shared, "--input", raw, "--dataset", "sim"]
+    vocabulary = f"{folder}/vocabulary.tsv"
+    shard = ["shard", *shared, "--cells", cells, "--vocabulary", vocabulary]
+    commands = (
         ["simulate", "--out", raw, "--cells", "120", "--genes", "100"],
-        [
-            "preprocess",
-            *shared,
-            "--input",
-            raw,
-            "--dataset",
-            "sim",
-            "--out",
-            cells,
-            "--report",
-            f"{folder}/sim.json",
-        ],
-        ["vocabulary", *shared, "--cells", cells, "--out", f"{folder}/vocabulary.tsv"],
-        [
-            *("shard", *shared, "--cells", cells, "--vocabulary", f"{folder}/vocabulary.tsv"),
-            *("--out", f"{folder}/shards/manifest.json"),
-        ],
-    ):
+        [*preprocess, "--out", cells, "--report", f"{folder}/sim.json"],
+        ["vocabulary", *shared, "--cells", cells, "--out", vocabulary],
+        [*shard, "--out", f"{folder}/shards/manifest.json"],
+    )
+    for words in commands:
         if cellmill(words):
             sys.exit(f"cellmill {words[0]} failed")
+
+
+def fake_slurm(folder: Path, launchers: int) -> dict[str, str]:
+    """Environment with a scripted SLURM in `folder` in which every job runs for ever."""
+    (folder / "bin").mkdir(parents=True)
+    for name in ("sbatch", "squeue", "sacct", "scancel", "srun"):
+        shutil.copy(ROOT / "tests" / "unit" / "fake_slurm.py", folder / "bin" / name)
+        (folder / "bin" / name).chmod(0o755)
+    jobs = "".join(f"{n}|RUNNING|None|node1|{{name {n}}}\n" for n in range(1, launchers + 1))
+    answers = {
+        "squeue": [[0, jobs, ""]],
+        "sbatch": [[0, f"Submitted batch job {n}\n", ""] for n in range(1, launchers + 1)],
+        "scancel": [[0, "", ""]],
+    }
+    (folder / "answers.json").write_text(json.dumps(answers))
+    return os.environ | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "FAKE_SLURM": str(folder),
+        "TMPDIR": str(folder.parent),
+    }
+
+
+def start_launcher(folder: Path, train: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """Start `cellmill train` on the corpus in `folder`; it waits for its job in the fake SLURM."""
+    command = [sys.executable, "-m", "cellmill.cli", "train", "--launcher", "slurm"]
+    command += ["--options", json.dumps(OPTIONS), f"--poll-s={POLL_S}"]
+    command += ["--manifest", f"{folder}/shards/manifest.json"]
+    command += ["--vocabulary", f"{folder}/vocabulary.tsv", "--out", str(train)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of the process so far."""
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def waiting(folder: Path, launchers: int, seconds: float) -> str:
     """A row of the second table."""
     corpus(folder)
     fake = folder / "fake"
-    (fake / "bin").mkdir(parents=True)
-    for name in ("sbatch", "squeue", "sacct", "scancel", "srun"):
-        shutil.copy(ROOT / "tests" / "unit" / "fake_slurm.py", fake / "bin" / name)
-        (fake / "bin" / name).chmod(0o755)
-    jobs = "".join(f"{n}|RUNNING|None|node1|other\n" for n in range(1, 2 * launchers))
-    answers = {
-        "squeue": [[0, jobs, ""]],
-        "sbatch": [[0, f"Submitted batch job {n}\n", ""] for n in range(1, launchers + 1)],
-        "scancel": [[0, "", ""]],
-    }
-    (fake / "answers.json").write_text(json.dumps(answers))
-    environment = os.environ | {
-        "PATH": f"{fake / 'bin'}:{os.environ['PATH']}",
-        "FAKE_SLURM": str(fake),
-        "TMPDIR": str(folder),
-    }
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "cellmill.cli", "train", "--options", json.dumps(OPTIONS)),
-                *(
-                    "--manifest",
-                    f"{folder}/shards/manifest.json",
-                    "--vocabulary",
-                    f"{folder}/vocabulary.tsv",
-                ),
-                *("--out", f"{folder}/runs/{n}/train", "--launcher", "slurm", f"--poll-s={POLL_S}"),
-            ],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for n in range(launchers)
-    ]
-    while sum(
-        (folder / "runs" / str(n) / "train" / "jobs" / "001" / "job.json").exists()
-        for n in range(launchers)
-    ) < (launchers):
+    environment = fake_slurm(fake, launchers)
+    trains = [folder / "runs" / str(n) / "train" for n in range(launchers)]
+    processes = [start_launcher(folder, train, environment) for train in trains]
+    records = [train / "jobs" / "001" / "job.json" for train in trains]
+    while not all(record.exists() for record in records):
         if any(process.poll() is not None for process in processes):
             sys.exit("a launcher ended; run one by hand to see why")
         time.sleep(0.5)
     watched = [psutil.Process(process.pid) for process in processes]
-    asked = squeues(fake)
-    cpu = [sum(process.cpu_times()[:2]) for process in watched]
+    calls_before = squeues(fake)
+    cpu_before = [cpu_s(process) for process in watched]
     time.sleep(seconds)
-    memory = statistics.median(process.memory_info().rss for process in watched) / 1e6
-    used = statistics.median(sum(p.cpu_times()[:2]) - before for p, before in zip(watched, cpu))
-    row = (
-        f"| {launchers} | {memory:.0f} | {100 * used / seconds:.2f} | {60 * (squeues(fake) - asked) / seconds:.0f} "
-        f"| {60 / POLL_S * launchers:.0f} |"
-    )
+    calls = 60 * (squeues(fake) - calls_before) / seconds
+    memory_mb = statistics.median(process.memory_info().rss for process in watched) / 1e6
+    used = [cpu_s(process) - before for process, before in zip(watched, cpu_before)]
+    percent = 100 * statistics.median(used) / seconds
     for process in processes:
         process.kill()
         process.wait()
-    return row
+    one_each = 60 / POLL_S * launchers
+    return f"| {launchers} | {memory_mb:.0f} | {percent:.2f} | {calls:.0f} | {one_each:.0f} |"
 
 
 def squeues(fake: Path) -> int:
@@ -190,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 10, 100, 400])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--launchers", type=int, default=20)
+    parser.add_argument("--launchers", type=int, default=20, help="0 for no second table")
     parser.add_argument(
         "--seconds", type=float, default=30, help="how long the launchers are watched"
     )
@@ -205,9 +189,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for runs in arguments.runs:
             print(dry_run(Path(folder) / str(runs), runs, arguments.repeats), flush=True)
-    print(
-        "\n| launchers | MB each | CPU % each | squeue calls a minute | one each would be |\n|---|---|---|---|---|"
-    )
+    if arguments.launchers == 0:
+        return
+    print("\n| launchers | MB each | CPU % each | squeue calls a minute | one each would be |")
+    print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         print(waiting(Path(folder), arguments.launchers, arguments.seconds))
 
