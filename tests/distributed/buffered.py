@@ -26,9 +26,7 @@ class BufferedConfig(EncoderConfig):
 
 
 class BufferedModel(EncoderModel):
-    """The masked encoder with a table of offsets by place in the cell, and blocks whose input is
-    scaled.
-    """
+    """The masked encoder with offsets by position in the cell, and blocks whose input is scaled."""
 
     def __init__(
         self, config: EncoderConfig, n_genes: int, tokens: Tokens, objective: Objective
@@ -41,9 +39,10 @@ class BufferedModel(EncoderModel):
             block.initial_value = {"scale": between_halves}.get
 
     def begin(self, prepared: MaskedBatch) -> torch.Tensor:
-        begins = prepared.cu_seqlens[:-1].long()[prepared.cell]
-        place = torch.arange(len(begins), device=begins.device) - begins
-        return self.enter(self.inputs(prepared) + self.offsets[self.order[place % PERIOD]])
+        starts = prepared.cu_seqlens[:-1].long()[prepared.cell]
+        position = torch.arange(len(starts), device=starts.device) - starts
+        offsets = self.offsets[self.order[position % PERIOD]]
+        return self.enter(self.inputs(prepared) + offsets)
 
     def through(self, x: torch.Tensor, prepared: MaskedBatch) -> torch.Tensor:
         keys = self.enter_keys(prepared.token_keys)

@@ -2,6 +2,7 @@
 `conformance.py`.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,27 +29,25 @@ from tests.distributed.conformance import (
 from tests.distributed.pool import Pool
 
 TOLERANCE = 5e-6
-ON_TWO = [Case(model, axis, 2) for model in PAIRS if model != "denoise" for axis in AXES]
-# profile has one block a cell
+# denoise trains a profile model, which has no blocks of tokens
+OF_TOKENS = [model for model in PAIRS if model != "denoise"]
+ON_TWO = [Case(model, axis, 2) for model, axis in itertools.product(OF_TOKENS, AXES)]
 ON_TWO += [Case("denoise", axis, 2) for axis in ("ddp", "fsdp", "tp of whole tokens")]
 OF_SEQUENCES = [Case("hf", "ddp", 2), Case("hf", "fsdp", 2), Case("proteins", "tp", 2)]
 BUFFERED = Case("buffered", "pp", 2)
-BEGUN = [*(Case("masked_gene", axis, 2) for axis in AXES), *COMBINED[:6], *COMBINED[8:11], BUFFERED]
-EXPORTED = [
-    *(Case(model, axis, 2) for model, axis in zip(PAIRS, 3 * [*AXES]) if model != "denoise"),
-    COMBINED[4],
-    BUFFERED,
-]
+BEGUN = [Case("masked_gene", axis, 2) for axis in AXES]
+BEGUN += [*COMBINED[:6], *COMBINED[8:11], BUFFERED]
+EXPORTED = [Case(model, axis, 2) for model, axis in zip(PAIRS, 3 * [*AXES]) if model != "denoise"]
+EXPORTED += [COMBINED[4], BUFFERED]
 ALL = [*ON_TWO, *OF_SEQUENCES, *COMBINED, BUFFERED]
 Trained = dict[str, Any]
 
 
 def rows(quick: list[Case], product: list[Case] = PRODUCT) -> Any:
     """Cases of `make test`, and of the product those that only `make test-all` has."""
-    made = [grouped(case, full=False) for case in quick]
-    return pytest.mark.parametrize(
-        "case", made + [grouped(case, full=True) for case in product if case not in quick]
-    )
+    parameters = [grouped(case, full=False) for case in quick]
+    parameters += [grouped(case, full=True) for case in product if case not in quick]
+    return pytest.mark.parametrize("case", parameters)
 
 
 class Table:
@@ -72,13 +71,14 @@ class Table:
         """What each rank returns of a training."""
         given = json.loads(json.dumps(given).replace('"VECTORS"', json.dumps(self.vectors)))
         more |= {"corpus": self.corpus(model), "options": given, "folder": str(folder)}
-        found = [cases.trained(**more)] if ranks == 1 else self.pools(ranks).run("trained", **more)
-        for each in found:
-            each |= {
-                key: [(k, conformance.digest_of(v)) for k, v in each[key]]
-                for key in ("first", "last")
-            }
-        return found
+        if ranks == 1:
+            results = [cases.trained(**more)]
+        else:
+            results = self.pools(ranks).run("trained", **more)
+        for result in results:
+            for key in ("first", "last"):
+                result[key] = [(name, conformance.digest_of(x)) for name, x in result[key]]
+        return results
 
     def once(self, case: Case) -> tuple[list[Trained], Path]:
         """The same of a case, and its folder."""
@@ -123,23 +123,25 @@ def table(made: Table, alone: None) -> Iterator[Table]:
 def assert_lines(ranks: list[Trained], expected: list[dict[str, float]], low: bool = False) -> None:
     """Logged lines are the expected ones in every rank; with low precision, their losses nearly."""
     lines = ranks[0]["lines"]
-    assert all(rank["lines"] == lines for rank in ranks), (
-        "ranks disagree about a number that is global"
-    )
-    assert [line.keys() for line in lines] == [line.keys() for line in expected]
-    for line, other in zip(lines, expected):
+    for rank in ranks:
+        assert rank["lines"] == lines, "ranks disagree about a number that is global"
+    for line, expected_line in zip(lines, expected, strict=True):
+        assert line.keys() == expected_line.keys()
         if low:
-            assert line.get("loss") == pytest.approx(other.get("loss"), rel=5e-3)
+            assert line.get("loss") == pytest.approx(expected_line.get("loss"), rel=5e-3)
             continue
-        for key, value in other.items():
-            rtol, atol = (1e-3, 1e-6) if key in cases.MEASURED else (TOLERANCE, TOLERANCE)
+        for key, value in expected_line.items():
+            rtol = TOLERANCE
+            atol = TOLERANCE
+            if key in cases.MEASURED:
+                rtol = 1e-3
+                atol = 1e-6
             if key == "grad_norm":  # of weights that rounding has moved apart in the steps before
                 rtol = 4 * TOLERANCE
             # None, a metric without a value, is nan
             found, wanted = np.array([line[key], value], float)
-            np.testing.assert_allclose(
-                found, wanted, rtol=rtol, atol=atol, err_msg=f"{key} of {other}"
-            )
+            message = f"{key} of {expected_line}"
+            np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=message)
 
 
 @rows(ALL)
@@ -153,32 +155,37 @@ def test_curves_equal_those_of_one_process(table: Table, case: Case) -> None:
 
 
 def test_training_logs_the_share_of_labelled_cells(table: Table) -> None:
-    lines = [line for line in table.alone("classification")["lines"] if "loss" in line]
-    assert [line["labelled_frac"] for line in lines] == len(lines) * [1.0]
-    lines = [line for line in table.alone("several heads")["lines"] if "loss" in line]
-    assert all(line["labelled_frac_lot"] == 1 for line in lines)
-    assert 0 < np.mean([line["labelled_frac_kind"] for line in lines]) < 0.5  # a fifth of the cells
-    assert 0.5 < np.mean([line["labelled_frac_age"] for line in lines]) < 1
-    assert "labelled_frac_cell_decoding" not in lines[0]
-    lines = [line for line in table.alone("student")["lines"] if "loss" in line]
-    # six of seven cells have a vector
-    assert 0.7 < np.mean([line["labelled_frac_distill"] for line in lines]) < 1
+    def mean_of(model: str, key: str) -> float:
+        lines = table.alone(model)["lines"]
+        return float(np.mean([line[key] for line in lines if "loss" in line]))
+
+    assert mean_of("classification", "labelled_frac") == 1
+    assert mean_of("several heads", "labelled_frac_lot") == 1
+    assert 0 < mean_of("several heads", "labelled_frac_kind") < 0.5  # a fifth of the cells
+    assert 0.5 < mean_of("several heads", "labelled_frac_age") < 1
+    assert "labelled_frac_cell_decoding" not in table.alone("several heads")["lines"][0]
+    assert 0.7 < mean_of("student", "labelled_frac_distill") < 1  # six of seven have a vector
 
 
 @rows(BEGUN)
 def test_first_weights_are_bitwise_those_of_one_process(table: Table, case: Case) -> None:
     expected = dict(table.alone(case.model)["first"])
-    found = [set(rank["first"]) for rank in table.once(case)[0]]
-    assert all(of_rank <= expected.items() for of_rank in found)
-    assert set().union(*found) == expected.items()
-    assert all(len(of_rank) < len(expected) for of_rank in found) or "pp" not in case.layout
+    found = set()
+    for rank in table.once(case)[0]:
+        weights = set(rank["first"])
+        assert weights <= expected.items()
+        if "pp" in case.layout:
+            assert len(weights) < len(expected)
+        found |= weights
+    assert found == expected.items()
 
 
 @rows(BEGUN)
 def test_ranks_end_with_the_same_parameters(table: Table, case: Case) -> None:
-    # copies of a tied one too
-    found = [pair for rank in table.once(case)[0] for pair in rank["last"]]
-    assert len(set(found)) == len(dict(found)), "copies of a parameter differ"
+    contents: dict[str, str] = {}
+    for rank in table.once(case)[0]:
+        for name, content in rank["last"]:
+            assert contents.setdefault(name, content) == content, "copies of a parameter differ"
 
 
 @pytest.mark.parametrize("case", CUTS)
@@ -210,18 +217,21 @@ def test_an_export_is_the_trained_model_to_the_bit(
 ) -> None:
     ranks, folder = table.once(case)
     tensors = cases.exported(table.corpus(case.model), folder, tmp_path)
-    for name, content in {pair for rank in ranks for pair in rank["last"]}:
-        assert conformance.digest_of(tensors[name].numpy()) == content, name
+    digests = {name: conformance.digest_of(tensor.numpy()) for name, tensor in tensors.items()}
+    for rank in ranks:
+        for name, content in rank["last"]:
+            assert digests[name] == content, name
 
 
 def test_only_persistent_buffers_are_saved(table: Table, tmp_path: Path) -> None:
     _, folder = table.once(BUFFERED)
-    persistent = {"order", *(f"blocks.{index}.scale" for index in range(4))}
+    persistent = {"order", "blocks.0.scale", "blocks.1.scale", "blocks.2.scale", "blocks.3.scale"}
     newest = max((folder / "checkpoints").iterdir())
     kept = CheckpointReader(newest).read_metadata().state_dict_metadata
     loaded = cases.exported(table.corpus("buffered"), folder, tmp_path)
     written = load_file(tmp_path / "model.safetensors")
-    for names in ({name.removeprefix("model.") for name in kept}, written.keys()):
+    in_checkpoint = {name.removeprefix("model.") for name in kept}
+    for names in (in_checkpoint, written.keys()):
         assert names >= persistent
         assert "offsets" not in names
     assert loaded.keys() - written.keys() == {"offsets"}
