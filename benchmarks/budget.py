@@ -38,8 +38,8 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.stream.batch import make_batch
-from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import classifiers
+from cellmill.evaluate.classifiers import make_classifiers
+from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 
@@ -112,7 +112,7 @@ def fits(problems: int) -> Work:
     """Fits and predictions of the evaluation's classifiers."""
     made = [problem(*shape, seed) for shape in SHAPES[:-1] for seed in range(problems)]
     return lambda: [
-        own.fit(x, y).predict(new) for x, y, new in made for own in classifiers(5).values()
+        own.fit(x, y).predict(new) for x, y, new in made for own in make_classifiers(5).values()
     ]
 
 

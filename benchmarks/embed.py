@@ -25,7 +25,7 @@ from cellmill.config.options import PreprocessOptions, VocabularyOptions
 from cellmill.config.run import Embed
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
-from cellmill.evaluate.embed import embed_cells
+from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.models.build import build
 from cellmill.models.export import initial_tensors, spec_of
 from cellmill.stages import data

@@ -32,7 +32,7 @@ from sklearn.metrics import f1_score
 from workflow_runs import SECTIONS, snakemake
 
 from cellmill.evaluate.baselines import fit
-from cellmill.evaluate.features import classifiers
+from cellmill.evaluate.classifiers import make_classifiers
 
 TEST_FRAC = 0.3
 FULL = {"method": "full", "trunk_lr_frac": 0.1, "layer_decay": 0.8}
@@ -185,7 +185,7 @@ def regressed(train: Any, test: Any, labels: pd.Series, truth: pd.Series) -> Lab
     """Labels of the test cells by the better logistic regression on features of the train cells."""
     known = labels.notna().to_numpy()
     found = []
-    for name, classifier in classifiers(1).items():
+    for name, classifier in make_classifiers(1).items():
         if name.startswith("logistic"):
             fit(classifier, train[known], labels[known].astype(str).to_numpy())
             found.append(classifier.predict(test))

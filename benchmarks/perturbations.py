@@ -32,11 +32,12 @@ import anndata as ad
 import numpy as np
 import scipy.sparse as sp
 from origin import commit, machine
-from workflow_runs import Result, metrics_file, result, seeded_runs, snakemake, tables, write_config
+from workflow_runs import metrics_file, result, seeded_runs, snakemake, tables, write_config
 
 from cellmill.data.arrays import log_normalise
-from cellmill.evaluate.task import pca
-from cellmill.evaluate.tasks.genes import expression_statistics, loadings_of
+from cellmill.evaluate.components import pca
+from cellmill.evaluate.tasks.genes import expression_statistics, scaled_loadings
+from cellmill.runs.results import TaskResult
 
 CONTROL = "non-targeting"
 RESPONSE = {"name": "perturbation_response", "control": CONTROL, "batch_column": "batch"}
@@ -82,7 +83,7 @@ def write_priors(folder: Path, datasets: list[Path]) -> dict[str, str]:
         profiles = log_normalise(sp.csr_matrix(cells.X))
         kept = np.flatnonzero(np.asarray((profiles > 0).sum(axis=0)).ravel() >= MIN_CELLS)
         standard = profiles[:, kept] @ sp.diags(1 / expression_statistics(profiles[:, kept])[:, 1])
-        vectors = loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
+        vectors = scaled_loadings(pca(standard.shape).fit(sp.csr_matrix(standard)))
         write_vectors(
             folder / "priors" / f"{dataset.stem}.tsv", cells.var_names[kept].tolist(), vectors
         )
@@ -166,7 +167,7 @@ def main() -> None:
         f"`python benchmarks/perturbations.py {' '.join(sys.argv[1:])}`, commit {commit()}, {machine()}"
     )
     for setting, corpora in made.items():
-        results: dict[str, list[Result]] = {
+        results: dict[str, list[TaskResult]] = {
             corpus: [result(folder, run, "screen", "perturbation") for run in runs]
             for corpus, runs in corpora.items()
         }

@@ -29,12 +29,12 @@ seeds and three columns (whole, 5 per class, 75 genes) reaches that of a baselin
 import argparse
 import json
 import platform
-import re
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ import numpy as np
 from origin import commit
 from scipy.stats import t as student
 from workflow_runs import SECTIONS, cpu_seconds, metrics_file, seeded_runs, snakemake, write_config
+
+from cellmill.runs import results
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 DATASETS: dict[str, dict[str, Any]] = {
     "pbmc68k": {"label": "bulk_labels", "preprocess": {"min_genes": 50}},
@@ -190,15 +193,13 @@ LENGTHS = (200, 400, 800)
 DECAY = 0.2
 # no baseline finds Papalexi's perturbations
 TIMED_DATASETS = ("pbmc68k", "merfish_mouse", "cellbench", "kang_wide")
-OWN = ("embedding + ", "embedding of the panel + ")
-"""Beginnings of the names of the model's rows."""
-IN_FOLDS = "folds of scored cells"
-"""In the names of rows that are fitted on other cells than the model, and compared with none."""
+OWN = ("embedding", "embedding of the panel")
+"""Features of the model's rows."""
 UNITS = {"imputation": "hidden_genes"}
 """What the intervals of a task are over, of the figures in metrics.json; cells of the others."""
 Lengths = dict[int, list[str]]
 """Runs of all seeds by their steps; the shorter ones leave the longest."""
-Tasks = dict[str, Any]
+Tasks = dict[str, TaskResult]
 """Results of the tasks of one run on its dataset, from metrics.json."""
 
 
@@ -265,25 +266,18 @@ def _of_dataset(value: Any, dataset: str) -> Any:
 
 
 def tasks_of(folder: Path, run: str, dataset: str) -> Tasks:
-    """Results of a run's tasks; `supervised` stands in the model's name here, not in those of the
-    rows.
-    """
-    text = (folder / metrics_file(run)).read_text()
-    metrics = json.loads(re.sub(r", supervised by this label \([^)]*\)", "", text))
-    return metrics["datasets"][dataset]["tasks"]  # type: ignore[no-any-return]
+    """Results of a run's tasks."""
+    return results.read(folder / metrics_file(run)).datasets[dataset].tasks
 
 
-def repetitions(runs: list[Tasks], column: str) -> dict[str, np.ndarray]:
-    """Accuracies `(runs, repetitions)` of one column by row name."""
+def repetitions(runs: list[Tasks], column: str) -> dict[ScoredMethod, np.ndarray]:
+    """Accuracies `(runs, repetitions)` of one column."""
     task, key = COLUMNS[column]
-    tables = [{row["name"]: row[f"{key}_repetitions"] for row in run[task]["rows"]} for run in runs]
-    if not any(values for table in tables for values in table.values()):
-        return {}
-    return {
-        name: np.array([table[name] for table in tables])
-        for name in tables[0]
-        if tables[0][name] is not None
-    }
+    tables = []
+    for run in runs:
+        rows = [row for row in run[task].rows if key in row.scores]
+        tables.append({row.method: row.scores[key].repetitions for row in rows})
+    return {method: np.array([table[method] for table in tables]) for method in tables[0]}
 
 
 def steps_of(folder: Path, run: str) -> int:
@@ -299,7 +293,7 @@ def best(folder: Path, dataset: str, runs: list[str], features: str) -> list[flo
     tasks = [tasks_of(folder, run, dataset) for run in runs]
     columns = [repetitions(tasks, column) for column in SCORED]
     return [
-        max(v.mean() for name, v in values.items() if name.startswith(f"{features} + "))
+        max(v.mean() for method, v in values.items() if method.features == features)
         for values in columns
     ]
 
@@ -348,7 +342,11 @@ def row(dataset: str, title: str, runs: list[Tasks], features: str, seconds: str
     cells = []
     for values in (repetitions(runs, column) for column in COLUMNS):
         for names in CLASSIFIERS.values():
-            means = [values[name].mean() for k in names if (name := f"{features} + {k}") in values]
+            means = [
+                accuracies.mean()
+                for method, accuracies in values.items()
+                if method.features == features and method.classifier in names
+            ]
             cells.append(f"{max(means):.3f}" if means else "")
     return f"| {dataset} | {title} | {' | '.join(cells)} | {seconds} |"
 
@@ -361,26 +359,28 @@ def difference(dataset: str, model: str, runs: list[Tasks], column: str) -> str:
     if not values:
         return f"| {dataset} | {model} | {column} | | | | |"
     ranked = sorted(values, key=lambda name: -values[name].mean())
-    own = next(name for name in ranked if name.startswith(OWN))
-    other = next(
-        name for name in ranked if not name.startswith("embedding") and IN_FOLDS not in name
-    )
+    own = next(method for method in ranked if method.features in OWN)
+    other = next(method for method in ranked if method.kind == "baseline")
     mean, low, high = interval(
         values[own] - values[other], [cells_part(run, column, own, other) for run in runs]
     )
     outcome = "ahead" if low > 0 else "behind" if high < 0 else "level"
-    return f"| {dataset} | {model} | {column} | {own} | {other} | {mean:+.3f} ({low:+.3f} to {high:+.3f}) | {outcome} |"
+    named = replace(own, supervised="").name
+    shown = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"| {dataset} | {model} | {column} | {named} | {other.name} | {shown} | {outcome} |"
 
 
-def cells_part(run: Tasks, column: str, own: str, other: str) -> tuple[float, int]:
+def cells_part(
+    run: Tasks, column: str, own: ScoredMethod, other: ScoredMethod
+) -> tuple[float, int]:
     """Variance of the mean difference over cells, and the number of cells, in one run."""
     task, key = COLUMNS[column]
     entry = next(
-        d
-        for d in run[task]["differences"]
-        if (d["column"], d["compared"], d["against"]) == (key, own, other)
+        line
+        for line in run[task].differences
+        if (line.column, line.compared, line.against) == (key, own.name, other.name)
     )
-    return entry["cells_se"] ** 2, run[task]["figures"][UNITS.get(task, "n_cells")]
+    return entry.cells_se**2, run[task].figures[UNITS.get(task, "n_cells")]
 
 
 def interval(differences: np.ndarray, cells: list[tuple[float, int]]) -> tuple[float, float, float]:

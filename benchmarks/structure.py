@@ -21,7 +21,6 @@ from typing import Any
 from origin import commit, machine
 from quality import DATASETS, MODELS
 from workflow_runs import (
-    Result,
     cpu_seconds,
     metrics_file,
     result,
@@ -30,6 +29,8 @@ from workflow_runs import (
     tables,
     write_config,
 )
+
+from cellmill.runs.results import TaskResult
 
 BATCHES = {"cellbench": "batch", "papalexi": "batch"}
 TASKS: dict[str, dict[str, Any]] = {"clustering": {}, "integration": {"harmony": True}}
@@ -72,13 +73,11 @@ def seconds(folder: Path, run: str, dataset: str) -> str:
     found = {
         task: result(folder, run, dataset, task) for task in ALL_TASKS if task in _tasks(dataset)
     }
-    tasks = [
-        f"{found[task]['figures']['seconds']:.1f}" if task in found else "" for task in ALL_TASKS
-    ]
+    tasks = [f"{found[task].figures['seconds']:.1f}" if task in found else "" for task in ALL_TASKS]
     with open(folder / "results" / "benchmarks" / "evaluate" / f"{run}.tsv", newline="") as file:
         whole = next(csv.DictReader(file, delimiter="\t"))
-    embed = next(iter(found["throughput"]["rows"]))
-    cells = found["probe"]["figures"]["n_cells"]
+    embed = found["throughput"].rows[0].numbers
+    cells = found["probe"].figures["n_cells"]
     stage = f"{float(whole['s']):.0f} | {cpu_seconds(folder, 'evaluate', metrics_file(run)):.0f}"
     speed = f"{embed['cells per s']:,.0f} | {embed['peak memory, GB']:.2f}"
     return f"| {dataset} | {cells:,} | {speed} | {' | '.join(tasks)} | {stage} |"
@@ -108,7 +107,7 @@ def main() -> None:
         f"`python benchmarks/structure.py {' '.join(sys.argv[1:])}`, commit {commit()}, {machine()}"
     )
     for task in TASKS:
-        results: dict[str, list[Result]] = {
+        results: dict[str, list[TaskResult]] = {
             name: [result(folder, run, name, task) for run in runs]
             for name, runs in made.items()
             if task in _tasks(name)

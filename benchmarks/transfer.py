@@ -19,7 +19,6 @@ from typing import Any
 
 from quality import MODELS
 from workflow_runs import (
-    Result,
     cpu_seconds,
     metrics_file,
     result,
@@ -28,6 +27,8 @@ from workflow_runs import (
     verdicts,
     write_config,
 )
+
+from cellmill.runs.results import TaskResult
 
 PAIRS: dict[str, dict[str, Any]] = {
     "CellBench, CEL-seq2 to Drop-seq": {
@@ -84,7 +85,7 @@ def write_runs(folder: Path, data: Path, seeds: int) -> dict[str, list[str]]:
 
 
 def table(
-    results: Mapping[str, list[Result]], features: Mapping[str, str], columns: Iterable[str]
+    results: Mapping[str, list[TaskResult]], features: Mapping[str, str], columns: Iterable[str]
 ) -> list[str]:
     """Means over the runs of each data, by its title; empty where it has no such column. `features`
     are names of rows by the words of the table.
@@ -103,14 +104,17 @@ def table(
     return lines
 
 
-def _better(runs: list[Result], features: str, classifiers: Iterable[str], column: str) -> str:
-    of_runs = [[_mean(run, f"{features} + {name}", column) for run in runs] for name in classifiers]
+def _better(runs: list[TaskResult], features: str, classifiers: Iterable[str], column: str) -> str:
+    of_runs = [[_mean(run, features, name, column) for run in runs] for name in classifiers]
     means = [statistics.mean(values) for values in of_runs if None not in values]
     return f"{max(means):.3f}" if means else ""
 
 
-def _mean(run: Result, name: str, column: str) -> Any:
-    return next((row.get(f"{column}_mean") for row in run["rows"] if row["name"] == name), None)
+def _mean(run: TaskResult, features: str, classifier: str, column: str) -> float | None:
+    for row in run.rows:
+        if (row.method.features, row.method.classifier) == (features, classifier):
+            return row.value(column)
+    return None
 
 
 def main() -> None:
@@ -137,7 +141,7 @@ def main() -> None:
     }
     print("\n".join(table(results, FEATURES, COLUMNS)))
     for title, runs in results.items():
-        figures = runs[0]["figures"]
+        figures = runs[0].figures
         names = ("n_fitted", "n_cells", "n_new_classes", "new_classes", "n_copies", "shared_genes")
         print(f"\n{title}: {', '.join(f'{name} {figures[name]}' for name in names)}")
         print("\n".join(verdicts(runs)))

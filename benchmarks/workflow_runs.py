@@ -14,6 +14,9 @@ from typing import Any
 import yaml
 from warm import CPU, warm_commands
 
+from cellmill.runs import results
+from cellmill.runs.results import TaskResult
+
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS: dict[str, dict[str, Any]] = {
     "shard": {"val_frac": 0.1, "test_frac": 0.3},
@@ -23,8 +26,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     | {"val_every_steps": 100, "val_cells": 100},
 }
 """Options of small models on two cores."""
-Result = dict[str, Any]
-"""Result of one task on one dataset, from metrics.json."""
 
 
 def write_config(folder: Path, table: Iterable[str], **sections: Any) -> None:
@@ -94,14 +95,15 @@ def metrics_file(run: str) -> str:
     return f"results/runs/{run}/evaluate/metrics.json"
 
 
-def result(folder: Path, run: str, dataset: str, task: str) -> Result:
+def result(folder: Path, run: str, dataset: str, task: str) -> TaskResult:
     """Result of one task. Exits if it was skipped: a benchmark asks for no task that its data
     cannot have.
     """
-    found = json.loads((folder / metrics_file(run)).read_text())["datasets"][dataset]["tasks"][task]
-    if found["skipped"]:
-        sys.exit(f"{run}: {task} was skipped: {found['skipped']}")
-    return found  # type: ignore[no-any-return]
+    evaluation = results.read(folder / metrics_file(run))
+    task_result = evaluation.datasets[dataset].tasks[task]
+    if task_result.skipped:
+        sys.exit(f"{run}: {task} was skipped: {task_result.skipped}")
+    return task_result
 
 
 def cpu_seconds(folder: Path, stage: str = "", out: str = "") -> float:
@@ -113,57 +115,48 @@ def cpu_seconds(folder: Path, stage: str = "", out: str = "") -> float:
     return sum(float(row[2]) for row in rows if row[:2] == [stage, out] or not stage)
 
 
-def row_table(results: dict[str, list[Result]]) -> list[str]:
+def row_table(by_title: dict[str, list[TaskResult]]) -> list[str]:
     """All rows and columns of one task: means over the runs of each title, ± the standard deviation
     over them.
     """
     columns = list(
-        dict.fromkeys(key for runs in results.values() for run in runs for key in _columns(run))
+        dict.fromkeys(name for runs in by_title.values() for run in runs for name in _columns(run))
     )
-    words = [column.removesuffix("_mean") for column in columns]
-    lines = [f"| data | row | {' | '.join(words)} |", f"|---|---|{'---:|' * len(columns)}"]
-    for title, runs in results.items():
-        for name in dict.fromkeys(row["name"] for run in runs for row in run["rows"]):
+    lines = [f"| data | row | {' | '.join(columns)} |", f"|---|---|{'---:|' * len(columns)}"]
+    for title, runs in by_title.items():
+        for name in dict.fromkeys(row.method.name for run in runs for row in run.rows):
             cells = " | ".join(_over_runs(runs, name, column) for column in columns)
             lines.append(f"| {title} | {name} | {cells} |")
     return lines
 
 
-def tables(results: dict[str, list[Result]]) -> list[str]:
+def tables(by_title: dict[str, list[TaskResult]]) -> list[str]:
     """`row_table`, then the figures of each title's first run and the verdicts of each seed."""
-    lines = row_table(results)
-    for title, runs in results.items():
-        lines += ["", f"{title}: {runs[0]['figures']}", *verdicts(runs)]
+    lines = row_table(by_title)
+    for title, runs in by_title.items():
+        lines += ["", f"{title}: {runs[0].figures}", *verdicts(runs)]
     return lines
 
 
-def _columns(run: Result) -> list[str]:
-    other = ("name", "kind")
-    return [
-        key
-        for row in run["rows"]
-        for key in row
-        if key not in other and not key.endswith(("_sd", "_repetitions"))
-    ]
+def _columns(run: TaskResult) -> list[str]:
+    names = []
+    for row in run.rows:
+        names += [name for name, score in row.scores.items() if score.mean is not None]
+        names += row.numbers
+    return names
 
 
-def _over_runs(runs: list[Result], name: str, column: str) -> str:
-    values = [
-        row[column]
-        for run in runs
-        for row in run["rows"]
-        if row["name"] == name and row.get(column) is not None
-    ]
+def _over_runs(runs: list[TaskResult], name: str, column: str) -> str:
+    rows = [row for run in runs for row in run.rows if row.method.name == name]
+    values = [value for row in rows if (value := row.value(column)) is not None]
     if not values:
         return ""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.3f}" + (f" ± {spread:.3f}" if spread >= 0.0005 else "")
 
 
-def verdicts(runs: list[Result]) -> list[str]:
+def verdicts(runs: list[TaskResult]) -> list[str]:
     """Sentences of each seed."""
     return [
-        f"- seed {seed}: {sentence}"
-        for seed, run in enumerate(runs)
-        for sentence in run["sentences"]
+        f"- seed {seed}: {sentence}" for seed, run in enumerate(runs) for sentence in run.sentences
     ]

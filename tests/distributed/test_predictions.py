@@ -19,7 +19,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
-from cellmill.evaluate.embed import embed_cells, load_for_inference
+from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
 from cellmill.planner.inputs import fitted
 from tests.distributed import cases, conformance
 from tests.distributed.conftest import options

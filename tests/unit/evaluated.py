@@ -20,14 +20,21 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EmbedOptions, EvaluateOptions, PreprocessOptions
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
-from cellmill.evaluate.embed import load_for_inference
-from cellmill.evaluate.task import Context, EvaluatedModel
+from cellmill.evaluate.evaluated import EvaluatedModel
+from cellmill.evaluate.inference.embed import load_for_inference
+from cellmill.evaluate.task import Context
+from cellmill.runs.results import ScoredMethod
 from cellmill.stages import cells as on_cells
 from cellmill.stages import data as on_data
 from cellmill.stages import evaluate as stage
 from tests.unit.exported import export_model, make_corpus
 
 BRIDGES = Path(__file__).resolve().parents[2] / "workflow" / "bridges"
+
+
+def named(by_method: Mapping[ScoredMethod, Any]) -> dict[str, Any]:
+    """Values of methods by their names."""
+    return {method.name: value for method, value in by_method.items()}
 
 
 def regression(sparse: bool) -> Any:

@@ -1,25 +1,34 @@
 """A finished run and a corpus, as folders that the report reads; with text that must be escaped."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cellmill.runs.verdict import Closed, Verdict, sentence
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
+from cellmill.runs import results
+from cellmill.runs.results import (
+    Closed,
+    Confusion,
+    DatasetResult,
+    Evaluation,
+    Gap,
+    Kind,
+    Row,
+    Score,
+    ScoredMethod,
+    TaskResult,
+    Verdict,
+)
 
 EVIL = "<script>alert(1)&"
-ROWS = [
-    ("embedding + logistic regression", "model", 0.80),
-    ("embedding + kNN", "model", 0.75),
-    ("all genes + logistic regression", "baseline", 0.84),
+VALUES = [
+    (EMBEDDING, "logistic regression", 0.80),
+    (EMBEDDING, "kNN", 0.75),
+    (ALL_GENES, "logistic regression", 0.84),
 ]
+BEST = "embedding + logistic regression"
 SECOND = Verdict(
-    "embedding + logistic regression",
-    "all genes + logistic regression",
-    "accuracy",
-    -0.04,
-    (-0.07, -0.01),
-    "behind",
+    BEST, "all genes + logistic regression", "accuracy", -0.04, (-0.07, -0.01), "behind"
 )
 LOST = Verdict("embedding + kNN", "PCA50 + kNN", "accuracy", -0.09, (-0.12, -0.06), "behind")
 CLOSED = (
@@ -29,53 +38,65 @@ CLOSED = (
 LOSS = "embedding + kNN is behind PCA50 + kNN by 0.090 accuracy (-0.120 to -0.060)."
 
 
+def make_method(features: str, classifier: str = "", kind: Kind | None = None) -> ScoredMethod:
+    """A method whose kind is model for the embedding, baseline for all others."""
+    if kind is None:
+        kind = "model" if features == "embedding" else "baseline"
+    network = {"embedding": "trained", "untrained": "untrained"}.get(features)
+    return ScoredMethod(features, classifier, kind, network)  # type: ignore[arg-type]
+
+
+def make_row(features: str, classifier: str = "", kind: Kind | None = None, **means: float) -> Row:
+    """A row with these means; a column's underscores stay."""
+    scores = {column: Score(mean) for column, mean in means.items()}
+    return Row(make_method(features, classifier, kind), scores)
+
+
+def make_dataset(**tasks: TaskResult) -> DatasetResult:
+    return DatasetResult(90, 90, "all", 0, {}, tasks)
+
+
 def write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(value if isinstance(value, str) else json.dumps(value))
 
 
 def make_run(folder: Path) -> Path:
-    rows = [
-        {"name": name, "kind": kind, "accuracy_mean": a, "accuracy_sd": 0.02, "macro_f1_mean": a - 0.1,
-         "macro_f1_sd": 0.03, "accuracy_folds": [a, a], "macro_f1_folds": [a, a], "not_converged": 0}
-        for name, kind, a in ROWS
-    ]  # fmt: skip
+    rows = []
+    for features, classifier, accuracy in VALUES:
+        scores = {
+            "accuracy": Score(accuracy, 0.02, [accuracy, accuracy]),
+            "macro_f1": Score(accuracy - 0.1, 0.03),
+        }
+        method = make_method(features.features, classifier)
+        rows.append(Row(method, scores, {"not_converged": 0}))
     figures = {
         "n_cells": 90, "classes": {EVIL: 50, "B $x_$": 40}, "dropped_classes": {"<b>few": 3}, "n_unlabelled": 2,
         "folds": 5,
     }  # fmt: skip
-    result: dict[str, Any] = {
-        "rows": [], "metric": None, "verdicts": [], "sentences": [], "figures": {}, "skipped": None,
-    }  # fmt: skip
-    confusion = {
-        "row": "embedding + kNN",
-        "classes": [EVIL, "B $x_$"],
-        "counts": [[50, 0], [10, 30]],
-    }
-    gap = {"column": "accuracy", "words": CLOSED, "model": asdict(Closed(ROWS[0][0], 94, 80, 108))}
-    lost = {
-        "verdicts": [asdict(LOST), asdict(SECOND)],
-        "sentences": [LOSS, sentence(SECOND)],
-        "gaps": [gap | {"column": "macro_f1"}, gap],
-    }
-    probe = (
-        result
-        | {"rows": rows, "metric": "accuracy", "figures": figures, "confusion": confusion}
-        | lost
+    gap = Gap(
+        "accuracy",
+        ("majority", 0.4),
+        ("all", 0.825),
+        Closed(BEST, 94, 80, 108),
+        Closed("all genes", 104, 90, 120),
     )
-    skipped = result | {"skipped": "the dataset has no label column"}
-    masked = result | {"figures": {"n_cells": 95, "r2_over_gene_mean": -0.012}}
-    shared = {"n_cells": 300, "n_scored": 95, "cells": "heldout", "n_without_genes": 0}
+    probe = TaskResult(
+        rows=rows,
+        metric="accuracy",
+        verdicts=[LOST, SECOND],
+        figures=figures,
+        confusion=Confusion("embedding + kNN", [EVIL, "B $x_$"], [[50, 0], [10, 30]]),
+        gaps=[gap],
+    )
+    skipped = TaskResult(skipped="the dataset has no label column")
+    masked = TaskResult(figures={"n_cells": 95, "r2_over_gene_mean": -0.012})
     genes = {"n_present": 75, "n_genes": 765, "expressed_frac": 0.213, "absent": ["CD3D"]}
-    datasets = {
-        "pbmc": shared
-        | {
-            "genes": genes,
-            "roles": {"label": "type"},
-            "tasks": {"probe": probe, "reconstruct": masked},
-        },
-        "bare": shared | {"roles": {}, "tasks": {"probe": skipped, "reconstruct": masked}},
-    }
+    label = {"label": "type"}
+    tasks = {"probe": probe, "reconstruct": masked}
+    pbmc = DatasetResult(300, 95, "heldout", 0, label, tasks, genes)
+    bare = DatasetResult(300, 95, "heldout", 0, {}, tasks | {"probe": skipped})
+    evaluation = Evaluation({"pbmc": pbmc, "bare": bare}, model={"digest": "beef" * 16})
     write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
     write(
         folder / "train/status.json",
@@ -89,9 +110,8 @@ def make_run(folder: Path) -> Path:
         {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}},
     )
     write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
-    write(
-        folder / "evaluate/metrics.json", {"model": {"digest": "beef" * 16}, "datasets": datasets}
-    )
+    (folder / "evaluate").mkdir(parents=True, exist_ok=True)
+    results.write(folder / "evaluate/metrics.json", evaluation)
     write(folder / "evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\tbatch\n"
            f"pbmc\tc1\t{EVIL}\t0.5\t1\t1\t1\npbmc\tc2\tB $x_$\t1\t2\t0\t{EVIL}\npbmc\tc3\t\t2\t2\t0\t\n")  # fmt: skip
     return folder

@@ -6,6 +6,7 @@ import pytest
 
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedRun
+from cellmill.runs.results import Evaluation
 
 AHEAD = ["level", "ahead"]
 LEVEL = ["level"]
@@ -22,7 +23,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         "plan": {"steps": 1600, "steps_per_epoch": 20},
         "status": {"step": 1600},
     }
-    given |= {"model": None, "evaluation": {"model": {"step": 1600}}} | files
+    given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
     return list(
         advice(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes)
     )
@@ -59,7 +60,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ),
         (
             {},
-            {"evaluation": {"model": {"step": 300}}},
+            {"evaluation": Evaluation({}, {"step": 300})},
             "set consolidate.checkpoint: last: the exported one is of step 300",
         ),
         ({}, {"outcomes": LEVEL}, "take the best baseline: it is as good on these cells"),

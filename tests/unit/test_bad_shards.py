@@ -23,7 +23,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.reader import open_shards
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.task import TrainedCells, read_training_counts
+from cellmill.evaluate.evaluated import TrainedCells, read_training_counts
 from cellmill.files import digest, sha256_file
 
 MUTATIONS = int(os.environ.get("CELLMILL_FUZZ", "50"))

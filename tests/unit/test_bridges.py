@@ -21,8 +21,9 @@ from anndata.io import write_elem
 
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.h5 import create_h5
-from cellmill.evaluate.features import choose_cells, own_components
-from cellmill.evaluate.results import write_embedding
+from cellmill.evaluate.components import fit_own_components
+from cellmill.evaluate.inference.files import write_embedding
+from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks import integration as mixing
 from tests.unit.evaluated import BRIDGES, run_bridge
 
@@ -99,7 +100,7 @@ def test_cells_match_those_of_the_tasks(given: argparse.Namespace, embedded_cell
     assert np.array_equal(
         cells.features["embedding"], ad.read_h5ad(given.embedding).obsm["X_cellmill"][chosen]
     )
-    own = own_components(log_normalise(stored.X[chosen]))
+    own = fit_own_components(log_normalise(stored.X[chosen]))
     theirs = cells.features["PCA50"]
     assert theirs.shape == own.shape == (len(chosen), 50)
     # of near components, ARPACK gives so many digits

@@ -14,12 +14,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.evaluate import logistic
+from cellmill.evaluate import classifiers
 from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache, fit
-from cellmill.evaluate.features import fit_all, predict_all
-from cellmill.evaluate.logistic import LogisticRegression
-from cellmill.evaluate.task import pca
+from cellmill.evaluate.classifiers import LogisticRegression, fit_all, predict_all
+from cellmill.evaluate.components import pca
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.tasks.classify import _components
+from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
 
@@ -42,7 +43,7 @@ def _cells(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
 def test_coefficients_equal_scikit_learn(
     n: int, width: int, classes: int, standardised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logistic, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(classifiers, "TOLERANCE", 1e-9)
     features, labels = _cells(n, width, classes)
     ours = LogisticRegression(standardised=standardised).fit(features, labels)
     scaler = StandardScaler().fit(features)
@@ -78,8 +79,8 @@ def test_sparse_features_have_the_same_predictions_as_dense(
             sp.csr_matrix(features[kept]), labels[kept]
         )
         with monkeypatch.context() as patch:
-            patch.setattr(logistic, "MAX_SIDE", 19)
-            patch.setattr(logistic, "_minimise", None)
+            patch.setattr(classifiers, "MAX_SIDE", 19)
+            patch.setattr(classifiers, "_minimise", None)
             b = LogisticRegression(standardised=standardised).fit(
                 sp.csr_matrix(features[kept]), labels[kept]
             )
@@ -96,7 +97,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 ) -> None:
     features, labels = _cells(90, 12, 3)
     features[:, 1:3] = 1e12 * features[:, 3:4]
-    monkeypatch.setattr(logistic, "_minimise", None)
+    monkeypatch.setattr(classifiers, "_minimise", None)
     fitted = LogisticRegression(standardised=False).fit(features, labels)
     assert set(fitted.predict(features)) <= set(labels)
 
@@ -104,7 +105,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 def test_a_fit_that_stops_early_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logistic, "MAX_STEPS", 2)
+    monkeypatch.setattr(classifiers, "MAX_STEPS", 2)
     fit(LogisticRegression(standardised=False), *_cells(90, 12, 4))
     assert (
         capsys.readouterr().out
@@ -115,16 +116,17 @@ def test_a_fit_that_stops_early_is_reported(
 RNG = np.random.default_rng(0)
 LABELS = np.repeat(["a", "b", "c"], 10)
 DENSE = RNG.normal(size=(30, 4)) + np.repeat(np.arange(3), 10)[:, None]
+PCA = ScoredMethod("PCA50")
 FEATURES = {
-    "embedding": DENSE,
-    "PCA50": DENSE + 1,
-    "all genes": sp.csr_matrix(np.maximum(DENSE, 0)),
+    EMBEDDING: DENSE,
+    PCA: DENSE + 1,
+    ALL_GENES: sp.csr_matrix(np.maximum(DENSE, 0)),
 }
 
 
 def predicted(
-    cache: BaselineCache, features: dict[str, object] = FEATURES, labels: np.ndarray = LABELS
-) -> dict[str, np.ndarray]:
+    cache: BaselineCache, features: dict[ScoredMethod, Any] = FEATURES, labels: np.ndarray = LABELS
+) -> dict[ScoredMethod, np.ndarray]:
     context: Any = SimpleNamespace(baselines=cache, options=Evaluate())
     return predict_all(fit_all(features, labels, 5, context), features)
 
@@ -158,10 +160,10 @@ def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
     cache = BaselineCache()
     predicted(cache)
     predicted(cache, labels=np.roll(LABELS, 1))
-    predicted(cache, {"PCA50": DENSE + 1.5})
-    predicted(cache, {"all genes": sp.csr_matrix((DENSE > 0).astype(float))})
+    predicted(cache, {PCA: DENSE + 1.5})
+    predicted(cache, {ALL_GENES: sp.csr_matrix((DENSE > 0).astype(float))})
     wider = sp.csr_matrix(np.pad(np.maximum(DENSE, 0), ((0, 0), (0, 1))))
-    predicted(cache, {"all genes": wider})
+    predicted(cache, {ALL_GENES: wider})
     assert len(cache.known) == 6 + 6 + 3 * 3
 
 
@@ -170,10 +172,12 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     genes = sp.csr_matrix(np.maximum(DENSE, 0))
     train = np.arange(0, 30, 2)
     first = BaselineCache(file)
-    expected = _components(genes, train, 3, first)["PCA3"]
+    expected = _components(genes, train, 3, first)[ScoredMethod("PCA3")]
     first.save()
     again = BaselineCache(file)
-    np.testing.assert_array_equal(_components(genes, train, 3, again)["PCA3"], expected)
+    np.testing.assert_array_equal(
+        _components(genes, train, 3, again)[ScoredMethod("PCA3")], expected
+    )
     assert len(again.known) == 1
     others = [(genes, train + 1, 3), (genes, train, 2), (genes * 2, train, 3)]
     for other in others:

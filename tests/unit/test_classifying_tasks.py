@@ -26,19 +26,24 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, ProbeConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.evaluate import components as components_module
 from cellmill.evaluate import features as features_module
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.embed import embed_cells
-from cellmill.evaluate.features import (
-    RankedGenes,
-    choose_cells,
-    features_of_counts,
-    halves,
-    read_rows,
-    variable_genes,
+from cellmill.evaluate.components import RankedGenes, choose_variable_genes
+from cellmill.evaluate.evaluated import read_training_counts
+from cellmill.evaluate.features import features_of_counts, read_rows
+from cellmill.evaluate.inference.embed import embed_cells
+from cellmill.evaluate.labels import choose_cells, predict_halves
+from cellmill.evaluate.methods import (
+    ALL_GENES,
+    EMBEDDING,
+    MAJORITY,
+    OF_TRAINING,
+    UNTRAINED,
+    WITH_COMPONENTS,
 )
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
-from cellmill.evaluate.task import Context, read_training_counts, run_task
+from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.classify import (
     FEWEST_TESTED,
     METRICS,
@@ -52,6 +57,7 @@ from cellmill.evaluate.tasks.classify import (
     stratified,
 )
 from cellmill.evaluate.tasks.degraded import Degraded
+from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
 
@@ -73,7 +79,7 @@ def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.nd
 
 
 def _predicted(
-    features: dict[str, Any],
+    features: dict[ScoredMethod, Any],
     labels: np.ndarray,
     *,
     seeds: int = 1,
@@ -101,13 +107,13 @@ def _rank_z(genes: sp.csr_matrix) -> np.ndarray:
 def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(features_module, "RANKED_GENES", 20)
+    monkeypatch.setattr(components_module, "RANKED_GENES", 20)
     embedding, noise, genes, labels = _problem()
     given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
-    features = {"embedding": embedding, "untrained": noise, "all genes": genes}
-    features["PCA50 of the training cells"] = given
+    features = {EMBEDDING: embedding, UNTRAINED: noise, ALL_GENES: genes, OF_TRAINING: given}
     predictions = _predicted(features, labels, seeds=2, seed=3, neighbors=7, components=5)
-    rows = {row["name"]: row for row in table_rows(_columns(predictions))}
+    rows = {row.method.name: row for row in table_rows(_columns(predictions))}
+    methods = {name: row.method for name, row in rows.items()}
     pca = PCA(5, svd_solver="arpack", random_state=0)
     dense = StandardScaler()
     sparse = StandardScaler(with_mean=False)
@@ -138,7 +144,7 @@ def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
         for repetition in range(2):
             folds = StratifiedKFold(5, shuffle=True, random_state=3 + repetition)
             predicted = cross_val_predict(pipeline, values, labels, cv=folds)
-            of_row = {key: rows[name][f"{key}_repetitions"][repetition] for key in METRICS}
+            of_row = {key: rows[name].scores[key].repetitions[repetition] for key in METRICS}
             f1 = {
                 kind: f1_score(labels, predicted, average=kind, zero_division=0)
                 for kind in ("macro", "weighted")
@@ -147,9 +153,9 @@ def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
             assert of_row["macro_f1"] == pytest.approx(f1["macro"]), name
             assert of_row["weighted_f1"] == pytest.approx(f1["weighted"]), name
             confusion += confusion_matrix(labels, predicted)
-        assert predictions.confusion("", name)["counts"] == confusion.tolist(), name
-    assert rows["majority"]["accuracy_mean"] == pytest.approx(1 / 3)
-    kinds = sorted(row["kind"] for row in rows.values())
+        assert predictions.confusion("", methods[name]).counts == confusion.tolist(), name
+    assert rows["majority"].scores["accuracy"].mean == pytest.approx(1 / 3)
+    kinds = sorted(row.method.kind for row in rows.values())
     assert kinds == 14 * ["baseline"] + 3 * ["model"] + 3 * ["variant"]
 
 
@@ -165,7 +171,7 @@ def test_tied_genes_share_a_rank(
     expected = _rank_z(log_normalise(counts))
     ranked = RankedGenes(log_normalise(counts))
     np.testing.assert_allclose(ranked.select(np.arange(40), labels), expected, atol=1e-9)
-    monkeypatch.setattr(features_module, "RANKED_GENES", 25)
+    monkeypatch.setattr(components_module, "RANKED_GENES", 25)
     train = np.arange(4, 30)
     f, _ = f_classif(expected[train], labels[train])
     largest = np.sort(np.argsort(-f)[:25])
@@ -181,7 +187,7 @@ def test_variable_genes_are_chosen_on_training_cells() -> None:
     noisy[:, 5] = 0
     genes = log_normalise(sp.csr_matrix(noisy.astype(np.uint32)))
     train = np.arange(40)
-    chosen = variable_genes(genes[train])
+    chosen = choose_variable_genes(genes[train])
     assert len(chosen) == 2000
     assert 5 not in chosen
     values = np.expm1(genes[train].toarray().astype(np.float64))
@@ -196,14 +202,13 @@ def test_variable_genes_are_chosen_on_training_cells() -> None:
     assert chosen.tolist() == sorted(
         scores.sort_values(ascending=False, kind="stable").index[:2000]
     )
-    features = {"embedding": genes[:, :8].toarray(), "all genes": genes}
+    features = {EMBEDDING: genes[:, :8].toarray(), ALL_GENES: genes}
     predictions = _predicted(features, labels, neighbors=3, components=4)
     pipeline = make_pipeline(PCA(4, svd_solver="arpack", random_state=0), KNeighborsClassifier(3))
-    [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores[
-        "PCA4 of variable genes + kNN"
-    ]
+    method = ScoredMethod("PCA4 of variable genes", "kNN")
+    [right] = predictions.column("", "accuracy", "accuracy", "accuracy").scores[method]
     for fitted, test in StratifiedKFold(5, shuffle=True, random_state=0).split(labels, labels):
-        panel = genes[:, variable_genes(genes[fitted])]
+        panel = genes[:, choose_variable_genes(genes[fitted])]
         predicted = pipeline.fit(panel[fitted], labels[fitted]).predict(panel[test])
         np.testing.assert_array_equal(right[test], predicted == labels[test])
 
@@ -211,25 +216,25 @@ def test_variable_genes_are_chosen_on_training_cells() -> None:
 def test_verdicts_compare_the_best_rows() -> None:
     labels = np.array(["a", "b"] * 10)
     wrong = {
-        "embedding + logistic regression": 4,
-        "embedding + logistic regression, unscaled": 2,
-        "embedding + kNN": 3,
-        "all genes + logistic regression": 1,
-        "all genes + logistic regression, unscaled": 2,
-        "all genes + kNN": 3,
-        "untrained + logistic regression": 20,
-        "untrained + kNN": 8,
-        "majority": 10,
-        "embedding with PCA50 + kNN": 0,  # better than the model's own rows
-        "embedding with PCA50 + logistic regression": 3,
-        "PCA50 of the training cells + kNN": 9,
-        "PCA50 of the training cells + logistic regression, unscaled": 5,
+        (EMBEDDING, "logistic regression"): 4,
+        (EMBEDDING, "logistic regression, unscaled"): 2,
+        (EMBEDDING, "kNN"): 3,
+        (ALL_GENES, "logistic regression"): 1,
+        (ALL_GENES, "logistic regression, unscaled"): 2,
+        (ALL_GENES, "kNN"): 3,
+        (UNTRAINED, "logistic regression"): 20,
+        (UNTRAINED, "kNN"): 8,
+        (MAJORITY, ""): 10,
+        (WITH_COMPONENTS, "kNN"): 0,  # better than the model's own rows
+        (WITH_COMPONENTS, "logistic regression"): 3,
+        (OF_TRAINING, "kNN"): 9,
+        (OF_TRAINING, "logistic regression, unscaled"): 5,
     }
     predictions = Predictions(labels, 1)
-    for name, n in wrong.items():
-        predictions.record(
-            "", 0, np.arange(20), {name: np.where(np.arange(20) < n, np.roll(labels, 1), labels)}
-        )
+    for (features, classifier), n in wrong.items():
+        predicted = np.where(np.arange(20) < n, np.roll(labels, 1), labels)
+        method = replace(features, classifier=classifier)
+        predictions.record("", 0, np.arange(20), {method: predicted})
     verdicts = judge(_columns(predictions))
     linear = "embedding + logistic regression, unscaled"
     beside = "PCA50 of the training cells + "
@@ -277,11 +282,15 @@ def test_a_donor_is_never_trained_on_while_tested(most: int, folds: int) -> None
 
 
 def _accuracies(
-    context: Context, fewest: int, classifier: Any, kind: str, splits: Callable[..., Iterator[Any]]
+    context: Context,
+    fewest: int,
+    classifier: Any,
+    features: ScoredMethod,
+    splits: Callable[..., Iterator[Any]],
 ) -> list[float]:
     """Accuracy of a classifier that is fitted on the training cells of each split alone."""
     cells, labels = _chosen(context, fewest)
-    values = features_of_counts(context, read_rows(context.reader, cells))[kind]
+    values = features_of_counts(context, read_rows(context.reader, cells))[features]
     return [
         float(
             (
@@ -309,25 +318,22 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
             genes[tested]
         )
     context = replace(context, baselines=BaselineCache())
-    np.testing.assert_array_equal(halves(context), expected)
+    np.testing.assert_array_equal(predict_halves(context), expected)
     assert len(context.baselines.known) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1
     for task in (FewShot(FewShotConfig(shots=[3])), Degraded(LowDepthConfig(repeats=1))):
-        result = task.run(context).to_json()
-        gaps = result["gaps"]
-        assert [f"{gap['column']}_mean" for gap in gaps] == [
-            key for key in result["rows"][0] if key.endswith("_mean")
-        ]
-        assert {gap["ceiling"][0] for gap in gaps} == {"all genes with half of the labels"}
-        assert {gap["zero"][0] for gap in gaps} == {"majority"}
-    assert [gap["ceiling"][1] for gap in gaps] == pytest.approx(7 * [accuracy])
+        result = task.run(context)
+        gaps = result.gaps
+        assert [gap.column for gap in gaps] == [*result.rows[0].scores]
+        assert {gap.ceiling[0] for gap in gaps} == {"all genes with half of the labels"}
+        assert {gap.zero[0] for gap in gaps} == {"majority"}
+    assert [gap.ceiling[1] for gap in gaps] == pytest.approx(7 * [accuracy])
     largest = max((labels == name).mean() for name in labels)
-    assert [gap["zero"][1] for gap in gaps] == pytest.approx(7 * [largest])
-    assert (
-        f"{gaps[0]['column']}: {gaps[0]['model']['name']} {gaps[0]['words']}."
-        in result["sentences"]
-    )
+    assert [gap.zero[1] for gap in gaps] == pytest.approx(7 * [largest])
+    assert gaps[0].model is not None
+    line = f"{gaps[0].column}: {gaps[0].model.name} {gaps[0].words}."
+    assert line in result.sentences
 
 
 def test_few_shot_scores_come_from_classifiers_of_those_shots(context: Context) -> None:
@@ -337,19 +343,18 @@ def test_few_shot_scores_come_from_classifiers_of_those_shots(context: Context) 
     most = min(sizes) - FEWEST_TESTED  # of which every class keeps just enough for the test
     config = FewShotConfig(shots=[3, most, most + 1, 500], draws=2, neighbors=15)
     result = FewShot(config).run(context)
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     linear = regression(sparse=True)
     expected = _accuracies(
-        context, 8, linear, "all genes", lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
+        context, 8, linear, ALL_GENES, lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
     )
-    assert rows["all genes + logistic regression, unscaled"][
-        "3 per class_repetitions"
-    ] == pytest.approx(expected)
+    unscaled = rows["all genes + logistic regression, unscaled"]
+    assert unscaled.scores["3 per class"].repetitions == pytest.approx(expected)
     nearest = KNeighborsClassifier(3)  # no more than there are shots
     expected = _accuracies(
-        context, 8, nearest, "embedding", lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
+        context, 8, nearest, EMBEDDING, lambda _, own: draw_shots(own, classes, 3, 2, seed=4)
     )
-    assert rows["embedding + kNN"]["3 per class_repetitions"] == pytest.approx(expected)
+    assert rows["embedding + kNN"].scores["3 per class"].repetitions == pytest.approx(expected)
     n_classes = result.figures["n_classes"]
     left_out = result.figures["classes_left_out"]
     assert (n_classes["3"], n_classes[str(most)], n_classes["500"]) == (
@@ -381,11 +386,11 @@ def test_new_donors_are_scored_by_classifiers_without_them(
             for one in sorted(set(donors))
         )
 
-    expected = _accuracies(context, 3, regression(sparse=True), "all genes", by_donor)
+    expected = _accuracies(context, 3, regression(sparse=True), ALL_GENES, by_donor)
     [row] = [
-        row for row in result.rows if row["name"] == "all genes + logistic regression, unscaled"
+        row for row in result.rows if row.method.name == "all genes + logistic regression, unscaled"
     ]
-    assert sorted(row["accuracy, new donor_repetitions"]) == pytest.approx(sorted(expected))
+    assert sorted(row.scores["accuracy, new donor"].repetitions) == pytest.approx(sorted(expected))
     assert result.figures["donors"] == result.figures["donor_folds"] == 3
     assert result.metric == "accuracy, new donor"
     assert (
@@ -401,12 +406,12 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     whole = embed_cells(
         context.reader, model.network, model.vocabulary, model.tokens, Embed()
     ).vectors
-    np.testing.assert_allclose(found["embedding"], whole[:30], atol=1e-5)
-    assert (found["all genes"] != log_normalise(counts)).nnz == 0
+    np.testing.assert_allclose(found[EMBEDDING], whole[:30], atol=1e-5)
+    assert (found[ALL_GENES] != log_normalise(counts)).nnz == 0
     training = read_training_counts(model.manifest, 10_000)
     assert training.shape == (model.manifest.splits["train"].n_obs, model.vocabulary.n_genes)
     profiles = log_normalise(training).toarray()
-    centred = found["PCA50 of the training cells"]
+    centred = found[OF_TRAINING]
     basis = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)[2][: centred.shape[1]]
     columns = select_columns(counts, context.columns.target, model.vocabulary.n_genes)
     expected = (log_normalise(columns).toarray() - profiles.mean(0)) @ basis.T
@@ -414,7 +419,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
         np.abs(centred[:, :5]), np.abs(expected[:, :5]), rtol=1e-3, atol=1e-3
     )
     without_genes = sp.csr_matrix((5, context.reader.n_vars), dtype=np.uint32)
-    assert not features_of_counts(context, without_genes)["embedding"].any()
+    assert not features_of_counts(context, without_genes)[EMBEDDING].any()
 
 
 @pytest.mark.parametrize(
@@ -437,13 +442,13 @@ def test_a_model_that_copies_a_baseline_is_level_with_it(
     vectors = copied(context, read_rows(context.reader, np.arange(context.reader.n_obs)))
     batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 4, name="batch").astype(str)
     result = task.run(replace(context, vectors=vectors, roles={**context.roles, "batch": batch}))
-    table = {row["name"]: row for row in result.rows}
+    table = {row.method.name: row for row in result.rows}
     for classifier in ("logistic regression", "logistic regression, unscaled", "kNN"):
         copy, baseline = (
             table[f"{kind} + {classifier}"] for kind in ("embedding", "PCA50 of the training cells")
         )
-        for key in (key for key in copy if key.endswith("_mean")):
-            assert copy[key] == pytest.approx(baseline[key], abs=0.02)
+        for column in copy.scores:
+            assert copy.value(column) == pytest.approx(baseline.value(column), abs=0.02)
     assert all(
         verdict.outcome != "ahead" for verdict in result.verdicts if "PCA50" in verdict.against
     )

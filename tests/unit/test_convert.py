@@ -25,7 +25,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError
-from cellmill.evaluate.embed import embed_cells, load_for_inference
+from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
 from cellmill.models.published import import_geneformer
 from tests.unit.published import geneformer_folder, geneformer_medians, geneformer_tokens
 

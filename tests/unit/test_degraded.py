@@ -14,9 +14,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
+from cellmill.evaluate import classifiers
 from cellmill.evaluate import features as features_module
-from cellmill.evaluate import logistic
-from cellmill.evaluate.features import choose_cells, features_of_counts, read_rows
+from cellmill.evaluate.features import features_of_counts, read_rows
+from cellmill.evaluate.labels import choose_cells
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.degraded import Degraded, TrainingCounts, keep_genes, thin
 from tests.unit.evaluated import regression
@@ -119,19 +121,20 @@ def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Contex
 
 def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -> None:
     result = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
-    table = {row["name"]: row for row in result.rows}
+    table = {row.method.name: row for row in result.rows}
     of_panel = [name for name in table if "of the panel" in name]
     kinds = ("embedding", "PCA50", "all genes")
     assert of_panel == [f"{kind} of the panel + {one}" for kind in kinds for one in CLASSIFIERS]
-    assert {table[name]["kind"] for name in of_panel[:3]} == {"model"}
+    assert {table[name].method.kind for name in of_panel[:3]} == {"model"}
     for name in of_panel:
-        assert table[name]["whole_mean"] is None
+        assert table[name].value("whole") is None
         for level in ("20 genes", "9 genes"):
-            assert len({table[name][f"{level}, {way}_mean"] for way in WAYS}) == 1
-    key = "9 genes, matched_mean"
+            assert len({table[name].scores[f"{level}, {way}"].mean for way in WAYS}) == 1
+    column = "9 genes, matched"
     for kind in ("embedding", "all genes"):
         for one in CLASSIFIERS:
-            assert table[f"{kind} of the panel + {one}"][key] == table[f"{kind} + {one}"][key]
+            of_panel_row = table[f"{kind} of the panel + {one}"]
+            assert of_panel_row.value(column) == table[f"{kind} + {one}"].value(column)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +150,13 @@ def test_a_model_that_copies_a_baseline_is_never_ahead(
 
     monkeypatch.setattr(features_module, "embed_counts", copied)
     result = Degraded(config).run(context)
-    table = {row["name"]: row for row in result.rows}
+    table = {row.method.name: row for row in result.rows}
     for one in CLASSIFIERS:
         copy, baseline = (
             table[f"{kind} + {one}"] for kind in ("embedding", "PCA50 of the training cells")
         )
-        for key in (key for key in copy if key.endswith("_mean")):
-            assert copy[key] == pytest.approx(baseline[key], abs=0.02)
+        for column in copy.scores:
+            assert copy.value(column) == pytest.approx(baseline.value(column), abs=0.02)
     assert all(verdict.outcome != "ahead" for verdict in result.verdicts)
 
 
@@ -161,12 +164,12 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a cell of these is about as near to two classes
-    monkeypatch.setattr(logistic, "TOLERANCE", 1e-6)
+    monkeypatch.setattr(classifiers, "TOLERANCE", 1e-6)
     result = Degraded(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
     chosen, labels = chosen_cells(context, 3)
     whole = read_rows(context.reader, chosen)
-    scaler = {"all genes": StandardScaler(with_mean=False), "embedding": StandardScaler()}
-    table = {row["name"]: row for row in result.rows}
+    scaler = {ALL_GENES: StandardScaler(with_mean=False), EMBEDDING: StandardScaler()}
+    table = {row.method.name: row for row in result.rows}
     columns = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
     for kind in scaler:
         expected: dict[str, list[float]] = {column: [] for column in columns}
@@ -177,41 +180,41 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
             folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
             for train, test in folds.split(labels, labels):
                 a, b = (
-                    sp.csr_matrix(values[train]) if kind == "all genes" else values[train]
+                    sp.csr_matrix(values[train]) if kind == ALL_GENES else values[train]
                     for values in cells
                 )
-                both = sp.vstack([a, b]) if kind == "all genes" else np.concatenate([a, b])
+                both = sp.vstack([a, b]) if kind == ALL_GENES else np.concatenate([a, b])
                 for column, seen, tested in zip(columns, (a, b, a, both), (0, 1, 1, 1)):
                     of = np.tile(labels[train], seen.shape[0] // len(train))
-                    pipeline = make_pipeline(scaler[kind], regression(sparse=kind == "all genes"))
+                    pipeline = make_pipeline(scaler[kind], regression(sparse=kind == ALL_GENES))
                     right[column] += (
                         pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]
                     ).sum()
             for column in columns:
                 expected[column].append(right[column] / len(labels))
-        row = table[f"{kind} + logistic regression"]
+        row = table[f"{kind.name} + logistic regression"]
         for column in columns:
-            assert row[f"{column}_repetitions"] == pytest.approx(expected[column]), column
-            assert row[f"{column}_mean"] == pytest.approx(np.mean(expected[column]))
+            assert row.scores[column].repetitions == pytest.approx(expected[column]), column
+            assert row.scores[column].mean == pytest.approx(np.mean(expected[column]))
     largest = max((labels == name).mean() for name in labels)
-    assert [table["majority"][f"{column}_mean"] for column in columns] == pytest.approx(
+    assert [table["majority"].scores[column].mean for column in columns] == pytest.approx(
         len(columns) * [largest]
     )
-    assert [row["kind"] for row in result.rows] == 3 * ["model"] + 16 * ["baseline"]
-    made = [row["name"] for row in result.rows if row["whole_mean"] is None]
+    assert [row.method.kind for row in result.rows] == 3 * ["model"] + 16 * ["baseline"]
+    made = [row.method.name for row in result.rows if row.value("whole") is None]
     assert made == [f"PCA50 of thinned cells + {name}" for name in CLASSIFIERS]
-    assert all(row[f"{column}_mean"] is not None for row in result.rows for column in columns[1:])
+    assert all(row.value(column) is not None for row in result.rows for column in columns[1:])
     assert result.metric == "10 % of counts, shifted"
     assert [verdict.metric for verdict in result.verdicts] == [
         f"accuracy, {column}" for column in columns
     ]
     for column, verdict in zip(columns, result.verdicts):
-        means = {row["name"]: row[f"{column}_mean"] for row in result.rows}
+        means = {row.method.name: row.value(column) for row in result.rows}
         best = [
             max(
-                means[row["name"]]
+                means[row.method.name]
                 for row in result.rows
-                if row["kind"] == kind and means[row["name"]] is not None
+                if row.method.kind == kind and means[row.method.name] is not None
             )
             for kind in ("model", "baseline")
         ]
@@ -222,6 +225,4 @@ def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
         "whole",
         *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS),
     ]
-    assert [
-        key.removesuffix("_mean") for key in genes.rows[0] if key.endswith("_mean")
-    ] == expected_columns
+    assert [*genes.rows[0].scores] == expected_columns

@@ -19,7 +19,7 @@ from cellmill.data.shards.index import open_vectors
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
-from cellmill.evaluate.results import write_embedding
+from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
 from cellmill.planner.inputs import fitted
 from cellmill.runs.identity import changed_keys, identity

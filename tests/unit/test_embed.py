@@ -20,8 +20,8 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate import embed as module
-from cellmill.evaluate.results import read_embedding, write_embedding
+from cellmill.evaluate.inference import embed as module
+from cellmill.evaluate.inference.files import read_embedding, write_embedding
 from cellmill.files import sha256_file
 from cellmill.models.export import load_model
 from tests.checks import quick

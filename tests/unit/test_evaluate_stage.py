@@ -24,11 +24,12 @@ from cellmill.config.parts.tasks import TaskConfig
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.task import Context, TaskResult
-from cellmill.evaluate.umap import read_umap
+from cellmill.evaluate import run
+from cellmill.evaluate.inference.umap import read_umap
+from cellmill.evaluate.task import Context
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import Row, ScoredMethod, TaskResult, compare
 from cellmill.stages import evaluate as stage
 from tests.cluster.rig import living, wait
 from tests.unit.evaluated import evaluate, make_evaluated, with_config, with_obs
@@ -109,11 +110,11 @@ def test_a_model_trained_with_labels_is_marked_supervised(
     assert dataset["model"]["supervised_by"] == [column]
     tasks = dataset["datasets"]["simulated"]["tasks"]
     probe = tasks["probe"]
-    own = [row["name"] for row in probe["rows"] if row["kind"] == "model"]
+    own = [row["name"] for row in probe["rows"] if row["method"]["kind"] == "model"]
     assert f"embedding, {said} + kNN" in own
     assert all(name.startswith(f"embedding, {said} + ") for name in own)
     assert not any(
-        "supervised" in row["name"] for row in probe["rows"] if row["kind"] == "baseline"
+        "supervised" in row["name"] for row in probe["rows"] if row["method"]["kind"] == "baseline"
     )
     for task in tasks.values():
         assert task["sentences"]
@@ -224,7 +225,11 @@ def test_the_log_has_one_short_line_per_task(
         == f"many: probe: mine: {rest.replace(',', ' 10,')} 10 and 52 more classes with 520 cells"
     )
     probe = metrics["datasets"]["many"]["tasks"]["probe"]
-    best = max(row["accuracy_mean"] for row in probe["rows"] if row["kind"] == "model")
+    best = max(
+        row["scores"]["accuracy"]["mean"]
+        for row in probe["rows"]
+        if row["method"]["kind"] == "model"
+    )
     assert len(lines) == 2
     assert lines[1].startswith(f"many: probe: accuracy {best:.3f}, embedding + ")
     assert "; best baseline " in lines[1]
@@ -305,8 +310,11 @@ class Toy:
 
     def run(self, context: Context) -> TaskResult:
         cells = self.scale * int(context.scored.sum())
-        rows = [{"name": "ours", "kind": "model", "cell_score": cells, "runs": [1, 2]}]
-        rows.append({"name": "theirs", "kind": "baseline", "cell_score": cells + 1, "runs": []})
+        numbers = {"cell_score": cells, "runs": [1, 2]}
+        rows = [
+            Row(ScoredMethod("ours", kind="model"), numbers=numbers),
+            Row(ScoredMethod("theirs"), numbers={"cell_score": cells + 1, "runs": []}),
+        ]
         verdicts = [compare("ours", "theirs", "cell score", -1.0)]
         width = context.vectors.shape[1] if self.scale else float("nan")
         return TaskResult(rows, "cell_score", verdicts, {"width": width})
@@ -332,12 +340,9 @@ def test_a_plugin_task_reaches_metrics_and_the_page(
     assert list(dataset["tasks"]) == ["toy"]
     result = dataset["tasks"]["toy"]
     score = 2.0 * dataset["n_scored"]
-    assert result["rows"][0] == {
-        "name": "ours",
-        "kind": "model",
-        "cell_score": score,
-        "runs": [1, 2],
-    }
+    [ours, _] = result["rows"]
+    assert (ours["name"], ours["method"]["kind"]) == ("ours", "model")
+    assert ours["numbers"] == {"cell_score": score, "runs": [1, 2]}
     sentence = "ours is behind theirs by 1.000 cell score."
     assert (result["sentences"], result["verdicts"][0]["outcome"]) == ([sentence], "behind")
     page = " ".join(re.sub(r"<[^>]*>", " ", render("r", [read_run(tmp_path / "run")], [])).split())
@@ -369,7 +374,7 @@ def test_parallel_tasks_give_the_results_of_one_process(
     found = []
     saved = []
     for n in (2, 1):
-        monkeypatch.setattr(stage, "MOST_PROCESSES", n)
+        monkeypatch.setattr(run, "MOST_PROCESSES", n)
         folder = tmp_path / f"{n}"
         found.append(evaluate(corpus | {"baselines": folder}, folder / "metrics.json", tasks=tasks))
         saved.append(np.load(folder / "simulated.npz"))
@@ -413,7 +418,7 @@ def test_ctrl_c_during_a_fork_still_ends_the_evaluation(
     # a shell's background jobs ignore it
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, earlier))
-    submit = stage.ProcessPoolExecutor.submit
+    submit = run.ProcessPoolExecutor.submit
     submitted = []
 
     def interrupted(*given: Any) -> Any:
@@ -422,7 +427,7 @@ def test_ctrl_c_during_a_fork_still_ends_the_evaluation(
         return submit(*given)
 
     monkeypatch.setattr(stage, "_start_umap", lambda *_: list)
-    monkeypatch.setattr(stage.ProcessPoolExecutor, "submit", interrupted)
+    monkeypatch.setattr(run.ProcessPoolExecutor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(corpus, tmp_path / "metrics.json")
     stage._beside.cache_clear()  # its process has ended too

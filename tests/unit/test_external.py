@@ -22,7 +22,8 @@ from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.task import TrainedCells, pca
+from cellmill.evaluate.components import pca
+from cellmill.evaluate.evaluated import TrainedCells
 from cellmill.report.collect import read_run
 from cellmill.report.page import render, standings
 from tests.unit.evaluated import BRIDGES, evaluate
@@ -261,9 +262,11 @@ def test_an_external_model_changes_no_verdict(
         before, after = (
             metrics["datasets"]["simulated"]["tasks"][task] for metrics in (without, beside)
         )
-        added = [row for row in after["rows"] if row["kind"] == "external"]
-        assert [row for row in after["rows"] if row["kind"] != "external"] == before["rows"], task
-        assert {row["name"].partition(" + ")[0] for row in added} == {"external: pca"}
+        added = [row for row in after["rows"] if row["method"]["kind"] == "external"]
+        assert [row for row in after["rows"] if row["method"]["kind"] != "external"] == before[
+            "rows"
+        ], task
+        assert {row["method"]["features"] for row in added} == {"external: pca"}
         assert after["verdicts"] == before["verdicts"]
         against = {line["against"] for line in after["differences"]}
         assert {line["against"] for line in before["differences"]} == {
@@ -272,15 +275,17 @@ def test_an_external_model_changes_no_verdict(
         assert any(name.startswith("external: pca") for name in against)
     probe = beside["datasets"]["simulated"]["tasks"]["probe"]["rows"]
     best = {
-        kind: max(row["accuracy_mean"] for row in probe if row["kind"] == kind)
+        kind: max(
+            row["scores"]["accuracy"]["mean"] for row in probe if row["method"]["kind"] == kind
+        )
         for kind in ("model", "external")
     }
     assert best["external"] > best["model"]  # components against random weights
     run = read_run(tmp_path / "b")
     standing = standings([run])[0]
-    assert standing.row.startswith("embedding")
+    assert standing.row.method.network == "trained"
     assert standing.baseline is not None
-    assert not standing.baseline.name.startswith("external")
+    assert standing.baseline.method.kind == "baseline"
     assert 'external: pca + kNN <span class="tag">external</span>' in render("Report", [run], [])
     gate = [{"task": "probe", "baseline": "external: pca"}]
     with pytest.raises(ConfigError, match="no baseline 'external: pca'; there are: untrained"):
@@ -402,7 +407,7 @@ def test_harmony_corrects_components_of_training_cells(
     metrics = evaluate(corpus, run / "evaluate" / "metrics.json", beside=[out], **options)
     for task in tasks:
         rows = metrics["datasets"]["simulated"]["tasks"][task]["rows"]
-        names = {row["name"].partition(" + ")[0] for row in rows if row["kind"] == "external"}
+        names = {row["method"]["features"] for row in rows if row["method"]["kind"] == "external"}
         assert names == {"external: mixed (transductive)"}
     assert 'external: mixed (transductive) + kNN <span class="tag">external</span>' in render(
         "", [read_run(run)], []

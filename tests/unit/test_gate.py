@@ -2,54 +2,52 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from reported import make_dataset, make_method, make_row
 
 from cellmill.config.evaluate import BaselineGate
 from cellmill.config.options import EvaluateOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.scores import failures
+from cellmill.evaluate.gate import find_failures
+from cellmill.runs.results import DatasetResult, Row, Score, TaskResult
 from tests.unit.evaluated import evaluate
 
 ROWS = [
-    {
-        "name": "embedding + kNN",
-        "kind": "model",
-        "accuracy_mean": 0.7,
-        "accuracy_repetitions": [0.7],
-        "cells": 3,
-    },
-    {"name": "embedding + LR", "kind": "model", "accuracy_mean": 0.8},
-    {"name": "all genes + kNN", "kind": "baseline", "accuracy_mean": 0.6},
-    {"name": "all genes + LR", "kind": "baseline", "accuracy_mean": 0.82},
-    {"name": "majority", "kind": "baseline", "accuracy_mean": 0.3},
+    Row(make_method("embedding", "kNN"), {"accuracy": Score(0.7, repetitions=[0.7])}, {"cells": 3}),
+    make_row("embedding", "LR", accuracy=0.8),
+    make_row("all genes", "kNN", accuracy=0.6),
+    make_row("all genes", "LR", accuracy=0.82),
+    make_row("majority", accuracy=0.3),
 ]
 
 
-def _datasets(**tasks: Any) -> dict[str, Any]:
-    empty = {"rows": ROWS, "metric": "accuracy", "skipped": None}
-    return {
-        "blood": {
-            "tasks": {name.replace("_", " "): empty | changed for name, changed in tasks.items()}
-        }
-    }
+def _datasets(**tasks: Any) -> dict[str, DatasetResult]:
+    """Results of tasks, each with the changes of ROWS, metric or reason; `of_LABEL` ends names."""
+    results = {}
+    for name, changes in tasks.items():
+        result = TaskResult(ROWS, "accuracy", task=name.removesuffix("_of_donor"))
+        results[name.replace("_", " ")] = replace(result, **changes)
+    return {"blood": make_dataset(**results)}
 
 
 def test_a_gate_compares_the_best_rows_by_their_means() -> None:
     datasets = _datasets(probe={}, probe_of_donor={}, other={})
-    assert failures([BaselineGate(task="probe", baseline="majority")], datasets) == []
+    assert find_failures([BaselineGate(task="probe", baseline="majority")], datasets) == []
     assert (
-        failures([BaselineGate(task="probe", baseline="all genes", margin=-0.05)], datasets) == []
+        find_failures([BaselineGate(task="probe", baseline="all genes", margin=-0.05)], datasets)
+        == []
     )
     failed = "embedding + LR has 0.800 accuracy, expected 0.820 of all genes + LR"
-    assert failures([BaselineGate(task="probe", baseline="all genes")], datasets) == [
+    assert find_failures([BaselineGate(task="probe", baseline="all genes")], datasets) == [
         f"blood: probe: {failed}",
         f"blood: probe of donor: {failed}",
     ]
-    [line] = failures([BaselineGate(task="other", baseline="majority", margin=0.6)], datasets)
+    [line] = find_failures([BaselineGate(task="other", baseline="majority", margin=0.6)], datasets)
     assert (
         line
         == "blood: other: embedding + LR has 0.800 accuracy, expected 0.300 of majority and 0.6 more"
@@ -57,18 +55,22 @@ def test_a_gate_compares_the_best_rows_by_their_means() -> None:
 
 
 def test_a_gate_on_an_error_takes_the_lowest_value() -> None:
-    errors = [{"name": "a", "kind": "model", "MAE": value} for value in (float("nan"), 0.5, 0.4)]
+    method = make_method("a", kind="model")
+    errors = [Row(method, numbers={"MAE": value}) for value in (float("nan"), 0.5, 0.4)]
+    mean = Row(make_method("mean"), numbers={"MAE": 0.45})
     datasets = _datasets(
         change={
-            "rows": [*errors, {"name": "mean", "kind": "baseline", "MAE": 0.45}],
+            "rows": [*errors, mean],
             "metric": "MAE",
         }
     )
     assert (
-        failures([BaselineGate(task="change", baseline="mean", lower_is_better=True)], datasets)
+        find_failures(
+            [BaselineGate(task="change", baseline="mean", lower_is_better=True)], datasets
+        )
         == []
     )
-    [line] = failures(
+    [line] = find_failures(
         [BaselineGate(task="change", baseline="mean", lower_is_better=True, margin=0.1)], datasets
     )
     assert line == "blood: change: a has 0.400 MAE, expected 0.450 of mean and 0.1 less"
@@ -99,7 +101,7 @@ def test_a_gate_that_compares_nothing_is_an_error(
     gate: dict[str, Any], changed: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        failures([BaselineGate(task="probe", **gate)], _datasets(probe=changed))
+        find_failures([BaselineGate(task="probe", **gate)], _datasets(probe=changed))
 
 
 def test_a_gate_on_a_task_that_does_not_run_is_refused() -> None:
@@ -134,9 +136,10 @@ def test_a_failed_gate_keeps_the_results(tmp_path: Path, corpus: dict[str, Path]
     assert not (out.parent / "metrics.failed.json").exists()
     assert evaluated["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
     [row] = evaluated["throughput"]["rows"]
-    assert row["cells"] == 600
-    assert row["cells per s"] == pytest.approx(600 / row["seconds"])
-    assert 0.05 < row["peak memory, GB"] < 50
+    numbers = row["numbers"]
+    assert numbers["cells"] == 600
+    assert numbers["cells per s"] == pytest.approx(600 / numbers["seconds"])
+    assert 0.05 < numbers["peak memory, GB"] < 50
     lines = list(csv.DictReader((out.parent / "scores.csv").read_text().splitlines()))
     of_row = [
         line for line in lines if line["name"] == "embedding + kNN" and line["column"] == "accuracy"
@@ -147,5 +150,5 @@ def test_a_failed_gate_keeps_the_results(tmp_path: Path, corpus: dict[str, Path]
         "repetition0",
     ]
     rows = {row["name"]: row for row in evaluated["probe"]["rows"]}
-    assert float(of_row[0]["value"]) == rows["embedding + kNN"]["accuracy_mean"]
+    assert float(of_row[0]["value"]) == rows["embedding + kNN"]["scores"]["accuracy"]["mean"]
     assert [line["column"] for line in lines if line["task"] == "throughput"][1] == "seconds"

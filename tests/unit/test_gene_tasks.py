@@ -25,19 +25,17 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.task import Context, Skipped, TaskResult, run_task
+from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
+from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks import imputation
+from cellmill.evaluate.tasks.gene_sets import GeneEmbedding
 from cellmill.evaluate.tasks.genes import (
-    GeneEmbedding,
-    Grn,
     auroc,
     auroc_terms,
-    average_precision,
     correlations,
     expression_statistics,
-    known_edges,
-    network_of,
 )
+from cellmill.evaluate.tasks.grn import Grn, average_precision, known_edges, network_of
 from cellmill.evaluate.tasks.imputation import (
     HiddenGenes,
     Imputation,
@@ -47,7 +45,8 @@ from cellmill.evaluate.tasks.imputation import (
     own_expression,
     regressions,
 )
-from tests.unit.evaluated import make_context
+from cellmill.runs.results import Row, ScoredMethod, TaskResult
+from tests.unit.evaluated import make_context, named
 
 SET = range(30)  # rows of the vocabulary with vectors of their own
 FACTORS = range(2)
@@ -125,7 +124,7 @@ def test_only_a_planted_gene_set_is_found(
         max_others=100,
     )
     result = GeneEmbedding(config).run(planted)
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     assert {
         "embedding of genes",
         "untrained embedding of genes",
@@ -134,12 +133,14 @@ def test_only_a_planted_gene_set_is_found(
     } <= set(rows)
     own = rows["embedding of genes"]
     random = rows["random vectors"]
-    assert min(own["AUROC of planted_repetitions"]) > 0.95
-    assert own["AUROC, transcription factors_mean"] > 0.95
-    assert abs(np.mean(own["AUROC of chance_repetitions"]) - 0.5) < 0.2
-    assert abs(random["AUROC, gene sets_mean"] - 0.5) < 0.15
-    both = np.mean([own["AUROC of planted_repetitions"], own["AUROC of chance_repetitions"]])
-    assert own["AUROC, gene sets_mean"] == pytest.approx(both)
+    assert min(own.scores["AUROC of planted"].repetitions) > 0.95
+    assert own.scores["AUROC, transcription factors"].mean > 0.95
+    assert abs(np.mean(own.scores["AUROC of chance"].repetitions) - 0.5) < 0.2
+    assert abs(random.scores["AUROC, gene sets"].mean - 0.5) < 0.15
+    both = np.mean(
+        [own.scores["AUROC of planted"].repetitions, own.scores["AUROC of chance"].repetitions]
+    )
+    assert own.scores["AUROC, gene sets"].mean == pytest.approx(both)
     assert result.verdicts[1].outcome == "ahead"
     assert result.figures["left_out"] == "small"
     assert result.figures["named_genes"] == result.figures["known_genes"] + 1
@@ -193,11 +194,11 @@ def test_planted_edges_are_ranked_first(planted: Context, tmp_path: Path) -> Non
     edges = _tsv(tmp_path / "edges.tsv", lines)
     config = GrnConfig(name="grn", edges=str(edges), min_targets=2)
     result = Grn(config).run(planted)
-    rows = {row["name"]: row for row in result.rows}
-    assert rows["embedding of genes"]["AUROC_mean"] > 0.9
-    assert rows["embedding of genes"]["AUPRC, all pairs"] > 0.8
-    assert rows["random"]["AUROC_mean"] == pytest.approx(0.5, abs=0.05)
-    assert rows["random"]["AUPRC_mean"] == pytest.approx(0.5, abs=0.1)
+    rows = {row.method.name: row for row in result.rows}
+    assert rows["embedding of genes"].scores["AUROC"].mean > 0.9
+    assert rows["embedding of genes"].numbers["AUPRC, all pairs"] > 0.8
+    assert rows["random"].scores["AUROC"].mean == pytest.approx(0.5, abs=0.05)
+    assert rows["random"].scores["AUPRC"].mean == pytest.approx(0.5, abs=0.1)
     assert {"co-expression, Pearson", "co-expression, Spearman", "PCA50 of genes"} <= set(rows)
     # two factors are two units: the difference is large, and undecided
     assert result.verdicts[0].difference > 0.3
@@ -236,8 +237,8 @@ def test_planted_edges_are_ranked_first(planted: Context, tmp_path: Path) -> Non
             Grn(config.model_copy(update={"absolute": of})).run(planted) for of in (False, True)
         )
         table[rows_of_factors] *= -1
-    assert signed.rows[0]["AUROC_mean"] < 0.1
-    assert absolute.rows[0]["AUROC_mean"] > 0.6
+    assert signed.rows[0].scores["AUROC"].mean < 0.1
+    assert absolute.rows[0].scores["AUROC"].mean > 0.6
 
 
 def test_edges_are_matched_by_alias() -> None:
@@ -376,7 +377,8 @@ def test_regressions_equal_scikit_learn_in_both_scalings() -> None:
     expression = features @ random.normal(size=(4, 6))
     fitted = features[:20]
     tested = features[20:]
-    found = regressions({"f": fitted}, expression[:20], {"f": tested}, 3)
+    method = ScoredMethod("f")
+    found = named(regressions({method: fitted}, expression[:20], {method: tested}, 3))
     alphas = np.logspace(-2, 4, 13)
     means = fitted.mean(0)
     deviations = fitted.std(0)
@@ -391,9 +393,9 @@ def test_regressions_equal_scikit_learn_in_both_scalings() -> None:
             np.testing.assert_allclose(found[f"f + kNN{ending}"][cell], expression[nearest].mean(0))
 
 
-def tables(result: TaskResult) -> dict[str, dict[str, Any]]:
+def tables(result: TaskResult) -> dict[str, Row]:
     """Rows by name."""
-    return {row["name"]: row for row in result.rows}
+    return {row.method.name: row for row in result.rows}
 
 
 def test_a_decoder_that_copies_the_baseline_is_level(
@@ -430,7 +432,7 @@ def test_a_decoder_that_copies_the_baseline_is_level(
     rows = tables(result)
     for metric in ("Pearson by gene", "Spearman by gene", "Pearson by cell", "MSE"):
         copy, baseline = (
-            rows[name][f"{metric}_mean"]
+            rows[name].scores[metric].mean
             for name in ("embedding + decoder", "PCA50 of visible genes + ridge, unscaled")
         )
         assert copy == pytest.approx(baseline, abs=2e-3)
@@ -447,15 +449,15 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
     other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
     changed = _hidden(context, other)
     vectors = {
-        "embedding": hidden.embedded(context.model.network),
-        "untrained": np.ones((20, 16), np.float32),
+        EMBEDDING: hidden.embedded(context.model.network),
+        UNTRAINED: np.ones((20, 16), np.float32),
     }
     trained = TrainingCells.of(hidden)
     assert trained is not None
     assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
     found = trained.predict(hidden, vectors, 3)
     again = trained.predict(changed, vectors, 3)
-    assert "PCA50 of visible genes + ridge" in found
+    assert "PCA50 of visible genes + ridge" in named(found)
     for name, values in found.items():
         np.testing.assert_array_equal(values, again[name])
 
@@ -471,12 +473,11 @@ def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
     assert [*groups] == ["", ", training cells of the dataset"]
     assert (groups[", training cells of the dataset"] % 3 == 0).all()
     hidden = _hidden(context)
-    vectors = {
-        "embedding": np.ones((20, 16), np.float32),
-        "untrained": np.ones((20, 16), np.float32),
-    }
+    ones = np.ones((20, 16), np.float32)
+    vectors = {EMBEDDING: ones, UNTRAINED: ones}
     means = trained.hidden.expression()[some.of_dataset].mean(0)
-    predicted = some.predict(hidden, vectors, 3)["gene means, training cells of the dataset"]
+    found = named(some.predict(hidden, vectors, 3))
+    predicted = found["gene means, training cells of the dataset"]
     np.testing.assert_allclose(predicted, np.tile(means, (20, 1)))
 
 
@@ -485,7 +486,7 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
 ) -> None:
     task = Imputation(CONFIG)
     result = task.run(context)
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     kinds = ["embedding", "untrained", "PCA50 of visible genes"]
     methods = ("ridge", "kNN", "ridge, unscaled", "kNN, unscaled")
     fitted = [f"{kind} + {method}" for kind in kinds for method in methods]
@@ -493,12 +494,17 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     means = ["gene means", "gene means, folds of scored cells"]
     # means have no Pearson by gene
     assert list(rows) == ["embedding + decoder", *fitted, *folded, *means]
-    assert {name for name, row in rows.items() if row["kind"] == "variant"} == {*folded, means[1]}
+    assert {name for name, row in rows.items() if row.method.kind == "variant"} == {
+        *folded,
+        means[1],
+    }
     assert all("folds of scored cells" not in verdict.against for verdict in result.verdicts)
-    assert rows["gene means"]["Pearson by gene_mean"] is None
-    assert rows["PCA50 of visible genes + ridge"]["Pearson by gene_mean"] > 0.1  # simulated types
-    assert rows["PCA50 of visible genes + ridge"]["MSE_mean"] < rows["gene means"]["MSE_mean"]
-    assert len(rows["gene means"]["MSE_repetitions"]) == 2
+    means_row = rows["gene means"]
+    ridge = rows["PCA50 of visible genes + ridge"]
+    assert means_row.value("Pearson by gene") is None
+    assert ridge.scores["Pearson by gene"].mean > 0.1  # simulated types
+    assert ridge.scores["MSE"].mean < means_row.scores["MSE"].mean
+    assert len(means_row.scores["MSE"].repetitions) == 2
     assert {verdict.metric for verdict in result.verdicts}.isdisjoint({"mean squared error"})
     assert result.figures["hidden_genes"] == 80
     assert "80 of" in capsys.readouterr().out
@@ -511,7 +517,7 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     whole = Imputation(named).run(replace(context, roles={"batch": batch}))
     assert whole.figures["hidden_genes"] == 6
     assert (whole.figures["folds_of"], whole.figures["folds"]) == ("batch", 3)
-    assert len(whole.rows[0]["MSE_repetitions"]) == 3
+    assert len(whole.rows[0].scores["MSE"].repetitions) == 3
     assert "not hidden, unknown or too rare: NOTHING" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"imputation\.genes: 0 of 1 are genes of the model"):
         Imputation(CONFIG.model_copy(update={"genes": ["NOTHING"]})).run(context)

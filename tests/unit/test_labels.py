@@ -22,7 +22,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.shards.obs import parse_numbers
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import (
+from cellmill.evaluate.inference.calibration import (
     STEPS,
     calibrate,
     classifications_of,

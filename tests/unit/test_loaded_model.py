@@ -18,7 +18,7 @@ import cellmill
 from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.predict import MOST_NAMES, count_labels
+from cellmill.evaluate.inference.predict import MOST_NAMES, count_labels
 from cellmill.models.objectives.classification import calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render

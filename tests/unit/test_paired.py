@@ -6,19 +6,23 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
 from cellmill.evaluate.scores import (
     NOT_TESTED,
-    Difference,
+    Estimate,
     Predictions,
     ScoreColumn,
     cell_scores,
-    differences,
     paired_difference,
     share_closed,
     table_rows,
 )
-from cellmill.runs.verdict import Closed, Gap, compare, gap_words, sentence
+from cellmill.evaluate.tasks.changes import MEAN, NO_CHANGE
+from cellmill.evaluate.tasks.perturbation import CEILING
+from cellmill.runs.results import Closed, Gap, ScoredMethod, compare
 
+OWN = replace(EMBEDDING, classifier="kNN")
+OTHER = ScoredMethod("PCA", "kNN")
 METRICS = {"accuracy": (accuracy_score, {}), "macro_f1": (f1_score, {"average": "macro"})}
 METRICS |= {"weighted_f1": (f1_score, {"average": "weighted"})}
 
@@ -56,9 +60,9 @@ def test_identical_predictions_differ_by_nothing() -> None:
     labels, predicted = _predicted()
     for metric in METRICS:
         scores = cell_scores(metric, labels, predicted)
-        assert paired_difference(scores, scores) == Difference(0.0, 0.0, 0.0, 0.0)
+        assert paired_difference(scores, scores) == Estimate(0.0, 0.0, 0.0, 0.0)
     ones = np.ones((2, 9))
-    assert paired_difference(ones, 0 * ones) == Difference(1.0, 1.0, 1.0, 0.0)
+    assert paired_difference(ones, 0 * ones) == Estimate(1.0, 1.0, 1.0, 0.0)
 
 
 def test_the_interval_by_hand() -> None:
@@ -80,26 +84,26 @@ def test_the_table_has_means_over_repetitions() -> None:
     labels = np.array(["a", "b", "b", "a"])
     made = Predictions(labels, 2)
     for repetition, (own, other) in enumerate([("abba", "bbba"), ("abbb", "aaba")]):
-        predicted = {"embedding + kNN": np.array([*own]), "PCA + kNN": np.array([*other])}
+        predicted = {OWN: np.array([*own]), OTHER: np.array([*other])}
         made.record("x", repetition, np.arange(4), predicted)
-        made.record("y", repetition, np.arange(2), {"PCA + kNN": labels[2 * repetition :][:2]})
+        made.record("y", repetition, np.arange(2), {OTHER: labels[2 * repetition :][:2]})
     x, y = made.accuracies()
     rows = table_rows([x, y])
-    assert [(row["name"], row["kind"]) for row in rows] == [
+    assert [(row.method.name, row.method.kind) for row in rows] == [
         ("embedding + kNN", "model"),
         ("PCA + kNN", "baseline"),
     ]
-    assert rows[0]["x_repetitions"] == [1.0, 0.75]
-    assert (rows[0]["x_mean"], rows[1]["x_mean"]) == (0.875, 0.75)
-    assert rows[0]["x_sd"] == pytest.approx(np.std([1, 0.75], ddof=1))
-    assert (rows[0]["y_mean"], rows[1]["y_repetitions"]) == (None, [1.0, 0.0])
-    [entry] = differences([x])
-    assert (entry["column"], entry["compared"], entry["against"]) == (
+    assert rows[0].scores["x"].repetitions == [1.0, 0.75]
+    assert (rows[0].scores["x"].mean, rows[1].scores["x"].mean) == (0.875, 0.75)
+    assert rows[0].scores["x"].sd == pytest.approx(np.std([1, 0.75], ddof=1))
+    assert (rows[0].value("y"), rows[1].scores["y"].repetitions) == (None, [1.0, 0.0])
+    [entry] = x.differences()
+    assert (entry.column, entry.compared, entry.against) == (
         "x",
         "embedding + kNN",
         "PCA + kNN",
     )
-    assert entry["mean"] == 0.125
+    assert entry.mean == 0.125
 
 
 @pytest.mark.parametrize(
@@ -142,18 +146,20 @@ def test_a_verdict_is_level_if_the_interval_contains_zero(
     difference: float, interval: tuple[float, float] | None, n: int | None, text: str
 ) -> None:
     verdict = compare("own", "other", "accuracy", difference, interval, n=n)
-    assert (sentence(verdict), verdict.outcome in text) == (text, True)
+    assert (verdict.sentence, verdict.outcome in text) == (text, True)
 
 
 def test_a_column_chooses_the_better_of_two_errors() -> None:
-    scores = {"embedding": np.array([[0.2]]), "a": np.array([[0.5]]), "b": np.array([[0.4]])}
+    a = ScoredMethod("a")
+    b = ScoredMethod("b")
+    scores = {EMBEDDING: np.array([[0.2]]), a: np.array([[0.5]]), b: np.array([[0.4]])}
     one = ScoreColumn("x", "error", scores, lower_is_better=True)
-    assert (one.best(own=False), one.compare("embedding", "b").n) == ("b", 1)
+    assert (one.best(one.of_kind("baseline")), one.compare(EMBEDDING, b).n) == (b, 1)
     own = np.array([[0.2, 0.3, 0.1, 0.25]])
     other = np.array([[0.4, 0.6, 0.3, 0.5]])
-    column = ScoreColumn("x", "error", {"embedding": own, "a": other}, lower_is_better=True)
-    assert column.compare("embedding", "a").outcome == "ahead"
-    assert replace(column, n_units=2).compare("embedding", "a").outcome == "undecided"
+    column = ScoreColumn("x", "error", {EMBEDDING: own, a: other}, lower_is_better=True)
+    assert column.compare(EMBEDDING, a).outcome == "ahead"
+    assert replace(column, n_units=2).compare(EMBEDDING, a).outcome == "undecided"
 
 
 def test_the_share_of_a_gap_by_hand() -> None:
@@ -181,20 +187,20 @@ def test_the_share_of_a_gap_by_hand() -> None:
 def test_a_column_defines_what_0_and_100_percent_are() -> None:
     random = np.random.default_rng(0)
     errors = {
-        "embedding + ridge": 0.4,
-        "embedding + kNN": 0.6,
-        "all genes": 0.5,
-        "mean": 0.9,
-        "no change": 0.8,
+        replace(EMBEDDING, classifier="ridge"): 0.4,
+        OWN: 0.6,
+        ALL_GENES: 0.5,
+        MEAN: 0.9,
+        NO_CHANGE: 0.8,
     }
     scores = {name: value + 0.05 * random.random((1, 40)) for name, value in errors.items()}
-    trivial = {name: scores[name] for name in ("mean", "no change")}
+    trivial = {name: scores[name] for name in (MEAN, NO_CHANGE)}
     column = ScoreColumn("MAE", "error", scores, lower_is_better=True, trivial=trivial)
     assert column.gap() is None
     ceiling = 0.3 + 0.05 * random.random((1, 40))
-    gap = replace(column, ceiling=("split halves", ceiling)).gap()
+    gap = replace(column, ceiling=(CEILING, ceiling)).gap()
     assert gap is not None
-    assert gap.zero == ("no change", pytest.approx(scores["no change"].mean()))
+    assert gap.zero == ("no change", pytest.approx(scores[NO_CHANGE].mean()))
     assert gap.ceiling == ("split halves", pytest.approx(ceiling.mean()))
     assert gap.model is not None
     assert gap.baseline is not None
@@ -203,15 +209,15 @@ def test_a_column_defines_what_0_and_100_percent_are() -> None:
     assert gap.model.low < gap.model.percent < gap.model.high
     unknown = np.where(np.arange(40) < 38, np.nan, ceiling)  # of all but two cells
     for other in (
-        trivial["no change"],
-        trivial["mean"],
-        scores["no change"] + random.normal(size=(1, 40)),
+        trivial[NO_CHANGE],
+        trivial[MEAN],
+        scores[NO_CHANGE] + random.normal(size=(1, 40)),
         unknown,
     ):
-        none = replace(column, ceiling=("split halves", other)).gap()
+        none = replace(column, ceiling=(CEILING, other)).gap()
         assert none is not None
         assert (none.model, none.baseline) == (None, None)
-    few = replace(column, ceiling=("split halves", ceiling), n_units=2).gap()
+    few = replace(column, ceiling=(CEILING, ceiling), n_units=2).gap()
     assert few == replace(gap, model=None, baseline=None)
 
 
@@ -222,11 +228,11 @@ def test_a_gap_in_words() -> None:
         model=Closed("embedding + kNN", 87.4, 79.6, 94.2),
         baseline=Closed("all genes", 101.4, 90, 110),
     )
-    assert gap_words(closed) == (
+    assert closed.words == (
         "closes 87 % (80 to 94) of the gap from majority (0.353) to all genes with half of the labels (0.810); "
         "the best baseline, all genes, closes 101 %"
     )
-    assert gap_words(gap) == (
+    assert gap.words == (
         "no scale: all genes with half of the labels (0.810) is not clearly better than majority (0.353)"
     )
 
@@ -238,13 +244,13 @@ def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     for repetition, cells in enumerate(([0, 1, 3, 5], [0, 1, 2, 3, 4])):
         predicted = {
             name: np.array(list(text))[cells]
-            for name, text in (("embedding", "abaabc"), ("other", "bbbbbb"))
+            for name, text in ((EMBEDDING, "abaabc"), (OTHER, "bbbbbb"))
         }
         made.record("x", repetition, np.array(cells), predicted)
     column = made.column("x", "accuracy", "x", "accuracy")
     assert column.ceiling is not None
-    np.testing.assert_array_equal(column.trivial["majority"][0], [1, 1, np.nan, 0, np.nan, 0])
-    np.testing.assert_array_equal(column.trivial["majority"][1], [1, 1, 1, 0, 0, np.nan])
+    np.testing.assert_array_equal(column.trivial[MAJORITY][0], [1, 1, np.nan, 0, np.nan, 0])
+    np.testing.assert_array_equal(column.trivial[MAJORITY][1], [1, 1, 1, 0, 0, np.nan])
     np.testing.assert_array_equal(column.ceiling[1][0], [1, 1, np.nan, 1, np.nan, 0])
     np.testing.assert_array_equal(column.ceiling[1][1], [1, 1, 0, 1, 1, np.nan])
     halves[5] = ""  # a class of too few cells for halves

@@ -19,9 +19,13 @@ from cellmill.evaluate.tasks.changes import (
     HeldOut,
     of_new_contexts,
     of_new_perturbations,
+    prior_method,
 )
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
+from cellmill.runs.results import ScoredMethod
+from tests.unit.evaluated import named
 
+F = ScoredMethod("f")
 CONFIG = PerturbationConfig(min_cells=4, seeds=2, top_genes=5)
 
 
@@ -80,29 +84,30 @@ def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -
 def test_predictions_are_means_of_training_units_by_hand() -> None:
     rng = np.random.default_rng(0)
     changes = rng.normal(size=(8, 30))
-    features = {"f": rng.normal(size=(8, 3))}
-    features["f"][[1, 6]] = np.nan
+    features = {F: rng.normal(size=(8, 3))}
+    features[F][[1, 6]] = np.nan
     names = np.array(list("ababcabd"))
     states = rng.normal(size=(8, 30))
     train = np.arange(5)
     test = np.arange(5, 8)
-    found = of_new_perturbations(changes, train, test, features, 2)
+    found = named(of_new_perturbations(changes, train, test, features, 2))
     # no features: the mean
     np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))
     has = changes[[0, 2, 3, 4]]
     assert all((row == has).all(1).any() for row in found["f + nearest"][[0, 2]])
     pairs = {tuple((a + b) / 2) for number, a in enumerate(has) for b in has[number + 1 :]}
     assert all(any(np.allclose(row, pair) for pair in pairs) for row in found["f + kNN"][[0, 2]])
-    one = of_new_perturbations(changes, train, test, features, 1)
+    one = named(of_new_perturbations(changes, train, test, features, 1))
     np.testing.assert_array_equal(one["f + kNN"], found["f + nearest"])
-    every = of_new_perturbations(changes, train, test, features, 9)
+    every = named(of_new_perturbations(changes, train, test, features, 9))
     np.testing.assert_allclose(every["f + kNN"][[0, 2]], [has.mean(0)] * 2)
-    contexts = of_new_contexts(changes, train, test, names, states)
+    contexts = named(of_new_contexts(changes, train, test, names, states))
     np.testing.assert_allclose(contexts["same perturbation + mean"][0], changes[[0, 2]].mean(0))
     # d is new
     np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))
     other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
-    for name, predicted in of_new_contexts(other, train, test, names, states).items():
+    again = named(of_new_contexts(other, train, test, names, states))
+    for name, predicted in again.items():
         np.testing.assert_array_equal(predicted, contexts[name], "of expression of tested units")
 
 
@@ -161,9 +166,9 @@ def test_only_what_the_model_has_not_seen_is_tested(screen: Context) -> None:
     assert result.figures["perturbation_perturbations_tested"] == 2
     assert result.figures["perturbation_perturbations_with_a_gene"] == 4
     assert "saw cells of each" in result.figures["batch_no_folds"]
-    rows = {row["name"]: row for row in result.rows}
-    assert rows["split halves"]["kind"] == "ceiling"
-    assert rows["embedding of genes + linear"]["kind"] == "model"
+    rows = {row.method.name: row for row in result.rows}
+    assert rows["split halves"].method.kind == "ceiling"
+    assert rows["embedding of genes + linear"].method.kind == "model"
     assert result.metric == "Pearson, new perturbation"
     assert {verdict.against for verdict in result.verdicts}.isdisjoint({"split halves"})
     error = next(
@@ -172,9 +177,9 @@ def test_only_what_the_model_has_not_seen_is_tested(screen: Context) -> None:
         if verdict.metric == "mean absolute error, new perturbation"
     )
     means = {
-        row["name"]: row["MAE, new perturbation_mean"]
+        row.method.name: row.scores["MAE, new perturbation"].mean
         for row in result.rows
-        if row["kind"] == "baseline"
+        if row.method.kind == "baseline"
     }
     assert means[error.against] == min(means.values())
     # two perturbations are tested
@@ -201,17 +206,19 @@ def test_an_unrelated_model_is_tested_on_all_perturbations(
     screen: Context,
 ) -> None:
     result = Perturbation(CONFIG).run(replace(screen, scored=np.ones_like(screen.scored)))
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     gaps = {gap.column: gap for gap in result.gaps}
     assert (result.figures["perturbation_folds"], result.figures["batch_folds"]) == (2 * 3, 2)
     assert {"same perturbation + mean", "mean"} <= set(rows)
     assert {gap.ceiling[0] for gap in result.gaps} == {"split halves"}
     assert gaps["Pearson, new perturbation"].zero[0] == "mean"
     name, error = gaps["MAE, new perturbation"].zero
-    trivial = {name: rows[name]["MAE, new perturbation_mean"] for name in ("mean", "no change")}
+    trivial = {
+        name: rows[name].scores["MAE, new perturbation"].mean for name in ("mean", "no change")
+    }
     assert error == pytest.approx(min(trivial.values())) == pytest.approx(trivial[name])
-    assert rows["best other perturbation"]["kind"] == "ceiling"
-    assert rows["best other perturbation"]["Pearson, new batch_mean"] is None
+    assert rows["best other perturbation"].method.kind == "ceiling"
+    assert rows["best other perturbation"].value("Pearson, new batch") is None
 
 
 def test_co_expression_uses_only_starting_controls(screen: Context) -> None:
@@ -268,24 +275,24 @@ def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> N
     table.write_text("gene\ta\tb\n" + "".join("\t".join(map(str, line)) + "\n" for line in lines))
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
     held = HeldOut.of(context, config, "perturbation")
-    vectors = dict(zip(held.perturbation, held.features["prior string"]))
+    vectors = dict(zip(held.perturbation, held.features[prior_method("string")]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     # found by the id of its gene, which the vocabulary lacks
     assert vectors["TP53"].tolist() == [4, 4]
     assert vectors["TP63 + " + symbols[1]].tolist() == [1, 2]  # the mean of its genes
     assert np.isnan(vectors[symbols[3]]).all()
     result = Perturbation(config).run(context)
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     assert {
-        rows[f"prior string + {method}"]["kind"] for method in ("linear", "nearest", "kNN")
+        rows[f"prior string + {method}"].method.kind for method in ("linear", "nearest", "kNN")
     } == {"baseline"}
-    assert rows["co-expression of controls + kNN"]["kind"] == "baseline"
+    assert rows["co-expression of controls + kNN"].method.kind == "baseline"
     assert result.figures["perturbation_perturbations_with_prior string"] == 4
     assert result.figures["perturbation_perturbations_with_co-expression of controls"] == 4
     said = [note for note in result.notes if note.startswith("prior string + ")]
     assert len(said) == 4
     assert all(" mean" in note and "new perturbation (" in note for note in said)
-    pairs = {(line["compared"], line["against"]) for line in result.differences}
+    pairs = {(line.compared, line.against) for line in result.differences}
     assert {
         ("prior string + linear", "mean"),
         ("embedding of genes + linear", "prior string + linear"),
@@ -293,12 +300,14 @@ def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> N
     line = next(
         of
         for of in result.differences
-        if of["compared"] == "prior string + kNN" and of["column"][:3] == "MAE"
+        if of.compared == "prior string + kNN" and of.column[:3] == "MAE"
     )
-    means = [rows[name]["MAE, new perturbation_mean"] for name in ("prior string + kNN", "mean")]
-    assert line["mean"] == pytest.approx(means[0] - means[1])
+    means = [
+        rows[name].scores["MAE, new perturbation"].mean for name in ("prior string + kNN", "mean")
+    ]
+    assert line.mean == pytest.approx(means[0] - means[1])
     without = Perturbation(CONFIG).run(context)
-    assert {row["name"] for row in without.rows} == {
+    assert {row.method.name for row in without.rows} == {
         name for name in rows if not name.startswith("prior ")
     }
     table.write_text("Q9Y6K9\t1\t2\n")
@@ -314,6 +323,6 @@ def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
     programs = rng.normal(size=(3, 40))
     features = rng.normal(size=(30, 3))
     changes = features @ programs + 0.1 * rng.normal(size=(30, 40))
-    found = of_new_perturbations(changes, np.arange(24), np.arange(24, 30), {"f": features}, 3)
-    error = {name: np.abs(values - changes[24:]).mean() for name, values in found.items()}
+    found = of_new_perturbations(changes, np.arange(24), np.arange(24, 30), {F: features}, 3)
+    error = named({name: np.abs(values - changes[24:]).mean() for name, values in found.items()})
     assert error["f + linear"] < 0.15 < error["f + kNN"] < error["mean"]

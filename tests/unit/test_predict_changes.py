@@ -109,10 +109,10 @@ def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path])
     about = ad.read_h5ad(path).uns["cellmill_changes"]
     folds = int(about["n_folds"])
     result = run_task(Perturbation(CONFIG), context)
-    rows = {row["name"]: row for row in result.rows if row["kind"] != "ceiling"}
+    rows = {row.method.name: row for row in result.rows if row.method.kind != "ceiling"}
     assert sorted(found.changes) == sorted(rows)
     assert "embedding, supervised by guide + response head" in rows
-    assert found.kinds == {name: row["kind"] for name, row in rows.items()}
+    assert found.kinds == {name: row.method.kind for name, row in rows.items()}
     seen, given = measured_and_given(found)
     genes = perturbed_genes(found.perturbations, context.model.vocabulary)
     perturbed = np.zeros(seen.shape, bool)
@@ -126,7 +126,8 @@ def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path])
         # discrimination is among perturbations that are tested together: in folds fewer than a file
         # has
         for metric in METRICS if folds == 1 else ("MAE", "Pearson", "direction"):
-            first = (row.get(f"{metric}, new perturbation_repetitions") or [np.nan])[0]
+            score = row.scores.get(f"{metric}, new perturbation")
+            first = np.nan if score is None else score.repetitions[0]
             mean = np.nanmean(scores[metric]) if np.isfinite(scores[metric]).any() else np.nan
             assert mean == pytest.approx(first, abs=1e-4, nan_ok=True), (name, metric)
 

@@ -33,7 +33,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.embed import load_for_inference, tokens_of
+from cellmill.evaluate.inference.embed import load_for_inference, tokens_of
 from cellmill.models.batch import EncoderBatch, with_ends
 from cellmill.models.published import import_geneformer, import_scgpt, read_numbers
 from tests.unit.published import geneformer_folder, geneformer_medians, scgpt_folder

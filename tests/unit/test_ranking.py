@@ -3,64 +3,37 @@ between runs.
 """
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
+from reported import make_dataset, make_method
 from scipy.stats import ttest_rel
 
-from cellmill.evaluate.scores import kind_of
 from cellmill.report.collect import ReportedRun
 from cellmill.report.page import render, standings
-from cellmill.report.ranking import TaskScore, beyond, rank, scores_of
+from cellmill.report.ranking import TaskScore, clear_difference, rank, score_tasks
+from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
 
-OWN = "embedding + kNN"
-GENES = "all genes + LR"
+OWN = make_method("embedding", "kNN")
+GENES = make_method("all genes", "LR")
 
 
 def result(
     metric: str, values: list[float], baseline: float = 0.5, cells_se: float = 0.0
-) -> dict[str, Any]:
+) -> TaskResult:
     """Result of a task with one row of the model, of these repetitions, and one baseline."""
     rows = [
-        {
-            "name": name,
-            "kind": kind_of(name),
-            f"{metric}_mean": float(np.mean(of)),
-            f"{metric}_repetitions": of,
-        }
-        for name, of in ((OWN, values), (GENES, len(values) * [baseline]))
+        Row(method, {metric: Score(float(np.mean(repetitions)), 0.0, repetitions)})
+        for method, repetitions in ((OWN, values), (GENES, len(values) * [baseline]))
     ]
-    line = {
-        "column": metric,
-        "compared": OWN,
-        "against": GENES,
-        "mean": 0.0,
-        "low": 0.0,
-        "high": 0.0,
-    }
-    return {
-        "rows": rows,
-        "metric": metric,
-        "verdicts": [],
-        "sentences": [],
-        "differences": [line | {"cells_se": cells_se}],
-        "figures": {},
-        "skipped": None,
-    }
+    line = Difference(metric, OWN.name, GENES.name, 0.0, 0.0, 0.0, cells_se)
+    return TaskResult(rows, metric, differences=[line])
 
 
-def run(name: str, **tasks: Any) -> ReportedRun:
+def run(name: str, **tasks: TaskResult) -> ReportedRun:
     """A run that was evaluated on dataset d."""
-    dataset = {
-        "n_scored": 9,
-        "n_cells": 9,
-        "cells": "all",
-        "n_without_genes": 0,
-        "roles": {},
-        "tasks": tasks,
-    }
-    return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
+    evaluation = Evaluation({"d": make_dataset(**tasks)})
+    return ReportedRun(name, None, None, None, None, evaluation)
 
 
 def first_line(runs: list[ReportedRun]) -> str:
@@ -99,7 +72,10 @@ def test_runs_are_compared_over_their_shared_tasks() -> None:
         run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
     ]
     found = standings(runs)
-    assert [(one.best, one.ranked_by) for one in found] == [(False, ["probe"]), (True, ["probe"])]
+    assert [(one.best, one.ranking.tasks) for one in found] == [
+        (False, ["probe"]),
+        (True, ["probe"]),
+    ]
     assert "second is best on d over the task that all have (probe): probe f 0.900" in first_line(
         runs
     )
@@ -133,8 +109,8 @@ def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> N
     generator = np.random.default_rng(0)
     a = generator.normal(0.8, 0.05, 8)
     b = a + generator.normal(shift, 0.01, 8)
-    found = beyond(
-        TaskScore("a", a.mean(), a.tolist(), 0.0), TaskScore("b", b.mean(), b.tolist(), 0.0)
+    found = clear_difference(
+        TaskScore(a.mean(), a.tolist(), 0.0), TaskScore(b.mean(), b.tolist(), 0.0)
     )
     assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)
 
@@ -142,7 +118,7 @@ def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> N
 def test_few_cells_widen_the_interval_between_runs() -> None:
     values = [[0.80, 0.81, 0.80], [0.83, 0.84, 0.83]]
     few, many = (
-        [scores_of({"probe": result("f", of, cells_se=error)}) for of in values]
+        [score_tasks({"probe": result("f", of, cells_se=error)}) for of in values]
         for error in (0.03, 0.003)
     )
     assert rank(dict(zip("ab", many))).best == ["b"]

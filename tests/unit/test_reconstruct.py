@@ -17,11 +17,12 @@ from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
-from cellmill.evaluate import embed
-from cellmill.evaluate.task import Context, EvaluatedModel, TaskResult, read_gene_statistics
+from cellmill.evaluate.evaluated import EvaluatedModel, read_gene_statistics
+from cellmill.evaluate.inference import embed
+from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks import reconstruct
 from cellmill.models.objective import GeneStatistics
-from cellmill.runs.verdict import sentence
+from cellmill.runs.results import TaskResult
 from tests.unit.evaluated import make_context
 
 
@@ -97,7 +98,7 @@ def test_masked_genes_are_compared_with_their_frequency() -> None:
     assert figures["accuracy"] == 0.25
     assert figures["accuracy_frequency"] == 0.5
     assert figures["cross_entropy_frequency"] == pytest.approx(-frequency.mean())
-    assert [sentence(verdict) for verdict in verdicts] == [
+    assert [verdict.sentence for verdict in verdicts] == [
         "prediction of masked genes is behind gene frequency in training cells by 0.869 nats cross-entropy."
     ]
 
@@ -110,7 +111,7 @@ def test_perfect_answers_score_one(
     perfect = _judged(context, _answering(model, lambda rows, answers: answers))
     assert perfect.figures["r2_over_gene_mean"] == pytest.approx(1)
     assert perfect.figures["pearson_gene_centred"] == pytest.approx(1)
-    assert [sentence(verdict) for verdict in perfect.verdicts] == [
+    assert [verdict.sentence for verdict in perfect.verdicts] == [
         "prediction of masked values is ahead of the gene's training mean by 1.000 R²."
     ]
     by_mean = _judged(context, _answering(model, lambda rows, answers: mean[rows]))

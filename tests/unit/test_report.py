@@ -16,16 +16,35 @@ from typing import Any
 import numpy as np
 import pytest
 import vl_convert
-from reported import CLOSED, EVIL, LOSS, LOST, make_corpus, make_run, write
+from reported import (
+    CLOSED,
+    EVIL,
+    LOSS,
+    LOST,
+    make_corpus,
+    make_dataset,
+    make_method,
+    make_run,
+    write,
+)
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
-from cellmill.evaluate.scores import UNTRAINED, kind_of
 from cellmill.report import figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
 from cellmill.report.page import planned_and_measured, render, standings, training_figures
 from cellmill.report.tables import compare_runs
-from cellmill.runs.verdict import Outcome, Verdict, compare, sentence
+from cellmill.runs.results import (
+    Difference,
+    Evaluation,
+    Outcome,
+    Row,
+    Score,
+    ScoredMethod,
+    TaskResult,
+    Verdict,
+    compare,
+)
 from cellmill.stages import report
 
 OPTIONS = ReportOptions.model_validate({"report": {}})
@@ -188,9 +207,10 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
         ("train/metrics.jsonl", '{"step": 1, "loss": "x", "peak_allocated_gb": 3}\n'),
         (
             "evaluate/metrics.json",
-            {"datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}},
+            {"format": 2, "datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}},
         ),
         ("evaluate/metrics.json", [1]),
+        ("evaluate/metrics.json", {"datasets": {}}),
         ("evaluate/umap.tsv", "dataset\tobs_name\tlabel\tx\ty\theldout\na\tb\tc\tnan\t1\t1\n"),
         ("evaluate/umap.tsv", b"\xff\x00"),
     ],
@@ -220,11 +240,11 @@ def test_comparisons_warn_only_if_a_model_is_behind(
 ) -> None:
     run = make_run(tmp_path / "first")
     with changed_metrics(run) as datasets:
-        shown = {"verdicts": [asdict(replace(LOST, outcome=outcome))], "sentences": [LOSS]}
-        datasets["pbmc"]["tasks"]["probe"] |= shown
+        verdict = replace(LOST, outcome=outcome)
+        datasets["pbmc"]["tasks"]["probe"]["verdicts"] = [asdict(verdict)]
     page = rendered(run)
     assert (box or "<main>") in page
-    assert (f"<li>pbmc: {LOSS}</li>" in page, "Where models are behind" in page) == (
+    assert (f"<li>pbmc: {verdict.sentence}</li>" in page, "Where models are behind" in page) == (
         box is not None,
     ) * 2
 
@@ -234,7 +254,7 @@ def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
     words = "no scale: all (0.410) is not clearly better than majority (0.400)"
     with changed_metrics(run) as datasets:
         datasets["pbmc"]["tasks"]["probe"]["gaps"] = [
-            {"column": "accuracy", "words": words, "model": None}
+            {"column": "accuracy", "zero": ["majority", 0.4], "ceiling": ["all", 0.41]}
         ]
     text = text_of(rendered(run))
     assert f"probe: accuracy {words}." in text
@@ -243,33 +263,24 @@ def test_a_gap_without_a_scale_is_in_the_first_line(tmp_path: Path) -> None:
 
 def test_wide_tables_mark_the_best_baseline() -> None:
     accuracies = {
-        "embedding + kNN": 0.9,
-        "embedding + logistic regression": 0.8,
-        "PCA + kNN": 0.7,
-        "genes + kNN": 0.6,
+        make_method("embedding", "kNN"): 0.9,
+        make_method("embedding", "logistic regression"): 0.8,
+        make_method("PCA", "kNN"): 0.7,
+        make_method("genes", "kNN"): 0.6,
     }
-    columns = ["whole", "half, matched", "half, shifted", "tenth"]
-    rows: list[dict[str, Any]] = [
-        {"name": name, "kind": "model" if name.startswith("embedding") else "baseline"}
-        | {f"{column}_mean": value * (-1) ** (column == "tenth") for column in columns}
-        | {f"{column}_sd": 0.0123 for column in columns}
-        for name, value in accuracies.items()
-    ]
-    result = {
-        "rows": rows,
-        "metric": "half, shifted",
-        "verdicts": [],
-        "sentences": ["own is level."],
-        "skipped": None,
-    }
-    shown = {"n_scored": 9, "n_cells": 9, "cells": "all", "n_without_genes": 0, "roles": {}}
-    evaluation = {"datasets": {"d": shown | {"tasks": {"toy": result | {"figures": {}}}}}}
+    columns = ["whole", "half, matched", "half, shifted"]
+    rows = []
+    for method, value in accuracies.items():
+        scores = {column: Score(value, 0.0123) for column in columns}
+        rows.append(Row(method, scores | {"tenth": Score(-value, 0.0123)}))
+    result = TaskResult(rows, "half, shifted", notes=["own is level."])
+    evaluation = Evaluation({"d": make_dataset(toy=result)})
     run = ReportedRun("run", None, None, None, None, evaluation)
     page = render("r", [run], [])
     whole = page[page.index("<details>") :]
     assert re.findall(r'<td class="n top">([^<]*) <', whole) == ["0.700"] * 3 + ["-0.600"]
     [comparison] = compare_runs([run])
-    assert comparison["lines"] == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
+    assert comparison.lines == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
 
 
@@ -330,48 +341,39 @@ def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
 
 def of_task(
     metric: str,
-    rows: dict[str, float],
+    rows: dict[ScoredMethod, float],
     verdicts: list[Verdict],
     lines: Sequence[tuple[Any, ...]] = (),
-) -> Any:
-    """Result of a task whose rows are of `kind_of` their names; `lines` are those of `differences`."""
-    keys = ("column", "compared", "against", "mean", "low", "high")
-    return {
-        "rows": [
-            {"name": name, "kind": kind_of(name), f"{metric}_mean": value}
-            for name, value in rows.items()
-        ],
-        "metric": metric,
-        "verdicts": [*map(asdict, verdicts)],
-        "sentences": [*map(sentence, verdicts)],
-        "differences": [dict(zip(keys, line)) for line in lines],
-        "figures": {},
-        "skipped": None,
-    }
+) -> TaskResult:
+    """Result of a task; `lines` are the differences, without their standard error over cells."""
+    return TaskResult(
+        [Row(method, {metric: Score(value)}) for method, value in rows.items()],
+        metric,
+        verdicts,
+        differences=[Difference(*line, 0.0) for line in lines],
+    )
 
 
-def of_tasks(name: str, **tasks: Any) -> ReportedRun:
-    dataset = {
-        "n_scored": 9,
-        "n_cells": 9,
-        "cells": "all",
-        "n_without_genes": 0,
-        "roles": {},
-        "tasks": tasks,
-    }
-    return ReportedRun(name, None, None, None, None, {"datasets": {"d": dataset}})
+def of_tasks(name: str, **tasks: TaskResult) -> ReportedRun:
+    evaluation = Evaluation({"d": make_dataset(**tasks)})
+    return ReportedRun(name, None, None, None, None, evaluation)
 
 
-OWN = "embedding + kNN"
-GENES = "all genes + LR"
-UNSCALED = "all genes + LR, unscaled"
+def verdict_on(own: ScoredMethod, other: ScoredMethod, *numbers: Any) -> Verdict:
+    return compare(own.name, other.name, *numbers)
+
+
+OWN = make_method("embedding", "kNN")
+GENES = make_method("all genes", "LR")
+UNSCALED = make_method("all genes", "LR, unscaled")
+UNTRAINED = make_method("untrained", "kNN")
 
 
 def test_the_standing_names_the_best_run() -> None:
     def run(name: str, value: float, low: float, high: float) -> ReportedRun:
         found = [
-            compare(OWN, UNSCALED, "f", value - 0.8, (low, high)),
-            compare(OWN, GENES, "f", value - 0.7, (low + 0.1, high + 0.1)),
+            verdict_on(OWN, UNSCALED, "f", value - 0.8, (low, high)),
+            verdict_on(OWN, GENES, "f", value - 0.7, (low + 0.1, high + 0.1)),
         ]
         result = of_task("f", {OWN: value, GENES: 0.7, UNSCALED: 0.8}, found)
         # the same comparison, made twice, counts once
@@ -380,13 +382,13 @@ def test_the_standing_names_the_best_run() -> None:
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
     found = standings(runs)
     assert [one.best for one in found] == [False, True, False]
-    assert [one.difference and one.difference["outcome"] for one in found] == [
+    assert [one.difference and one.difference.outcome for one in found] == [
         "behind",
         "ahead",
         "level",
     ]
     assert found[0].outcomes == {"ahead": 0, "level": 0, "behind": 1}
-    assert found[0].baseline == (UNSCALED, 0.8, 0.0, "baseline")
+    assert found[0].baseline == Row(UNSCALED, {"f": Score(0.8)})
     assert (
         "The run is ahead of the best baseline , all genes + LR, unscaled (0.800): +0.100, 95 % interval +0.020 to "
         "+0.200. In 1 comparison with the best baseline of a metric, it is ahead in 1 (probe: f (+0.100)) and behind "
@@ -399,14 +401,14 @@ def test_the_standing_names_the_best_run() -> None:
 
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     hidden = [
-        compare(OWN, GENES, f"{one} by gene", size, (0.01, 0.2))
+        verdict_on(OWN, GENES, f"{one} by gene", size, (0.01, 0.2))
         for one, size in (("r", 0.06), ("rho", 0.08))
     ]
     run = of_tasks(
         "a",
-        probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [compare(OWN, GENES, "f", 0.0, (-0.1, 0.1))]),
+        probe=of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))]),
         few_shot=of_task(
-            "5", {OWN: 0.6, GENES: 0.7}, [compare(OWN, GENES, "f, 5", -0.1, (-0.2, -0.04))]
+            "5", {OWN: 0.6, GENES: 0.7}, [verdict_on(OWN, GENES, "f, 5", -0.1, (-0.2, -0.04))]
         ),
         imputation=of_task("r by gene", {OWN: 0.3, GENES: 0.2}, hidden),
         # against nothing but the mean profile
@@ -425,30 +427,34 @@ def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
     [(0.02, "ahead", UNSCALED), (-0.02, "level", UNSCALED), (None, None, UNTRAINED)],
 )
 def test_the_best_other_baseline_replaces_an_untrained_one(
-    low: float | None, outcome: str | None, against: str
+    low: float | None, outcome: str | None, against: ScoredMethod
 ) -> None:
     """With `low` None, there is no other baseline."""
-    untrained = f"{UNTRAINED} + kNN"
-    rows = {OWN: 0.9, untrained: 0.85} | ({} if low is None else {GENES: 0.7, UNSCALED: 0.8})
-    lines = [("f", OWN, untrained, 0.9 - 0.85, 0.03, 0.07), ("g", OWN, UNSCALED, -0.5, -0.6, -0.4)]
+    rows = {OWN: 0.9, UNTRAINED: 0.85} | ({} if low is None else {GENES: 0.7, UNSCALED: 0.8})
+    own = OWN.name
+    lines = [
+        ("f", own, UNTRAINED.name, 0.9 - 0.85, 0.03, 0.07),
+        ("g", own, UNSCALED.name, -0.5, -0.6, -0.4),
+    ]
     if low is not None:
-        lines += [("f", OWN, GENES, 0.2, 0.1, 0.3), ("f", OWN, UNSCALED, 0.1, low, 0.2)]
+        lines.append(("f", own, GENES.name, 0.2, 0.1, 0.3))
+        lines.append(("f", own, UNSCALED.name, 0.1, low, 0.2))
     result = of_task(
-        "f", rows, [compare(OWN, untrained, "accuracy", 0.9 - 0.85, (0.03, 0.07))], lines
+        "f", rows, [verdict_on(OWN, UNTRAINED, "accuracy", 0.9 - 0.85, (0.03, 0.07))], lines
     )
     [found] = standings([of_tasks("a", probe=result)])
     assert found.baseline is not None
-    assert found.baseline.name.startswith(against)
-    assert (found.difference and found.difference["outcome"]) == outcome
+    assert found.baseline.method == against
+    assert (found.difference and found.difference.outcome) == outcome
     assert sum(found.outcomes.values()) == (outcome is not None)
     # its untrained network is a baseline to be behind
-    result = of_task("f", rows, [compare(OWN, untrained, "f", -0.1, (-0.2, -0.05))], lines)
+    result = of_task("f", rows, [verdict_on(OWN, UNTRAINED, "f", -0.1, (-0.2, -0.05))], lines)
     [found] = standings([of_tasks("a", probe=result)])
     assert found.outcomes["behind"] == 1
 
 
 def test_a_run_has_one_next_step() -> None:
-    level = of_task("f", {OWN: 0.7, GENES: 0.7}, [compare(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
+    level = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))])
     run = replace(of_tasks("a", probe=level), plan={"steps": 390, "steps_per_epoch": 13})
     text = text_of(render("r", [run], []))
     assert "Next: set train.steps: auto, 1,600 in place of 390" in text
@@ -586,8 +592,7 @@ def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:
 
 def test_damage_missed_by_the_reader_is_still_one_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    with changed_metrics(folder) as datasets:
-        datasets["pbmc"]["tasks"]["probe"]["differences"] = [{"interval": "none"}]
+    write(folder / "train/run.json", {"options": {"objective": 3}})
     with pytest.raises(
         DataError, match=rf"^a file in {folder} is damaged .*; make the runs' files again$"
     ):

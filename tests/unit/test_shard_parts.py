@@ -41,7 +41,7 @@ from cellmill.data.shards.reader import OpenFiles, open_shards
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
-from cellmill.evaluate.task import TrainedCells
+from cellmill.evaluate.evaluated import TrainedCells
 from cellmill.stages import data
 from tests.unit.test_shards import two_datasets
 

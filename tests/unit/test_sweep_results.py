@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reported import write
+from reported import make_dataset, make_method, write
 
 from cellmill.cli import main
 from cellmill.report.sweep import fit_law
+from cellmill.runs import results
+from cellmill.runs.results import Evaluation, Row, Score, TaskResult
 
 SIZES = (100, 300, 1000, 3000)
 VALUES = {
@@ -25,30 +27,17 @@ def write_runs(folder: Path) -> None:
         seed = values["train.seed"]
         loss = 1.5 + 40 * n**-0.5 + (0.002 if seed else -0.002)
         rows = [
-            {
-                "name": "embedding + kNN",
-                "kind": "model",
-                "macro_f1_mean": 0.5 + 0.1 * seed,
-                "macro_f1_sd": 0.1,
-            },
-            {"name": "PCA50 + kNN", "kind": "baseline", "macro_f1_mean": 0.7, "macro_f1_sd": 0.1},
+            Row(make_method(features, "kNN"), {"macro_f1": Score(mean, 0.1)})
+            for features, mean in (("embedding", 0.5 + 0.1 * seed), ("PCA50", 0.7))
         ]
-        probe = {
-            "rows": rows,
-            "metric": "macro_f1",
-            "verdicts": [],
-            "sentences": [],
-            "figures": {},
-            "skipped": None,
-        }
-        figures = {"cross_entropy": 10 - loss, "n_cells": 90}
-        reconstruct = probe | {"rows": [], "metric": None, "figures": figures}
-        tasks = {"reconstruct": reconstruct, "probe": probe}
-        cells = {"n_cells": 90, "n_scored": 90, "n_without_genes": 0, "cells": "all", "roles": {}}
+        probe = TaskResult(rows, "macro_f1")
+        reconstruct = TaskResult(figures={"cross_entropy": 10 - loss, "n_cells": 90})
+        dataset = make_dataset(reconstruct=reconstruct, probe=probe)
+        (folder / name / "evaluate").mkdir(parents=True)
+        results.write(folder / name / "evaluate/metrics.json", Evaluation({"pbmc": dataset}))
         files = {
             "plan.json": {"parameters": 7, "cells": n, "steps": 5, "cells_seen": 160},
             "train/status.json": {"best_val_loss": loss},
-            "evaluate/metrics.json": {"datasets": {"pbmc": cells | {"tasks": tasks}}},
         }
         for path, content in files.items():
             write(folder / name / path, content)

@@ -21,7 +21,7 @@ from cellmill.data.inputs.formats import declared_names
 from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.reader import read_names
-from cellmill.evaluate.features import choose_cells
+from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.tasks.classify import splits_of
 
 KINDS = ["object", "string", "str", "category"]

@@ -33,7 +33,7 @@ from cellmill.data.stream.batch import Batch, Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, token_numbers
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.embed import tokens_of
+from cellmill.evaluate.inference.embed import tokens_of
 from cellmill.models.batch import to_tensors
 from tests.checks import quick
 from tests.models import model_on_cpu

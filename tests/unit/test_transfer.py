@@ -23,6 +23,7 @@ from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.transfer import CellGroup, copies, shared_genes, transfer_features
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
+from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import embed, evaluate, regression
 
 IDS = ["CL:0000084", "CL:0000236", "CL:0000576", "CL:0000540"]  # T cell, B cell, monocyte, neuron
@@ -93,12 +94,14 @@ def test_classifiers_are_fitted_on_the_shared_genes(datasets: Datasets, tmp_path
     predicted = regression(sparse=True).fit(profiles[0], labels[0]).predict(profiles[1])
     rows = _rows(result)
     row = rows[LINEAR]
-    assert row["accuracy_mean"] == pytest.approx((predicted == labels[1]).mean())
-    assert row["macro_f1_mean"] == pytest.approx(f1_score(labels[1], predicted, average="macro"))
-    assert row["weighted_f1_mean"] == pytest.approx(
+    assert row["scores"]["accuracy"]["mean"] == pytest.approx((predicted == labels[1]).mean())
+    assert row["scores"]["macro_f1"]["mean"] == pytest.approx(
+        f1_score(labels[1], predicted, average="macro")
+    )
+    assert row["scores"]["weighted_f1"]["mean"] == pytest.approx(
         f1_score(labels[1], predicted, average="weighted")
     )
-    assert 0.3 < row["accuracy_mean"] < 1
+    assert 0.3 < row["scores"]["accuracy"]["mean"] < 1
     figures = result["figures"]
     assert (figures["shared_genes"], figures["n_fitted"], figures["n_cells"]) == (
         profiles[0].shape[1],
@@ -117,7 +120,7 @@ def test_classifiers_are_fitted_on_the_shared_genes(datasets: Datasets, tmp_path
         "majority",
     }
     assert result["metric"] == "accuracy"
-    assert "nearness_mean" not in row
+    assert "nearness" not in row["scores"]
     assert result["sentences"][0] in html.unescape(render("r", [read_run(tmp_path)], []))
     assert {line["column"] for line in result["differences"]} == {
         "accuracy",
@@ -134,7 +137,7 @@ def test_classifiers_are_fitted_on_the_shared_genes(datasets: Datasets, tmp_path
     ]
     narrow = _rows(cut)
     wide = {name for name in rows if name.startswith("embedding, full panel + ")}
-    assert {rows[name]["kind"] for name in wide} == {"variant"}
+    assert {rows[name]["method"]["kind"] for name in wide} == {"variant"}
     assert len(wide) == 3
     assert rows.keys() - narrow.keys() == wide, "with one panel, both are the same"
     assert {name: rows[name] for name in narrow} == narrow
@@ -174,9 +177,8 @@ def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
         ]
         assert np.array_equal(dense[0], dense[1]), name
         assert np.array_equal(dense[2][:40], dense[3][:40]), name
-    moved = sp.csr_matrix(
-        before[1]["PCA50 of the fitted cells"] - after[1]["PCA50 of the fitted cells"]
-    )
+    components = ScoredMethod("PCA50 of the fitted cells")
+    moved = sp.csr_matrix(before[1][components] - after[1][components])
     assert moved.nnz  # what changed is seen where it may be
 
 
@@ -199,11 +201,11 @@ def test_ids_are_scored_by_the_ontology(datasets: Datasets, tmp_path: Path) -> N
     ontology = cell_ontology()
     nearness = np.array([ontology.nearness(a, b) for a, b in zip(truth, predicted)])
     steps = np.array([ontology.steps(a, b) for a, b in zip(truth, predicted)])
-    assert row["nearness_mean"] == pytest.approx(nearness[known].mean())
-    assert row["nearness, new labels_mean"] == pytest.approx(nearness[~known].mean())
-    assert row["steps"] == pytest.approx(steps[known].mean())
-    assert row["steps, new labels"] == pytest.approx(steps[~known].mean())
-    assert 1 > row["nearness_mean"] > row["accuracy_mean"]
+    assert row["scores"]["nearness"]["mean"] == pytest.approx(nearness[known].mean())
+    assert row["scores"]["nearness, new labels"]["mean"] == pytest.approx(nearness[~known].mean())
+    assert row["numbers"]["steps"] == pytest.approx(steps[known].mean())
+    assert row["numbers"]["steps, new labels"] == pytest.approx(steps[~known].mean())
+    assert 1 > row["scores"]["nearness"]["mean"] > row["scores"]["accuracy"]["mean"]
     assert "nearness, new labels" in {line["column"] for line in result["differences"]}
 
     def relabel_few(two: ad.AnnData) -> None:
@@ -212,15 +214,20 @@ def test_ids_are_scored_by_the_ontology(datasets: Datasets, tmp_path: Path) -> N
         )
 
     few = datasets.evaluate(tmp_path / "few", relabel_few, label="type_id")["two"]["transfer"]
-    assert "nearness, new labels_mean" in _rows(few)[LINEAR]
+    assert "nearness, new labels" in _rows(few)[LINEAR]["scores"]
     assert "nearness, new labels" not in {line["column"] for line in few["differences"]}
     assert not any("new labels" in sentence for sentence in few["sentences"])  # of two cells
     without = datasets.evaluate(tmp_path / "off", relabel, label="type_id", ontology=False)["two"][
         "transfer"
     ]
-    assert "nearness_mean" not in _rows(without)[LINEAR]
-    fewer = {key: value for key, value in row.items() if not key.startswith(("nearness", "steps"))}
-    assert _rows(without)[LINEAR] == fewer
+    assert "nearness" not in _rows(without)[LINEAR]["scores"]
+    fewer = {
+        column: score
+        for column, score in row["scores"].items()
+        if not column.startswith("nearness")
+    }
+    assert _rows(without)[LINEAR]["scores"] == fewer
+    assert _rows(without)[LINEAR]["numbers"] == {}
 
 
 @pytest.mark.full
@@ -229,9 +236,9 @@ def test_additional_labels_use_the_column_of_the_same_name(
 ) -> None:
     found = datasets.evaluate(tmp_path / "out", label="cell_type|type_id")["two"]
     names, ids = (_rows(found[task]) for task in ("transfer", "transfer of type_id"))
-    assert ids[LINEAR]["accuracy_mean"] == names[LINEAR]["accuracy_mean"]
-    assert "nearness_mean" in ids[LINEAR]
-    assert "nearness_mean" not in names[LINEAR]
+    assert ids[LINEAR]["scores"]["accuracy"]["mean"] == names[LINEAR]["scores"]["accuracy"]["mean"]
+    assert "nearness" in ids[LINEAR]["scores"]
+    assert "nearness" not in names[LINEAR]["scores"]
 
 
 def test_copies_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from sklearn.metrics import (
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
+from cellmill.evaluate.inference.umap import project
+from cellmill.evaluate.methods import OF_TRAINING
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks import integration as mixing
 from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores
 from cellmill.evaluate.tasks.integration import Integration, NeighborGraph, jaccard_weights
-from cellmill.evaluate.umap import project
 
 MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_rand_score)]
 
@@ -70,7 +71,7 @@ def test_planted_groups_are_found(
     planted = replace(context, vectors=vectors)
     config = ClusteringConfig(resolutions=[0.1, 1.0], seeds=2, min_cells=5)
     result = Clustering(config).run(planted)
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     assert list(rows) == [
         "embedding",
         "untrained",
@@ -81,14 +82,14 @@ def test_planted_groups_are_found(
     ]
     own = rows["embedding"]
     assert (
-        own["ARI, best resolution_repetitions"]
-        == own["NMI, best resolution_repetitions"]
+        own.scores["ARI, best resolution"].repetitions
+        == own.scores["NMI, best resolution"].repetitions
         == [1.0, 1.0]
     )
-    assert own["clusters there"] == len(result.figures["classes"])
+    assert own.numbers["clusters there"] == len(result.figures["classes"])
     noise = replace(context, vectors=random.normal(size=vectors.shape).astype(np.float32))
     lost = Clustering(config).run(noise)
-    assert abs(lost.rows[0]["ARI, resolution 1_mean"]) < 0.1
+    assert abs(lost.rows[0].scores["ARI, resolution 1"].mean) < 0.1
     assert lost.rows[1:] == result.rows[1:]  # of cached baselines too
     assert any(v.outcome == "behind" for v in lost.verdicts)
     again = Clustering(config).run(replace(planted, baselines=type(context.baselines)()))
@@ -227,7 +228,7 @@ def test_random_vectors_mix_best(
     task = Integration(IntegrationConfig(neighbors=30, harmony=True, min_cells=5))
     result = task.run(with_batch)
     assert result.metric is None  # no total
-    rows = {row["name"]: row for row in result.rows}
+    rows = {row.method.name: row for row in result.rows}
     assert list(rows) == [
         "embedding",
         "untrained",
@@ -236,12 +237,12 @@ def test_random_vectors_mix_best(
         "PCA50, Harmony",
         "random",
     ]
-    own = rows["embedding"]
-    random = rows["random"]
-    assert all(key.split(":")[0] in ("batch", "bio", "name", "kind") for key in own)
+    own = rows["embedding"].numbers
+    random = rows["random"].numbers
+    assert all(key.startswith(("batch: ", "bio: ")) for key in own)
     assert random["batch: iLISI"] > own["batch: iLISI"] + 0.3
     assert own["bio: label ASW"] > random["bio: label ASW"] + 0.1
-    assert rows["PCA50"]["batch: PCR"] == pytest.approx(0, abs=1e-9)
+    assert rows["PCA50"].numbers["batch: PCR"] == pytest.approx(0, abs=1e-9)
     assert own["bio: isolated labels"] is None
     assert result.figures["n_without_batch"] == 3
     assert {verdict.against for verdict in result.verdicts} == {"PCA50, Harmony"}
@@ -280,8 +281,8 @@ def test_the_training_components_see_no_scored_cell(context: Context) -> None:
     cells = np.arange(0, 40, 2)
     batches = np.arange(20) % 2
     task = Integration(IntegrationConfig())
-    of_all = task.vectors(context, cells, batches)["PCA50 of the training cells"]
-    of_half = task.vectors(context, cells[:10], batches[:10])["PCA50 of the training cells"]
+    of_all = task.vectors(context, cells, batches)[OF_TRAINING]
+    of_half = task.vectors(context, cells[:10], batches[:10])[OF_TRAINING]
     np.testing.assert_allclose(of_all[:10], of_half, atol=1e-5)
 
 

@@ -59,7 +59,7 @@ def test_the_results_belong_to_the_cells(done: tuple[Project, str]) -> None:
     assert (status["state"], status["step"], status["world_size"]) == ("done", 12, 2)
     metrics = json.loads((results / "runs/tiny/evaluate/metrics.json").read_text())
     rows = metrics["datasets"]["sim"]["tasks"]["probe"]["rows"]
-    assert {row["kind"] for row in rows} == {"model", "variant", "baseline"}
+    assert {row["method"]["kind"] for row in rows} == {"model", "variant", "baseline"}
     assert "tiny" in (results / "report/index.html").read_text()
 
 
@@ -441,7 +441,9 @@ def test_an_external_model_runs_once_per_corpus(
     assert f"components of {of_tasks['n_cells']}\n" in log.read_text()
     for task in ("probe", "few_shot"):
         names = [
-            row["name"] for row in of_tasks["tasks"][task]["rows"] if row["kind"] == "external"
+            row["name"]
+            for row in of_tasks["tasks"][task]["rows"]
+            if row["method"]["kind"] == "external"
         ]
         assert "external: pca + kNN" in names
     assert finished.jobs(*asked) == {}

@@ -126,7 +126,7 @@ def test_plugins_of_every_kind_run_from_cells_to_the_report(
     ]["tasks"]
     assert list(tasks) == ["probe", "reconstruct", "toy_norm"]
     assert tasks["reconstruct"]["figures"]["n_targets"] > 0
-    accuracy = {row["name"]: row["accuracy_mean"] for row in tasks["probe"]["rows"]}
+    accuracy = {row["name"]: row["scores"]["accuracy"]["mean"] for row in tasks["probe"]["rows"]}
     assert accuracy["all genes + toy_centroid"] > accuracy["majority"]
     assert [row["name"] for row in tasks["toy_norm"]["rows"]] == ["embedding", "zeros"]
     page = (project.folder / "results" / "report" / "index.html").read_text()

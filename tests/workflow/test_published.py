@@ -227,8 +227,8 @@ def check_run(folder: Path, kind: str) -> None:
     rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"][
         "tasks"
     ]["probe"]["rows"]
-    assert {row["kind"] for row in rows} >= {"model", "baseline"}
-    beside = {row["name"].partition(" + ")[0] for row in rows if row["kind"] == "external"}
+    assert {row["method"]["kind"] for row in rows} >= {"model", "baseline"}
+    beside = {row["method"]["features"] for row in rows if row["method"]["kind"] == "external"}
     assert beside == {"external: as-published (may have seen these cells)"}
     [made] = (folder / "results" / "corpora" / kind / "external" / "as-published").glob(
         "labelled-*.h5ad"

@@ -87,17 +87,19 @@ def test_presets_are_rows_next_to_the_model(
     ]["tasks"]
     names = {"external: vae (fitted on training cells)", "external: mixed (transductive)"}
     for task in tasks:
-        rows = [row for row in of_tasks[task]["rows"] if row["kind"] == "external"]
-        assert {row["name"].partition(" + ")[0] for row in rows} == names, task
+        rows = [row for row in of_tasks[task]["rows"] if row["method"]["kind"] == "external"]
+        assert {row["method"]["features"] for row in rows} == names, task
     page = (results / "report/index.html").read_text()
     assert all(f"{name} + kNN" in page for name in names)
     best = max(
-        row["accuracy_mean"]
+        row["scores"]["accuracy"]["mean"]
         for row in of_tasks["probe"]["rows"]
         if row["name"].startswith("external: vae")
     )
     [majority] = (
-        row["accuracy_mean"] for row in of_tasks["probe"]["rows"] if row["name"] == "majority"
+        row["scores"]["accuracy"]["mean"]
+        for row in of_tasks["probe"]["rows"]
+        if row["name"] == "majority"
     )
     assert best > majority + 0.2  # five cell lines, of which scVI has seen no label
     shards = results / "corpora/sim/shards"

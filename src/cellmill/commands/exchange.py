@@ -16,6 +16,7 @@ from cellmill.report.collect import (
     read_corpus,
     read_run,
 )
+from cellmill.runs.results import Row
 
 READERS = {"geneformer": import_geneformer, "scgpt": import_scgpt}
 
@@ -138,26 +139,32 @@ def _data(corpus: ReportedCorpus) -> list[str]:
 def _results(run: ReportedRun) -> list[str]:
     """A table of each task, its baselines among the rows, and its verdicts."""
     lines = ["", "## Results"]
-    if not run.evaluation:
+    if run.evaluation is None:
         lines.append("Not evaluated.")
     for _, name, dataset in evaluated_datasets([run]):
-        lines += ["", f"{_cell(name)}: {dataset['n_scored']:,} cells ({dataset['cells']})."]
-        for task, entry in dataset["tasks"].items():
-            lines += _table(task, entry["rows"])
-            if entry["sentences"]:
-                lines += ["", *entry["sentences"]]
+        lines += ["", f"{_cell(name)}: {dataset.n_scored:,} cells ({dataset.cells})."]
+        for task, result in dataset.tasks.items():
+            lines += _table(task, result.rows)
+            if result.sentences:
+                lines += ["", *result.sentences]
     return lines
 
 
-def _table(task: str, rows: list[dict[str, Any]]) -> list[str]:
-    columns = list(dict.fromkeys(key for row in rows for key in row if key.endswith("_mean")))
+def _table(task: str, rows: list[Row]) -> list[str]:
+    """Means of all rows; empty without a column of means."""
+    columns = list(
+        dict.fromkeys(
+            column for row in rows for column, score in row.scores.items() if score.mean is not None
+        )
+    )
     if not columns:
         return []
-    headings = [_cell(task), *(column.removesuffix("_mean") for column in columns)]
+    headings = [_cell(task), *columns]
     lines = ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
-        values = ["" if row.get(column) is None else f"{row[column]:.3f}" for column in columns]
-        lines.append(f"| {' | '.join([_cell(row['name']), *values])} |")
+        means = [row.scores[column].mean if column in row.scores else None for column in columns]
+        values = ["" if mean is None else f"{mean:.3f}" for mean in means]
+        lines.append(f"| {' | '.join([_cell(row.method.name), *values])} |")
     return lines
 
 

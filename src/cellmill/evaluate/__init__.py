@@ -1,4 +1,4 @@
-"""Cell embeddings, and tasks that evaluate them against baselines."""
+"""Tasks that evaluate a model against baselines; `inference` has the model's own results on cells."""
 
 import os
 

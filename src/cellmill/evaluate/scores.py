@@ -1,8 +1,8 @@
-"""Scores of several methods on the same cells: tables, paired differences with 95 % intervals,
-verdicts and gates.
+"""Scores of several methods on the same cells: tables, paired differences with 95 % intervals, and
+verdicts.
 
 A method is features plus a classifier (a row of the table). A condition is a number of training
-cells, or whatever the cells have lost (a column). All methods classify the same cells in the same
+cells, or what the cells have lost (a column). All methods classify the same cells in the same
 repetitions, which differ in the seeds of folds, the draws of training cells, or the draws of what
 cells lose.
 
@@ -22,44 +22,41 @@ F1 is not a mean over cells. Its linear terms by cell are used instead (infinite
 Efron 1981), which is coarse for classes of a few cells.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
 
-from cellmill.config.evaluate import BaselineGate
-from cellmill.errors import ConfigError
-from cellmill.runs.verdict import FEWEST, Closed, Gap, Verdict, compare
+from cellmill.evaluate.methods import HALF_LABELS, MAJORITY
+from cellmill.runs.results import (
+    FEWEST,
+    Closed,
+    Confusion,
+    Difference,
+    Gap,
+    Row,
+    Score,
+    ScoredMethod,
+    TaskResult,
+    Verdict,
+    compare,
+)
 
 NOT_TESTED = -1  # predicted class of a cell that a repetition does not test
 LEVEL = 0.95
-EMBEDDING = "embedding"  # name of the model's features
-# of a dataset's own genes, where the other features have the shared ones
-FULL_PANEL = f"{EMBEDDING}, full panel"
-WITH_COMPONENTS = f"{EMBEDDING} with PCA50"
-# features beside the model's own: in no verdict against the best baseline
-VARIANTS = (FULL_PANEL, WITH_COMPONENTS)
-# after the name of features that are fitted on other cells than the model
-IN_FOLDS = ", folds of scored cells"
-# features of the same architecture with initial weights, a baseline as all other names
-UNTRAINED = "untrained"
-MAJORITY = "majority"
-HALF_LABELS = "all genes with half of the labels"  # ceiling of labels
-# beginning of the names of features by models of other packages: neither model nor baseline
-EXTERNAL = "external: "
+LARGEST_CLASS = ScoredMethod("largest class")
 
 
-@dataclass(frozen=True)
-class Difference:
+class Estimate(NamedTuple):
+    """Mean of paired differences with its 95 % interval."""
+
     mean: float
     low: float
     high: float
-    # standard error over cells alone, for the same cells in runs of several pretraining seeds
-    cells_se: float
+    cells_se: float  # standard error over cells only
 
 
 def seeded(seed: int, key: int) -> np.random.Generator:
@@ -84,62 +81,51 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
     weighted_f1.
 
     `labels`, `(cells,)`, and `predicted`, `(repetitions, cells)`, are class numbers. Returns
-    float64 of the shape of `predicted`, NaN where a cell is not tested.
+    float64 of the shape of `predicted`, NaN for cells that are not tested.
     """
     scores = np.full(predicted.shape, np.nan)
     for row, classes in zip(scores, predicted):
-        tested = classes != NOT_TESTED
-        seen = labels[tested]
-        guessed = classes[tested]
+        is_tested = classes != NOT_TESTED
+        true = labels[is_tested]
+        guessed = classes[is_tested]
         if metric == "accuracy":
-            row[tested] = seen == guessed
-            continue
-        # F1 plus its derivative by the weight of each cell, times the number of cells
-        names = np.union1d(seen, guessed)
-        weighted = metric == "weighted_f1"
-        is_class = seen[:, None] == names
-        called = guessed[:, None] == names
-        sizes = is_class.sum(0) + called.sum(0)
-        f1 = 2 * (is_class & called).sum(0) / sizes
-        share = is_class.mean(0) if weighted else np.full(len(names), 1 / len(names))
-        hits = 2.0 * (is_class & called) - f1 * (is_class.astype(float) + called)
-        terms = len(seen) * (hits / sizes) @ share + share @ f1
-        row[tested] = terms + is_class @ f1 - share @ f1 if weighted else terms
+            row[is_tested] = true == guessed
+        else:
+            row[is_tested] = _f1_terms(true, guessed, is_weighted=metric == "weighted_f1")
     return scores
 
 
-def paired_difference(own: np.ndarray, other: np.ndarray) -> Difference:
-    """Mean of `own` minus `other`, results of `cell_scores` of the same metric, with its interval."""
-    differences = own - other
-    tested = np.isfinite(differences)
-    mean = float(differences[tested].mean())
-    shares = np.where(tested, differences - mean, 0) / tested.sum()
-    cells = _clustered(shares.sum(0)[tested.any(0)])
+def _f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
+    """F1 plus its derivative by the weight of each cell, times the number of cells."""
+    n = len(true)
+    classes = np.union1d(true, guessed)
+    is_class = true[:, None] == classes  # (cells, classes), as are is_guess and derivatives
+    is_guess = guessed[:, None] == classes
+    is_hit = is_class & is_guess
+    sizes = is_class.sum(0) + is_guess.sum(0)
+    f1 = 2 * is_hit.sum(0) / sizes
+    share = is_class.mean(0) if is_weighted else np.full(len(classes), 1 / len(classes))
+    derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_guess)
+    terms: np.ndarray = n * (derivatives / sizes) @ share + share @ f1
+    if is_weighted:  # the shares of the classes depend on the weights of the cells, too
+        terms = terms + is_class @ f1 - share @ f1
+    return terms
+
+
+def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
+    """Mean of `scores` minus `other_scores`, two results of `cell_scores` of the same metric."""
+    differences = scores - other_scores
+    is_tested = np.isfinite(differences)
+    mean = float(differences[is_tested].mean())
+    shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
+    cells = _clustered(shares.sum(0)[is_tested.any(0)])
     repetitions = _clustered(shares.sum(1))
     variance = cells[0] + repetitions[0]
     if variance <= 1e-20:  # the methods differ by the same in every cell
-        return Difference(mean, mean, mean, 0.0)
+        return Estimate(mean, mean, mean, 0.0)
     freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in (cells, repetitions))
     half = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
-    return Difference(mean, mean - half, mean + half, cells[0] ** 0.5)
-
-
-def share_closed(
-    own: np.ndarray, zero: np.ndarray, ceiling: np.ndarray
-) -> tuple[float, float, float] | None:
-    """Share of `ceiling` minus `zero` that `own` minus `zero` is, and its interval; None if that
-    gap may be 0 or less.
-
-    Results of `cell_scores` of the same metric; where one of them is not tested, none counts.
-    """
-    known = np.isfinite(own + zero + ceiling)
-    own, zero, ceiling = (np.where(known, scores, np.nan) for scores in (own, zero, ceiling))
-    gap = paired_difference(ceiling, zero)
-    if gap.low <= 0:
-        return None
-    share = paired_difference(own, zero).mean / gap.mean
-    left = paired_difference(own - zero, share * (ceiling - zero))
-    return share, share + left.low / gap.mean, share + left.high / gap.mean
+    return Estimate(mean, mean - half, mean + half, cells[0] ** 0.5)
 
 
 def _clustered(sums: np.ndarray) -> tuple[float, int]:
@@ -148,148 +134,116 @@ def _clustered(sums: np.ndarray) -> tuple[float, int]:
     return (float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0), n
 
 
-def failures(gates: Iterable[BaselineGate], datasets: Mapping[str, Any]) -> list[str]:
-    """A line for each gate and dataset (and label) that it fails on. Raises ConfigError for a gate
-    without a row.
+def share_closed(
+    scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray
+) -> tuple[float, float, float] | None:
+    """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
+    gap may be 0 or less.
+
+    All are results of `cell_scores` of the same metric; a cell counts if all of them test it.
     """
-    lines = []
-    for gate in gates:
-        tables = {
-            f"{name}: {task}": result
-            for name, dataset in datasets.items()
-            for task, result in dataset["tasks"].items()
-            if (task == gate.task or task.startswith(f"{gate.task} of "))
-            and result["skipped"] is None
-        }
-        if not tables:
-            raise ConfigError(
-                f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare"
-            )
-        for where, result in tables.items():
-            own, other = (_best(gate, where, result, model) for model in (True, False))
-            if (other[1] - own[1] if gate.lower_is_better else own[1] - other[1]) < gate.margin:
-                more = (
-                    f" and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}"
-                    if gate.margin
-                    else ""
-                )
-                lines.append(
-                    f"{where}: {own[0]} has {own[1]:.3f} {own[2]}, expected {other[1]:.3f} of {other[0]}{more}"
-                )
-    return lines
-
-
-def _best(
-    gate: BaselineGate, where: str, result: Mapping[str, Any], model: bool
-) -> tuple[str, float, str]:
-    """Name, value and column of the best row of the model, or of the gate's baseline."""
-    column = gate.column or result["metric"]
-    if column is None:
-        raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
-    neither = ("external", "variant")
-    rows = [
-        row
-        for row in result["rows"]
-        if (row.get("kind") == "model") == model and row.get("kind") not in neither
-    ]
-    if not model:
-        rows = [
-            row
-            for row in rows
-            if row["name"] == gate.baseline or row["name"].startswith(f"{gate.baseline} + ")
-        ]
-        if not rows:
-            names = ", ".join(
-                row["name"] for row in result["rows"] if row.get("kind") not in ("model", *neither)
-            )
-            raise ConfigError(
-                f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}"
-            )
-    key = f"{column}_mean" if any(f"{column}_mean" in row for row in rows) else column
-    known = [
-        (row["name"], float(row[key]))
-        for row in rows
-        if isinstance(row.get(key), int | float) and isfinite(row[key])
-    ]
-    if not known:
-        keys = dict.fromkeys(
-            key.removesuffix("_mean") for row in rows for key in row if not key.endswith("_sd")
-        )
-        columns = ", ".join(
-            key for key in keys if key not in ("name", "kind") and not key.endswith("_repetitions")
-        )
-        raise ConfigError(
-            f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {columns}"
-        )
-    name, value = (min if gate.lower_is_better else max)(known, key=lambda one: one[1])
-    return name, value, column
+    is_tested = np.isfinite(scores + zero + ceiling)
+    scores, zero, ceiling = (
+        np.where(is_tested, values, np.nan) for values in (scores, zero, ceiling)
+    )
+    gap = paired_difference(ceiling, zero)
+    if gap.low <= 0:
+        return None
+    share = paired_difference(scores, zero).mean / gap.mean
+    rest = paired_difference(scores - zero, share * (ceiling - zero))
+    return share, share + rest.low / gap.mean, share + rest.high / gap.mean
 
 
 @dataclass
 class ScoreColumn:
-    """One metric under one condition."""
+    """Scores of all methods by one metric under one condition."""
 
     heading: str
-    metric: str  # in words, as verdicts say it
-    scores: dict[str, np.ndarray]  # of each method, as `cell_scores` returns them
+    metric: str  # in words, as verdicts name it
+    scores: dict[ScoredMethod, np.ndarray]  # as `cell_scores` returns them
     lower_is_better: bool = False
-    n_units: int | None = None  # independent units, where these are not the columns of `scores`
-    # scores of methods, the best of which closes 0 %
-    trivial: dict[str, np.ndarray] = field(default_factory=dict)
-    ceiling: tuple[str, np.ndarray] | None = None  # name and scores of what closes 100 %
+    n_units: int | None = None  # independent units, unless these are the columns of `scores`
+    # scores of methods, the best of which closes 0 % of the gap
+    trivial: dict[ScoredMethod, np.ndarray] = field(default_factory=dict)
+    ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
 
-    def mean(self, name: str) -> float:
-        return float(np.nanmean(self.scores[name]))
+    def mean(self, method: ScoredMethod) -> float:
+        return float(np.nanmean(self.scores[method]))
 
-    @property
-    def has_baseline(self) -> bool:
-        """Whether the model's rows have a baseline to be compared with."""
-        return {"model", "baseline"} <= {kind_of(name) for name in self.scores}
+    def best(self, among: Iterable[ScoredMethod]) -> ScoredMethod:
+        """The method with the best mean."""
+        choose: Callable[..., ScoredMethod] = min if self.lower_is_better else max
+        return choose(among, key=self.mean)
 
-    def best(self, own: bool, among: Collection[str] | None = None) -> str:
-        """Method with the best mean: of the embedding, or of the baselines."""
-        kind = "model" if own else "baseline"
-        names = [
-            name
-            for name in self.scores
-            if kind_of(name) == kind and (among is None or name in among)
-        ]
-        return (min if self.lower_is_better else max)(names, key=self.mean)
+    def of_kind(self, kind: str) -> list[ScoredMethod]:
+        return [method for method in self.scores if method.kind == kind]
 
-    def compare(self, own: str, other: str) -> Verdict:
-        found = paired_difference(self.scores[own], self.scores[other])
-        n = self._units(self.scores[own] - self.scores[other])
+    def best_model(self) -> ScoredMethod:
+        return self.best(self.of_kind("model"))
+
+    def compare(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
+        scores = self.scores[method]
+        other_scores = self.scores[other]
+        estimate = paired_difference(scores, other_scores)
         return compare(
-            own, other, self.metric, found.mean, (found.low, found.high), self.lower_is_better, n
+            method.name,
+            other.name,
+            self.metric,
+            estimate.mean,
+            (estimate.low, estimate.high),
+            self.lower_is_better,
+            self._units(scores - other_scores),
         )
+
+    def compare_best(self) -> Verdict:
+        """The best method of the model against the best baseline.
+
+        Both are chosen by their scores on the tested cells; the baselines, which are more, gain
+        more by it.
+        """
+        return self.compare(self.best_model(), self.best(self.of_kind("baseline")))
+
+    def difference(self, method: ScoredMethod, other: ScoredMethod) -> Difference:
+        estimate = paired_difference(self.scores[method], self.scores[other])
+        return Difference(self.heading, method.name, other.name, *estimate)
+
+    def differences(self) -> list[Difference]:
+        """Every method on the model's own features minus every other."""
+        own = [method for method in self.scores if method.network == "trained"]
+        others = [method for method in self.scores if method.network != "trained"]
+        return [self.difference(method, other) for method in own for other in others]
 
     def _units(self, scores: np.ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
-        """Percent that the best methods close of the gap between trivial ones and the ceiling; None
-        without these.
+        """What the best methods close of the gap between the best trivial method and the ceiling;
+        None without these.
         """
         if not self.trivial or self.ceiling is None:
             return None
         sign = -1 if self.lower_is_better else 1
-        name, ceiling = self.ceiling
-        zero_name, zero = max(self.trivial.items(), key=lambda one: sign * np.nanmean(one[1]))
-        known = np.isfinite(zero + ceiling)
-        if not known.any():
+        ceiling_method, ceiling = self.ceiling
+        zero_method, zero = max(
+            self.trivial.items(), key=lambda item: sign * float(np.nanmean(item[1]))
+        )
+        is_tested = np.isfinite(zero + ceiling)
+        if not is_tested.any():
             return None
         gap = Gap(
             self.heading,
-            (zero_name, float(zero[known].mean())),
-            (name, float(ceiling[known].mean())),
+            (zero_method.name, float(zero[is_tested].mean())),
+            (ceiling_method.name, float(ceiling[is_tested].mean())),
         )
         closed = []
-        for row in (self.best(own=True), self.best(own=False)):
-            own = self.scores[row]
-            few = self._units(own + zero + ceiling) < FEWEST
-            if few or (share := share_closed(sign * own, sign * zero, sign * ceiling)) is None:
+        for method in (self.best_model(), self.best(self.of_kind("baseline"))):
+            scores = self.scores[method]
+            if self._units(scores + zero + ceiling) < FEWEST:
                 return gap
-            closed.append(Closed(row, *(100 * number for number in share)))
+            share = share_closed(sign * scores, sign * zero, sign * ceiling)
+            if share is None:
+                return gap
+            closed.append(Closed(method.name, *(100 * number for number in share)))
         return replace(gap, model=closed[0], baseline=closed[1])
 
 
@@ -300,11 +254,11 @@ class Predictions:
     labels: np.ndarray  # class of each cell; text
     repetitions: int
     others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
-    # class of each cell by `features.halves`, the ceiling; "" for none
+    # class of each cell by `labels.predict_halves`, the ceiling; "" for none
     halves: np.ndarray | None = None
-    by_condition: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED where a repetition does
-    not test a cell.
+    by_condition: dict[str, dict[ScoredMethod, np.ndarray]] = field(default_factory=dict)
+    """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
+    repetition does not test.
     """
 
     @cached_property
@@ -313,14 +267,18 @@ class Predictions:
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
     def record(
-        self, condition: str, repetition: int, cells: np.ndarray, classes: Mapping[str, np.ndarray]
+        self,
+        condition: str,
+        repetition: int,
+        cells: np.ndarray,
+        classes: Mapping[ScoredMethod, np.ndarray],
     ) -> None:
-        """Keep the predicted `classes` (text), by method, of `cells` (indices)."""
+        """Keep the predicted `classes` (text) of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
-        for name, predicted in classes.items():
-            if name not in methods:
-                methods[name] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
-            methods[name][repetition, cells] = np.searchsorted(self.classes, predicted)
+        for method, predicted in classes.items():
+            if method not in methods:
+                methods[method] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
+            methods[method][repetition, cells] = np.searchsorted(self.classes, predicted)
 
     @cached_property
     def truth(self) -> np.ndarray:
@@ -330,27 +288,34 @@ class Predictions:
     def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
         """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
         methods = self.by_condition[condition]
-        scores = {name: cell_scores(metric, self.truth, of) for name, of in methods.items()}
+        scores = {
+            method: cell_scores(metric, self.truth, numbers) for method, numbers in methods.items()
+        }
         column = ScoreColumn(heading, words, scores)
-        tested = next(iter(methods.values())) != NOT_TESTED
-        if self.halves is None or (metric != "accuracy" and (tested & (self.halves == "")).any()):
+        is_tested = next(iter(methods.values())) != NOT_TESTED
+        if self.halves is None:
+            return column
+        if metric != "accuracy" and (is_tested & (self.halves == "")).any():
             return column  # an F1 over some of the cells would be another one
-        number = {name: at for at, name in enumerate(self.classes)} | {"": NOT_TESTED}
-        ceiling = np.array([number.get(name, len(number)) for name in self.halves])
-        largest, best = (
-            cell_scores(metric, self.truth, np.where(tested, of, NOT_TESTED))
-            for of in (np.bincount(self.truth).argmax(), ceiling)
-        )
-        trivial = {MAJORITY: scores.get(MAJORITY, largest), "largest class": largest}
-        return replace(column, trivial=trivial, ceiling=(HALF_LABELS, best))
+        number_of = {name: number for number, name in enumerate(self.classes)} | {"": NOT_TESTED}
+        ceiling = np.array([number_of.get(name, len(number_of)) for name in self.halves])
+        largest = np.bincount(self.truth).argmax()
 
-    def confusion(self, condition: str, name: str) -> dict[str, Any]:
-        """Predictions of a method by class, all repetitions together, as `TaskResult.confusion`."""
-        counts = np.zeros(2 * (len(self.classes),), np.int64)
-        for of_cells in self.by_condition[condition][name]:
-            tested = of_cells != NOT_TESTED
-            np.add.at(counts, (self.truth[tested], of_cells[tested]), 1)
-        return {"row": name, "classes": self.classes.tolist(), "counts": counts.tolist()}
+        def score_tested(numbers: Any) -> np.ndarray:
+            return cell_scores(metric, self.truth, np.where(is_tested, numbers, NOT_TESTED))
+
+        trivial = {LARGEST_CLASS: score_tested(largest)}
+        trivial = {MAJORITY: scores.get(MAJORITY, trivial[LARGEST_CLASS])} | trivial
+        return replace(column, trivial=trivial, ceiling=(HALF_LABELS, score_tested(ceiling)))
+
+    def confusion(self, condition: str, method: ScoredMethod) -> Confusion:
+        """Predictions of a method by class, all repetitions together."""
+        n = len(self.classes)
+        counts = np.zeros((n, n), np.int64)
+        for numbers in self.by_condition[condition][method]:
+            is_tested = numbers != NOT_TESTED
+            np.add.at(counts, (self.truth[is_tested], numbers[is_tested]), 1)
+        return Confusion(method.name, self.classes.tolist(), counts.tolist())
 
     def accuracies(self) -> list[ScoreColumn]:
         """A column for each condition."""
@@ -359,64 +324,38 @@ class Predictions:
         ]
 
 
-def kind_of(name: str) -> str:
-    """Kind of a method's row: model, variant, external or baseline."""
-    if name.startswith(VARIANTS) or IN_FOLDS in name:
-        return "variant"
-    if name.startswith(EMBEDDING):
-        return "model"
-    return "external" if name.startswith(EXTERNAL) else "baseline"
-
-
-def by_features(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of rows, `FEATURES + METHOD` each, by features."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name.partition(" + ")[0], []).append(name)
-    return groups
-
-
-def table_rows(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
-    """A row for each method: mean, sd and single values over repetitions in each column; None where
-    it lacks one.
+def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
+    """A row for each method: mean, sd and single values over repetitions in each column that has
+    the method.
     """
-    columns = list(columns)
-    rows = []
-    for name in dict.fromkeys(name for column in columns for name in column.scores):
-        row: dict[str, Any] = {"name": name, "kind": kind_of(name)}
-        for column in columns:
-            shown: tuple[Any, ...] = (None, None, None)
-            if name in column.scores:
-                values = np.nanmean(column.scores[name], axis=1)
-                shown = column.mean(name), float(values.std(ddof=len(values) > 1)), values.tolist()
-            row |= {
-                f"{column.heading}_{ending}": value
-                for ending, value in zip(("mean", "sd", "repetitions"), shown)
-            }
-        rows.append(row)
-    return rows
-
-
-def differences(columns: Iterable[ScoreColumn]) -> list[dict[str, Any]]:
-    """Every method of the embedding minus every other, in each column."""
-    lines = []
+    scores: dict[ScoredMethod, dict[str, Score]] = {}
     for column in columns:
-        own = [name for name in column.scores if name.startswith(EMBEDDING)]
-        others = [name for name in column.scores if name not in own]
-        lines += [difference(column, name, other) for name in own for other in others]
-    return lines
+        for method, values in column.scores.items():
+            by_repetition = np.nanmean(values, axis=1)
+            sd = float(by_repetition.std(ddof=len(by_repetition) > 1))
+            score = Score(column.mean(method), sd, by_repetition.tolist())
+            scores.setdefault(method, {})[column.heading] = score
+    return [Row(method, by_column) for method, by_column in scores.items()]
 
 
-def difference(column: ScoreColumn, compared: str, against: str) -> dict[str, Any]:
-    """One entry of `differences`."""
-    found = paired_difference(column.scores[compared], column.scores[against])
-    return {"column": column.heading, "compared": compared, "against": against} | asdict(found)
+def tabulate(
+    columns: list[ScoreColumn],
+    numbers: dict[str, Any],
+    judged: list[ScoreColumn] | None = None,
+    **fields: Any,
+) -> TaskResult:
+    """Result with the table, verdicts, differences and gaps of `columns`; the first ranks the rows,
+    and `fields` replace others.
 
-
-def against_best(columns: Iterable[ScoreColumn]) -> list[Verdict]:
-    """The best method of the embedding against the best baseline, in each column.
-
-    Both are chosen by their scores on the tested cells; the baselines, which are more, gain more by
-    it.
+    Columns that are not `judged`, by default all, are only in the table.
     """
-    return [column.compare(column.best(own=True), column.best(own=False)) for column in columns]
+    judged = columns if judged is None else judged
+    if "rows" not in fields:
+        fields["rows"] = table_rows(columns)
+    if "verdicts" not in fields:
+        fields["verdicts"] = [column.compare_best() for column in judged]
+    if "differences" not in fields:
+        fields["differences"] = [line for column in judged for line in column.differences()]
+    fields.setdefault("metric", columns[0].heading)
+    gaps = [column.gap() for column in judged]
+    return TaskResult(figures=numbers, gaps=[gap for gap in gaps if gap is not None], **fields)

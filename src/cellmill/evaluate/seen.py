@@ -25,16 +25,45 @@ from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.index import are_in, open_index
-from cellmill.data.shards.manifest import READ, Manifest, verify
+from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify
 from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError, UserError
 from cellmill.files import read_json
 
-HASHED_ROWS = 1024
+ROWS = 4096  # cells of a shard that are read at once
+HASHED_ROWS = 1024  # cells of a file that are hashed at once
 _LEAST_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
 Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
+
+
+class CellBlock(NamedTuple):
+    """Counts of some cells of a shard, as `Tokenizer.tokenize` takes them."""
+
+    genes: np.ndarray  # (nonzeros,) rows of the vocabulary
+    counts: np.ndarray  # (nonzeros,)
+    starts: np.ndarray  # (cells + 1,) int64: first nonzero of each cell
+
+    @property
+    def n_cells(self) -> int:
+        return len(self.starts) - 1
+
+
+def read_blocks(manifest: Manifest, split: str) -> Iterator[CellBlock]:
+    """The cells of a split, block by block. Raises DataError for a damaged shard."""
+    for shard in open_shards(manifest, split):
+        for first in range(0, shard.n_obs, ROWS):
+            starts = shard.indptr[first : first + ROWS + 1].astype(np.int64)
+            span = int(starts[0]), int(starts[-1])
+            genes = shard.read_genes(*span)
+            # scipy would crash on these
+            if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:
+                raise DataError(
+                    f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}"
+                )
+            yield CellBlock(genes, shard.read_counts(*span), starts - starts[0])
+        shard.close()
 
 
 class HashedCorpus(NamedTuple):
@@ -49,28 +78,26 @@ class HashedCorpus(NamedTuple):
         genes.
         """
         gene_hashes = hash_genes(self.genes.gene_ids)
-        found = [np.zeros((0, 2), np.uint64)]
-        for split in READ:
-            shards = open_shards(self.manifest, split) if self.manifest.splits[split].n_obs else ()
-            for shard in shards:
-                for first in range(0, shard.n_obs, HASHED_ROWS):
-                    starts = shard.indptr[first : first + HASHED_ROWS + 1].astype(np.int64)
-                    span = int(starts[0]), int(starts[-1])
-                    genes = shard.read_genes(*span)
-                    is_shared = shared.take(genes)
-                    kept_before = np.concatenate([[0], np.cumsum(is_shared)])
-                    kept_starts = kept_before[starts - starts[0]]
-                    counts = shard.read_counts(*span)[is_shared]
-                    hashes = hash_cells(kept_starts, genes[is_shared], counts, gene_hashes)
-                    found.append(hashes[np.diff(kept_starts) >= _LEAST_GENES])
-                shard.close()
-        hashes = np.concatenate(found)
+        parts = [np.zeros((0, 2), np.uint64)]
+        for split in _filled_splits(self.manifest):
+            for block in read_blocks(self.manifest, split):
+                is_shared = shared.take(block.genes)
+                n_shared_before = np.concatenate([[0], np.cumsum(is_shared)])
+                starts = n_shared_before[block.starts]
+                counts = block.counts[is_shared]
+                hashes = hash_cells(starts, block.genes[is_shared], counts, gene_hashes)
+                parts.append(hashes[np.diff(starts) >= _LEAST_GENES])
+        hashes = np.concatenate(parts)
         return [hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))].T]
+
+
+def _filled_splits(manifest: Manifest) -> list[str]:
+    return [split for split in READ if manifest.splits[split].n_obs]
 
 
 def read_hashes(manifest: Manifest) -> HashedCorpus:
     """Genes and cells of the shards that a training reads."""
-    splits = [split for split in READ if manifest.splits[split].n_obs]
+    splits = _filled_splits(manifest)
     first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
     ids = read_names(first_shard, "var").tolist()
     genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))

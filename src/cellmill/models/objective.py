@@ -20,7 +20,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.initial import Fill
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.results import Verdict, compare
 
 Judgement = tuple[dict[str, Any], list[Verdict]]
 """Metrics of a task, and verdicts against a baseline."""

@@ -37,7 +37,7 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
         yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
     if not run.supervised_by:
         plan = run.plan or {}
-        exported = (run.evaluation or {}).get("model", {}).get("step")
+        exported = run.evaluation.model.get("step") if run.evaluation else None
         enough = max(AUTO_EPOCHS * plan.get("steps_per_epoch", 0), AUTO_MIN_STEPS)
         steps = plan.get("steps", enough)
         if steps < enough:

@@ -10,18 +10,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ValidationError, create_model
 
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.umap import read_umap
+from cellmill.evaluate.inference.umap import read_umap
 from cellmill.files import read_json
+from cellmill.runs import results
 from cellmill.runs.cost import Start
 from cellmill.runs.folder import read_lines
-from cellmill.runs.verdict import Closed, Verdict
+from cellmill.runs.results import DatasetResult, Evaluation
 
 MADE = {  # files that Snakemake makes again by name, in the order of the stages
     "runs": (
@@ -60,50 +61,6 @@ SWEEP = create_model(
 )
 
 
-class GapEntry(BaseModel):
-    column: str
-    words: str
-    model: Closed | None
-
-
-def _names_and_numbers(row: Object) -> Object:
-    if not isinstance(row.get("name"), str):
-        raise ValueError("a row has no name")
-    for key, value in row.items():
-        if key.endswith(("_mean", "_sd")) and not isinstance(value, int | float | None):
-            raise ValueError(
-                f"{key} of {row['name']}: expected a number, got {type(value).__name__}"
-            )
-    return row
-
-
-class TaskEntry(BaseModel):
-    rows: list[Annotated[Object, AfterValidator(_names_and_numbers)]]
-    metric: str | None
-    verdicts: list[Verdict]
-    sentences: list[str]
-    figures: Object
-    skipped: str | None
-    differences: list[Object] = []
-    gaps: list[GapEntry] = []
-    confusion: Object | None = None
-
-
-class DatasetEntry(BaseModel):
-    n_cells: int
-    n_scored: int
-    n_without_genes: int
-    cells: str
-    roles: dict[str, str]
-    tasks: dict[str, TaskEntry]
-
-
-class EvaluationFile(BaseModel):
-    model: Object = {}
-    options: Object = {}
-    datasets: dict[str, DatasetEntry]
-
-
 def remake_commands(kind: str, folder: Path) -> dict[str, str]:
     """Command by file that is in `folder`, one of results/<kind>. A stage runs again with `--force`
     though its file is there; a finished training only if its folder is gone, so that no trained
@@ -128,21 +85,25 @@ class ReportedRun:
     status: dict[str, Any] | None
     record: dict[str, Any] | None  # train/run.json: resolved options, digests, environment
     model: dict[str, Any] | None
-    evaluation: dict[str, Any] | None
+    evaluation: Evaluation | None
     cost: dict[str, Any] | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
     lines: list[dict[str, Any]] = field(default_factory=list)
     # rows of umap.tsv by dataset
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     # metrics.json of kept checkpoints by step
-    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
+    kept: dict[int, Evaluation] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)  # that make files again
 
     @property
     def supervised_by(self) -> list[str]:
         """obs columns whose labels the run was trained with."""
-        written = ((self.evaluation or {}).get("model"), self.model, self.record)
-        return next((of["supervised_by"] for of in written if of and "supervised_by" in of), [])
+        evaluated = self.evaluation and self.evaluation.model
+        for written in (evaluated, self.model, self.record):
+            if written and "supervised_by" in written:
+                columns: list[str] = written["supervised_by"]
+                return columns
+        return []
 
 
 @dataclass(frozen=True)
@@ -168,10 +129,11 @@ def read_run(folder: Path) -> ReportedRun:
     kept = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
         checkpoint = _read(path.parents[1] / "model" / "config.json", RECORD) or {}
-        metrics = _read(path, EvaluationFile)
-        # of the training that the export is of
-        if metrics and checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
-            kept[metrics["model"]["step"]] = metrics
+        evaluation = results.read(path)
+        # a checkpoint of the training that the export comes from
+        if checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
+            kept[evaluation.model["step"]] = evaluation
+    metrics = folder / "evaluate" / "metrics.json"
     return ReportedRun(
         name=folder.resolve().name,
         plan=_read(folder / "plan.json", PROGRESS),
@@ -179,7 +141,7 @@ def read_run(folder: Path) -> ReportedRun:
         record=_read(train / "run.json", RECORD),
         model=model,
         cost=_read(train / "cost.json", COST),
-        evaluation=_read(folder / "evaluate" / "metrics.json", EvaluationFile),
+        evaluation=results.read(metrics) if metrics.exists() else None,
         lines=lines,
         umap=umap,
         kept=dict(sorted(kept.items())),
@@ -233,10 +195,11 @@ def _existing(folder: Path, kind: str) -> Path:
     return folder
 
 
-def evaluated_datasets(runs: Iterable[ReportedRun]) -> Iterator[tuple[ReportedRun, str, Object]]:
-    """Run, name and entry of each dataset in metrics.json of the runs."""
+def evaluated_datasets(
+    runs: Iterable[ReportedRun],
+) -> Iterator[tuple[ReportedRun, str, DatasetResult]]:
+    """Run, name and result of each dataset that the runs were evaluated on."""
     for run in runs:
-        yield from (
-            (run, name, entry)
-            for name, entry in ((run.evaluation or {}).get("datasets") or {}).items()
-        )
+        if run.evaluation is not None:
+            for name, dataset in run.evaluation.datasets.items():
+                yield run, name, dataset

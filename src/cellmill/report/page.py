@@ -18,9 +18,21 @@ from cellmill.files import span
 from cellmill.report import figures
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
-from cellmill.report.ranking import Scores, rank, scores_of
-from cellmill.report.tables import Point, TaskTable, against_best, compare_runs, flat, number, reach
+from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
+from cellmill.report.tables import (
+    best_baselines,
+    compare_runs,
+    flat,
+    gap_of_metric,
+    make_grid,
+    number,
+    reach,
+    table_columns,
+)
 from cellmill.runs.folder import COLLAPSED
+from cellmill.runs.results import DatasetResult, Row, TaskResult, Verdict
+
+OUTCOMES = ("ahead", "level", "behind")
 
 CURVES = {  # key of metrics.jsonl and its name, in the order of the page
     "effective_rank": "effective rank of the embedding",
@@ -48,61 +60,65 @@ class Standing:
     run: str
     dataset: str
     task: str
-    metric: str
-    row: str
-    value: float
-    sd: float
-    baseline: Point | None  # the best one of the task
-    difference: Mapping[str, Any] | None  # verdict of the row against it; None if there is none
-    verdicts: Sequence[tuple[str, Mapping[str, Any]]]  # (task, `tables.against_best`)
-    gap: str | None  # in words, what the row closes of it, or that there is no scale
-    best: bool = False  # of the dataset's runs (`ranking`), or tied for it
-    n_runs: int = 1  # of the dataset
-    ranked_by: Sequence[str] = ()  # tasks that all of them have
-    ahead_of_best: Sequence[tuple[str, str, float]] = ()  # `Ranking.ahead`
+    result: TaskResult
+    row: Row
+    baseline: Row | None  # the best baseline of the task
+    difference: Verdict | None  # verdict of the row against it; None if there is none
+    verdicts: Sequence[tuple[str, Verdict]]  # (task, verdict against the best baseline)
+    ranking: Ranking  # runs of the dataset
+    n_runs: int  # runs of the dataset
+
+    @property
+    def gap(self) -> str | None:
+        """What the row closes of the gap, in words, or that there is no scale."""
+        gap = gap_of_metric(self.result)
+        return None if gap is None else gap.words
+
+    @property
+    def best(self) -> bool:
+        """Whether the run is best on the dataset, or tied for it."""
+        return self.run in self.ranking.best
 
     @property
     def compared(self) -> str:
         """The tasks that the dataset's runs are compared over, in words; empty for a single run."""
-        tasks = ", ".join(task.replace("_", " ") for task in self.ranked_by)
-        return (
-            f" over the {'task' if len(self.ranked_by) == 1 else 'tasks'} that all have ({tasks})"
-            if tasks
-            else ""
-        )
+        if self.n_runs == 1 or not self.ranking.tasks:
+            return ""
+        tasks = ", ".join(map(spaced, self.ranking.tasks))
+        noun = "task" if len(self.ranking.tasks) == 1 else "tasks"
+        return f" over the {noun} that all have ({tasks})"
 
     @property
     def exceptions(self) -> str:
-        """Where another run is better than the best one, in words; empty if nowhere."""
-        parts = [
-            f"{run} in {task.replace('_', ' ')} (+{by:.3f})" for run, task, by in self.ahead_of_best
-        ]
-        return (
-            f" Better than it, beyond the interval between runs: {', '.join(parts)}."
-            if parts
-            else ""
-        )
+        """Tasks in which another run is better than the best run, in words; empty without any."""
+        parts = [f"{run} in {spaced(task)} (+{by:.3f})" for run, task, by in self.ranking.ahead]
+        if not parts:
+            return ""
+        return f" Better than it, beyond the interval between runs: {', '.join(parts)}."
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Number of verdicts by outcome."""
-        tally = Counter(verdict["outcome"] for _, verdict in self.verdicts)
-        return {outcome: tally[outcome] for outcome in ("ahead", "level", "behind")}
+        tally: Counter[str] = Counter(verdict.outcome for _, verdict in self.verdicts)
+        return {outcome: tally[outcome] for outcome in OUTCOMES}
 
     def where(self, outcome: str) -> str:
         """The tasks with verdicts of this outcome, each by its largest difference."""
-        by_task: dict[str, list[Mapping[str, Any]]] = {}
+        by_task: dict[str, list[Verdict]] = {}
         for task, verdict in self.verdicts:
-            if verdict["outcome"] == outcome:
+            if verdict.outcome == outcome:
                 by_task.setdefault(task, []).append(verdict)
         parts = []
         for task, verdicts in by_task.items():
-            largest = max(verdicts, key=lambda verdict: abs(verdict["difference"]))
+            largest = max(verdicts, key=lambda verdict: abs(verdict.difference))
             more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
-            parts.append(
-                f"{task.replace('_', ' ')}: {largest['metric']} ({largest['difference']:+.3f}){more}"
-            )
+            parts.append(f"{spaced(task)}: {largest.metric} ({largest.difference:+.3f}){more}")
         return "; ".join(parts)
+
+
+def spaced(name: str) -> str:
+    """A key as words."""
+    return name.replace("_", " ")
 
 
 def standings(runs: list[ReportedRun]) -> list[Standing]:
@@ -110,118 +126,109 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     best.
     """
     scores: dict[str, dict[str, Scores]] = {}  # by dataset and run
-    for run, dataset, entry in evaluated_datasets(runs):
-        of_run = scores_of(entry["tasks"])
+    for run, name, dataset in evaluated_datasets(runs):
+        of_run = score_tasks(dataset.tasks)
         if of_run:
-            scores.setdefault(dataset, {})[run.name] = of_run
-    rankings = {dataset: rank(of_runs) for dataset, of_runs in scores.items()}
-    found: list[Standing] = []
-    for run, dataset, entry in evaluated_datasets(runs):
-        tables = {task: TaskTable(result) for task, result in entry["tasks"].items()}
-        rows = {
-            task: best
-            for task, table in tables.items()
-            if (best := table.best_of("model")) is not None
-        }
-        if not rows:
-            continue
-        ranking = rankings[dataset]
-        n_runs = len(scores[dataset])
-        shown = ranking.tasks or [*rows]
-        task = "probe" if "probe" in shown else shown[0]
-        table = tables[task]
-        row = rows[task]
-        baseline = tables[task].best_of("baseline")
-        verdicts: dict[tuple[Any, ...], tuple[str, Mapping[str, Any]]] = {}
-        for name, result in entry["tasks"].items():
-            for one in against_best(result):  # the same one of two tasks, as of whole cells, is one
-                verdicts.setdefault(
-                    tuple(one[key] for key in ("compared", "against", "metric", "difference")),
-                    (name, one),
-                )
-        difference = next(
-            (one for name, one in verdicts.values()
-             if (name, one["compared"]) == (task, row.name) and table.metric in (one["metric"], *one["columns"])),
-            None,
-        )  # fmt: skip
-        if difference is not None:
-            baseline = next(
-                point for point in table.points() if point.name == difference["against"]
-            )
-        standing = Standing(
-            run=run.name,
-            dataset=dataset,
-            task=task,
-            metric=table.metric,
-            row=row.name,
-            value=row.value,
-            sd=row.sd or 0.0,
-            baseline=baseline,
-            difference=difference,
-            verdicts=[*verdicts.values()],
-            gap=table.gap["words"] if table.gap else None,
-            best=run.name in ranking.best,
-            n_runs=n_runs,
-            ranked_by=ranking.tasks if n_runs > 1 else (),
-            ahead_of_best=ranking.ahead,
-        )
-        found.append(standing)
-    return found
+            scores.setdefault(name, {})[run.name] = of_run
+    rankings = {name: rank(by_run) for name, by_run in scores.items()}
+    ranked = []
+    for run, name, dataset in evaluated_datasets(runs):
+        if run.name in scores.get(name, {}):
+            ranked.append(_standing(run, name, dataset, rankings[name], len(scores[name])))
+    return ranked
+
+
+def _standing(
+    run: ReportedRun, name: str, dataset: DatasetResult, ranking: Ranking, n_runs: int
+) -> Standing:
+    tasks = dataset.tasks
+    rows = {task: result.best_row("model") for task, result in tasks.items()}
+    shown = ranking.tasks or [task for task, row in rows.items() if row is not None]
+    task = "probe" if "probe" in shown else shown[0]
+    result = tasks[task]
+    row = rows[task]
+    assert row is not None
+    verdicts: dict[tuple[str, str, str, float], tuple[str, Verdict]] = {}
+    difference = None
+    for task_name, task_result in tasks.items():
+        for verdict, columns in task_result.best_verdicts().items():
+            key = (verdict.compared, verdict.against, verdict.metric, verdict.difference)
+            if key in verdicts:  # two tasks may have the same one, such as that on whole cells
+                continue
+            verdicts[key] = (task_name, verdict)
+            is_of_row = (task_name, verdict.compared) == (task, row.method.name)
+            if difference is None and is_of_row and result.metric in {verdict.metric, *columns}:
+                difference = verdict
+    baseline = result.best_row("baseline")
+    if difference is not None:
+        by_name = {row.method.name: row for row in result.ranked_rows}
+        baseline = by_name[difference.against]
+    return Standing(
+        run=run.name,
+        dataset=name,
+        task=task,
+        result=result,
+        row=row,
+        baseline=baseline,
+        difference=difference,
+        verdicts=[*verdicts.values()],
+        ranking=ranking,
+        n_runs=n_runs,
+    )
 
 
 def unscored(runs: list[ReportedRun]) -> list[str]:
     """Sentences about evaluations in which every task was skipped."""
-    found = []
-    for run, dataset, entry in evaluated_datasets(runs):
-        reasons = {
-            task.replace("_", " "): result["skipped"] for task, result in entry["tasks"].items()
-        }
+    sentences = []
+    for run, name, dataset in evaluated_datasets(runs):
+        reasons = {spaced(task): result.skipped for task, result in dataset.tasks.items()}
         if None in reasons.values():
             continue
-        words = (
-            "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
-            or "none is configured"
+        words = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
+        sentences.append(
+            f"{run.name} on {name}: nothing was scored, all {len(reasons)} tasks were skipped "
+            f"({words or 'none is configured'})"
         )
-        found.append(
-            f"{run.name} on {dataset}: nothing was scored, all {len(reasons)} tasks were skipped ({words})"
-        )
-    return found
+    return sentences
 
 
-def outcomes_of(dataset: Mapping[str, Any]) -> dict[str, str]:
-    """Outcome of each comparison of a dataset by its sentence; the same one of two tasks, as of
-    whole cells, is one.
-    """
-    return {
-        sentence: verdict["outcome"]
-        for result in dataset["tasks"].values()
-        for verdict, sentence in zip(result["verdicts"], result["sentences"])
-    }
+def compared_sentences(run: ReportedRun, *outcomes: str) -> list[str]:
+    """Sentences of the comparisons with these outcomes, each after its dataset's name."""
+    sentences = []
+    for outcome in outcomes:
+        for _, name, dataset in evaluated_datasets([run]):
+            verdicts = [verdict for task in dataset.tasks.values() for verdict in task.verdicts]
+            # two tasks may have the same one, such as that on whole cells
+            by_sentence = {verdict.sentence: verdict.outcome for verdict in verdicts}
+            sentences += [f"{name}: {text}" for text in by_sentence if by_sentence[text] == outcome]
+    return sentences
 
 
 def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
     """The loss of each objective, then each quantity that any run logged."""
-    kinds = {"training": "loss", "validation": "val_loss"}
-    loss = {
-        run.name: {of: figures.points(run.lines, key) for of, key in kinds.items()} for run in runs
-    }
-    objectives = {
-        run.name: ((run.record or {}).get("options", {}).get("objective") or {}).get("name")
-        for run in runs
-    }
-    for one in dict.fromkeys(objectives.values()):
-        of_it = {name: of if objectives[name] == one else {} for name, of in loss.items()}
-        if any(points for of in of_it.values() for points in of.values()):
-            yield figures.losses(
-                f"Loss: {one}".replace("_", " ") if len({*objectives.values()}) > 1 else "Loss",
-                of_it,
-            )
+    losses = {}
+    objectives = {}
+    for run in runs:
+        losses[run.name] = {
+            "training": figures.points(run.lines, "loss"),
+            "validation": figures.points(run.lines, "val_loss"),
+        }
+        options = (run.record or {}).get("options", {})
+        objectives[run.name] = (options.get("objective") or {}).get("name")
+    different = list(dict.fromkeys(objectives.values()))
+    for objective in different:
+        # every run keeps its colour, also runs of another objective
+        shown = {
+            name: by_kind if objectives[name] == objective else {}
+            for name, by_kind in losses.items()
+        }
+        if any(any(by_kind.values()) for by_kind in shown.values()):
+            title = spaced(f"Loss: {objective}") if len(different) > 1 else "Loss"
+            yield figures.losses(title, shown)
     for key, name in CURVES.items():
-        series = {run.name: points for run in runs if (points := figures.points(run.lines, key))}
-        if series:
-            # every run keeps its colour, also where some logged nothing
-            everyone = {run.name: series.get(run.name, []) for run in runs}
-            yield figures.curves(name[0].upper() + name[1:], everyone, name)
+        series = {run.name: figures.points(run.lines, key) for run in runs}
+        if any(series.values()):
+            yield figures.curves(name[0].upper() + name[1:], series, name)
 
 
 def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
@@ -311,28 +318,33 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure
 
     The last point is the export's. The baseline, a line, is the best one in the export's table.
     """
-    last = (run.evaluation or {}).get("model", {}).get("step")
-    if not run.kept or run.evaluation is None or last is None:
+    if not run.kept or run.evaluation is None or run.evaluation.model.get("step") is None:
         return
-    evaluations = dict(sorted({**run.kept, last: run.evaluation}.items()))
-    for task, result in run.evaluation["datasets"][dataset]["tasks"].items():
-        final = TaskTable(result)
+    evaluations = dict(sorted({**run.kept, run.evaluation.model["step"]: run.evaluation}.items()))
+    for task, final in run.evaluation.datasets[dataset].tasks.items():
+        if final.metric is None:
+            continue
         series: dict[str, list[tuple[float, float]]] = {
-            row.name: [] for row in final.points() if row.kind == "model"
+            row.method.name: [] for row in final.ranked_rows if row.method.kind == "model"
         }
         for step, evaluation in evaluations.items():
-            entry = evaluation["datasets"].get(dataset, {}).get("tasks", {}).get(task)
-            if entry is not None and entry["metric"] == final.metric:
-                for row in TaskTable(entry).points():
-                    if row.kind == "model":
-                        series.setdefault(row.name, []).append((step, row.value))
-        baseline = final.best_of("baseline")
-        if baseline:
-            ends = min(evaluations), max(evaluations)
-            series[f"{baseline.name} (best baseline)"] = [(step, baseline.value) for step in ends]
+            evaluated = evaluation.datasets.get(dataset)
+            result = evaluated and evaluated.tasks.get(task)
+            if not result or result.metric != final.metric:
+                continue
+            for row in result.ranked_rows:
+                if row.method.kind == "model":
+                    point = (step, result.rank_value(row))
+                    series.setdefault(row.method.name, []).append(point)
+        baseline = final.best_row("baseline")
+        if baseline is not None:
+            value = final.rank_value(baseline)
+            ends = (min(evaluations), max(evaluations))
+            name = f"{baseline.method.name} (best baseline)"
+            series[name] = [(step, value) for step in ends]
         if any(len(points) > 1 for points in series.values()):
-            metric = final.metric.replace("_", " ")
-            title = f"{run.name}, {dataset}, {task.replace('_', ' ')}: {metric} over steps"
+            metric = spaced(final.metric)
+            title = f"{run.name}, {dataset}, {spaced(task)}: {metric} over steps"
             yield figures.curves(title, series, metric)
 
 
@@ -346,10 +358,8 @@ def render(
     """The page as HTML; its figures are added to `drawings`. Raises DataError when two runs or
     corpora share a name.
     """
-    for kind, names in (("runs", [r.name for r in runs]), ("corpora", [c.name for c in corpora])):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
+    _refuse_twice("runs", [run.name for run in runs])
+    _refuse_twice("corpora", [corpus.name for corpus in corpora])
     environment = Environment(
         loader=PackageLoader("cellmill", "report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -357,60 +367,57 @@ def render(
     environment.filters.update(
         number=number,
         flat=flat,
-        task_table=TaskTable,
+        table_columns=table_columns,
+        best_baselines=best_baselines,
+        grid=make_grid,
+        gap=gap_of_metric,
+        highest=lambda rows, result: max(rows, key=result.rank_value),
         reach=reach,
         short=lambda digest: str(digest)[:12],
         brief=lambda name: name.replace("logistic regression", "LR"),
-        heading=lambda key: key.replace("_", " "),
+        heading=spaced,
         span=lambda seconds: "–" if seconds is None else span(seconds),
         percent=lambda fraction: "–" if fraction is None else f"{100 * fraction:.0f} %",
     )
-
-    def sentences(run: ReportedRun, *wanted: str) -> list[str]:
-        """Sentences of the comparisons with these outcomes, each after its dataset's name."""
-        outcomes = [(name, outcomes_of(dataset)) for _, name, dataset in evaluated_datasets([run])]
-        return [
-            f"{name}: {text}"
-            for one in wanted
-            for name, of in outcomes
-            for text in of
-            if of[text] == one
-        ]
-
-    def labels(rows: list[dict[str, str]], by: str = "label") -> list[str]:
-        """Labels, or batches, of a UMAP, the most frequent first."""
-        return [
-            label for label, _ in Counter(sorted(row[by] for row in rows if row[by])).most_common()
-        ]
-
-    standing = standings(runs)
-    outcomes = {
-        r.name: [of for one in standing if one.run == r.name for of, n in one.outcomes.items() if n]
-        for r in runs
-    }
+    ranked = standings(runs)
+    outcomes: dict[str, list[str]] = {run.name: [] for run in runs}
+    for standing in ranked:
+        outcomes[standing.run] += [name for name, n in standing.outcomes.items() if n]
     return environment.get_template("page.html").render(
         title=title,
         version=__version__,
         runs=runs,
         corpora=corpora,
         sweeps=sweeps,
-        standings=standing,
+        standings=ranked,
         unscored=unscored(runs),
-        advice={r.name: next(advice(r, outcomes[r.name]), "") for r in runs},
+        advice={run.name: next(advice(run, outcomes[run.name]), "") for run in runs},
         comparisons=compare_runs(runs),
-        supervised={r.name: r.supervised_by for r in runs},
-        costs={r.name: _cost(r) for r in runs},
-        energy={r.name: _energy_kwh(r) for r in runs},
-        behind={r.name: sentences(r, "behind") for r in runs},
-        level={r.name: sentences(r, "level", "undecided") for r in runs},
-        planned={r.name: planned_and_measured(r) for r in runs},
+        supervised={run.name: run.supervised_by for run in runs},
+        costs={run.name: _cost(run) for run in runs},
+        energy={run.name: _energy_kwh(run) for run in runs},
+        behind={run.name: compared_sentences(run, "behind") for run in runs},
+        level={run.name: compared_sentences(run, "level", "undecided") for run in runs},
+        planned={run.name: planned_and_measured(run) for run in runs},
         training=training_figures(runs),
         measures=MEASURES,
         figures=figures,
         drawings=figures.Drawings() if drawings is None else drawings,
-        labels_in=labels,
+        labels_in=_frequent_labels,
         over_steps=scores_over_steps,
         style=Markup(figures.text_of("page.css")),
         scripts=figures.scripts(),
         allowed=figures.allowed(),
     )
+
+
+def _refuse_twice(kind: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"two {kind} are called {twice[0]!r}; rename one of their folders")
+
+
+def _frequent_labels(cells: list[dict[str, str]], column: str = "label") -> list[str]:
+    """Labels, or batches, of a UMAP, the most frequent first."""
+    counts = Counter(sorted(cell[column] for cell in cells if cell[column]))
+    return [label for label, _ in counts.most_common()]

@@ -1,20 +1,19 @@
 """Which runs are best on a dataset, over the tasks that all of them have.
 
-A run's score of a task is that of its best row. The run with the highest mean of these scores is
-best; others are tied with it if their difference in every task is within its interval between runs.
-That interval is over repetitions, whose folds and draws are the same in all runs, and over cells.
-No file has a pair of runs cell by cell, so the difference of two runs is taken to scatter over
-cells as that of each from its best baseline does. Other seeds of a training are not in it: sweeps
-over `train.seed` show these.
+A run's score of a task is the value of its best row. The run with the highest mean of these scores
+is best; others are tied with it if their difference in every task is within its interval between
+runs. That interval is over repetitions, whose folds and draws are the same in all runs, and over
+cells. No file has a pair of runs cell by cell, so the difference of two runs is assumed to scatter
+over cells as each run's difference from its best baseline does. Other seeds of a training are not
+in it: sweeps over `train.seed` show these.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
 
-from cellmill.report.tables import TaskTable
+from cellmill.runs.results import TaskResult
 
 LEVEL = 0.95
 SHOWN = 5e-4  # scores that differ by less have the same digits on the page
@@ -25,9 +24,8 @@ MANY = 1e6  # degrees of freedom of the part over cells
 class TaskScore:
     """A run's best row of one task."""
 
-    row: str
     value: float
-    repetitions: Sequence[float]  # empty where the file has none
+    repetitions: Sequence[float]  # empty if the file has none
     # standard error over cells of its difference from the best baseline; 0 if unknown
     cells_se: float
 
@@ -47,36 +45,29 @@ class Ranking:
     """(run, task, by how much): better than the best run beyond the interval in this task."""
 
 
-def scores_of(tasks: Mapping[str, Any]) -> Scores:
-    """Scores of one run on one dataset, from its results by task."""
-    found: Scores = {}
+def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
+    """Scores of one run on one dataset."""
+    scores: Scores = {}
     for task, result in tasks.items():
-        table = TaskTable(result)
-        best = table.best_of("model")
-        baseline = table.best_of("baseline")
-        if best is None:
+        best = result.best_row("model")
+        baseline = result.best_row("baseline")
+        if best is None or result.metric is None:
             continue
-        row = next(row for row in table.rows if row["name"] == best.name)
-        errors = [
-            line.get("cells_se", 0.0)
-            for line in result.get("differences") or []
-            if (line["column"], line["compared"]) == (table.metric, best.name)
-            and (baseline is None or line["against"] == baseline.name)
-        ]
-        repetitions = row.get(f"{table.metric}_repetitions") or []
-        found[task, table.metric] = TaskScore(
-            best.name, best.value, repetitions, max(errors, default=0.0)
-        )
-    return found
+        errors = [0.0]
+        for line in result.differences:
+            is_of_best = (line.column, line.compared) == (result.metric, best.method.name)
+            if is_of_best and (baseline is None or line.against == baseline.method.name):
+                errors.append(line.cells_se)
+        score = best.scores.get(result.metric)
+        repetitions = [] if score is None else score.repetitions
+        scores[task, result.metric] = TaskScore(result.rank_value(best), repetitions, max(errors))
+    return scores
 
 
 def rank(runs: Mapping[str, Scores]) -> Ranking:
     """The runs of a dataset, by name, compared over the tasks that all have."""
-    shared = [
-        key
-        for key in next(iter(runs.values()), {})
-        if all(key in scores for scores in runs.values())
-    ]
+    first = next(iter(runs.values()), {})
+    shared = [key for key in first if all(key in scores for scores in runs.values())]
     if not shared:
         return Ranking()
     means = {
@@ -86,26 +77,26 @@ def rank(runs: Mapping[str, Scores]) -> Ranking:
     tied = [best]
     ahead: list[tuple[str, str, float]] = []
     for name, scores in runs.items():
-        apart = [
-            (key[0], difference)
-            for key in shared
-            if (difference := beyond(scores[key], runs[best][key]))
-        ]
-        if name != best and not apart:
+        is_tied = name != best
+        for key in shared:
+            difference = clear_difference(scores[key], runs[best][key])
+            if difference is not None:
+                is_tied = False
+                if difference > 0:
+                    ahead.append((name, key[0], difference))
+        if is_tied:
             tied.append(name)
-        ahead += [(name, task, difference) for task, difference in apart if difference > 0]
     return Ranking([task for task, _ in shared], tied, ahead)
 
 
-def beyond(score: TaskScore, other: TaskScore) -> float | None:
+def clear_difference(score: TaskScore, other: TaskScore) -> float | None:
     """Difference of two runs in a task if 0 is outside its interval, else None."""
     difference = score.value - other.value
     half = SHOWN
     n = len(score.repetitions)
     if n > 1 and n == len(other.repetitions):
-        over_repetitions = (
-            statistics.variance(a - b for a, b in zip(score.repetitions, other.repetitions)) / n
-        )
+        pairs = zip(score.repetitions, other.repetitions)
+        over_repetitions = statistics.variance(a - b for a, b in pairs) / n
         over_cells = max(score.cells_se, other.cells_se) ** 2
         variance = over_repetitions + over_cells
         if variance > 0:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.report.collect import ReportedRun, evaluated_datasets
-from cellmill.report.tables import TaskTable
+from cellmill.report.collect import ReportedRun
+from cellmill.report.tables import single_numbers
 
 FEWEST_SIZES = 4  # for three parameters
 DELTA = 1e-3  # of the Huber loss, in log units
@@ -104,14 +104,15 @@ def rows_of(run: ReportedRun, values: Mapping[str, Any]) -> list[Row]:
     loss = (run.status or {}).get("best_val_loss")
     if loss is not None:
         add(LOSS, "model", loss)
-    for _, dataset, entry in evaluated_datasets([run]):
-        for task, result in entry["tasks"].items():
-            for name, value, sd, kind in TaskTable(result).points():
-                add((dataset, task, name, result["metric"]), kind, value, sd)
-            if not result["metric"]:
-                for key, value in result["figures"].items():
-                    if isinstance(value, int | float):
-                        add((dataset, task, NO_ROW, key), "model", value)
+    for task_result in [] if run.evaluation is None else run.evaluation.results():
+        dataset, task, result = task_result
+        for row in result.ranked_rows:
+            kind = row.method.kind
+            measure = (dataset, task, row.method.name, result.metric or "")
+            add(measure, kind, result.rank_value(row), row.sd(result.metric or ""))
+        if not result.metric:
+            for key, value in single_numbers(result).items():
+                add((dataset, task, NO_ROW, key), "model", value)
     return rows
 
 

@@ -36,16 +36,21 @@ from cellmill.data.shards.index import ABOUT, TABLE, new_array
 from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.evaluate.calibration import NO_VALIDATION
-from cellmill.evaluate.embed import embed_cells, limits_of, load_for_inference
-from cellmill.evaluate.predict import (
+from cellmill.evaluate.inference.calibration import NO_VALIDATION
+from cellmill.evaluate.inference.embed import embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.inference.files import (
+    read_external,
+    read_vectors,
+    write_embedding,
+    write_prediction,
+)
+from cellmill.evaluate.inference.predict import (
     LABEL,
     classifiers_of,
     count_labels,
     predict_heads,
     thresholds_of,
 )
-from cellmill.evaluate.results import read_external, read_vectors, write_embedding, write_prediction
 from cellmill.evaluate.seen import mark_seen_cells
 from cellmill.files import refuse_overwriting, sha256_file, write_json
 from cellmill.models.families.autoregressive import (

@@ -22,7 +22,7 @@ from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
-from cellmill.evaluate.calibration import (
+from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     calibration_of,
     classifications_of,
@@ -134,7 +134,7 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
 
 
 def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
-    """Entries of config.json for `predict` (see `evaluate.predict`); empty of a model without such
+    """Entries of config.json for `predict` (see `evaluate.inference.predict`); empty of a model without such
     heads.
     """
     regressions = regressions_of(model.objective)

@@ -17,7 +17,7 @@ from cellmill.models.initial import Fill, zeros
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import token_logits
-from cellmill.runs.verdict import Verdict, compare
+from cellmill.runs.results import Verdict, compare
 
 PAD = SPECIAL.index("<pad>")
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from cellmill.evaluate.task import Context, TaskResult
+from cellmill.evaluate.task import Context
+from cellmill.runs.results import Row, Score, ScoredMethod, TaskResult
 from cellmill_toy.options import ToyNorm
 
 
@@ -18,7 +19,7 @@ class Norm:
         mean = float(lengths.mean())
         sd = float(lengths.std())
         rows = [
-            {"name": "embedding", "kind": "model", "length_mean": mean, "length_sd": sd},
-            {"name": "zeros", "kind": "baseline", "length_mean": 0.0, "length_sd": 0.0},
+            Row(ScoredMethod("embedding", kind="model"), {"length": Score(mean, sd)}),
+            Row(ScoredMethod("zeros"), {"length": Score(0.0, 0.0)}),
         ]
         return TaskResult(rows=rows, metric="length")

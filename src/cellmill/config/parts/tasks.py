@@ -187,7 +187,7 @@ class GeneEmbeddingConfig(TaskConfig):
     without any.
     """
 
-    implementation = "cellmill.evaluate.tasks.genes:GeneEmbedding"
+    implementation = "cellmill.evaluate.tasks.gene_sets:GeneEmbedding"
     files = ("gene_sets", "transcription_factors")
     name: Literal["gene_embedding"] = "gene_embedding"
     gene_sets: str | None = None
@@ -212,7 +212,7 @@ class GrnConfig(TaskConfig):
     model's genes.
     """
 
-    implementation = "cellmill.evaluate.tasks.genes:Grn"
+    implementation = "cellmill.evaluate.tasks.grn:Grn"
     files = ("edges",)
     name: Literal["grn"] = "grn"
     edges: str

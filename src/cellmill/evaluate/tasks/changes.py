@@ -14,7 +14,7 @@ Legend: U units, G genes, F features of a unit, C controls.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -33,32 +33,40 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.errors import DataError
-from cellmill.evaluate.embed import inference
+from cellmill.evaluate.components import pca
+from cellmill.evaluate.evaluated import PCA_CELLS
 from cellmill.evaluate.features import ROW_BLOCK
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, divide, seeded
-from cellmill.evaluate.task import PCA_CELLS, Context, Skipped, pca
+from cellmill.evaluate.inference.embed import inference
+from cellmill.evaluate.methods import EMBEDDING, KNN
+from cellmill.evaluate.scores import divide, seeded
+from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import (
     LOADINGS,
     OF_GENES,
+    UNTRAINED_OF_GENES,
     expression_statistics,
     gene_vectors,
-    loadings_of,
+    scaled_loadings,
 )
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
+from cellmill.runs.results import ScoredMethod
 
 MIN_CONTROLS = 5  # of a stratum, in each half
 # of the ridge; the one of least leave-one-out error on the training units is taken
 ALPHAS = np.logspace(-2, 4, 13)
 MIN_KNOWN = 3  # training units with features that a linear prediction needs
-Prediction = dict[str, np.ndarray]
+Prediction = dict[ScoredMethod, np.ndarray]
 MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
 # expected counts from which the logarithm of the expectation is within 0.02 of the expected one
 LARGE = 30.0
-RESPONSE = f"{EMBEDDING} + response head"
-# names of features; PRIOR begins those of files
-CO_EXPRESSION = "co-expression of controls"
-PRIOR = "prior "
+RESPONSE = replace(EMBEDDING, classifier="response head")
+CO_EXPRESSION = ScoredMethod("co-expression of controls")
+NO_CHANGE = ScoredMethod("no change")
+MEAN = ScoredMethod("mean")
+SAME_MEAN = ScoredMethod("same perturbation", "mean")
+SAME_LINEAR = ScoredMethod("same perturbation", "linear")
+SAME_NEAREST = ScoredMethod("same perturbation", "nearest")
 # a group counts as unseen if this share of its cells is scored; the others equal training cells or
 # have no known gene
 UNSEEN_FRAC = 0.9
@@ -152,6 +160,11 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     )
 
 
+def prior_method(name: str) -> ScoredMethod:
+    """Gene vectors of a file, one of `priors`."""
+    return ScoredMethod(f"prior {name}")
+
+
 def check_changes(context: Context) -> None:
     """Raise Skipped for a dataset without changes of expression."""
     if controlled_role(context) not in context.roles or IS_CONTROL not in context.roles:
@@ -189,21 +202,21 @@ def of_new_perturbations(
     changes: np.ndarray,
     train: np.ndarray,
     test: np.ndarray,
-    features: Mapping[str, np.ndarray],
+    features: Mapping[ScoredMethod, np.ndarray],
     neighbors: int,
 ) -> Prediction:
     """Changes `(test units, G)` by method, of units whose perturbation no training unit has.
 
-    `features` by name are `(U, F)`, NaN rows for units without any, which get the mean of the
+    `features` are `(U, F)`, NaN rows for units without any, which get the mean of the
     training units.
     """
     none = np.zeros((len(test), changes.shape[1]))
-    predicted = {"no change": none, "mean": none + changes[train].mean(0)}
-    for name, values in features.items():
+    predicted = {NO_CHANGE: none, MEAN: none + changes[train].mean(0)}
+    for source, values in features.items():
         has = np.isfinite(values).all(1)
         known = train[has[train]]
         wanted = np.flatnonzero(has[test])
-        linear, nearest, several = (predicted["mean"].copy() for _ in range(3))
+        linear, nearest, several = (predicted[MEAN].copy() for _ in range(3))
         if len(known) >= MIN_KNOWN and len(wanted):
             scaler = StandardScaler().fit(values[known])
             given = scaler.transform(values[known])
@@ -215,9 +228,9 @@ def of_new_perturbations(
             nearest[wanted] = changes[similar[:, 0]]
             several[wanted] = changes[similar[:, :neighbors]].mean(1)
         predicted |= {
-            f"{name} + linear": linear,
-            f"{name} + nearest": nearest,
-            f"{name} + kNN": several,
+            replace(source, classifier="linear"): linear,
+            replace(source, classifier="nearest"): nearest,
+            replace(source, classifier=KNN): several,
         }
     return predicted
 
@@ -251,11 +264,11 @@ def of_new_contexts(
     one_hot = (perturbation[:, None] == np.unique(perturbation[train])).astype(float)
     linear = RidgeCV(ALPHAS).fit(one_hot[train], changes[train]).predict(one_hot[test])
     return {
-        "no change": none,
-        "mean": mean,
-        "same perturbation + mean": same_mean,
-        "same perturbation + linear": linear,
-        "same perturbation + nearest": nearest,
+        NO_CHANGE: none,
+        MEAN: mean,
+        SAME_MEAN: same_mean,
+        SAME_LINEAR: linear,
+        SAME_NEAREST: nearest,
     }
 
 
@@ -456,7 +469,7 @@ class HeldOut:
         return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
 
     @cached_property
-    def features(self) -> dict[str, np.ndarray]:
+    def features(self) -> dict[ScoredMethod, np.ndarray]:
         """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
         without a vector.
 
@@ -465,14 +478,14 @@ class HeldOut:
         """
         model = self.context.model
         vectors = gene_vectors(model)
-        by_gene = {LOADINGS: loadings_of(model.components)}
-        by_gene |= {
-            name: vectors[name] for name in (OF_GENES, f"{UNTRAINED} {OF_GENES}") if name in vectors
-        }
+        by_gene = {LOADINGS: scaled_loadings(model.components)}
+        for source in (OF_GENES, UNTRAINED_OF_GENES):
+            if source in vectors:
+                by_gene[source] = vectors[source]
         by_gene[CO_EXPRESSION] = self._co_expression()
-        features = {name: _of_units(self.genes, values) for name, values in by_gene.items()}
+        features = {source: _of_units(self.genes, values) for source, values in by_gene.items()}
         return features | {
-            PRIOR + name: self._prior(Path(path)) for name, path in self.config.priors.items()
+            prior_method(name): self._prior(Path(path)) for name, path in self.config.priors.items()
         }
 
     def _co_expression(self) -> np.ndarray:
@@ -485,7 +498,7 @@ class HeldOut:
         standard = controls @ sp.diags(
             np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
         )
-        measured = loadings_of(pca(standard.shape).fit(sp.csr_matrix(standard)))
+        measured = scaled_loadings(pca(standard.shape).fit(sp.csr_matrix(standard)))
         loadings = np.full((self.context.model.vocabulary.n_genes, measured.shape[1]), np.nan)
         loadings[self.profiles.genes] = measured
         return loadings

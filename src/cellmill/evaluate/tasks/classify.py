@@ -8,7 +8,7 @@ A donor or batch that `leave_out` tests is one draw in an interval; a class that
 as wrong for every method.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,34 +20,36 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.features import (
-    ALL_GENES,
-    OF_TRAINING,
-    RANKED,
+from cellmill.evaluate.classifiers import (
+    Features,
+    fit_all,
+    predict_all,
+    select_cells,
+    small_problems,
+)
+from cellmill.evaluate.components import (
+    COMPONENTS,
     VARIABLE_GENES,
     RankedGenes,
-    cell_features,
-    fit_all,
-    halves,
-    labelled_cells,
-    predict_all,
-    rows_of,
-    small_problems,
-    variable_genes,
+    choose_variable_genes,
+    pca,
 )
-from cellmill.evaluate.scores import (
+from cellmill.evaluate.features import cell_features
+from cellmill.evaluate.labels import labelled_cells, predict_halves
+from cellmill.evaluate.methods import (
+    ALL_GENES,
     EMBEDDING,
+    KNN,
     MAJORITY,
+    OF_TRAINING,
+    RANKED,
+    REGRESSION,
+    UNSCALED_REGRESSION,
     WITH_COMPONENTS,
-    Predictions,
-    ScoreColumn,
-    against_best,
-    by_features,
-    kind_of,
-    seeded,
 )
-from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult, pca
-from cellmill.runs.verdict import Verdict
+from cellmill.evaluate.scores import Predictions, ScoreColumn, seeded, tabulate
+from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.runs.results import ScoredMethod, TaskResult, Verdict
 
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 FEWEST_TESTED = 5
@@ -67,7 +69,9 @@ class Probe(Task):
         config = self.config
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
-        predictions = Predictions(chosen.labels, config.seeds, halves=halves(context)[chosen.cells])
+        predictions = Predictions(
+            chosen.labels, config.seeds, halves=predict_halves(context)[chosen.cells]
+        )
         splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(
             predictions, features, splits, config.neighbors, context, components=COMPONENTS
@@ -80,10 +84,8 @@ class Probe(Task):
             "seeds": config.seeds,
             "neighbors": config.neighbors,
         }
-        confusion = predictions.confusion("", columns[0].best(own=True))
-        return TaskResult.from_columns(
-            columns, numbers, verdicts=judge(columns), confusion=confusion
-        )
+        confusion = predictions.confusion("", columns[0].best_model())
+        return tabulate(columns, numbers, verdicts=judge(columns), confusion=confusion)
 
 
 def stratified(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
@@ -95,7 +97,7 @@ def stratified(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterato
 
 def predict_splits(
     predictions: Predictions,
-    features: Mapping[str, Any],
+    features: Features,
     splits: Iterable[Split],
     neighbors: int,
     context: Context,
@@ -104,23 +106,22 @@ def predict_splits(
 ) -> None:
     """Record the predictions of the test cells of each split by every features and classifier.
 
-    With `components`, also those of the largest class, of so many principal components of the
-    training cells, and of the embedding, standardised over the training cells, beside those of the
-    model's.
+    If `components` > 0, also add: the majority class; a PCA of the training cells with that many
+    components; and the embedding concatenated with the model's PCA.
     """
     labels = predictions.labels
     ranked = RankedGenes(features[ALL_GENES])
     for repetition, train, test in splits:
         with small_problems():
-            given = {**features, RANKED: ranked.select(train, labels[train])}
+            of_split = {**features, RANKED: ranked.select(train, labels[train])}
             if components:
-                given |= _components(features[ALL_GENES], train, components, context.baselines)
+                of_split |= _components(features[ALL_GENES], train, components, context.baselines)
             if components and OF_TRAINING in features:
                 scaler = StandardScaler().fit(features[EMBEDDING][train])
-                beside = [scaler.transform(features[EMBEDDING]), features[OF_TRAINING]]
-                given[WITH_COMPONENTS] = np.hstack(beside)
-            fitted = fit_all(rows_of(given, train), labels[train], neighbors, context)
-            predicted = predict_all(fitted, rows_of(given, test))
+                scaled = scaler.transform(features[EMBEDDING])
+                of_split[WITH_COMPONENTS] = np.hstack([scaled, features[OF_TRAINING]])
+            fitted = fit_all(select_cells(of_split, train), labels[train], neighbors, context)
+            predicted = predict_all(fitted, select_cells(of_split, test))
         if components:
             predicted[MAJORITY] = majority(labels[train], len(test))
         predictions.record(condition, repetition, test, predicted)
@@ -134,45 +135,53 @@ def majority(labels: np.ndarray, n: int) -> np.ndarray:
 
 def _components(
     genes: Any, train: np.ndarray, components: int, cache: BaselineCache
-) -> dict[str, np.ndarray]:
-    """Principal components fitted on `train`, of all cells, of all genes and, if there are more, of
-    the variable ones.
-
-    None where cells or genes are too few.
+) -> dict[ScoredMethod, np.ndarray]:
+    """Principal components of all cells, fitted on `train`, of all genes and, if there are more, of
+    the variable genes; empty if cells or genes are too few.
     """
     if min(len(train), genes.shape[1]) < 2:
         return {}
 
-    def fitted(panel: Any) -> np.ndarray:
+    def fit(panel: Any) -> np.ndarray:
         unfitted = pca((len(train), panel.shape[1]), components)
         about = f"{unfitted!r} fitted on {train.tolist()}"
         return cache.features(about, panel, lambda: unfitted.fit(panel[train]).transform(panel))
 
-    found = {f"PCA{components}": fitted(genes)}
+    features = {ScoredMethod(f"PCA{components}"): fit(genes)}
     if genes.shape[1] > VARIABLE_GENES:
-        found[f"PCA{components} of variable genes"] = fitted(genes[:, variable_genes(genes[train])])
-    return found
+        panel = genes[:, choose_variable_genes(genes[train])]
+        features[ScoredMethod(f"PCA{components} of variable genes")] = fit(panel)
+    return features
 
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Best against best in each metric, then accuracy against each kind of features, by classifier,
-    and of the embedding with principal components against these alone.
+    """Best against best in each metric; then accuracy of the embedding against each baseline's
+    features, by classifier; then of the embedding with principal components against these only.
     """
-    verdicts = against_best(columns)
+    verdicts = [column.compare_best() for column in columns]
     accuracy = columns[0]
-    for classifier in ("logistic regression", "kNN"):
-        by_kind = by_features(name for name in accuracy.scores if f" + {classifier}" in name)
-        own = accuracy.best(True, by_kind[EMBEDDING])
-        for names in by_kind.values():
-            if kind_of(names[0]) == "baseline":
-                verdicts.append(accuracy.compare(own, accuracy.best(False, names)))
-    by_kind = by_features(accuracy.scores)
-    if WITH_COMPONENTS in by_kind and OF_TRAINING in by_kind:
-        beside, alone = (
-            max(by_kind[kind], key=accuracy.mean) for kind in (WITH_COMPONENTS, OF_TRAINING)
+    for classifiers in ((REGRESSION, UNSCALED_REGRESSION), (KNN,)):
+        by_features = group_by_features(
+            method for method in accuracy.scores if method.classifier in classifiers
         )
-        verdicts.append(accuracy.compare(beside, alone))
+        own = accuracy.best(by_features[EMBEDDING.features])
+        for methods in by_features.values():
+            if methods[0].kind == "baseline":
+                verdicts.append(accuracy.compare(own, accuracy.best(methods)))
+    by_features = group_by_features(accuracy.scores)
+    if WITH_COMPONENTS.features in by_features and OF_TRAINING.features in by_features:
+        both = accuracy.best(by_features[WITH_COMPONENTS.features])
+        components = accuracy.best(by_features[OF_TRAINING.features])
+        verdicts.append(accuracy.compare(both, components))
     return list(dict.fromkeys(verdicts))
+
+
+def group_by_features(methods: Iterable[ScoredMethod]) -> dict[str, list[ScoredMethod]]:
+    """Methods by the name of their features."""
+    groups: dict[str, list[ScoredMethod]] = {}
+    for method in methods:
+        groups.setdefault(method.features, []).append(method)
+    return groups
 
 
 class FewShot(Task):
@@ -185,7 +194,9 @@ class FewShot(Task):
         config, fewest = self.config, min(self.config.shots) + FEWEST_TESTED
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
-        predictions = Predictions(chosen.labels, config.draws, halves=halves(context)[chosen.cells])
+        predictions = Predictions(
+            chosen.labels, config.draws, halves=predict_halves(context)[chosen.cells]
+        )
         n_classes = {}
         left_out = {}
         for shots in sorted(config.shots):
@@ -205,7 +216,7 @@ class FewShot(Task):
             "n_classes": n_classes,
             "classes_left_out": left_out,
         }
-        return TaskResult.from_columns(predictions.accuracies(), numbers)
+        return tabulate(predictions.accuracies(), numbers)
 
 
 def draw_shots(
@@ -235,7 +246,7 @@ class LeaveOut(Task):
         columns: list[ScoreColumn] = []
         labels = chosen.labels
         numbers = chosen.numbers
-        ceiling = halves(context)[chosen.cells]
+        halves = predict_halves(context)[chosen.cells]
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
@@ -256,7 +267,7 @@ class LeaveOut(Task):
             }
             if not pairs:
                 continue
-            predictions = Predictions(labels, len(pairs), halves=ceiling)
+            predictions = Predictions(labels, len(pairs), halves=halves)
             splits = [(at, *pair) for at, pair in enumerate(pairs)]
             predict_splits(
                 predictions, features, splits, self.config.neighbors, context, components=COMPONENTS
@@ -267,7 +278,7 @@ class LeaveOut(Task):
         if not columns:
             one = " and one ".join(roles)
             raise Skipped(f"the scored cells of two classes or more have one {one}", numbers)
-        return TaskResult.from_columns(columns, numbers)
+        return tabulate(columns, numbers)
 
 
 def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

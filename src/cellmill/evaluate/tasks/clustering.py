@@ -18,18 +18,14 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import (
-    ALL_GENES,
-    OF_THE_MODEL,
-    features_of_counts,
-    labelled_cells,
-    own_components,
-    read_rows,
-    with_external,
-)
-from cellmill.evaluate.scores import EMBEDDING, ScoreColumn, against_best, kind_of, table_rows
-from cellmill.evaluate.task import COMPONENTS, Context, Task, TaskResult
+from cellmill.evaluate.components import COMPONENTS, fit_own_components
+from cellmill.evaluate.features import external_features, features_of_counts, read_rows
+from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
+from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.integration import NeighborGraph, jaccard_weights
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 TINY = 1e-12
 
@@ -103,43 +99,42 @@ class Clustering(Task):
         labels = chosen.labels
         features = features_of_counts(context, counts, context.vectors[chosen.cells])
         genes = features.pop(ALL_GENES)
-        own = f"PCA{COMPONENTS} of the scored cells"
+        components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
         features |= {
-            own: own_components(genes),
-            f"{own}, scaled genes": own_components(scaled),
+            components: fit_own_components(genes),
+            add_note(components, ", scaled genes"): fit_own_components(scaled),
             ALL_GENES: genes,
         }
-        features = with_external(features, context, chosen.cells)
-        found = {
-            kind: self.cluster(kind, values, labels, context, igraph)
-            for kind, values in features.items()
+        features |= external_features(context, chosen.cells)
+        clusters = {
+            method: self.cluster(method, values, labels, context, igraph)
+            for method, values in features.items()
         }
         columns = []
         for number, where in enumerate(("best resolution", f"resolution {config.resolution:g}")):
             for name, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
-                both = {kind: clusters[number] for kind, (_, clusters) in found.items()}
-                scores = {
-                    kind: np.stack([score(labels, one) for one in seeds])
-                    for kind, seeds in both.items()
-                }
+                scores = {}
+                for method, (_, at_resolutions) in clusters.items():
+                    by_seed = at_resolutions[number]
+                    scores[method] = np.stack([score(labels, of_seed) for of_seed in by_seed])
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
         rows = table_rows(columns)
         for row in rows:
-            row["best resolution"], (at_best, at_fixed) = found[row["name"]]
-            for key, clusters in (("clusters there", at_best), ("clusters, fixed", at_fixed)):
-                row[key] = float(np.mean([len(np.unique(of_seed)) for of_seed in clusters]))
+            row.numbers["best resolution"], (at_best, at_fixed) = clusters[row.method]
+            row.numbers["clusters there"] = _mean_number(at_best)
+            row.numbers["clusters, fixed"] = _mean_number(at_fixed)
         numbers = chosen.numbers | {"neighbors": config.neighbors, "seeds": config.seeds}
-        others = [name for name in columns[0].scores if kind_of(name) == "baseline"]
-        # against the best baseline in each column, then against every one by ARI at the best
+        # against the best baseline in each column, then against all baselines by ARI at the best
         # resolution
-        verdicts = dict.fromkeys(
-            [*against_best(columns), *(columns[0].compare(EMBEDDING, name) for name in others)]
-        )
-        return TaskResult.from_columns(columns, numbers, rows=rows, verdicts=[*verdicts])
+        verdicts = [column.compare_best() for column in columns]
+        verdicts += [
+            columns[0].compare(EMBEDDING, method) for method in columns[0].of_kind("baseline")
+        ]
+        return tabulate(columns, numbers, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
     def cluster(
-        self, kind: str, features: Any, labels: np.ndarray, context: Context, igraph: Any
+        self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any
     ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
         """Best resolution, and clusters `(seeds, cells)` there and at the fixed resolution."""
         config = self.config
@@ -161,7 +156,7 @@ class Clustering(Task):
             head = np.full((1, len(labels)), config.resolutions.index(best))
             return np.concatenate([head, found[best], found[config.resolution]]).astype(np.int16)
 
-        if kind in OF_THE_MODEL:
+        if method.network is not None:
             found = clusters()
         else:
             about = (
@@ -172,6 +167,11 @@ class Clustering(Task):
             found[1 : 1 + config.seeds],
             found[1 + config.seeds :],
         )
+
+
+def _mean_number(clusters: np.ndarray) -> float:
+    """Mean over seeds of the number of clusters."""
+    return float(np.mean([len(np.unique(of_seed)) for of_seed in clusters]))
 
 
 def leiden(

@@ -9,7 +9,7 @@ for the model as for the baselines.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -18,48 +18,37 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
-from cellmill.evaluate.features import (
-    ALL_GENES,
-    OF_TRAINING,
-    features_of_counts,
+from cellmill.evaluate.classifiers import (
+    Features,
     fit_all,
-    halves,
-    keep_columns,
-    labelled_cells,
     predict_all,
-    read_rows,
-    rows_of,
+    select_cells,
     small_problems,
 )
-from cellmill.evaluate.scores import EMBEDDING, MAJORITY, Predictions, seeded
-from cellmill.evaluate.task import (
-    COMPONENTS,
-    PCA_CELLS,
-    Context,
-    Skipped,
-    Task,
-    TaskResult,
-    pca,
-    read_training_counts,
-)
+from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.evaluate.evaluated import PCA_CELLS, read_training_counts
+from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
+from cellmill.evaluate.labels import labelled_cells, predict_halves
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY, OF_TRAINING, add_note
+from cellmill.evaluate.scores import Predictions, seeded, tabulate
+from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import Split, majority, stratified
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
 WHOLE = "whole"
 WAYS = MATCHED, SHIFTED, ALL_LEVELS = "matched", "shifted", "trained on all levels"
-PER_1K = f"{OF_TRAINING}, CP1k"
+PER_1K = add_note(OF_TRAINING, ", CP1k")
 """Components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000."""
-OF_THINNED = f"PCA{COMPONENTS} of thinned cells"
-EMBEDDING_OF_PANEL = f"{EMBEDDING} of the panel"
-OF_PANEL = f"PCA{COMPONENTS} of the panel"
-ALL_OF_PANEL = "all genes of the panel"
+OF_THINNED = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
+EMBEDDING_OF_PANEL = replace(EMBEDDING, features="embedding of the panel")
+OF_PANEL = ScoredMethod(f"PCA{COMPONENTS} of the panel")
+ALL_OF_PANEL = ScoredMethod("all genes of the panel")
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
-Features = Mapping[str, Any]
-"""Features by name, `(cells, width)` each."""
-Classes = dict[str, np.ndarray]
-"""Predicted classes, text `(cells,)`, by `features + classifier`."""
+Classes = dict[ScoredMethod, np.ndarray]
+"""Predicted classes, text `(cells,)`, by method."""
 Project = Callable[[sp.csr_matrix], np.ndarray]
 """Counts `(cells, genes of the file)` -> components `(cells, components)`."""
 
@@ -70,7 +59,7 @@ class LevelFeatures:
     loses.
     """
 
-    by_level: dict[str, dict[str, Any]]  # the level, WHOLE and perhaps other levels
+    by_level: dict[str, dict[ScoredMethod, Any]]  # the level, WHOLE and perhaps other levels
     knows_panel: bool
     """Whole cells are restricted to the genes of the level, so matched and shifted classifiers are
     the same.
@@ -148,7 +137,7 @@ class Degraded(Task):
         chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
         whole = read_rows(context.reader, chosen.cells)
         predictions = Predictions(
-            chosen.labels, config.repeats, halves=halves(context)[chosen.cells]
+            chosen.labels, config.repeats, halves=predict_halves(context)[chosen.cells]
         )
         training = TrainingCounts.of(context)
         for repeat in range(config.repeats):
@@ -177,9 +166,7 @@ class Degraded(Task):
                     predictions.record(column, repeat, test, classes | largest)
         numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{list(levels)[-1]}, {SHIFTED}"
-        return TaskResult.from_columns(
-            predictions.accuracies(), chosen.numbers | numbers, metric=metric
-        )
+        return tabulate(predictions.accuracies(), chosen.numbers | numbers, metric=metric)
 
     def _fitted_to(
         self,
@@ -210,7 +197,7 @@ class Degraded(Task):
         """Classes of the test cells by column; `cells` are features of all cells by level."""
         neighbors = self.config.neighbors
         _, train, test = split
-        seen = {level: rows_of(features, train) for level, features in cells.items()}
+        seen = {level: select_cells(features, train) for level, features in cells.items()}
         fitted = {
             level: fit_all(features, labels[train], neighbors, context)
             for level, features in seen.items()
@@ -218,9 +205,9 @@ class Degraded(Task):
         on_all = fit_all(
             together(seen.values()), np.tile(labels[train], len(cells)), neighbors, context
         )
-        predicted = {WHOLE: predict_all(fitted[WHOLE], rows_of(cells[WHOLE], test))}
+        predicted = {WHOLE: predict_all(fitted[WHOLE], select_cells(cells[WHOLE], test))}
         for level in [*cells][1:]:
-            tested = rows_of(cells[level], test)
+            tested = select_cells(cells[level], test)
             ways = {MATCHED: fitted[level], SHIFTED: fitted[WHOLE], ALL_LEVELS: on_all}
             predicted |= {
                 f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()
@@ -238,8 +225,8 @@ class Degraded(Task):
         """Classes of the test cells by way of training, from features that are made for `level`."""
         neighbors = self.config.neighbors
         _, train, test = split
-        tested = rows_of(features.by_level[level], test)
-        seen = {name: rows_of(values, train) for name, values in features.by_level.items()}
+        tested = select_cells(features.by_level[level], test)
+        seen = {name: select_cells(values, train) for name, values in features.by_level.items()}
         matched = predict_all(fit_all(seen[level], labels[train], neighbors, context), tested)
         if features.knows_panel:
             return dict.fromkeys(WAYS, matched)
@@ -250,10 +237,10 @@ class Degraded(Task):
         return {MATCHED: matched, SHIFTED: shifted, ALL_LEVELS: predict_all(on_all, tested)}
 
 
-def together(levels: Iterable[Features]) -> dict[str, Any]:
+def together(levels: Iterable[Features]) -> Features:
     """Features of the cells of all levels, one level after another."""
     parts = [*levels]
-    stacked: dict[str, Any] = {}
+    stacked: dict[ScoredMethod, Any] = {}
     for kind, first in parts[0].items():
         of_kind = [features[kind] for features in parts]
         stacked[kind] = sp.vstack(of_kind, "csr") if sp.issparse(first) else np.vstack(of_kind)

@@ -35,27 +35,13 @@ from cellmill.data.genes.names import GeneColumns, rows_of_names
 from cellmill.data.shards.reader import read_names
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.errors import DataError
-from cellmill.evaluate.embed import inference, tokens_of
+from cellmill.evaluate.components import COMPONENTS, pca
+from cellmill.evaluate.evaluated import read_training_counts
 from cellmill.evaluate.features import embed_counts, keep_columns, read_rows
-from cellmill.evaluate.scores import (
-    EMBEDDING,
-    IN_FOLDS,
-    UNTRAINED,
-    ScoreColumn,
-    against_best,
-    divide,
-    draw_cells,
-    seeded,
-)
-from cellmill.evaluate.task import (
-    COMPONENTS,
-    Context,
-    Skipped,
-    Task,
-    TaskResult,
-    pca,
-    read_training_counts,
-)
+from cellmill.evaluate.inference.embed import inference, tokens_of
+from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, add_note
+from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, tabulate
+from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.changes import ALPHAS, expected_log_expression
 from cellmill.evaluate.tasks.classify import Split, splits_of
 from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
@@ -64,6 +50,7 @@ from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
 from cellmill.models.objectives.query_decoding import QueryDecoding
 from cellmill.parallel.vocab_parallel import token_logits
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 # decoded at once, by a profile or by queries
 CELLS = 256
@@ -83,7 +70,8 @@ MAX_CELLS = 2_000
 # training cells used at most; shards are shuffled, so the first ones are a random sample
 MAX_FITTED = 20_000
 FEWEST_CELLS = 4  # of a training or test fold, and of the training cells of one dataset
-COMPONENT_ROW = f"PCA{COMPONENTS} of visible genes"
+COMPONENTS_OF_VISIBLE = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
+GENE_MEANS = ScoredMethod("gene means")
 
 
 @dataclass(frozen=True)
@@ -273,7 +261,7 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 class Prediction:
     """Expression of test cells of one fold by one method."""
 
-    method: str
+    method: ScoredMethod
     repetition: int
     n_repetitions: int
     cells: np.ndarray  # indices of the scored cells
@@ -318,52 +306,52 @@ class TrainingCells:
         return found
 
     def predict(
-        self, tested: HiddenGenes, vectors: Mapping[str, np.ndarray], neighbors: int
-    ) -> dict[str, np.ndarray]:
-        """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors` by
-        name.
-        """
+        self, tested: HiddenGenes, vectors: Mapping[ScoredMethod, np.ndarray], neighbors: int
+    ) -> dict[ScoredMethod, np.ndarray]:
+        """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors`."""
         model = self.hidden.context.model
-        seen = self.hidden.expression()
-        own = {
+        expression = self.hidden.expression()
+        embedded = {
             EMBEDDING: self.hidden.embedded(model.network),
             UNTRAINED: self.hidden.embedded(model.untrained),
         }
-        found: dict[str, np.ndarray] = {}
-        for ending, cells in self.groups().items():
-            components = pca((len(cells), self.hidden.profiles.shape[1])).fit(
-                self.hidden.profiles[cells]
-            )
-            fitted = {f"{kind}{ending}": values[cells] for kind, values in own.items()}
-            given = {f"{kind}{ending}": values for kind, values in vectors.items()}
-            fitted[f"{COMPONENT_ROW}{ending}"] = components.transform(self.hidden.profiles[cells])
-            given[f"{COMPONENT_ROW}{ending}"] = components.transform(tested.profiles)
-            found |= regressions(fitted, seen[cells], given, neighbors)
-            found[f"gene means{ending}"] = np.tile(seen[cells].mean(0), (tested.counts.shape[0], 1))
-        return found
+        predicted: dict[ScoredMethod, np.ndarray] = {}
+        for note, cells in self.groups().items():
+            profiles = self.hidden.profiles[cells]
+            components = pca((len(cells), self.hidden.profiles.shape[1])).fit(profiles)
+            fitted = {add_note(method, note): values[cells] for method, values in embedded.items()}
+            given = {add_note(method, note): values for method, values in vectors.items()}
+            of_visible = add_note(COMPONENTS_OF_VISIBLE, note)
+            fitted[of_visible] = components.transform(profiles)
+            given[of_visible] = components.transform(tested.profiles)
+            predicted |= regressions(fitted, expression[cells], given, neighbors)
+            means = np.tile(expression[cells].mean(0), (tested.counts.shape[0], 1))
+            predicted[add_note(GENE_MEANS, note)] = means
+        return predicted
 
 
 def regressions(
-    fitted: Mapping[str, np.ndarray],
+    fitted: Mapping[ScoredMethod, np.ndarray],
     expression: np.ndarray,
-    tested: Mapping[str, np.ndarray],
+    tested: Mapping[ScoredMethod, np.ndarray],
     neighbors: int,
-) -> dict[str, np.ndarray]:
-    """Expression (tested cells, G) by `features + method`, of regressions on `expression`, (fitted
-    cells, G).
+) -> dict[ScoredMethod, np.ndarray]:
+    """Expression (tested cells, G) by method, of regressions on `expression`, (fitted cells, G).
 
-    `fitted` and `tested` are features by name, (cells, width). Both scalings: standardising raises
-    the weight of small components, which helps or hurts depending on the number of cells.
+    `fitted` and `tested` are features, (cells, width). Both scalings: standardising raises the
+    weight of small components, which helps or hurts depending on the number of cells.
     """
-    most = min(neighbors, len(expression))
-    found: dict[str, np.ndarray] = {}
-    for kind, values in fitted.items():
+    n_neighbors = min(neighbors, len(expression))
+    predicted: dict[ScoredMethod, np.ndarray] = {}
+    for method, values in fitted.items():
         for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
             ridge = make_pipeline(scaler, RidgeCV(ALPHAS)).fit(values, expression)
-            nearest = make_pipeline(scaler, KNeighborsRegressor(most)).fit(values, expression)
-            found[f"{kind} + ridge{ending}"] = ridge.predict(tested[kind])
-            found[f"{kind} + kNN{ending}"] = nearest.predict(tested[kind])
-    return found
+            nearest = make_pipeline(scaler, KNeighborsRegressor(n_neighbors)).fit(
+                values, expression
+            )
+            for name, regression in ((f"ridge{ending}", ridge), (f"{KNN}{ending}", nearest)):
+                predicted[replace(method, classifier=name)] = regression.predict(tested[method])
+    return predicted
 
 
 class Imputation(Task):
@@ -406,8 +394,12 @@ class Imputation(Task):
         )
         print(f"{context.dataset}: imputation: {line}; fitted on {n_fitted}", flush=True)
         columns = self._columns(hidden, self._predictions(hidden, trained, folds))
-        judged = [column for column in columns if column.heading != "MSE" and column.has_baseline]
-        return TaskResult.from_columns(columns, numbers, judged, verdicts=against_best(judged))
+        judged = [
+            column
+            for column in columns
+            if column.heading != "MSE" and column.of_kind("model") and column.of_kind("baseline")
+        ]
+        return tabulate(columns, numbers, judged)
 
     def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
         """Role that is left out by value, or cells, and the folds."""
@@ -469,7 +461,7 @@ class Imputation(Task):
             metric: seen.shape[1] if metric.endswith("by gene") else len(seen) for metric in METRICS
         }
         # sums and numbers of scores, (2, repetitions, units), by metric and method
-        sums: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
+        sums: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
         for one in predictions:
             for metric, scores in expression_scores(one.values, seen[one.cells]).items():
                 if one.method not in sums[metric]:
@@ -500,23 +492,29 @@ class Imputation(Task):
             EMBEDDING: hidden.embedded(model.network),
             UNTRAINED: hidden.embedded(model.untrained),
         }
-        of_training_cells: dict[str, np.ndarray] = {}
-        own = own_expression(hidden, vectors[EMBEDDING])
-        if own is not None:
-            of_training_cells[f"{EMBEDDING} + decoder"] = own
+        of_training_cells: dict[ScoredMethod, np.ndarray] = {}
+        decoded = own_expression(hidden, vectors[EMBEDDING])
+        if decoded is not None:
+            of_training_cells[replace(EMBEDDING, classifier="decoder")] = decoded
         if trained is not None:
             of_training_cells |= trained.predict(hidden, vectors, self.config.neighbors)
         for repetition, _, test in folds:
-            for name, values in of_training_cells.items():
-                yield Prediction(name, repetition, n_repetitions, test, values[test])
-        seen = hidden.expression()
+            for method, values in of_training_cells.items():
+                yield Prediction(method, repetition, n_repetitions, test, values[test])
+        expression = hidden.expression()
         profiles = hidden.profiles
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
-            features = vectors | {COMPONENT_ROW: components.transform(profiles)}
-            fitted = {f"{kind}{IN_FOLDS}": values[train] for kind, values in features.items()}
-            tested = {f"{kind}{IN_FOLDS}": values[test] for kind, values in features.items()}
-            found = regressions(fitted, seen[train], tested, self.config.neighbors)
-            found[f"gene means{IN_FOLDS}"] = np.tile(seen[train].mean(0), (len(test), 1))
-            for name, values in found.items():
-                yield Prediction(name, repetition, n_repetitions, test, values)
+            features = vectors | {COMPONENTS_OF_VISIBLE: components.transform(profiles)}
+            fitted = {fitted_in_folds(method): values[train] for method, values in features.items()}
+            tested = {fitted_in_folds(method): values[test] for method, values in features.items()}
+            predicted = regressions(fitted, expression[train], tested, self.config.neighbors)
+            means = np.tile(expression[train].mean(0), (len(test), 1))
+            predicted[fitted_in_folds(GENE_MEANS)] = means
+            for method, values in predicted.items():
+                yield Prediction(method, repetition, n_repetitions, test, values)
+
+
+def fitted_in_folds(method: ScoredMethod) -> ScoredMethod:
+    """The method fitted on other cells than the model: a row of its own, in no verdict."""
+    return replace(add_note(method, ", folds of scored cells"), kind="variant")

@@ -32,20 +32,17 @@ from cellmill.config.parts.tasks import IntegrationConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed, text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
-from cellmill.evaluate.features import (
-    OF_TRAINING,
-    embed_counts,
-    labelled_cells,
-    own_components,
-    read_rows,
-    with_external,
-)
-from cellmill.evaluate.scores import EMBEDDING, UNTRAINED, ScoreColumn, differences, kind_of, seeded
-from cellmill.evaluate.task import COMPONENTS, Context, Skipped, Task, TaskResult
+from cellmill.evaluate.components import COMPONENTS, fit_own_components
+from cellmill.evaluate.features import embed_counts, external_features, read_rows
+from cellmill.evaluate.labels import labelled_cells
+from cellmill.evaluate.methods import EMBEDDING, OF_TRAINING, UNTRAINED
+from cellmill.evaluate.scores import ScoreColumn, seeded
+from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.runs.results import Row, ScoredMethod, TaskResult
 
-CORRECTED = f"PCA{COMPONENTS}, Harmony"
-PRINCIPAL = f"PCA{COMPONENTS}"
-RANDOM = "random"
+CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
+PRINCIPAL = ScoredMethod(f"PCA{COMPONENTS}")
+RANDOM = ScoredMethod("random")
 # of the bandwidth that has the perplexity
 SEARCH_STEPS = 60
 TOLERANCE = 1e-6
@@ -79,46 +76,52 @@ class Integration(Task):
                 f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers
             )
         vectors = self.vectors(context, chosen.cells[known], batches)
-        shown = {
-            name: self.measure(of, vectors[PRINCIPAL], batches, labels)
-            for name, of in vectors.items()
+        measures = {
+            method: self.measure(values, vectors[PRINCIPAL], batches, labels)
+            for method, values in vectors.items()
         }
-        rows = [
-            {"name": name, "kind": kind_of(name)}
-            | {
-                key: None if of is None else float(np.mean(of)) + 0.0
-                for key, of in measures.items()
+        rows = []
+        for method, by_heading in measures.items():
+            means = {
+                heading: None if values is None else float(np.mean(values)) + 0.0
+                for heading, values in by_heading.items()
             }
-            for name, measures in shown.items()
-        ]
-        columns = [  # graph connectivity is no mean over cells: without interval and verdict
-            ScoreColumn(heading, heading, {name: of[heading][None] for name, of in shown.items()})
-            for heading, values in shown[EMBEDDING].items()
-            if isinstance(values, np.ndarray)
-        ]
+            rows.append(Row(method, numbers=means))
+        columns = []
+        for heading, values in measures[EMBEDDING].items():
+            # graph connectivity is no mean over cells: without interval and verdict
+            if isinstance(values, np.ndarray):
+                scores = {
+                    method: by_heading[heading][None] for method, by_heading in measures.items()
+                }
+                columns.append(ScoreColumn(heading, heading, scores))
         against = CORRECTED if self.config.harmony else PRINCIPAL
-        verdicts = [column.compare(EMBEDDING, against) for column in columns]
-        return TaskResult(rows, None, verdicts, numbers, differences=differences(columns))
+        return TaskResult(
+            rows,
+            verdicts=[column.compare(EMBEDDING, against) for column in columns],
+            figures=numbers,
+            differences=[line for column in columns for line in column.differences()],
+        )
 
     def vectors(
         self, context: Context, cells: np.ndarray, batches: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Vectors of the cells by name, `(cells, width)`."""
+    ) -> dict[ScoredMethod, np.ndarray]:
+        """Vectors of the cells by method, `(cells, width)`."""
         model = context.model
         columns = context.columns
         counts = read_rows(context.reader, cells)
         profiles = summed(counts) if columns.ordered else counts
         known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
-        found = {
+        vectors = {
             EMBEDDING: context.vectors[cells],
             UNTRAINED: embed_counts(context, counts, model.untrained),
             OF_TRAINING: model.components.transform(known),
-            PRINCIPAL: own_components(log_normalise(profiles)),
+            PRINCIPAL: fit_own_components(log_normalise(profiles)),
         }
         if self.config.harmony:
-            found[CORRECTED] = harmonised(found[PRINCIPAL], batches, context.options.seed)
-        found[RANDOM] = seeded(context.options.seed, 2).normal(size=found[EMBEDDING].shape)
-        return with_external(found, context, cells)
+            vectors[CORRECTED] = harmonised(vectors[PRINCIPAL], batches, context.options.seed)
+        vectors[RANDOM] = seeded(context.options.seed, 2).normal(size=vectors[EMBEDDING].shape)
+        return vectors | external_features(context, cells)
 
     def measure(
         self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray

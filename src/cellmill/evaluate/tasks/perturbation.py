@@ -38,27 +38,26 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
 from cellmill.evaluate.scores import (
-    EMBEDDING,
     ScoreColumn,
-    by_features,
-    difference,
-    differences,
     divide,
-    kind_of,
     seeded,
     table_rows,
+    tabulate,
 )
-from cellmill.evaluate.task import Context, Skipped, Task, TaskResult, supervised_name
+from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.changes import (
     CO_EXPRESSION,
-    PRIOR,
+    MEAN,
+    NO_CHANGE,
     Fold,
     HeldOut,
     check_changes,
     controlled_role,
+    prior_method,
 )
+from cellmill.evaluate.tasks.classify import group_by_features
 from cellmill.evaluate.tasks.genes import correlations
-from cellmill.runs.verdict import sentence
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lower is better
     "Pearson": "Pearson of the change",
@@ -68,8 +67,10 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lo
 }
 HELD_OUT = "perturbation"  # in stage predict_changes
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
-CEILING = "split halves"
-BEST_OTHER = "best other perturbation"  # ceiling of methods that name the most similar one
+CEILING = ScoredMethod("split halves", kind="ceiling")
+BEST_OTHER = ScoredMethod(
+    "best other perturbation", kind="ceiling"
+)  # ceiling of methods that name the most similar one
 
 
 def change_scores(
@@ -126,15 +127,12 @@ def write_changes(
             "evaluate.cells: all"
         )
     tested = np.sort(np.concatenate([test for _, _, test in folds]))
-    changes: dict[str, np.ndarray] = {}  # (tested units, G) by method
+    changes: dict[ScoredMethod, np.ndarray] = {}  # (tested units, G)
     for _, test, predicted in held.predictions(folds):
         for method, values in predicted.items():
-            name = (
-                supervised_name(method, context.supervised)
-                if method.startswith(EMBEDDING)
-                else method
-            )
-            of_method = changes.setdefault(name, np.full((len(tested), values.shape[1]), np.nan))
+            if method.network == "trained":
+                method = replace(method, supervised=context.supervised or "")
+            of_method = changes.setdefault(method, np.full((len(tested), values.shape[1]), np.nan))
             of_method[np.searchsorted(tested, test)] = values
     position = np.full(len(held.group) + 1, -1, np.int64)  # the last is for cells without a unit
     position[tested] = np.arange(len(tested))
@@ -161,8 +159,8 @@ def write_changes(
     )
     about = {
         "perturbations": np.array(names, object),
-        "methods": np.array([*changes], object),
-        "kinds": np.array([kind_of(name) for name in changes], object),
+        "methods": np.array([method.name for method in changes], object),
+        "kinds": np.array([method.kind for method in changes], object),
         "changes": np.stack([*changes.values()]).astype(np.float32),
         "control": control,
         "seed": context.options.seed,
@@ -204,44 +202,58 @@ class Perturbation(Task):
                 continue
             for metric, scores in self._scores(held, folds).items():
                 defined = {
-                    name: values for name, values in scores.items() if np.isfinite(values).any()
+                    method: values for method, values in scores.items() if np.isfinite(values).any()
                 }
                 tops = {
-                    name: defined.pop(name) for name in (CEILING, BEST_OTHER) if name in defined
+                    method: defined.pop(method)
+                    for method in (CEILING, BEST_OTHER)
+                    if method in defined
                 }
-                if defined and CEILING in tops:
-                    column = ScoreColumn(
-                        f"{metric}, new {held_out}", f"{METRICS[metric]}, new {held_out}", defined
+                if not defined or CEILING not in tops:
+                    continue
+                column = ScoreColumn(
+                    f"{metric}, new {held_out}", f"{METRICS[metric]}, new {held_out}", defined
+                )
+                ceilings.append(replace(column, scores=tops))
+                trivial = {
+                    method: defined[method] for method in (NO_CHANGE, MEAN) if method in defined
+                }
+                columns.append(
+                    replace(
+                        column,
+                        trivial=trivial,
+                        ceiling=(CEILING, tops[CEILING]),
+                        lower_is_better=metric == "MAE",
                     )
-                    ceilings.append(replace(column, scores=tops))
-                    trivial = {
-                        name: of for name, of in defined.items() if name in ("no change", "mean")
-                    }
-                    column = replace(column, trivial=trivial, ceiling=(CEILING, tops[CEILING]))
-                    columns.append(replace(column, lower_is_better=metric == "MAE"))
+                )
         if not columns:
             reasons = "; ".join(
                 str(value) for key, value in numbers.items() if key.endswith("no_folds")
             )
             raise Skipped(reasons or "no stratum has enough controls", numbers)
-        rows = table_rows(columns) + [row | {"kind": "ceiling"} for row in table_rows(ceilings)]
-        judged = [
-            column
-            for column in columns
-            if any(name.startswith(EMBEDDING) for name in column.scores)
-        ]
-        compared = differences(judged)
+        judged = [column for column in columns if column.of_kind("model")]
+        compared = [line for column in judged for line in column.differences()]
+        informed = [method.features for method in self._informed()]
         notes = []
         for column in columns:
-            sources = by_features(
-                name for name in column.scores if name.startswith((CO_EXPRESSION, PRIOR))
+            groups = group_by_features(
+                method for method in column.scores if method.features in informed
             )
-            for names in sources.values():
-                compared += [difference(column, name, "mean") for name in names]
-                notes.append(sentence(column.compare(column.best(own=False, among=names), "mean")))
-        return TaskResult.from_columns(
-            columns, numbers, judged, rows=rows, differences=compared, notes=notes
+            for methods in groups.values():
+                compared += [column.difference(method, MEAN) for method in methods]
+                notes.append(column.compare(column.best(methods), MEAN).sentence)
+        return tabulate(
+            columns,
+            numbers,
+            judged,
+            rows=table_rows(columns) + table_rows(ceilings),
+            differences=compared,
+            notes=notes,
         )
+
+    def _informed(self) -> list[ScoredMethod]:
+        """Sources of gene vectors that are compared with the mean: controls and files."""
+        return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
     def _numbers(self, held: HeldOut, folds: list[Fold]) -> dict[str, Any]:
         role = held.role
@@ -263,12 +275,15 @@ class Perturbation(Task):
             reason = seen if not held.unseen.any() and len(held.group) else few
             numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
         if role == "perturbation":
-            for name in (CO_EXPRESSION, *(PRIOR + prior for prior in self.config.priors)):
-                n = np.unique(held.perturbation[np.isfinite(held.features[name]).all(1)]).size
-                numbers[f"perturbation_perturbations_with_{name}"] = n
+            for source in self._informed():
+                has_vector = np.isfinite(held.features[source]).all(1)
+                n = np.unique(held.perturbation[has_vector]).size
+                numbers[f"perturbation_perturbations_with_{source.name}"] = n
         return numbers
 
-    def _scores(self, held: HeldOut, folds: list[Fold]) -> dict[str, dict[str, np.ndarray]]:
+    def _scores(
+        self, held: HeldOut, folds: list[Fold]
+    ) -> dict[str, dict[ScoredMethod, np.ndarray]]:
         """(repetitions, perturbations) by metric and method: means over the units of a
         perturbation.
         """
@@ -278,7 +293,7 @@ class Perturbation(Task):
         seen = profiles.changes(held.scored_unit, len(held.group), measured)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
         shape = 1 + max(repetition for repetition, _, _ in folds), len(held.group)
-        scores: dict[str, dict[str, np.ndarray]] = {metric: {} for metric in METRICS}
+        scores: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
             # changes of two halves of each unit's scored cells, each from its own half of the
             # controls

@@ -18,15 +18,18 @@ from cellmill.config.parts.tasks import ReconstructConfig, ThroughputConfig
 from cellmill.data.shards.obs import parse_columns
 from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
-from cellmill.evaluate.embed import ROW_BLOCK, inference, levels_of, tokens_of
-from cellmill.evaluate.predict import classifiers_of, count_labels
+from cellmill.evaluate.evaluated import EvaluatedModel
+from cellmill.evaluate.features import TOKEN_BUDGET
+from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, levels_of, tokens_of
+from cellmill.evaluate.inference.predict import classifiers_of, count_labels
 from cellmill.evaluate.scores import draw_cells
-from cellmill.evaluate.task import TOKEN_BUDGET, Context, EvaluatedModel, Skipped, Task, TaskResult
+from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.batch import on_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import to_empty
+from cellmill.runs.results import Row, ScoredMethod, TaskResult
 
 MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
@@ -122,14 +125,11 @@ class Throughput(Task):
     def run(self, context: Context) -> TaskResult:
         """One row."""
         cost = context.embedding_cost
-        row = {
-            "name": "embed",
-            "kind": "model",
-            "cells": context.reader.n_obs,
+        n_cells = context.reader.n_obs
+        numbers = {
+            "cells": n_cells,
             "seconds": cost["seconds"],
-        }
-        row |= {
-            "cells per s": context.reader.n_obs / cost["seconds"],
+            "cells per s": n_cells / cost["seconds"],
             "peak memory, GB": cost["peak_gb"],
         }
-        return TaskResult([row])
+        return TaskResult([Row(ScoredMethod("embed", kind="model"), numbers=numbers)])

@@ -15,40 +15,32 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.features import (
-    OF_TRAINING,
-    RANKED,
-    RankedGenes,
-    choose_cells,
-    fit_all,
-    halves,
-    predict_all,
-    read_rows,
-    small_problems,
-)
-from cellmill.evaluate.predict import tally
-from cellmill.evaluate.scores import (
+from cellmill.evaluate.classifiers import fit_all, predict_all, small_problems
+from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
+from cellmill.evaluate.evaluated import EvaluatedModel
+from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.inference.predict import tally
+from cellmill.evaluate.labels import choose_cells, predict_halves
+from cellmill.evaluate.methods import (
     EMBEDDING,
     FULL_PANEL,
     MAJORITY,
-    NOT_TESTED,
+    OF_TRAINING,
+    RANKED,
     UNTRAINED,
+)
+from cellmill.evaluate.scores import (
+    NOT_TESTED,
     Predictions,
     ScoreColumn,
     table_rows,
+    tabulate,
 )
-from cellmill.evaluate.task import (
-    COMPONENTS,
-    Context,
-    EvaluatedModel,
-    Skipped,
-    Task,
-    TaskResult,
-    pca,
-)
+from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import METRICS, majority
 from cellmill.evaluate.tasks.imputation import HiddenGenes
 from cellmill.models.family import Model
+from cellmill.runs.results import ScoredMethod, TaskResult
 
 KNOWN = "known labels"
 NEW = "new labels"
@@ -127,8 +119,8 @@ def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
 
 def transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Features by name, `(cells, width)`, of fitted and of tested cells, from the counts of
+) -> tuple[dict[ScoredMethod, Any], dict[ScoredMethod, Any]]:
+    """Features by method, `(cells, width)`, of fitted and of tested cells, from the counts of
     `genes`.
     """
     counts = sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
@@ -149,7 +141,7 @@ def transfer_features(
     more = np.isin(
         hidden, np.concatenate([group.context.measured_genes for group in (*fitted, tested)])
     ).any()
-    both: dict[str, Any] = (
+    both: dict[ScoredMethod, Any] = (
         {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
     )
     both[UNTRAINED] = embedded(model.untrained)
@@ -159,10 +151,10 @@ def transfer_features(
         scaled = make_pipeline(StandardScaler(with_mean=False), pca(profiles[0].shape))
         for ending, unfitted in (("", components), (", scaled genes", scaled)):
             fit = unfitted.fit(profiles[0])
-            both[f"PCA{COMPONENTS} of the fitted cells{ending}"] = [
+            both[ScoredMethod(f"PCA{COMPONENTS} of the fitted cells{ending}")] = [
                 fit.transform(part) for part in profiles
             ]
-    both["all shared genes"] = profiles
+    both[ScoredMethod("all shared genes")] = profiles
     n = len(whole[0])
     labels = np.concatenate([group.labels for group in fitted])
     ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
@@ -234,7 +226,7 @@ class Transfer(Task):
             predicted = predict_all(fit_all(seen, labels, config.neighbors, context), given)
         predicted[MAJORITY] = majority(labels, len(known))
         predictions = Predictions(
-            tested.labels, 1, tuple(np.unique(labels)), halves(context)[tested.cells]
+            tested.labels, 1, tuple(np.unique(labels)), predict_halves(context)[tested.cells]
         )
         for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
             if len(cells):
@@ -292,7 +284,7 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
         columns += [
             predictions.column(KNOWN, metric, metric, words) for metric, words in METRICS.items()
         ]
-        confusion = predictions.confusion(KNOWN, columns[0].best(own=True))
+        confusion = predictions.confusion(KNOWN, columns[0].best_model())
     if ids:
         numbers = numbers | {"cell_ontology": RELEASE}
         ontology = cell_ontology()
@@ -315,8 +307,8 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
                 kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     rows = table_rows(columns)
     for row in rows:
-        row |= {column.heading: column.mean(row["name"]) for column in steps}
+        row.numbers.update({column.heading: column.mean(row.method) for column in steps})
     judged = [
         column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED
     ]
-    return TaskResult.from_columns(columns, numbers, judged, rows=rows, confusion=confusion)
+    return tabulate(columns, numbers, judged, rows=rows, confusion=confusion)

@@ -29,7 +29,7 @@ from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
 from cellmill.models.objectives.views import Decoding, ViewBatch, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import compare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
 from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import CellHead, LabelObjective, TargetBatch
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import compare
 
 BINS = 15
 

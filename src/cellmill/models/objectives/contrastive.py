@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
 from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import LabelObjective, TargetBatch
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import compare
 
 ANCHORS = 1024  # cells compared with all others at once
 

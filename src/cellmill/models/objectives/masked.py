@@ -43,7 +43,7 @@ from cellmill.models.objective import (
 from cellmill.models.objectives.views import make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import compare
 
 NEVER = 2**63 - 1  # above every draw
 # last keys of a masked token's draws

@@ -39,7 +39,7 @@ from cellmill.models.objective import (
 )
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import compare
 
 
 @dataclass(frozen=True, kw_only=True)

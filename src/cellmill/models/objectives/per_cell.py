@@ -1,6 +1,6 @@
 """Base of objectives with one target per cell, predicted from the cell's vector, and their head.
 
-The vectors are what `embed` writes, so `evaluate.predict` needs no other forward pass. The loss is
+The vectors are what `embed` writes, so `evaluate.inference.predict` needs no other forward pass. The loss is
 divided by the number of cells with a target, over all processes. Cells without a target, and cells
 of which nothing is shown, take no part. Validation has no dropout.
 

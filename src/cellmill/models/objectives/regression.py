@@ -18,7 +18,7 @@ from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.objective import GeneStatistics, Judgement
 from cellmill.models.objectives.per_cell import CellHead, CellObjective, TargetBatch
-from cellmill.runs.verdict import compare
+from cellmill.runs.results import compare
 
 EPS = 1e-8
 """Added to variances of standardised numbers: equal predictions have correlation 0 and a finite

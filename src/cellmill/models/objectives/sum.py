@@ -24,7 +24,7 @@ from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill
 from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare
 from cellmill.models.objectives.views import ViewBatch
-from cellmill.runs.verdict import Verdict
+from cellmill.runs.results import Verdict
 
 SHARED = [field.name for field in fields(EncoderBatch)]
 """Fields that the model reads: the same tensors in the batch of every part."""

@@ -20,8 +20,14 @@ from cellmill.data.genes.names import match_columns, rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError, did_you_mean
-from cellmill.evaluate.embed import Embedding, embed_batches, embed_cells, levels_of, tokens_of
 from cellmill.evaluate.features import keep_columns, read_rows
+from cellmill.evaluate.inference.embed import (
+    Embedding,
+    embed_batches,
+    embed_cells,
+    levels_of,
+    tokens_of,
+)
 from cellmill.evaluate.scores import divide, draw_cells
 from cellmill.files import progress
 from cellmill.models.family import Model

@@ -26,14 +26,14 @@ from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.shards.obs import shard_column
 from cellmill.errors import ConfigError
-from cellmill.evaluate.calibration import (
+from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     STEPS,
     classifications_of,
     regressions_of,
     run_head,
 )
-from cellmill.evaluate.embed import Embedding, embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.inference.embed import Embedding, embed_cells, limits_of, load_for_inference
 from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification, softmax

@@ -19,7 +19,7 @@ from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.errors import DataError
-from cellmill.evaluate.predict import (
+from cellmill.evaluate.inference.predict import (
     ABOUT_PREDICTION,
     LABEL,
     PROBABILITIES,
@@ -30,6 +30,7 @@ from cellmill.evaluate.predict import (
     Predicted,
 )
 from cellmill.files import atomic_path
+from cellmill.runs.results import DatasetResult, Row
 
 # in obsm and uns
 KEY = "X_cellmill"
@@ -238,33 +239,27 @@ def _readable(what: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{what} cannot be read: {one_line(error)}{remedy}") from None
 
 
-def write_scores(path: Path, datasets: Mapping[str, Any]) -> None:
-    """Write every number of the rows of `datasets`, as in metrics.json, to `path`, one per line."""
+def write_scores(path: Path, datasets: Mapping[str, DatasetResult]) -> None:
+    """Write every number of all rows to `path`, one per line."""
     with atomic_path(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
-        for dataset, entry in datasets.items():
-            for task, result in entry["tasks"].items():
-                for row in result["rows"]:
-                    about = dataset, task, row["name"], row.get("kind", "")
-                    for key, value in row.items():
-                        if key not in ("name", "kind"):
-                            writer.writerows((*about, *line) for line in _values(key, value))
+        for name, dataset in datasets.items():
+            for task, result in dataset.tasks.items():
+                for row in result.rows:
+                    about = name, task, row.method.name, row.method.kind
+                    writer.writerows((*about, *line) for line in _numbers(row))
 
 
-def _values(key: str, value: Any) -> Iterator[tuple[Any, ...]]:
-    """Column, statistic (mean, sd or repetition by the end of the key, else value), repetition and
-    value of numbers.
-    """
-    column, _, ending = key.rpartition("_")
-    column, statistic = (
-        (column, ending) if column and ending in ("mean", "sd", "repetitions") else (key, "value")
-    )
-    for repetition, one in enumerate(value if isinstance(value, list) else [value]):
-        if isinstance(one, int | float):
-            yield (
-                column,
-                statistic.removesuffix("s"),
-                repetition if isinstance(value, list) else "",
-                one,
-            )
+def _numbers(row: Row) -> Iterator[tuple[str, str, int | str, float]]:
+    """Column, statistic (mean, sd, repetition or value), number of the repetition, and value."""
+    for column, score in row.scores.items():
+        if score.mean is not None:
+            yield column, "mean", "", score.mean
+        if score.sd is not None:
+            yield column, "sd", "", score.sd
+        for number, value in enumerate(score.repetitions):
+            yield column, "repetition", number, value
+    for column, value in row.numbers.items():
+        if isinstance(value, int | float):
+            yield column, "value", "", value

@@ -1,4 +1,8 @@
-"""Multinomial logistic regression on few cells: the optimum of scikit-learn's solvers, sooner.
+"""Classifiers of cells by their features: nearest neighbours, and multinomial logistic regression.
+
+Every kind of features gets all of them. Logistic regression runs on both standardised and unchanged
+features: standardising raises the weight of small principal components, which helps or hurts
+depending on the number of cells. It finds the optimum of scikit-learn's solvers, sooner.
 
 The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with
 λ = 1 / n, or 2 / n for two classes, whose single logit there has half the penalty. Inexact Newton
@@ -17,8 +21,10 @@ logit.
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -26,9 +32,22 @@ import scipy.sparse as sp
 from scipy.linalg import LinAlgError
 from scipy.linalg.blas import daxpy
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
-from sklearn import linear_model
+from sklearn import config_context, linear_model
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.extmath import row_norms
 from sklearn.utils.sparsefuncs import mean_variance_axis
+from threadpoolctl import ThreadpoolController
+
+from cellmill.config.plugin import load
+from cellmill.evaluate.baselines import CachedClassifiers
+from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION
+from cellmill.evaluate.task import Context
+from cellmill.runs.results import ScoredMethod
+
+Features = Mapping[ScoredMethod, Any]
+"""Features by method, `(cells, width)` each, dense or sparse."""
+COMPARED = 512  # cells compared with all fitted ones at once
+_libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
 
 CURVATURE = 0.07  # c, of a typical cell at the optimum
 TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
@@ -39,6 +58,103 @@ MAX_STEPS = 100
 # MiB)
 MAX_SIDE = 2048
 MAX_VALUES = 2**25
+
+
+class NearestCells:
+    """Predicts the most frequent class of the nearest fitted cells, by Euclidean distance; the
+    first of equally frequent classes.
+    """
+
+    def __init__(self, neighbors: int) -> None:
+        self.neighbors = neighbors
+
+    def __repr__(self) -> str:
+        return f"NearestCells({self.neighbors})"
+
+    def fit(self, features: Any, labels: np.ndarray) -> Self:
+        """Keep `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`."""
+        self.classes, class_of_cell = np.unique(labels, return_inverse=True)
+        self._votes = np.eye(len(self.classes))[class_of_cell]  # (cells, classes)
+        values = features.astype(np.float64)
+        self._squares = row_norms(values, squared=True)
+        self._transposed = values.T.tocsr() if sp.issparse(values) else values.T
+        return self
+
+    def predict(self, features: Any) -> np.ndarray:
+        """The class of each cell, `(cells,)`, of features `(cells, width)`."""
+        numbers = []
+        for first in range(0, features.shape[0], COMPARED):
+            block = features[first : first + COMPARED].astype(np.float64)
+            products = block @ self._transposed  # (block, fitted cells)
+            if sp.issparse(products):
+                products = products.toarray()
+            # squared distances, up to the square of the cell itself
+            distances = self._squares - 2 * products
+            nearest = distances.argpartition(self.neighbors - 1, axis=1)[:, : self.neighbors]
+            numbers.append(self._votes[nearest].sum(1).argmax(1))
+        return self.classes[np.concatenate(numbers)]
+
+
+def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str, Any]:
+    """Unfitted classifiers by name, and the classifiers of installed packages."""
+    return {
+        REGRESSION: LogisticRegression(standardised=True),
+        UNSCALED_REGRESSION: LogisticRegression(standardised=False),
+        KNN: NearestCells(neighbors),
+        **{name: load("classifier", name)() for name in installed},
+    }
+
+
+@contextmanager
+def small_problems() -> Iterator[None]:
+    """Fit and predict inside without threads and scikit-learn's checks: they would take longer than
+    the work.
+    """
+    with (
+        _libraries().limit(limits=1),
+        config_context(assume_finite=True, skip_parameter_validation=True),
+    ):
+        yield
+
+
+def select_cells(features: Features, cells: np.ndarray) -> Features:
+    """The features of some of the cells."""
+    return {method: values[cells] for method, values in features.items()}
+
+
+def fit_all(
+    features: Features,
+    labels: np.ndarray,
+    neighbors: int,
+    context: Context,
+) -> dict[ScoredMethod, CachedClassifiers]:
+    """Classifiers by features; `features` are `(cells, width)` each, dense or sparse.
+
+    With a classifier of another package, whose code may change, no prediction is saved. Genes by
+    rank have only the standardised regression.
+    """
+    baselines = context.baselines
+    installed = context.options.classifiers
+    fitted = {}
+    for method, values in features.items():
+        is_saved = method.network is None and not installed
+        predictions = baselines.known if is_saved else baselines.of_model
+        classifiers = make_classifiers(min(neighbors, len(labels)), installed)
+        if method == RANKED:
+            classifiers = {REGRESSION: classifiers[REGRESSION]}
+        fitted[method] = CachedClassifiers(predictions, classifiers, values, labels)
+    return fitted
+
+
+def predict_all(
+    fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features
+) -> dict[ScoredMethod, np.ndarray]:
+    """Predicted classes, text `(cells,)`, by features and classifier."""
+    return {
+        replace(method, classifier=name): classes
+        for method, classifiers in fitted.items()
+        for name, classes in classifiers.predict(features[method]).items()
+    }
 
 
 class LogisticRegression:

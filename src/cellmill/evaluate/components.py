@@ -1,0 +1,152 @@
+"""Principal components of sparse cells, and genes chosen by their ranks or their variance."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from scipy.linalg import svd
+from scipy.sparse.linalg import LinearOperator, eigsh
+from sklearn.base import BaseEstimator
+from sklearn.utils.extmath import svd_flip
+from sklearn.utils.sparsefuncs import mean_variance_axis
+
+COMPONENTS = 50
+# length of a component relative to the first, below which it is noise: rounding errors are below
+# 1e-4, the 50th component of cells is usually above 1e-2
+NO_SPREAD = 3e-4
+RANKED_GENES = 500
+VARIABLE_GENES = 2000
+BINS = 20  # of mean expression, in which dispersions are standardised
+
+
+class PrincipalComponents(BaseEstimator):
+    """The components of scikit-learn's PCA with ARPACK, but no more than the rank of the cells.
+
+    Past the rank, ARPACK returns random vectors, so scikit-learn's PCA would differ between
+    evaluations.
+    """
+
+    components_: np.ndarray  # (components, features)
+    explained_variance_: np.ndarray  # of each component
+
+    def __init__(self, n_components: int) -> None:
+        self.n_components = n_components
+
+    def fit(self, cells: sp.csr_matrix, labels: None = None) -> Self:
+        """Fit to `cells`, `(n, features)`."""
+        self.fit_transform(cells)
+        return self
+
+    def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> np.ndarray:
+        """Fit to `cells`, `(n, features)`, and return their components."""
+        mean = mean_variance_axis(cells, axis=0)[0]
+
+        # centred cells X, without making them dense: X @ x, and X.T @ x
+        def multiply(x: np.ndarray) -> np.ndarray:
+            return cells @ x - mean @ x
+
+        def multiply_transposed(x: np.ndarray) -> np.ndarray:
+            return cells.T @ x - np.multiply.outer(mean, x.sum(0))
+
+        n, width = cells.shape
+        smaller = min(n, width)
+        # eigenvectors of the smaller of X X' and X' X, then the exact SVD inside their span
+        if n < width:
+            basis = self._basis(smaller, multiply_transposed, multiply, cells.dtype)
+            left, lengths, right = svd(multiply_transposed(basis), full_matrices=False)
+            left, right = basis @ right.T, left.T
+        else:
+            basis = self._basis(smaller, multiply, multiply_transposed, cells.dtype)
+            left, lengths, right = svd(multiply(basis), full_matrices=False)
+            right = right @ basis.T
+        left, right = svd_flip(left, right, u_based_decision=False)
+        rank = max(1, int((lengths > NO_SPREAD * lengths[0]).sum()))
+        self.components_ = right[:rank]
+        self.explained_variance_ = lengths[:rank] ** 2 / (n - 1)
+        self._center = mean @ self.components_.T
+        return np.asarray(left[:, :rank] * lengths[:rank])
+
+    def _basis(self, size: int, project: Any, combine: Any, dtype: Any) -> np.ndarray:
+        """Orthonormal eigenvectors of combine(project(x)), `(size, components)`."""
+        gram = LinearOperator((size, size), lambda x: combine(project(x)), dtype=dtype)
+        start = np.random.RandomState(0).uniform(-1, 1, size)
+        # ARPACK takes neither one gene nor cells without any counts
+        if size == 1 or not gram.matvec(start).any():
+            return np.eye(size, self.n_components, dtype=dtype)
+        return np.linalg.qr(eigsh(gram, self.n_components, v0=start, rng=0)[1])[0]
+
+    def transform(self, cells: sp.csr_matrix) -> np.ndarray:
+        """Components of `cells`, `(n, features)`."""
+        return np.asarray(cells @ self.components_.T - self._center)
+
+
+def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponents:
+    """Unfitted principal components for an array of `shape`, fewer than `components` if it is
+    small.
+    """
+    return PrincipalComponents(max(1, min(components, *(size - 1 for size in shape))))
+
+
+def fit_own_components(profiles: sp.csr_matrix) -> np.ndarray:
+    """Principal components fitted on the cells themselves, `(cells, components)`."""
+    return np.asarray(pca(profiles.shape).fit_transform(profiles))
+
+
+def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
+    """The VARIABLE_GENES most variable genes, ascending: scanpy's highly_variable_genes of flavor
+    seurat.
+
+    Variance over mean of counts per 10,000; its logarithm is standardised over genes of like means.
+    """
+    mean, variance = mean_variance_axis(profiles.expm1().astype(np.float64), axis=0)
+    varying = np.flatnonzero(variance > 0)
+    dispersion = pd.Series(np.log(variance[varying] / mean[varying]))
+    bins = dispersion.groupby(pd.cut(np.log1p(mean[varying]), BINS, labels=False))
+    scores = (dispersion - bins.transform("mean")) / bins.transform("std")
+    scores = scores.fillna(1)  # a gene that is the only one in its bin has no deviation
+    return np.sort(varying[np.argsort(-scores.to_numpy(), kind="stable")[:VARIABLE_GENES]])
+
+
+class RankedGenes:
+    """Genes of each cell by the rank of their log counts, standardised within the cell; equal
+    values share a rank.
+
+    Stored as the value of the genes without a count, `zero`, `(cells,)`, and what the other genes
+    have `above` it, sparse.
+    """
+
+    def __init__(self, genes: sp.csr_matrix) -> None:
+        self.above = genes.astype(np.float64)
+        self.above.eliminate_zeros()
+        n, width = genes.shape
+        n_expressed = np.diff(self.above.indptr)  # (cells,)
+        n_absent = width - n_expressed
+        cell = np.repeat(np.arange(n), n_expressed)  # cell of each stored value
+        ranks = n_absent[cell] + pd.Series(self.above.data).groupby(cell).rank().to_numpy()
+        middle = (width + 1) / 2  # mean rank of a cell
+        lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
+        squares = np.bincount(cell, ranks**2, n) + n_absent * lowest**2
+        variance = squares / width - middle**2
+        # 1 for a cell whose values are all equal
+        scale = np.sqrt(np.where(variance > 1e-9 * middle**2, variance, 1))
+        self.zero = (lowest - middle) / scale
+        self.above.data = (ranks - lowest[cell]) / scale[cell]
+
+    def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
+        of some `cells`; genes are in their order.
+        """
+        class_of_cell = np.unique(labels, return_inverse=True)[1]
+        member = np.eye(class_of_cell.max() + 1)[class_of_cell].T  # (classes, cells)
+        above = self.above[cells]
+        zero = self.zero[cells]
+        sums = member @ above + (member @ zero)[:, None]  # (classes, genes)
+        squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero  # (genes,)
+        explained = (sums**2 / member.sum(1)[:, None]).sum(0)
+        between = explained - sums.sum(0) ** 2 / len(cells)
+        within = np.maximum(np.asarray(squares).ravel() - explained, 1e-9)
+        f = between / within  # up to a factor that all genes share
+        chosen = np.sort(np.argsort(-f, kind="stable")[:RANKED_GENES])
+        return np.asarray(self.above[:, chosen].toarray() + self.zero[:, None])

@@ -1,0 +1,245 @@
+"""What is evaluated: the exported model, the datasets, and the cells that the model was trained on.
+
+Held-out cells are in no training or validation shard of the model's corpus or of its ancestors'
+corpora. A cell is recognised by dataset and obs name and, under any name, by its counts of the
+vocabulary's genes. Different cells with few counts may be equal by chance; these do not count as
+held out either.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+
+from cellmill.config.corpus import IS_CONTROL, ROLES
+from cellmill.config.parts.tokens import SPECIAL, Tokens
+from cellmill.data.arrays import log_normalise, rank_buckets, summed
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.shards.manifest import READ, Manifest, record, verify_changed
+from cellmill.data.shards.reader import read_names
+from cellmill.data.stream.tokenizers import CellTokenizer
+from cellmill.errors import DataError
+from cellmill.evaluate.components import PrincipalComponents, pca
+from cellmill.evaluate.inference.embed import load_for_inference
+from cellmill.evaluate.inference.files import read_embedding
+from cellmill.evaluate.seen import CellBlock, find_equal_cells, read_blocks, read_hashes
+from cellmill.models.build import build
+from cellmill.models.export import initial_tensors, spec_of
+from cellmill.models.family import Model
+from cellmill.models.objective import GeneStatistics
+from cellmill.parallel.materialize import materialize, to_empty
+
+# training cells read at most; shards are preshuffled, so the first ones are a random sample
+MAX_TRAIN_CELLS = 200_000
+PCA_CELLS = 10_000
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    cells: Path
+    embedding: Path
+    labels: list[str]  # obs columns
+
+
+class OpenDataset(NamedTuple):
+    """See the fields of `task.Context`."""
+
+    reader: CountsReader
+    vectors: np.ndarray
+    roles: dict[str, pd.Series]
+
+
+@dataclass(frozen=True)
+class EvaluatedDatasets:
+    """Datasets by name. Embeddings must come from the model with weights `digest` and be `width`
+    wide.
+    """
+
+    files: Mapping[str, DatasetFiles]
+    digest: str
+    width: int
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[OpenDataset]:
+        """Open one of `files`. Raises DataError for a damaged file.
+
+        Roles are the labels, and the roles that preprocessed cells have under their own names.
+        """
+        files = self.files[name]
+        columns = {
+            "label" if number == 1 else f"label {number}": column
+            for number, column in enumerate(files.labels, start=1)
+        }
+        with open_dataset(files.cells) as reader:
+            vectors = read_embedding(files.embedding, reader.obs.index, self.digest, self.width)
+            columns |= {role: role for role in (*ROLES, IS_CONTROL) if role in reader.obs}
+            roles = {
+                role: reader.obs_column(column, f"the dataset's {role}")
+                for role, column in columns.items()
+            }
+            yield OpenDataset(reader, vectors, roles)
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The exported model, and what can be derived from it and its training shards."""
+
+    network: Model  # in eval mode, on its device
+    config: dict[str, Any]  # its config.json
+    vocabulary: Vocabulary
+    tokens: Tokens
+    manifest: Manifest  # of its training corpus
+    seed: int
+
+    @property
+    def supervised_by(self) -> list[str]:
+        """obs columns whose labels the model, or the model that it started from, was trained with."""
+        return sorted(
+            {*self.network.objective.config.supervised_by, *self.config.get("supervised_by", [])}
+        )
+
+    @cached_property
+    def untrained(self) -> Model:
+        """The same architecture with initial weights of `seed`, in eval mode, on the same device."""
+        model = to_empty(build(spec_of(self.config, self.vocabulary.n_genes)), "cpu")
+        device = next(self.network.parameters()).device
+        materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
+        return model.eval()
+
+    def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
+        """Mask of the `cells` (obs names) of a dataset that are in training shards, bool."""
+        names: set[str] = set()
+        for shard in self.manifest.splits["train"].shards:
+            for name in read_names(self.manifest.shard_path(shard), "obs"):
+                of_dataset, _, cell = name.partition(":")
+                if of_dataset == dataset:
+                    names.add(cell)
+        return np.asarray(cells.isin([*names]))
+
+    @cached_property
+    def gene_statistics(self) -> GeneStatistics:
+        return read_gene_statistics(self.manifest, self.tokens)
+
+    @cached_property
+    def components(self) -> PrincipalComponents:
+        """Principal components of log-normalised training cells, which several tasks compare with."""
+        profiles = self.training_profiles()
+        return pca(profiles.shape).fit(profiles)
+
+    def training_profiles(self) -> sp.csr_matrix:
+        """Log-normalised training cells, at most PCA_CELLS, `(cells, genes)` float32; read again at
+        each call.
+        """
+        counts = read_training_counts(self.manifest, PCA_CELLS)[:PCA_CELLS]
+        return log_normalise(summed(counts) if self.manifest.ordered else counts)
+
+
+def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> EvaluatedModel:
+    """The exported model in the folder `model`. Raises DataError if the shards have another
+    vocabulary.
+    """
+    network, vocabulary, tokens, config = load_for_inference(model)
+    digest = shards.vocabulary["digest"]
+    if vocabulary.digest != digest:
+        raise DataError(
+            f"{manifest}: its vocabulary is {digest[:12]}, the model's {vocabulary.digest[:12]}; "
+            "pass the manifest of the shards that the model was trained on"
+        )
+    return EvaluatedModel(network, config, vocabulary, tokens, shards, seed)
+
+
+class TrainedCells:
+    """Training and validation cells of the model's and its ancestors' corpora. Raises DataError for
+    a changed shard.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
+        self.seen: dict[str, set[str]] = {name: set() for name in datasets}  # obs names
+        for manifest in manifests:
+            if verify_changed(manifest):
+                record(manifest)
+            for split in READ:
+                for shard in manifest.splits[split].shards:
+                    self._add(manifest.shard_path(shard))
+        by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
+        self._corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
+
+    def _add(self, shard: Path) -> None:
+        for name in read_names(shard, "obs"):
+            dataset, _, cell = name.partition(":")
+            if dataset in self.seen:
+                self.seen[dataset].add(cell)
+
+    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
+        """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
+        which is printed.
+        """
+        unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
+        copies = self.copies(reader, unnamed)
+        n = int(copies.sum())
+        if n:
+            line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
+            print(f"{dataset}: {line}", flush=True)
+        return unnamed & ~copies, n
+
+    def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
+        """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of
+        any name.
+        """
+        return find_equal_cells(reader, self._corpora, among)
+
+
+def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
+    """Statistics over the first MAX_TRAIN_CELLS cells of the training shards."""
+    n_genes = manifest.n_genes
+    n_cells = 0
+    total = np.zeros(n_genes)
+    by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
+    tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
+    for block in _training_blocks(manifest, MAX_TRAIN_CELLS):
+        cells = np.arange(block.n_cells)
+        batch = tokenizer.batch(block.genes, block.counts, block.starts, cells)
+        genes = batch.genes - len(SPECIAL)
+        # position of each token in its cell, by powers of two
+        cell_starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
+        buckets = rank_buckets(np.arange(len(genes)) - cell_starts)
+        n_pairs = np.bincount(buckets * n_genes + genes, minlength=by_rank.size)
+        by_rank += n_pairs.reshape(by_rank.shape)
+        total += np.bincount(genes, weights=batch.values, minlength=n_genes)
+        n_cells += block.n_cells
+    n_by_gene = by_rank.sum(0)
+    overall = float(total.sum() / max(n_by_gene.sum(), 1))
+    means = np.where(n_by_gene > 0, total / np.maximum(n_by_gene, 1), overall)
+    return GeneStatistics(n_by_gene, means, overall, n_cells, by_rank)
+
+
+def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
+    """Counts of the first training cells, at least `max_cells` if there are so many: `(cells,
+    genes)`, uint32.
+    """
+    blocks = [
+        sp.csr_matrix(
+            (block.counts.astype(np.uint32), block.genes, block.starts),
+            shape=(block.n_cells, manifest.n_genes),
+        )
+        for block in _training_blocks(manifest, max_cells)
+    ]
+    return sp.vstack(blocks, format="csr")
+
+
+def _training_blocks(manifest: Manifest, max_cells: int) -> Iterator[CellBlock]:
+    """Blocks of training cells, until `max_cells`."""
+    n_cells = 0
+    for block in read_blocks(manifest, "train"):
+        if n_cells >= max_cells:
+            return
+        n_cells += block.n_cells
+        yield block

@@ -1,0 +1,75 @@
+"""Gates of an evaluation: comparisons with a baseline that a model must pass (`evaluate.gate`)."""
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from operator import itemgetter
+
+from cellmill.config.evaluate import BaselineGate
+from cellmill.errors import ConfigError
+from cellmill.runs.results import DatasetResult, Row, TaskResult
+
+
+def find_failures(
+    gates: Iterable[BaselineGate], datasets: Mapping[str, DatasetResult]
+) -> list[str]:
+    """A line for each gate and dataset (and label) that it fails on. Raises ConfigError for a gate
+    without a row.
+    """
+    lines = []
+    for gate in gates:
+        results = {
+            f"{name}: {task}": result
+            for name, dataset in datasets.items()
+            for task, result in dataset.tasks.items()
+            if result.task == gate.task and result.skipped is None
+        }
+        if not results:
+            raise ConfigError(
+                f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare"
+            )
+        for where, result in results.items():
+            line = _compare(gate, where, result)
+            if line is not None:
+                lines.append(f"{where}: {line}")
+    return lines
+
+
+def _compare(gate: BaselineGate, where: str, result: TaskResult) -> str | None:
+    """What the best row of the model lacks, in words; None if it passes."""
+    column = gate.column or result.metric
+    if column is None:
+        raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")
+    models = [row for row in result.rows if row.method.kind == "model"]
+    others = [row for row in result.rows if row.method.kind in ("baseline", "ceiling")]
+    baselines = [
+        row for row in others if gate.baseline in (row.method.name, row.method.features_name)
+    ]
+    if not baselines:
+        names = ", ".join(row.method.name for row in others)
+        raise ConfigError(
+            f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}"
+        )
+    name, value = _best(gate, where, models, column)
+    other, other_value = _best(gate, where, baselines, column)
+    advantage = other_value - value if gate.lower_is_better else value - other_value
+    if advantage >= gate.margin:
+        return None
+    expected = f"{name} has {value:.3f} {column}, expected {other_value:.3f} of {other}"
+    if not gate.margin:
+        return expected
+    return f"{expected} and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}"
+
+
+def _best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:
+    """Name and value of the best row in a column."""
+    values = [(row.method.name, row.value(column)) for row in rows]
+    finite = [
+        (name, float(value)) for name, value in values if value is not None and isfinite(value)
+    ]
+    if not finite:
+        columns = dict.fromkeys(key for row in rows for key in (*row.scores, *row.numbers))
+        raise ConfigError(
+            f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {', '.join(columns)}"
+        )
+    choose = min if gate.lower_is_better else max
+    return choose(finite, key=itemgetter(1))

@@ -1,0 +1,140 @@
+"""Labelled cells of a dataset under evaluation."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cellmill.data.arrays import log_normalise, summed, text_values
+from cellmill.errors import DataError
+from cellmill.evaluate.baselines import CachedClassifiers
+from cellmill.evaluate.classifiers import LogisticRegression, small_problems
+from cellmill.evaluate.features import read_rows
+from cellmill.evaluate.inference.predict import tally
+from cellmill.evaluate.methods import REGRESSION
+from cellmill.evaluate.scores import draw_cells, seeded
+from cellmill.evaluate.task import Context, Skipped
+
+SHOWN_CLASSES = 8  # in a line of the log
+# all-genes regression over more takes hours and moves accuracy by less than 0.01
+MAX_CELLS = 10_000
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Labelled cells that are used, and the numbers of the others."""
+
+    cells: np.ndarray  # indices of the cells, ascending; int64
+    labels: np.ndarray  # class of each; text
+    classes: dict[str, int]  # cells of each class used, the largest first
+    dropped: dict[str, int]  # cells of each class that has too few cells and is left out
+    n_unlabelled: int  # cells without a label, left out
+    n_left_out: int  # cells beyond `max_cells`, left out by a seeded draw
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of cells, for metrics.json."""
+        used = {
+            "n_cells": len(self.cells),
+            "classes": self.classes,
+            "dropped_classes": self.dropped,
+        }
+        return used | {"n_unlabelled": self.n_unlabelled, "n_left_out": self.n_left_out}
+
+
+def labelled_cells(
+    context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS
+) -> Labelled:
+    """Evaluated cells of classes with at least `fewest` cells, which are printed.
+
+    `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such
+    classes, and DataError for a column of one class.
+    """
+    if "label" not in context.roles:
+        raise Skipped("the dataset has no label column")
+    column = context.roles["label"]
+    values = sorted({*text_values(column.dropna())})
+    if not values:
+        raise Skipped(f"no cell has a label in obs column {column.name!r}")
+    if len(values) < 2:
+        raise DataError(
+            f"{context.reader.path}: obs column {column.name!r} has one class, {values[0]!r}; expected two classes or "
+            f"more for task {task}: name another label column, or leave it empty"
+        )
+    scored = np.flatnonzero(context.scored)
+    chosen = choose_cells(column.iloc[scored], fewest, context.options.seed, max_cells)
+    for heading, classes in (
+        (column.name, chosen.classes),
+        (f"left out, fewer than {fewest} cells", chosen.dropped),
+    ):
+        if classes or heading == column.name:
+            print(f"{context.dataset}: {task}: {heading}: {_listed(classes)}", flush=True)
+    n = len(chosen.classes)
+    if n < 2:
+        raise Skipped(
+            f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or more; "
+            f"raise shard.test_frac or lower {needed_by}",
+            chosen.numbers,
+        )
+    return replace(chosen, cells=scored[chosen.cells])
+
+
+def _listed(classes: dict[str, int]) -> str:
+    """The largest classes with their cells, and how many more there are."""
+    if not classes:
+        return "no class"
+    shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:SHOWN_CLASSES])
+    others = [*classes.values()][SHOWN_CLASSES:]
+    return shown + (
+        f" and {len(others):,} more classes with {sum(others):,} cells" if others else ""
+    )
+
+
+def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:
+    """The labelled cells of classes with at least `fewest` cells."""
+    text = text_values(labels)
+    missing = labels.isna().to_numpy()
+    known = np.flatnonzero(~missing)
+    drawn = draw_cells(known, max_cells, seed, 0)
+    counts = tally(text[drawn])
+    kept = np.array([cell for cell in drawn if counts[text[cell]] >= fewest], dtype=np.int64)
+    return Labelled(
+        cells=kept,
+        labels=text[kept].astype(str),
+        classes={name: n for name, n in counts.items() if n >= fewest},
+        dropped={name: n for name, n in counts.items() if n < fewest},
+        n_unlabelled=int(missing.sum()),
+        n_left_out=len(known) - len(drawn),
+    )
+
+
+def predict_halves(context: Context) -> np.ndarray:
+    """Label of each cell, text `(n_obs,)`, by the regression on all genes, fitted on the labels of
+    the other half of the cells; "" for none.
+
+    Scored cells of labels with at least `folds` cells are divided into two stratified halves.
+    """
+    column = context.roles["label"]
+    seed = context.options.seed
+    scored = np.flatnonzero(context.scored)
+    chosen = choose_cells(column.iloc[scored], context.options.folds, seed)
+    cells = scored[chosen.cells]
+    labels = chosen.labels
+    predicted = np.full(context.reader.n_obs, "", dtype=labels.dtype)
+    if len(chosen.classes) < 2:
+        return predicted
+    counts = read_rows(context.reader, cells)
+    genes = log_normalise(summed(counts) if context.columns.ordered else counts)
+    classifier = {REGRESSION: LogisticRegression(standardised=True)}
+    order = seeded(seed, 6).permutation(len(labels))
+    by_label = order[np.argsort(labels[order], kind="stable")]
+    half = np.ones(len(labels), bool)
+    half[by_label[1::2]] = False
+    with small_problems():
+        for tested in (half, ~half):
+            fitted = CachedClassifiers(
+                context.baselines.known, classifier, genes[~tested], labels[~tested]
+            )
+            predicted[cells[tested]] = fitted.predict(genes[tested])[REGRESSION]
+    return predicted

@@ -1,0 +1,206 @@
+"""Tasks of an evaluation on one dataset: which of them run, in which process, and what the log says
+of their results.
+"""
+
+import json
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from multiprocessing import active_children, get_context
+
+import numpy as np
+import torch
+
+from cellmill.config.plugin import in_one_line
+from cellmill.errors import DataError, UserError
+from cellmill.evaluate.task import Context, Task, run_task
+from cellmill.files import progress
+from cellmill.launch.signals import belong_to_parent, interrupted_later
+from cellmill.runs.results import DatasetResult, Row, TaskResult
+
+MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
+Predicted = dict[str, np.ndarray]
+"""Predictions of baselines, see `BaselineCache.known`."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A task on a dataset, with one of its labels."""
+
+    name: str  # NAME, or `NAME of LABEL`
+    task_name: str
+    task: Task
+    context: Context
+
+    @property
+    def keeps_result(self) -> bool:
+        return getattr(self.task, "keeps_result", False)
+
+    def run(self) -> tuple[TaskResult, Predicted]:
+        """The result, and what was added to the predictions of baselines."""
+        started = time.perf_counter()
+        baselines = self.context.baselines
+        before = set(baselines.known)
+        result = run_task(self.task, self.context)
+        seconds = round(time.perf_counter() - started, 2)
+        numbers = result.figures | {"seconds": seconds}
+        result = replace(result, figures=numbers, task=self.task_name)
+        json.dumps(result.to_json(), allow_nan=False)
+        added = {key: value for key, value in baselines.known.items() if key not in before}
+        return result, added
+
+
+def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
+    """Each task, and for each further label again the tasks that read a label."""
+    for name, task in tasks.items():
+        yield _Work(name, name, task, context)
+    for role, column in context.roles.items():
+        if not role.startswith("label "):
+            continue
+        relabelled = replace(context, roles={**context.roles, "label": column})
+        for name, task in tasks.items():
+            if context.options.tasks[name].reads_label:
+                yield _Work(f"{name} of {column.name}", name, task, relabelled)
+
+
+_inherited: list[_Work] = []  # of the dataset at work, for processes that are forked from this one
+
+
+def _run_inherited(number: int) -> tuple[TaskResult, Predicted]:
+    return _inherited[number].run()
+
+
+def _on_one_thread() -> None:
+    """Initialize a forked process: its libraries' threads are not there, and results depend on no
+    number of them.
+    """
+    belong_to_parent()
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _processes(n: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are forked at the first call, and ended if an error ends the evaluation."""
+    others = active_children()
+    with ProcessPoolExecutor(n, get_context("fork"), _on_one_thread) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+
+
+def run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, TaskResult]:
+    """Result of each task; prints the results. On CPU cores several processes run the tasks.
+
+    A task that fails is named in the last line, below its traceback.
+    """
+    works = [*_works(tasks, context)]
+    dataset = context.dataset
+    n_scored = int(context.scored.sum())
+    print(
+        f"{dataset}: {n_scored:,} of {context.reader.n_obs:,} cells are scored "
+        f"({context.options.cells})",
+        flush=True,
+    )
+    forked = [number for number, work in enumerate(works) if not work.keeps_result]
+    on_gpu = next(context.model.network.parameters()).is_cuda
+    n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(forked), MOST_PROCESSES)
+    results: dict[str, TaskResult] = {}
+    futures: dict[Future[tuple[TaskResult, Predicted]], _Work] = {}  # in the order of their start
+    in_this_process = works
+    with ExitStack() as stack:
+        if n_processes > 1:
+            _inherited[:] = works
+            stack.callback(_inherited.clear)
+            pool = stack.enter_context(_processes(n_processes))
+            with warnings.catch_warnings(), interrupted_later():
+                # Python 3.12 warns of threads, see _on_one_thread
+                warnings.simplefilter("ignore", DeprecationWarning)
+                futures = {pool.submit(_run_inherited, number): works[number] for number in forked}
+            in_this_process = [work for work in works if work.keeps_result]
+
+        def at_work() -> str:
+            names = [work.name for work in in_this_process if work.name not in results][:1]
+            unfinished = [work.name for future, work in futures.items() if not future.done()]
+            return ", ".join(names + unfinished[:n_processes])
+
+        own = ((work, work.run) for work in in_this_process)
+        finished = ((futures[future], future.result) for future in as_completed(futures))
+        for work, get_result in progress(
+            chain(own, finished), f"evaluate {dataset}", len(works), "tasks", now=at_work
+        ):
+            result, added = _named_errors(work, get_result)
+            context.baselines.known.update(added)
+            results[work.name] = result
+            for line in result_lines(result):
+                print(f"{dataset}: {work.name}: {line}", flush=True)
+    return {work.name: results[work.name] for work in works}
+
+
+def _named_errors(
+    work: _Work, get_result: Callable[[], tuple[TaskResult, Predicted]]
+) -> tuple[TaskResult, Predicted]:
+    """The result; an error that is not for users becomes one that names the task."""
+    try:
+        return get_result()
+    except (UserError, BrokenProcessPool):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise DataError(
+            f"{work.context.dataset}: task {work.name!r} failed ({in_one_line(error)}); repair it, "
+            "or take it out of evaluate.tasks"
+        ) from None
+
+
+def result_lines(result: TaskResult) -> list[str]:
+    """The result of a task in one line, and its notes. metrics.json and the report have every
+    comparison.
+    """
+    if result.skipped is not None:
+        return [f"skipped: {result.skipped}"]
+    parts = []
+    best = result.best_row("model")
+    if best is not None:
+        parts.append(f"{result.metric} {_valued(result, best)}")
+    baseline = result.best_row("baseline")
+    if baseline is not None:
+        parts.append(f"best baseline {_valued(result, baseline)}")
+    outcomes = Counter(verdict.outcome for verdict in result.best_verdicts())
+    if outcomes:
+        counts = ", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items()))
+        parts.append(f"against the best baseline of each metric {counts}")
+    if not parts:
+        parts = [verdict.sentence.removesuffix(".") for verdict in result.verdicts]
+    lines = ["; ".join(parts)] if parts else []
+    return lines + result.notes or ["done, its numbers are in metrics.json"]
+
+
+def _valued(result: TaskResult, row: Row) -> str:
+    return f"{result.rank_value(row):.3f}, {row.method.name}"
+
+
+def summarize(datasets: Mapping[str, DatasetResult]) -> str:
+    """How many tasks scored the model, and why each of the others did not."""
+    skipped = []
+    n_tasks = 0
+    for name, dataset in datasets.items():
+        for task, result in dataset.tasks.items():
+            n_tasks += 1
+            if result.skipped is not None:
+                skipped.append(f"{name}, {task}: {result.skipped}")
+    reasons = "; ".join(skipped)
+    if len(skipped) == n_tasks:
+        return f"warning: nothing was scored, all {n_tasks} tasks were skipped ({reasons})"
+    scored = f"{n_tasks - len(skipped)} of {n_tasks} tasks scored"
+    return f"{scored}, skipped: {reasons}" if skipped else scored

@@ -1,0 +1,171 @@
+"""Task `gene_embedding`: genes of sets, and transcription factors, recognised by their vectors
+(docs/evaluation.md).
+
+The genes of the folds are the genes of all sets plus a draw of others that training cells express:
+otherwise a set could be recognised just because the model never saw the other genes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from cellmill.config.parts.tasks import GeneEmbeddingConfig
+from cellmill.data.genes.names import rows_of_names
+from cellmill.errors import DataError
+from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
+from cellmill.evaluate.task import Context, Skipped
+from cellmill.evaluate.tasks.genes import (
+    GeneTask,
+    auroc_terms,
+    expression_statistics,
+    read_lines,
+)
+from cellmill.runs.results import Score, ScoredMethod, TaskResult
+
+SETS = "gene sets"
+FACTORS = "transcription factors"
+STATISTICS = ScoredMethod("mean, spread and detection of genes")
+
+
+def read_gene_sets(path: Path) -> dict[str, list[str]]:
+    """Genes of each set of a GMT file, each once. Raises DataError naming the malformed line."""
+    sets: dict[str, list[str]] = {}
+    for number, fields in read_lines(path):
+        genes = [gene for gene in fields[2:] if gene]
+        if not fields[0] or not genes:
+            raise DataError(
+                f"{path}, line {number}: expected a name, a description and genes, separated by tabs (GMT), got "
+                f"{len(fields)} columns"
+            )
+        if fields[0] in sets:
+            raise DataError(f"{path}, line {number}: a second set {fields[0]!r}; leave one out")
+        sets[fields[0]] = [*dict.fromkeys(genes)]
+    return sets
+
+
+class GeneEmbedding(GeneTask):
+    config: GeneEmbeddingConfig
+
+    def judge(
+        self, context: Context, vectors: dict[ScoredMethod, np.ndarray], profiles: sp.csr_matrix
+    ) -> TaskResult:
+        """A column for gene sets, their mean, and one for transcription factors."""
+        config = self.config
+        fewest = max(config.min_genes, context.options.folds)
+        expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
+        features = vectors | {STATISTICS: expression_statistics(profiles)}
+        members: dict[str, dict[str, np.ndarray]] = {}
+        numbers: dict[str, Any] = {"genes": int(expressed.sum())}
+        if config.gene_sets is not None:
+            path = Path(config.gene_sets)
+            members[SETS], found = _members(context, path, read_gene_sets(path), expressed, fewest)
+            numbers |= found
+        if config.transcription_factors is not None:
+            path = Path(config.transcription_factors)
+            genes = [*dict.fromkeys(fields[0] for _, fields in read_lines(path) if fields[0])]
+            members[FACTORS], found = _members(context, path, {path.stem: genes}, expressed, fewest)
+            numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
+        columns = []
+        by_set: dict[ScoredMethod, np.ndarray] = {}  # (sets, repetitions)
+        for heading, sets in members.items():
+            if sets:
+                terms = self._terms(context, features, sets, expressed)
+                means = {name: np.mean(values, axis=0) for name, values in terms.items()}
+                columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
+                if heading == SETS:
+                    by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
+        if not columns:
+            few = f"no set has {fewest} genes that the model knows and its training cells express, and lacks as many"
+            raise Skipped(f"{few} (min_genes, evaluate.folds)", numbers)
+        rows = table_rows(columns)
+        for row in rows:
+            for number, name in enumerate(members.get(SETS, {})):
+                repetitions = by_set[row.method][number].tolist()
+                row.scores[f"AUROC of {name}"] = Score(None, None, repetitions)
+        return tabulate(columns, numbers, rows=rows)
+
+    def _terms(
+        self,
+        context: Context,
+        features: Mapping[ScoredMethod, np.ndarray],
+        sets: Mapping[str, np.ndarray],
+        expressed: np.ndarray,
+    ) -> dict[ScoredMethod, np.ndarray]:
+        """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
+        repetition lacks.
+        """
+        config = self.config
+        options = context.options
+        listed = np.unique(np.concatenate([*sets.values()]))
+        rest = np.setdiff1d(np.flatnonzero(expressed), listed)
+        terms = {
+            name: np.full((len(sets), config.seeds, len(expressed)), np.nan) for name in features
+        }
+        for repetition in range(config.seeds):
+            others = seeded(options.seed + repetition, 7).permutation(rest)[: config.max_others]
+            genes = np.sort(np.concatenate([listed, others]))
+            splitter = StratifiedKFold(
+                options.folds, shuffle=True, random_state=options.seed + repetition
+            )
+            for number, rows in enumerate(sets.values()):
+                member = np.isin(genes, rows)
+                for train, test in splitter.split(genes, member):
+                    for name, values in features.items():
+                        linear = LogisticRegression(
+                            solver="newton-cholesky", max_iter=1000, class_weight="balanced"
+                        )
+                        fitted = make_pipeline(StandardScaler(), linear).fit(
+                            values[genes[train]], member[train]
+                        )
+                        scores = fitted.decision_function(values[genes[test]])
+                        terms[name][number, repetition, genes[test]] = auroc_terms(
+                            member[test], scores
+                        )
+        return terms
+
+
+def _members(
+    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints
+    the coverage.
+    """
+    rows = rows_of_names(
+        {name for genes in sets.values() for name in genes}, context.model.vocabulary
+    )
+    n_known = sum(row >= 0 for row in rows.values())
+    if not n_known:
+        raise DataError(
+            f"{path}: none of its {len(rows):,} genes is one of the model's, such as {min(rows)!r}; name genes by "
+            "Ensembl id or current symbol, of the model's organism"
+        )
+    n_genes = int(expressed.sum())
+    kept = {}
+    for name, genes in sets.items():
+        usable = np.unique(
+            [row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]
+        ).astype(np.int64)
+        if fewest <= len(usable) <= n_genes - fewest:
+            kept[name] = usable
+    left_out = ", ".join(sorted(set(sets) - set(kept)))
+    print(
+        f"{context.dataset}: gene_embedding: {path}: {n_known:,} of {len(rows):,} genes are the model's; "
+        f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express, and lack as many"
+        + (f"\n{context.dataset}: gene_embedding: left out: {left_out}" if left_out else ""),
+        flush=True,
+    )
+    sizes = {name: len(usable) for name, usable in kept.items()}
+    numbers = {
+        "named_genes": len(rows),
+        "known_genes": n_known,
+        "sets": len(kept),
+        "genes_of_sets": sizes,
+    }
+    return kept, numbers | {"left_out": left_out or "none"}

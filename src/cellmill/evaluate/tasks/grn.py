@@ -1,0 +1,184 @@
+"""Task `grn`: targets of transcription factors, ranked by the similarity of gene vectors
+(docs/evaluation.md).
+
+Vectors are centred over all genes, because what all vectors share says nothing about a pair. A
+factor is one draw in the interval.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import scipy.sparse as sp
+from scipy.stats import rankdata
+
+from cellmill.config.parts.tasks import GrnConfig
+from cellmill.data.genes.names import rows_of_names
+from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.errors import DataError
+from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
+from cellmill.evaluate.task import Context
+from cellmill.evaluate.tasks.genes import RANDOM, GeneTask, auroc, correlations, read_lines
+from cellmill.runs.results import ScoredMethod, TaskResult
+
+CO_EXPRESSION_PEARSON = ScoredMethod("co-expression, Pearson")
+CO_EXPRESSION_SPEARMAN = ScoredMethod("co-expression, Spearman")
+RANDOM_RANKING = ScoredMethod("random")
+DRAWS = 20  # random rankings
+
+
+def read_edges(path: Path) -> list[tuple[str, str]]:
+    """Transcription factors and targets as written, each pair once. Raises DataError naming the
+    malformed line.
+    """
+    edges: dict[tuple[str, str], None] = {}
+    for number, fields in read_lines(path):
+        if len(fields) < 2 or not fields[0] or not fields[1]:
+            raise DataError(
+                f"{path}, line {number}: expected a transcription factor and a target, separated by a tab, got "
+                f"{len(fields)} columns"
+            )
+        edges[fields[0], fields[1]] = None
+    return [*edges]
+
+
+def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
+    """Area under the steps of precision over recall; ties are one step."""
+    order = np.argsort(-scores, kind="stable")
+    hits = np.cumsum(member[order])
+    ranked = scores[order]
+    ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    precision = hits[ends] / (ends + 1)
+    recall = hits[ends] / hits[-1]
+    return float((np.diff(recall, prepend=0) * precision).sum())
+
+
+class Grn(GeneTask):
+    config: GrnConfig
+
+    def judge(
+        self, context: Context, vectors: dict[ScoredMethod, np.ndarray], profiles: sp.csr_matrix
+    ) -> TaskResult:
+        """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
+        of the model.
+        """
+        config = self.config
+        path = Path(config.edges)
+        vocabulary = context.model.vocabulary
+        edges = read_edges(path)
+        known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
+        n_known = len(known)
+        if n_known < config.min_edges:
+            named = rows_of_names((name for edge in edges for name in edge), vocabulary)
+            absent = sorted(name for name, row in named.items() if row < 0)
+            such = f", not {', '.join(absent[:3])}" if absent else ""
+            raise DataError(
+                f"{path}: {len(edges) - n_known:,} of {len(edges):,} edges have a gene that the model does not know or "
+                f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
+                f"by Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
+            )
+        factors, targets, edge, few = network_of(known, config.min_targets)
+        line = (
+            f"{n_known:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
+            f"express; {len(factors):,} factors have {config.min_targets} targets or more"
+        )
+        print(f"{context.dataset}: grn: {path}: {line}", flush=True)
+        left_out = ", ".join(sorted(vocabulary.symbols[row] for row in few))
+        if left_out:
+            print(f"{context.dataset}: grn: left out: {left_out}", flush=True)
+        if not len(factors):
+            raise DataError(
+                f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges"
+            )
+        similarities = {}
+        for name, values in vectors.items():
+            centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+            unit = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+            similarities[name] = np.asarray(unit[factors] @ unit[targets].T)
+        del similarities[RANDOM]  # rankings, several of them, are drawn below
+        ends = [profiles[:, genes].toarray() for genes in (factors, targets)]
+        similarities[CO_EXPRESSION_PEARSON] = correlations(*ends)
+        similarities[CO_EXPRESSION_SPEARMAN] = correlations(
+            *(rankdata(values, axis=0) for values in ends)
+        )
+        if config.absolute:
+            similarities = {name: np.abs(values) for name, values in similarities.items()}
+        candidate = factors[:, None] != targets
+        columns, pooled = _ranked(similarities, edge, candidate, context.options.seed)
+        numbers = {
+            "edges": len(edges),
+            "known_edges": n_known,
+            "factors": len(factors),
+            "targets": len(targets),
+            "share_of_edges": float(edge[candidate].mean()),
+            "left_out": left_out or "none",
+        }
+        rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
+        return tabulate(columns, numbers, rows=rows)
+
+
+def _ranked(
+    similarities: Mapping[ScoredMethod, np.ndarray],
+    edge: np.ndarray,
+    candidate: np.ndarray,
+    seed: int,
+) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
+    """A column for each score, with the factors as units, and scores over all pairs by row.
+
+    `edge` and `candidate` are (factors, targets) bool, as are the pairs of `similarities`.
+    """
+
+    def scored(
+        function: Callable[[np.ndarray, np.ndarray], float], values: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        by_factor = [
+            function(row[pair], own[pair]) for row, pair, own in zip(edge, candidate, values)
+        ]
+        return np.array([by_factor]), function(edge[candidate], values[candidate])
+
+    columns = []
+    pooled: dict[ScoredMethod, dict[str, float]] = {
+        method: {} for method in (*similarities, RANDOM_RANKING)
+    }
+    for score, function in (("AUROC", auroc), ("AUPRC", average_precision)):
+        heading = f"{score}, all pairs"
+        scores = {}
+        for name, values in similarities.items():
+            scores[name], pooled[name][heading] = scored(function, values)
+        generator = seeded(seed, 8)
+        drawn = [scored(function, generator.random(edge.shape)) for _ in range(DRAWS)]
+        scores[RANDOM_RANKING] = np.mean([by_factor for by_factor, _ in drawn], axis=0)
+        pooled[RANDOM_RANKING][heading] = float(np.mean([of_all for _, of_all in drawn]))
+        columns.append(ScoreColumn(score, f"{score} of edges", scores))
+    return columns, pooled
+
+
+def known_edges(
+    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
+) -> np.ndarray:
+    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
+    bool, each once.
+    """
+    rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
+    pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
+    found = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1]) & usable[pairs].all(1)
+    return np.unique(pairs[found], axis=0)
+
+
+def network_of(
+    pairs: np.ndarray, min_targets: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and
+    factors left out.
+
+    These have too few targets, or no gene that is not a target.
+    """
+    factors = np.unique(pairs[:, 0])
+    targets = np.unique(pairs[:, 1])
+    edge = np.zeros((len(factors), len(targets)), bool)
+    edge[np.searchsorted(factors, pairs[:, 0]), np.searchsorted(targets, pairs[:, 1])] = True
+    n_edges = edge.sum(1)
+    n_others = (factors[:, None] != targets).sum(1) - n_edges
+    kept = (n_edges >= min_targets) & (n_others > 0)
+    return factors[kept], targets, edge[kept], factors[~kept]

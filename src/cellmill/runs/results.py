@@ -1,0 +1,366 @@
+"""Results of an evaluation: tasks return these classes, and metrics.json is written and read as
+these classes.
+
+metrics.json has `format`, `model` (digest of model.safetensors, vocabulary_digest, step, objective,
+supervised_by), `fingerprint` of the training shards, the resolved `options`, and `datasets` by
+name, the stem of the cells file. Each class below is one JSON object with its fields as keys. Rows
+also have their `name`, gaps `words` and tasks `sentences`: texts for people, made from the other
+fields and not read again.
+
+A comparison is ahead or behind only if the 95 % interval of the difference leaves out 0; otherwise
+the two are level. With fewer than `FEWEST` independent units (perturbations, donors), or if all of
+them differ by the same, the interval says nothing, and the comparison is undecided.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from cellmill.errors import DataError
+from cellmill.files import read_json, write_json
+
+FORMAT = 2  # of metrics.json
+TOLERANCE = 5e-4  # differences below this print as 0.000: the two are level
+# independent units from which an interval is of use: with two, the quantile of Student's t is 12.7
+FEWEST = 3
+Kind = Literal["model", "variant", "baseline", "external", "ceiling"]
+Outcome = Literal["ahead", "level", "behind", "undecided"]
+
+
+@dataclass(frozen=True)
+class ScoredMethod:
+    """Features of cells or genes, and the classifier or regression on them, if there is one."""
+
+    features: str
+    classifier: str = ""
+    kind: Kind = "baseline"
+    """variant: features beside the model's own, in no comparison with the best baseline; external:
+    a model of another package; ceiling: no method, but the best score that the data allow.
+    """
+    # the network that computes the features: the model, or the same one with initial weights
+    network: Literal["trained", "untrained"] | None = None
+    supervised: str = ""  # in words, the labels that the model was trained with
+
+    @property
+    def features_name(self) -> str:
+        return f"{self.features}, {self.supervised}" if self.supervised else self.features
+
+    @property
+    def name(self) -> str:
+        """Name of the row, unique in its table."""
+        if self.classifier:
+            return f"{self.features_name} + {self.classifier}"
+        return self.features_name
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of one method in one column; a mean of None is not shown."""
+
+    mean: float | None
+    sd: float | None = None  # over repetitions
+    repetitions: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of a task's table."""
+
+    method: ScoredMethod
+    scores: dict[str, Score] = field(default_factory=dict)  # by column
+    numbers: dict[str, Any] = field(default_factory=dict)  # further columns of single values
+
+    def value(self, column: str) -> float | None:
+        """The mean or the number in a column; None without one."""
+        score = self.scores.get(column)
+        value = self.numbers.get(column) if score is None else score.mean
+        return value if isinstance(value, int | float) else None
+
+    def sd(self, column: str) -> float:
+        """Standard deviation in a column, 0 if unknown."""
+        score = self.scores.get(column)
+        return 0.0 if score is None or score.sd is None else score.sd
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Comparison of two methods, each by name."""
+
+    compared: str
+    against: str
+    metric: str
+    difference: float  # `compared` minus `against`, in the metric
+    interval: tuple[float, float] | None
+    """95 % interval of the difference; None if none was estimated: then the difference decides."""
+    outcome: Outcome
+    n: int | None = None  # independent units of an undecided comparison
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words, with the difference and its interval."""
+        over = "" if self.interval is None else " ({:+.3f} to {:+.3f})".format(*self.interval)
+        signed = f"{self.difference:+.3f} {self.metric}{over}"
+        if self.outcome == "undecided":
+            reason = f"n = {self.n}"
+            if self.n is not None and self.n >= FEWEST:
+                reason = f"all {self.n:,} differ by the same"
+            return f"{self.compared} against {self.against}: {signed}, undecided, {reason}."
+        if self.outcome == "level":
+            return f"{self.compared} is level with {self.against}: {signed}."
+        relation = "is ahead of" if self.outcome == "ahead" else "is behind"
+        size = f"{abs(self.difference):.3f} {self.metric}{over}"
+        return f"{self.compared} {relation} {self.against} by {size}."
+
+
+def compare(
+    compared: str,
+    against: str,
+    metric: str,
+    difference: float,
+    interval: tuple[float, float] | None = None,
+    lower_is_better: bool = False,
+    n: int | None = None,
+) -> Verdict:
+    """Return the verdict on `difference`, estimated from `n` independent units (None: not known)."""
+    is_level = abs(difference) < TOLERANCE
+    if n is not None and interval is not None and not is_level:
+        has_width = interval[0] < interval[1]
+        if n < FEWEST or not has_width:
+            shown = interval if has_width else None
+            return Verdict(compared, against, metric, difference, shown, "undecided", n)
+    low, high = interval or (difference, difference)
+    outcome: Outcome = "level"
+    if not is_level and not low <= 0 <= high:
+        outcome = "ahead" if (difference > 0) != lower_is_better else "behind"
+    return Verdict(compared, against, metric, difference, interval, outcome)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Paired difference of two methods, each by name, in one column, with its 95 % interval."""
+
+    column: str
+    compared: str
+    against: str
+    mean: float
+    low: float
+    high: float
+    # standard error over cells only, for the same cells in runs of several pretraining seeds
+    cells_se: float
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Percent of a gap that a method closes, with its 95 % interval; over 100 if it is better than
+    the ceiling.
+    """
+
+    name: str
+    percent: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Gap in a column between the best trivial method and a ceiling, each by name and score."""
+
+    column: str
+    zero: tuple[str, float]
+    ceiling: tuple[str, float]
+    # what the best of each closes; None if the ceiling is not clearly better: there is no scale
+    model: Closed | None = None
+    baseline: Closed | None = None
+
+    @property
+    def words(self) -> str:
+        """The gap in words that follow the name of the model's row, if there is a scale."""
+        zero = "{} ({:.3f})".format(*self.zero)
+        ceiling = "{} ({:.3f})".format(*self.ceiling)
+        if self.model is None or self.baseline is None:
+            return f"no scale: {ceiling} is not clearly better than {zero}"
+        percent, low, high = map(round, (self.model.percent, self.model.low, self.model.high))
+        return (
+            f"closes {percent} % ({low} to {high}) of the gap from {zero} to {ceiling}; the best "
+            f"baseline, {self.baseline.name}, closes {round(self.baseline.percent)} %"
+        )
+
+    @property
+    def sentence(self) -> str:
+        name = f"{self.model.name} " if self.model else ""
+        return f"{self.column}: {name}{self.words}."
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Cells of each true class (rows of `counts`) by predicted class, all repetitions together."""
+
+    row: str  # name of the method
+    classes: list[str]
+    counts: list[list[int]]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Result of a task on one dataset. Missing numbers are None, not NaN."""
+
+    rows: list[Row] = field(default_factory=list)
+    metric: str | None = None
+    """Column that ranks the rows, higher is better: drawn, and compared between runs."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)  # single values beside the table
+    skipped: str | None = None  # reason why the task does not apply to the dataset
+    differences: list[Difference] = field(default_factory=list)  # not shown
+    confusion: Confusion | None = None
+    gaps: list[Gap] = field(default_factory=list)  # of each column with a natural scale
+    notes: list[str] = field(default_factory=list)  # further sentences
+    task: str = ""  # name in `evaluate.tasks`; results for further labels are kept under others
+
+    @property
+    def sentences(self) -> list[str]:
+        verdicts = [verdict.sentence for verdict in self.verdicts]
+        return verdicts + [gap.sentence for gap in self.gaps] + self.notes
+
+    @property
+    def ranked_rows(self) -> list[Row]:
+        """Rows with a value of the metric, without ceilings; empty if no metric ranks the rows."""
+        return [
+            row
+            for row in self.rows
+            if row.method.kind != "ceiling" and row.value(self.metric or "") is not None
+        ]
+
+    def rank_value(self, row: Row) -> float:
+        """Value of a ranked row in the metric."""
+        value = row.value(self.metric or "")
+        assert value is not None
+        return value
+
+    def best_row(self, kind: Kind | None = None) -> Row | None:
+        """The row with the highest metric, of all or of one kind; None without such a row."""
+        rows = [row for row in self.ranked_rows if kind in (None, row.method.kind)]
+        return max(rows, key=self.rank_value, default=None)
+
+    def best_verdicts(self) -> dict[Verdict, set[str]]:
+        """Verdicts against the best baseline, the first of each metric, with the columns that its
+        difference is in.
+
+        The model's untrained network is no baseline to be ahead of: such a verdict is replaced by
+        that against the best other baseline.
+        """
+        baselines = {
+            row.method.name: row.method for row in self.rows if row.method.kind == "baseline"
+        }
+        first: dict[str, Verdict] = {}
+        for verdict in self.verdicts:
+            if verdict.against in baselines:
+                first.setdefault(verdict.metric, verdict)
+        chosen = {}
+        for verdict in first.values():
+            lines = [line for line in self.differences if line.compared == verdict.compared]
+            columns = {
+                line.column
+                for line in lines
+                if (line.against, line.mean) == (verdict.against, verdict.difference)
+            }
+            if verdict.outcome == "ahead" and baselines[verdict.against].network == "untrained":
+                others = [
+                    line
+                    for line in lines
+                    if line.column in columns
+                    and line.against in baselines
+                    and baselines[line.against].network != "untrained"
+                ]
+                if not others:
+                    continue
+                # all are worse than the untrained network
+                line = min(others, key=lambda line: abs(line.mean))
+                verdict = compare(
+                    verdict.compared,
+                    line.against,
+                    verdict.metric,
+                    line.mean,
+                    (line.low, line.high),
+                    lower_is_better=verdict.difference < 0,
+                )
+            chosen[verdict] = columns
+        return chosen
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain mappings and lists, with the texts for people."""
+        fields = asdict(self)
+        fields["rows"] = [
+            {"name": row.method.name, **plain} for row, plain in zip(self.rows, fields["rows"])
+        ]
+        fields["gaps"] = [
+            plain | {"words": gap.words} for gap, plain in zip(self.gaps, fields["gaps"])
+        ]
+        return fields | {"sentences": self.sentences}
+
+
+@dataclass(frozen=True)
+class DatasetResult:
+    """Results of the tasks on one dataset."""
+
+    n_cells: int
+    n_scored: int
+    cells: str  # `evaluate.cells`: heldout or all
+    n_without_genes: int
+    roles: dict[str, str]  # obs column by role, such as label or `label 2`
+    tasks: dict[str, TaskResult]  # by name, `NAME of LABEL` for further labels
+    genes: dict[str, Any] | None = None  # `GeneCoverage`
+    in_corpus: bool = True
+    # cells that were not trained on by their names, but equal cells that were: not held out
+    n_copies: int = 0
+    supervised: str | None = None  # in words, for a model that was trained with labels
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Content of metrics.json."""
+
+    datasets: dict[str, DatasetResult]
+    model: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def results(self) -> Iterator[tuple[str, str, TaskResult]]:
+        """Dataset, task and result of each task."""
+        for name, dataset in self.datasets.items():
+            for task, result in dataset.tasks.items():
+                yield name, task, result
+
+
+def write(path: Path, evaluation: Evaluation) -> None:
+    """Write metrics.json."""
+    datasets = {}
+    for name, dataset in evaluation.datasets.items():
+        tasks = {task: result.to_json() for task, result in dataset.tasks.items()}
+        datasets[name] = vars(dataset) | {"tasks": tasks}
+    write_json(path, {"format": FORMAT, **vars(evaluation), "datasets": datasets})
+
+
+def read(path: Path) -> Evaluation:
+    """Read metrics.json. Raises DataError for a damaged file or one of another format."""
+    content = read_json(path)
+    stored = content.get("format") if isinstance(content, dict) else None
+    if stored != FORMAT:
+        raise DataError(
+            f"{path}: expected results of format {FORMAT}, got {stored}: they were written by another "
+            "version of cellmill; evaluate again"
+        )
+    try:
+        return _form().validate_python(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise DataError(f"{path}: damaged: {place}: {problem['msg']}; make it again") from None
+
+
+@cache
+def _form() -> TypeAdapter[Evaluation]:
+    return TypeAdapter(Evaluation)
