@@ -23,10 +23,10 @@ from cellmill.models.batch import EncoderBatch, to_tensors
 from cellmill.models.families.autoregressive import (
     GeneratedCell,
     Sampling,
-    ends_before,
+    draw_ends,
+    draw_genes,
+    draw_values,
     generate_cells,
-    next_genes,
-    next_values,
 )
 from cellmill.models.objective import GeneStatistics
 from tests.checks import check_gradients
@@ -149,7 +149,7 @@ def test_genes_are_scored_among_those_not_yet_generated() -> None:
     prepared = model.prepare(batch, **KEYS)
     with torch.no_grad():
         observed = [tensor.numpy() for tensor in model.objective.observe(model, prepared)]
-        before = model.objective.before(model, model.states(prepared), prepared)
+        before = model.objective.states_before(model, model.states(prepared), prepared)
         logits = (before @ model.gene_embedding.weight.T + model.gene_bias)[:, 2:].double()
     by_rank = np.random.default_rng(1).integers(0, 9, (6, N_GENES))
     train = GeneStatistics(by_rank.sum(0), np.full(N_GENES, 2.0), 2.0, 9, by_rank)
@@ -213,14 +213,14 @@ def uncached(model: Any, sampling: Sampling, number: int) -> GeneratedCell:
     while True:
         state = states_of(model, genes, values)[-1:] if genes else model.start[None]
         place = len(genes)
-        ends = bool(ends_before(model, state, cell, sampling, place))
+        ends = bool(draw_ends(model, state, cell, sampling, place))
         if ends or place == sampling.max_genes:
             return GeneratedCell(
                 genes, values.tolist() if objective.predicts_values else None, ends
             )
         listed = torch.tensor([genes], dtype=torch.int64) + 2
-        gene = next_genes(model, state, listed, cell, sampling)
-        values = torch.cat([values, next_values(model, state, gene, cell, sampling, place)])
+        gene = draw_genes(model, state, listed, cell, sampling)
+        values = torch.cat([values, draw_values(model, state, gene, cell, sampling, place)])
         genes = [*genes, int(gene) - 2]
 
 
@@ -258,7 +258,7 @@ def test_greedy_genes_are_the_likeliest_of_one_full_forward_pass() -> None:
     with torch.no_grad():
         before = torch.cat([model.start[None], states_of(model, cell.genes, values)[:-1]])
         logits = before @ model.gene_embedding.weight.T + model.gene_bias
-        predicted = model.objective.values(model, before, genes)
+        predicted = model.objective.predict_values(model, before, genes)
     logits[:, :2] = -torch.inf
     for place in range(n):
         assert int(logits[place].argmax()) == int(genes[place])

@@ -64,17 +64,17 @@ def _judged(model: Any, prepared: MaskedBatch) -> list[tuple[torch.Tensor, float
     """Every prediction that the loss judges, and its loss."""
     judged = []
     objective = model.objective
-    loss_of = objective.loss_of
+    head_loss = objective.head_loss
 
     def listen(*given: Any) -> torch.Tensor:
-        loss: torch.Tensor = loss_of(*given)
+        loss: torch.Tensor = head_loss(*given)
         predictions = objective.predict(*given)
         judged.append((predictions, loss.item()))
         return loss
 
-    objective.loss_of = listen
+    objective.head_loss = listen
     model(prepared)
-    objective.loss_of = loss_of
+    objective.head_loss = head_loss
     return judged
 
 
@@ -284,7 +284,7 @@ def test_the_cell_loss_is_computed_with_every_target_hidden(tokenizer: str, obje
     hidden = plain.prepare(batch, seed=0, step=1)
     targets = prepared.targets
     expected = model.inputs(hidden, targets)
-    queried = prepared.hiding_targets(objective == "masked_gene")
+    queried = prepared.hide_targets(objective == "masked_gene")
     assert torch.equal(model.inputs(queried, targets), expected)
     assert not torch.equal(model.inputs(prepared, targets), expected)
     queries: list[torch.Tensor] = []

@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from cellmill.parallel.materialize import Part
 
 STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
-
-PIECE = 1 << 20  # elements that are made at once of a tensor of which a rank keeps a part
-# torch draws normal values in groups of as many, and makes the last group of a tensor again
-GROUP = 16
-
+PIECE = 1 << 20  # elements made at once of a tensor of which a rank keeps a part
+GROUP = 16  # torch draws normal values in groups of 16, and makes the last group of a tensor again
 Fill = Callable[[Tensor, torch.Generator], object]
 """Function that fills a full CPU tensor in place; its generator depends only on seed and name."""
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -52,43 +49,46 @@ def ones(tensor: Tensor, generator: torch.Generator) -> object:
 
 
 def fill_part(fill: Fill, empty: Tensor, part: Part, generator: torch.Generator) -> Tensor:
-    """Return `part` of a CPU tensor like `empty` as `fill` makes it, bit for bit; in pieces where
-    that can be.
+    """Return `part` of a CPU tensor like `empty`, bit for bit as `fill` makes the whole.
+
+    Values that can be made in pieces are, so that the whole tensor never takes memory.
     """
     is_all = all(index == slice(None) for index in part)
     if is_all or not (isinstance(fill, _Normal) or fill in (zeros, ones)):
         full = torch.empty(empty.shape, dtype=empty.dtype)
         fill(full, generator)
         return full if is_all else full[part].clone()
-    own = torch.empty(
-        [len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)], dtype=empty.dtype
-    )
-    place = torch.full((empty.shape[0],), -1)  # of each row of the tensor in `own`
-    place[part[0]] = torch.arange(len(own))
-    width = empty.shape[1:].numel()
-    rows = -(-PIECE // max(width, 1) // GROUP) * GROUP
-    borders = [*range(0, max(len(place) - rows, 0) + 1, rows), len(place)]
+    n_rows, *row_shape = empty.shape
+    sizes = [len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)]
+    values = torch.empty(sizes, dtype=empty.dtype)
+    # (rows,): row of `values` for each row of the tensor, -1 for none
+    own_row = torch.full((n_rows,), -1)
+    own_row[part[0]] = torch.arange(len(values))
+    piece_rows = -(-PIECE // max(empty.shape[1:].numel(), 1) // GROUP) * GROUP
+    borders = [*range(0, max(n_rows - piece_rows, 0) + 1, piece_rows), n_rows]
     for first, last in pairwise(borders):
-        piece = torch.empty((last - first, *empty.shape[1:]), dtype=empty.dtype)
+        piece = torch.empty((last - first, *row_shape), dtype=empty.dtype)
         fill(piece, generator)
-        here = place[first:last]
-        own[here[here >= 0]] = piece[here >= 0][(slice(None), *part[1:])]
-    return own
+        rows = own_row[first:last]
+        is_own = rows >= 0
+        values[rows[is_own]] = piece[is_own][(slice(None), *part[1:])]
+    return values
 
 
 def initial_values(model: nn.Module) -> dict[str, Fill]:
-    """Return the function that fills each parameter and buffer, by name. Raises TypeError if one
-    has none.
+    """Return the function that fills each parameter and buffer, by name.
+
+    Raise TypeError if there is none for one of them.
     """
     fills = {}
     for path, module in model.named_modules():
-        for name, _ in [
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ]:
+        parameters = module.named_parameters(recurse=False)
+        for name, _ in [*parameters, *module.named_buffers(recurse=False)]:
             full_name = f"{path}.{name}" if path else name
-            own = getattr(module, "initial_value", lambda name: None)(name)
-            fill = own or default_fill(module, name)
+            fill = None
+            if hasattr(module, "initial_value"):
+                fill = module.initial_value(name)
+            fill = fill or default_fill(module, name)
             if fill is None:
                 raise TypeError(
                     f"no initial value for {full_name} of {type(module).__name__}; define initial_value(name) on it"
@@ -98,13 +98,10 @@ def initial_values(model: nn.Module) -> dict[str, Fill]:
 
 
 def default_fill(module: nn.Module, name: str, std: float = STD) -> Fill | None:
-    """Return the function for a parameter of a norm, linear layer or embedding; None for another
-    module.
-    """
+    """Return the function for a parameter of a norm, linear layer or embedding, otherwise None."""
     kind = type(module).__name__
     if kind.endswith("Norm"):
         return {"weight": ones, "bias": zeros}.get(name)
-    # transformers' linear layer
-    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":
+    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":  # of transformers
         return normal(getattr(module, "initial_std", std)) if name == "weight" else zeros
     return None

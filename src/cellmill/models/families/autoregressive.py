@@ -5,12 +5,13 @@ far a cell has come. Values are not centred within the cell as in the encoder, s
 depends on later values; and a generated cell needs its depth, which says how many genes are still
 to come.
 
-Cells are drawn gene by gene. All cells that are generated together have the same length at any time; a cell that ends
-leaves them. Draws are keyed by seed, cell and position (Gumbel-max, Maddison et al. 2014), and all is computed in
-float64: float32 would round differently for other batches, and a cell would depend on those beside it.
+Cells are drawn gene by gene. All cells that are generated together have the same length at any
+time; a cell that ends leaves them. Draws are keyed by seed, cell and position (Gumbel-max, Maddison
+et al. 2014), and everything is computed in float64: float32 would round differently in other
+batches, and a cell would depend on its neighbours.
 
-Legend: T tokens of the batch, C cells, N genes of each cell so far, V tokens of the vocabulary, H hidden, h heads, d
-width of a head.
+Legend: T tokens of the batch, C cells, N genes of each cell so far, V tokens of the vocabulary, H
+hidden, h heads, d width of a head.
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class AutoregressiveModel(TokenEncoder):
         hidden = config.hidden
         super().__init__(hidden, n_genes, objective)
         self.pooling = config.pooling
-        # places are in the rank embedding already
+        # the rank embedding has positions already
         has_values = tokens.value_kind in ("scalar", "class")
         self.value_embedding = value_embedding(tokens, hidden) if has_values else None
         self.rank_embedding = nn.Embedding(tokens.max_tokens.bit_length(), hidden)
@@ -59,12 +60,10 @@ class AutoregressiveModel(TokenEncoder):
     def begin(self, prepared: EncoderBatch) -> Tensor:
         return self.enter(self.inputs(prepared.genes, prepared.values, prepared.position))
 
-    def inputs(self, genes: Tensor, values: Tensor, places: Tensor) -> Tensor:
-        """(T, H): embedded genes, (T,) token ids, with their values (T,), at places (T,) in their
-        cells from 0.
-        """
-        # floor(log2(place + 1)), exact below 2**24; cells of padding may be longer than any other
-        buckets = torch.frexp((places + 1).float()).exponent.long() - 1
+    def inputs(self, genes: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        """Return the embedded tokens, (T, H), from token id, value and position, (T,) each."""
+        # floor(log2(position + 1)), exact below 2**24; cells of padding may be longer than any other
+        buckets = torch.frexp((position + 1).float()).exponent.long() - 1
         ranks = self.rank_embedding(buckets.clamp(max=self.rank_embedding.num_embeddings - 1))
         x = embed_tokens(genes, self.gene_embedding.weight) + ranks
         if self.value_embedding is None:
@@ -90,23 +89,19 @@ class Sampling:
 
     max_genes: int  # most genes of a cell, at most `max_tokens` of the model's tokens
     temperature: float = 1.0
-    """Divides the logits of genes and bins; 0 takes the likeliest, and ends a cell when that is
-    likelier.
-    """
-    top_k: int | None = None  # genes are drawn from this many likeliest ones; None draws from all
+    """Divisor of the logits of genes and bins; with 0 the likeliest gene, bin or end is taken."""
+    top_k: int | None = None  # number of likeliest genes to draw from; None for all
     seed: int = 0
     prompt: tuple[int, ...] = ()  # vocabulary rows of the first genes of every cell
 
 
 @dataclass(frozen=True)
 class GeneratedCell:
-    """A cell as drawn."""
+    """A drawn cell."""
 
     genes: list[int]  # vocabulary rows in rank order
     values: list[float] | None
-    """Value of each gene: predicted where continuous, else drawn bins; None if the model predicts
-    none.
-    """
+    """Predicted continuous values, or drawn bins, by gene; None if the model predicts no values."""
     ended: bool  # False if the cell was cut at `max_genes`
 
 
@@ -116,25 +111,27 @@ class Cache:
     def __init__(self, model: AutoregressiveModel) -> None:
         self.model = model
         self.n_tokens = 0
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.blocks: list[tuple[Tensor, Tensor]] = []
 
     def append(self, genes: Tensor, values: Tensor) -> Tensor:
         """(C,) token ids and (C,) values of the next tokens -> (C, H): their states."""
         x = self.model.inputs(genes, values, torch.full_like(genes, self.n_tokens))
-        kept = []
+        extended = []
         for index, block in enumerate(cast(list[Block], self.model.blocks)):
-            query, *new = (part[:, :, None] for part in block.before(x))
+            query, key, value = (part[:, :, None] for part in block.before(x))
             if self.n_tokens:
-                new = [torch.cat(parts, dim=2) for parts in zip(self.kept[index], new)]
-            keys, values = new
-            x = block.after(x, F.scaled_dot_product_attention(query, keys, values).flatten(1), None)
-            kept.append((keys, values))
-        self.n_tokens = self.n_tokens + 1
-        self.kept = kept
+                earlier_keys, earlier_values = self.blocks[index]
+                key = torch.cat([earlier_keys, key], dim=2)
+                value = torch.cat([earlier_values, value], dim=2)
+            attended = F.scaled_dot_product_attention(query, key, value).flatten(1)
+            x = block.after(x, attended, None)
+            extended.append((key, value))
+        self.n_tokens += 1
+        self.blocks = extended
         return self.model.norm(x)
 
     def keep(self, cells: Tensor) -> None:
-        self.kept = [(keys[cells], values[cells]) for keys, values in self.kept]
+        self.blocks = [(keys[cells], values[cells]) for keys, values in self.blocks]
 
 
 @torch.inference_mode()
@@ -142,96 +139,100 @@ def generate_cells(
     model: AutoregressiveModel, sampling: Sampling, cells: range
 ) -> list[GeneratedCell]:
     """Return the cells with these numbers, drawn together. `model` becomes float64."""
-    model, objective = model.double().eval(), cast(NextGene, model.objective)
+    model = model.double().eval()
+    objective = cast(NextGene, model.objective)
     done: dict[int, GeneratedCell] = {}
     numbers = torch.tensor(cells, dtype=torch.int64, device=model.start.device)
     genes = numbers.new_empty(len(cells), 0)
     values = torch.empty(len(cells), 0, device=numbers.device)
     cache = Cache(model)
     states = model.start.expand(len(cells), -1)
+    max_genes = min(sampling.max_genes, len(model.gene_bias) - len(SPECIAL))
     while len(numbers):
-        place = genes.shape[1]
-        ends = ends_before(model, states, numbers, sampling, place)
-        full = place == min(sampling.max_genes, len(model.gene_bias) - len(SPECIAL))
-        leaving = torch.ones_like(ends) if full else ends
-        for row in leaving.nonzero().flatten().tolist():
-            listed = (genes[row] - len(SPECIAL)).tolist()
-            own = values[row].tolist() if objective.predicts_values else None
-            done[int(numbers[row])] = GeneratedCell(listed, own, bool(ends[row]))
-        staying = ~leaving
-        numbers, genes, values, states = (
-            part[staying] for part in (numbers, genes, values, states)
-        )
-        cache.keep(staying)
+        position = genes.shape[1]
+        ends = draw_ends(model, states, numbers, sampling, position)
+        leaves = torch.ones_like(ends) if position == max_genes else ends
+        for row in leaves.nonzero().flatten().tolist():
+            cell_genes = (genes[row] - len(SPECIAL)).tolist()
+            cell_values = values[row].tolist() if objective.predicts_values else None
+            done[int(numbers[row])] = GeneratedCell(cell_genes, cell_values, bool(ends[row]))
+        stays = ~leaves
+        numbers = numbers[stays]
+        genes = genes[stays]
+        values = values[stays]
+        states = states[stays]
+        cache.keep(stays)
         if not len(numbers):
             break
-        gene = next_genes(model, states, genes, numbers, sampling)
-        value = next_values(model, states, gene, numbers, sampling, place)
+        gene = draw_genes(model, states, genes, numbers, sampling)
+        value = draw_values(model, states, gene, numbers, sampling, position)
         genes = torch.cat([genes, gene[:, None]], 1)
         values = torch.cat([values, value[:, None].float()], 1)
         states = cache.append(gene, value)
     return [done[number] for number in cells]
 
 
-def ends_before(
-    model: Any, states: Tensor, cells: Tensor, sampling: Sampling, place: int
+def draw_ends(
+    model: Any, states: Tensor, cells: Tensor, sampling: Sampling, position: int
 ) -> Tensor:
-    """(C,) bool: whether each cell ends before `place`; not within the prompt, nor without any
-    gene.
+    """Return the cells that end before `position`, (C,) bool.
+
+    No cell ends within the prompt, or without any gene.
     """
     chance: Tensor = model.objective.end_logits(model, states).sigmoid()
-    if place < max(1, len(sampling.prompt)):
+    if position < max(1, len(sampling.prompt)):
         return torch.zeros_like(chance, dtype=torch.bool)
     if sampling.temperature == 0:
         return chance > 0.5
-    return _uniform(keyed_bits(cells, sampling.seed, END, place)) < chance
+    return _uniform(keyed_bits(cells, sampling.seed, END, position)) < chance
 
 
-def next_genes(
+def draw_genes(
     model: Any, states: Tensor, genes: Tensor, cells: Tensor, sampling: Sampling
 ) -> Tensor:
-    """(C,) token ids of the next genes of cells with states (C, H) that have `genes` (C, N): never
-    one of these.
+    """Return the token ids of the next genes, (C,), of cells with states (C, H).
+
+    `genes` (C, N), which the cells have, are not drawn again.
     """
-    place = genes.shape[1]
-    if place < len(sampling.prompt):
-        return torch.full_like(cells, sampling.prompt[place] + len(SPECIAL))
+    position = genes.shape[1]
+    if position < len(sampling.prompt):
+        return torch.full_like(cells, sampling.prompt[position] + len(SPECIAL))
     logits: Tensor = model.objective.gene_logits(model, states)
     logits[:, : len(SPECIAL)] = -torch.inf
     logits = logits.scatter(1, genes, -torch.inf)
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = logits.topk(sampling.top_k, dim=1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return _drawn(logits, cells, sampling, GENE, place)
+    return _draw(logits, cells, sampling, GENE, position)
 
 
-def next_values(
+def draw_values(
     model: Any,
     states: Tensor,
     genes: Tensor,
     cells: Tensor,
     sampling: Sampling,
-    place: int,
+    position: int,
 ) -> Tensor:
-    """(C,) values of the next `genes` (C,), as tokens have them: predicted values, or drawn bins
-    (int64).
-    """
+    """Return the values of the next `genes`, (C,): predicted values, or drawn bins (int64)."""
     if not model.objective.predicts_values:
         return torch.zeros_like(genes)
-    predicted: Tensor = model.objective.values(model, states, genes)
-    return (
-        predicted if predicted.ndim == 1 else _drawn(predicted, cells, sampling, VALUE, place) + 1
-    )
+    predicted: Tensor = model.objective.predict_values(model, states, genes)
+    if predicted.ndim == 1:
+        return predicted
+    return _draw(predicted, cells, sampling, VALUE, position) + 1
 
 
-def _drawn(logits: Tensor, cells: Tensor, sampling: Sampling, kind: int, place: int) -> Tensor:
+def _draw(logits: Tensor, cells: Tensor, sampling: Sampling, kind: int, position: int) -> Tensor:
+    """(C, n) -> (C,) int64: a column of each row, by Gumbel-max."""
     if sampling.temperature == 0:
         return logits.argmax(1)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    uniform = _uniform(keyed_bits(cells[:, None], sampling.seed, kind, place, columns))
-    return (logits.double() / sampling.temperature - (-uniform.log()).log()).argmax(1)
+    uniform = _uniform(keyed_bits(cells[:, None], sampling.seed, kind, position, columns))
+    gumbel = -(-uniform.log()).log()
+    return (logits.double() / sampling.temperature + gumbel).argmax(1)
 
 
 def _uniform(bits: Tensor) -> Tensor:
-    """63 random bits as float64 between 0 and 1, both excluded."""
+    """Return 63 random bits as float64 between 0 and 1, both excluded."""
     return ((bits >> 11).double() + 0.5) * 2.0**-52

@@ -1,12 +1,12 @@
 """Encoders of the genes of a cell, a set without positions; heads come from the objective.
 
 `encoder`: gene embedding plus value embedding, pre-norm blocks, a norm. Only the rank tokenizer has
-places, as its values. `autoencoder` adds a linear bottleneck behind the pooled states, whose output
-is the cell embedding.
+positions, as its values. `autoencoder` adds a linear bottleneck after the pooled states, whose
+output is the cell's vector.
 
-`profile`: the sum of value times gene embedding over a cell, then residual feed-forward blocks: a perceptron on the
-cell's log-normalised profile, whose first matrix is the gene embedding. Rows of its residual stream are cells, not
-tokens: a cell costs the same whatever its depth.
+`profile`: the sum of value times gene embedding over a cell, then residual feed-forward blocks: a
+perceptron on the cell's log-normalised profile, whose first matrix is the gene embedding. Rows of
+its residual stream are cells, not tokens: a cell costs the same whatever its depth.
 
 Legend: T tokens of the batch, N targets, C cells, H hidden.
 """
@@ -64,10 +64,9 @@ class EncoderModel(TokenEncoder):
             self.covariate_prefix = CovariatePrefix(tokens, objective.levels)
             self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
-            rows = {
-                f"covariates.tables.{at}.weight": name for at, name in enumerate(tokens.covariates)
-            }
-            self.level_rows = {**self.level_rows, **rows}
+            for index, name in enumerate(tokens.covariates):
+                table = f"covariates.tables.{index}.weight"
+                self.level_rows = {**self.level_rows, table: name}
         attach_gene_vectors(self, config, self.n_tokens)
         self.blocks = pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)
@@ -80,16 +79,16 @@ class EncoderModel(TokenEncoder):
             self.plan = replace(self.plan, finish=(*self.plan.finish, "pool_query"))
 
     def initial_value(self, name: str) -> Fill | None:
-        """Initialize the cell token like an embedding; attention pooling starts as the mean."""
-        return {"cell_token": normal(STD), "pool_query": zeros}.get(name) or super().initial_value(
-            name
-        )
+        """Start the cell token like an embedding, and attention pooling as the mean."""
+        if name == "cell_token":
+            return normal(STD)
+        return zeros if name == "pool_query" else super().initial_value(name)
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        return self._with_cell_tokens(super().view(batch, seed=seed, step=step))
+        return self._add_cell_tokens(super().view(batch, seed=seed, step=step))
 
     def embed(self, batch: Batch) -> Tensor:
-        return super().embed(self._with_cell_tokens(batch))
+        return super().embed(self._add_cell_tokens(batch))
 
     def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
         inside = genes != PAD_TOKEN
@@ -116,17 +115,16 @@ class EncoderModel(TokenEncoder):
             weights = scores.masked_fill(~inside, -torch.inf).softmax(1)
         return (states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
-    def _with_cell_tokens(self, batch: Batch) -> Batch:
-        """For pooling cls, a token before each cell, without a gene: no target."""
+    def _add_cell_tokens(self, batch: Batch) -> Batch:
+        """For pooling cls, add a token without a gene before each cell, which is no target."""
         return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         x = self.inputs(prepared)
         if self.pooling == "cls":
-            first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-            # all cells have this token
-            first = first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)
-            x = torch.where(first[:, None], self.cell_token.to(x.dtype), x)
+            is_first = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+            is_first = is_first.index_fill(0, prepared.cu_seqlens[:-1].long(), True)
+            x = torch.where(is_first[:, None], self.cell_token.to(x.dtype), x)
         return self.enter(x)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
@@ -137,57 +135,48 @@ class EncoderModel(TokenEncoder):
             return attended_state(states, prepared, self.pool_query)
         return mean_state(states, prepared)
 
-    def inputs(self, prepared: EncoderBatch, at: Tensor | slice = ALL) -> Tensor:
-        """(T, H), or (N, H) for the tokens `at`; hidden values have a learned embedding."""
-        tokens = prepared.genes[at]
+    def inputs(self, prepared: EncoderBatch, index: Tensor | slice = ALL) -> Tensor:
+        """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
+        tokens = prepared.genes[index]
         genes = embed_tokens(tokens, self.gene_embedding.weight)
         if self.gene_vectors is not None:
             genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
-        values = prepared.values[at]
+        values = prepared.values[index]
         if values.is_floating_point():
             # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest
             # signal: values are centred within each cell, or the embedding would encode depth (98 %
             # of it did)
-            centered = (values - prepared.center[prepared.cell[at]])[:, None]
-            embedded = self.value_embedding(
-                centered.to(next(self.value_embedding.parameters()).dtype)
-            )
-        else:
-            embedded = self.value_embedding(values)
-        embedded = self.with_hidden(embedded, prepared, at)
+            values = (values - prepared.center[prepared.cell[index]])[:, None]
+            values = values.to(next(self.value_embedding.parameters()).dtype)
+        x = genes + self.with_hidden(self.value_embedding(values), prepared, index)
         if not hasattr(self, "covariates") or prepared.covariate_rows is None:
-            return genes + embedded
-        rows = prepared.covariate_rows[at]
-        return torch.where(
-            rows[:, None] > 0, self.covariates(rows).to(genes.dtype), genes + embedded
-        )
+            return x
+        rows = prepared.covariate_rows[index]
+        return torch.where(rows[:, None] > 0, self.covariates(rows).to(genes.dtype), x)
 
 
 def pre_norm_blocks(
     config: EncoderConfig | AutoregressiveConfig, causal: bool = False
 ) -> nn.ModuleList:
-    """Blocks whose layers into the residual stream start small, as in GPT-2."""
+    """Make blocks whose layers into the residual stream start small, as in GPT-2."""
     blocks = nn.ModuleList()
     for index in range(config.layers):
-        block = Block(
-            config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal
-        )
-        for layer in (block.out, block.down):
-            with_std(layer, STD / math.sqrt(2 * config.layers))
+        sizes = (config.hidden, config.heads, config.ffn_width)
+        block = Block(*sizes, config.dropout, index, causal=causal)
+        with_std(block.out, STD / math.sqrt(2 * config.layers))
+        with_std(block.down, STD / math.sqrt(2 * config.layers))
         blocks.append(block)
     return blocks
 
 
 def value_embedding(tokens: Tokens, hidden: int) -> nn.Module:
-    if tokens.value_kind == "scalar":
-        # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes,
-        # 0.02; with 0.02 in the second layer it would be 20 times larger
-        return nn.Sequential(
-            with_std(nn.Linear(1, hidden), 1.0),
-            nn.GELU(),
-            with_std(nn.Linear(hidden, hidden), STD / math.sqrt(hidden)),
-        )
-    return nn.Embedding(tokens.n_values, hidden)
+    if tokens.value_kind != "scalar":
+        return nn.Embedding(tokens.n_values, hidden)
+    # the first layer's fan-in is 1. Embedded values start with the standard deviation of genes,
+    # 0.02; with 0.02 in the second layer it would be 20 times larger
+    first = with_std(nn.Linear(1, hidden), 1.0)
+    second = with_std(nn.Linear(hidden, hidden), STD / math.sqrt(hidden))
+    return nn.Sequential(first, nn.GELU(), second)
 
 
 class AutoencoderModel(EncoderModel):
@@ -206,11 +195,9 @@ class AutoencoderModel(EncoderModel):
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """(T, H) -> (cells, latent) float32."""
         pooled = super().cell_vectors(states, prepared)
-        return (
-            pooled
-            if self.config.latent is None
-            else self.bottleneck(pooled.to(states.dtype)).float()
-        )
+        if self.config.latent is None:
+            return pooled
+        return self.bottleneck(pooled.to(states.dtype)).float()
 
 
 class ProfileModel(CellEncoder):
@@ -227,7 +214,8 @@ class ProfileModel(CellEncoder):
         self, config: ProfileConfig, n_genes: int, tokens: Tokens, objective: Objective
     ) -> None:
         super().__init__(objective)
-        self.width = hidden = config.hidden
+        hidden = config.hidden
+        self.width = hidden
         self.dropout = config.dropout
         n_tokens = n_genes + len(SPECIAL)
         self.gene_embedding = nn.Embedding(n_tokens, hidden)

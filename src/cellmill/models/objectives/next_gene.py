@@ -47,7 +47,7 @@ class NextGeneBatch(EncoderBatch):
     """Whole cells, and which of their tokens and ends are predicted."""
 
     targets: Tensor  # (N,) int64, ascending: tokens to predict, all but padding
-    first: Tensor  # (N,) bool: whether the target is the first token of its cell
+    first: Tensor  # (N,) bool: True for the first token of a cell
     ends: Tensor  # (ends,) int64: last tokens of cells that were not cut
     n_targets: Tensor
 
@@ -59,9 +59,7 @@ class NextGene(Objective):
     gene_rows = frozenset({"gene_bias"})
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        """Add `start`, the state before the first gene; `gene_bias`; `end`; and the value's
-        `value_head` and output.
-        """
+        """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
         hidden = model.width
         model.start = nn.Parameter(torch.empty(hidden))
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
@@ -69,43 +67,47 @@ class NextGene(Objective):
         names = ("start", "gene_bias", "end", "gene_embedding")
         if not self.predicts_values:
             return names
-        model.value_head = nn.Sequential(
-            nn.Linear(2 * hidden, hidden), nn.GELU(), nn.LayerNorm(hidden)
-        )
+        layer = nn.Linear(2 * hidden, hidden)
+        model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(hidden))
         # bins count from 1
-        model.value_out = nn.Linear(hidden, self.tokens.n_values - 1 if self._is_class else 1)
+        n_outputs = self.tokens.n_values - 1 if self._is_class else 1
+        model.value_out = nn.Linear(hidden, n_outputs)
         return (*names, "value_head", "value_out")
 
     def initial_value(self, name: str) -> Fill | None:
         return {"start": normal(STD), "gene_bias": zeros}.get(name)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
-        _, place = positions(batch)
-        targets = (batch.genes != PAD_TOKEN).nonzero().flatten()
+        _, position = positions(batch)
+        is_token = batch.genes != PAD_TOKEN
+        targets = is_token.nonzero().flatten()
         lengths = batch.cu_seqlens.diff()
-        last = batch.cu_seqlens[1:].long()[(lengths > 0) & (lengths < self.tokens.max_tokens)] - 1
+        is_whole = (lengths > 0) & (lengths < self.tokens.max_tokens)
+        ends = batch.cu_seqlens[1:].long()[is_whole] - 1
         return NextGeneBatch.prepared(
             batch,
             (seed, step),
             targets=targets,
-            first=place[targets] == 0,
-            ends=last[batch.genes[last] != PAD_TOKEN],
+            first=position[targets] == 0,
+            ends=ends[is_token[ends]],
             n_targets=torch.tensor(len(targets), device=targets.device),
         )
 
     def loss(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
-        before = self.before(model, states, prepared)
+        before = self.states_before(model, states, prepared)
         genes = prepared.genes[prepared.targets]
         loss = token_loss(before, model.gene_embedding.weight, model.gene_bias, genes)
-        goes_on = self.end_logits(model, before)
-        ends = self.end_logits(model, states[prepared.ends])
-        loss = loss + F.softplus(goes_on).sum() + F.softplus(-ends).sum()
+        # logits of an end before each target, where the cell continues, and at each end
+        continuing = self.end_logits(model, before)
+        ending = self.end_logits(model, states[prepared.ends])
+        loss = loss + F.softplus(continuing).sum() + F.softplus(-ending).sum()
         if not self.predicts_values:
             return loss
-        of_values = value_loss(self.values(model, before, genes), prepared.values[prepared.targets])
-        return loss + self.config.value_loss_weight * of_values
+        predicted = self.predict_values(model, before, genes)
+        values = prepared.values[prepared.targets]
+        return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
-    def before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
+    def states_before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         """(T, H) -> (N, H): the state before each target."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.first[:, None], model.start.to(states.dtype), earlier)
@@ -120,64 +122,68 @@ class NextGene(Objective):
         # thousands of steps
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
-    def values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
+    def predict_values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
         """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
-        queries = torch.cat(
-            [before, embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)], dim=-1
-        )
-        out = model.value_out(model.value_head(queries)).float()
+        embedded = embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)
+        queries = torch.cat([before, embedded], dim=-1)
+        out: Tensor = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[Tensor, ...]:
-        """Return row, place, top-1 correctness, cross-entropy, value and prediction of each gene;
-        cell by cell.
+        """Return tensors by gene, cell after cell.
+
+        These are row, position, top-1 correctness, cross-entropy, and value and prediction, if the
+        model predicts values.
         """
-        before = self.before(model, model.states(prepared), prepared)
+        before = self.states_before(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
             genes = prepared.genes[start:end]
-            logits = self.gene_logits(model, before[start:end])
-            places = torch.arange(len(genes), device=genes.device)
-            place_of = torch.full((logits.shape[1],), len(genes), device=genes.device).index_put(
-                (genes,), places
-            )
-            place_of[: len(SPECIAL)] = -1
-            logits = logits.masked_fill(place_of < places[:, None], -torch.inf)
-            entropy = F.cross_entropy(logits, genes, reduction="none")
-            cells.append((genes - len(SPECIAL), places, logits.argmax(1) == genes, entropy))
+            logits = self.gene_logits(model, before[start:end])  # (n, V)
+            position = torch.arange(len(genes), device=genes.device)
+            # (V,): position of each token in the cell, behind the cell for others; special tokens
+            # and genes that the cell has by then are no candidates
+            position_of = torch.full((logits.shape[1],), len(genes), device=genes.device)
+            position_of = position_of.index_put((genes,), position)
+            position_of[: len(SPECIAL)] = -1
+            logits = logits.masked_fill(position_of < position[:, None], -torch.inf)
+            losses = F.cross_entropy(logits, genes, reduction="none")
+            cells.append((genes - len(SPECIAL), position, logits.argmax(1) == genes, losses))
         observed = tuple(torch.cat(parts) for parts in zip(*cells))
         if not self.predicts_values:
             return observed
-        predicted = self.values(model, before, prepared.genes)
-        return (
-            *observed,
-            prepared.values,
-            expected_bins(predicted) if self._is_class else predicted,
-        )
+        predicted = self.predict_values(model, before, prepared.genes)
+        if self._is_class:
+            predicted = expected_bins(predicted)
+        return (*observed, prepared.values, predicted)
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Return metrics of genes, beside a baseline that knows rank and earlier genes, R² of
-        values, and verdicts.
+        """Return metrics and verdicts of genes, and of values if the model predicts them.
+
+        The baseline of genes knows the rank and earlier genes.
         """
-        genes, places, correct, cross_entropy, *values = observed
+        genes, position, correct, cross_entropy, *values = observed
         assert train.by_rank is not None, "statistics without ranks"
-        base_correct, base_cross_entropy = _rank_baseline(genes, places, train.by_rank)
+        base_correct, base_cross_entropy = _judge_rank_baseline(genes, position, train.by_rank)
+        loss = float(cross_entropy.astype(np.float64).mean())
+        base_loss = float(base_cross_entropy.mean())
         metrics: dict[str, Any] = {
             "n_targets": len(genes),
             "accuracy": float(correct.mean()),
             "accuracy_rank_frequency": float(base_correct.mean()),
-            "cross_entropy": (own := float(cross_entropy.astype(np.float64).mean())),
-            "cross_entropy_rank_frequency": (base := float(base_cross_entropy.mean())),
+            "cross_entropy": loss,
+            "cross_entropy_rank_frequency": base_loss,
         }
         name = "prediction of the next gene"
         against = "gene frequency at the same rank in training cells"
-        verdicts = [compare(name, against, "nats cross-entropy", own - base, lower_is_better=True)]
+        difference = loss - base_loss
+        verdicts = [compare(name, against, "nats cross-entropy", difference, lower_is_better=True)]
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
-            base, own = (
-                float(np.square(truth - other).sum()) for other in (train.mean[genes], predicted)
-            )
-            metrics["value_r2_over_gene_mean"] = r2 = r2_over(base, own)
+            error = float(np.square(truth - predicted).sum())
+            base_error = float(np.square(truth - train.mean[genes]).sum())
+            r2 = r2_over(base_error, error)
+            metrics["value_r2_over_gene_mean"] = r2
             verdicts += r2_verdict("prediction of the next value", "the gene's training mean", r2)
         return metrics, verdicts
 
@@ -190,37 +196,39 @@ class NextGene(Objective):
         return self.tokens.value_kind == "class"
 
 
-def _rank_baseline(
-    genes: np.ndarray, places: np.ndarray, by_rank: np.ndarray
+def _judge_rank_baseline(
+    genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Correctness and cross-entropy, (N,), of smoothed frequencies at the rank, among genes not in
-    the cell yet.
+    """Return correctness and cross-entropy, (N,), of smoothed frequencies at the rank.
+
+    Candidates are genes that are not in the cell yet. `by_rank` is (buckets, genes).
     """
-    buckets = rank_buckets(places)
-    starts = np.flatnonzero(places == 0)
+    buckets = rank_buckets(position)
+    starts = np.flatnonzero(position == 0)
+    cells = list(pairwise([*starts, len(genes)]))
     n_genes = by_rank.shape[1]
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
     smoothed = by_rank + n_genes * overall
     frequency = smoothed / smoothed.sum(1, keepdims=True)
     correct = np.zeros(len(genes), bool)
     cross_entropy = np.zeros(len(genes))
-    cells = list(zip(starts, [*starts[1:], len(genes)]))
     for bucket in np.unique(buckets):
-        order = np.argsort(-frequency[bucket], kind="stable")
+        by_frequency = np.argsort(-frequency[bucket], kind="stable")
         for start, stop in cells:
             cell = genes[start:stop]
-            here = np.flatnonzero(buckets[start:stop] == bucket)
-            if not len(here):
+            judged = np.flatnonzero(buckets[start:stop] == bucket)  # positions in the cell
+            if not len(judged):
                 continue
-            own = frequency[bucket, cell]
-            # frequencies that are left for genes not in the cell yet: never less than the gene's
-            # own
-            left = np.maximum(1 - (np.cumsum(own) - own), own)[here]
-            cross_entropy[start + here] = np.log(left / own[here])
-            # a gene is a candidate up to its own place, and candidates are never fewer than at a
-            # later place: the most frequent one is the first whose place is not yet past
-            place_of = np.full(n_genes, len(cell))
-            place_of[cell] = np.arange(len(cell))
-            highest = np.maximum.accumulate(place_of[order])
-            correct[start + here] = order[np.searchsorted(highest, here)] == cell[here]
+            cell_frequency = frequency[bucket, cell]
+            # frequency that is left for genes not in the cell yet: at least that of the gene itself
+            earlier = np.cumsum(cell_frequency) - cell_frequency
+            left = np.maximum(1 - earlier, cell_frequency)[judged]
+            cross_entropy[start + judged] = np.log(left / cell_frequency[judged])
+            # a gene is a candidate up to its own position, and candidates are never fewer than at a
+            # later position: the most frequent candidate is the first whose position is not past
+            position_of = np.full(n_genes, len(cell))
+            position_of[cell] = np.arange(len(cell))
+            highest = np.maximum.accumulate(position_of[by_frequency])
+            predicted = by_frequency[np.searchsorted(highest, judged)]
+            correct[start + judged] = predicted == cell[judged]
     return correct, cross_entropy
