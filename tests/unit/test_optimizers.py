@@ -16,7 +16,7 @@ from cellmill.config.parts.methods import AdamWConfig, OptimizerConfig
 from cellmill.config.run import Train, learning_rate
 from cellmill.errors import ConfigError
 from cellmill.train import optimizer as optimizers
-from cellmill.train.muon import Muon, orthogonalised, owners
+from cellmill.train.muon import Muon, choose_owners, orthogonalise
 from cellmill.train.optimizer import OffloadedAdamW, build_optimizer, state_of
 from cellmill.train.step_guard import step_if
 from tests.models import model_on_cpu, train_options
@@ -44,10 +44,10 @@ def test_singular_values_of_an_update_are_about_one(
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = u.T @ orthogonalised(matrix) @ v.T
+    found = u.T @ orthogonalise(matrix) @ v.T
     assert ((found.diagonal() > 0.6) & (found.diagonal() < 1.3)).all()
     torch.testing.assert_close(found, found.diagonal().diag(), atol=1e-5, rtol=0)
-    assert not orthogonalised(torch.zeros(shape)).any()
+    assert not orthogonalise(torch.zeros(shape)).any()
 
 
 def test_only_matrices_of_blocks_are_stepped_by_muon() -> None:
@@ -70,7 +70,7 @@ def test_only_matrices_of_blocks_are_stepped_by_muon() -> None:
             momentum = 0.95 * momentum + gradient
             scale = 0.1 * 0.2 * max(found.shape) ** 0.5
             if found.ndim == 2:
-                expected = 0.95 * expected - scale * orthogonalised(0.95 * momentum + gradient)
+                expected = 0.95 * expected - scale * orthogonalise(0.95 * momentum + gradient)
         if _is_matrix(name, found):
             torch.testing.assert_close(found.detach(), expected, msg=name)
             torch.testing.assert_close(optimizer.state[found]["momentum"], momentum, msg=name)
@@ -108,13 +108,13 @@ def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
 
 def test_owners_have_about_the_same_work() -> None:
     shapes = [(64, 192), (64, 64), (64, 256), (256, 64)] * 5
-    chosen = owners(shapes, 4)
+    chosen = choose_owners(shapes, 4)
     work = [
         sum(m * n * min(m, n) for (m, n), owner in zip(shapes, chosen) if owner == rank)
         for rank in range(4)
     ]
     assert max(work) / min(work) < 1.2
-    assert owners([(8, 8)], 4) == [0]
+    assert choose_owners([(8, 8)], 4) == [0]
 
 
 def test_an_installed_optimizer_is_planned(

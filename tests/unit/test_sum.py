@@ -99,24 +99,24 @@ def test_gradients_equal_the_weighted_sum_of_means() -> None:
     mesh: Any = SimpleNamespace(device=torch.device("cpu"), dp_world=1, model_parallel_size=1)
     parts = LossParts(model.objective, mesh.device)
     losses = ParallelModel(model, Parallel(), mesh).forward_backward(
-        [first, second], parts.targets(n_targets), parts.weights
+        [first, second], parts.divisors(n_targets), parts.weights
     )
     torch.testing.assert_close(losses, means.detach().double())
     for name, parameter in model.named_parameters():
         gradient = expected[name]
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7, msg=name)
-    line = parts.line("loss", losses.tolist())
+    line = parts.name_losses("loss", losses.tolist())
     assert line.keys() == {"loss_cell_decoding", "loss_masked_value"}
 
 
 def test_a_part_without_targets_has_zero_loss() -> None:
     model = _model(objective="sum", parts=PARTS)
     parts = LossParts(model.objective, torch.device("cpu"))
-    losses = torch.tensor([2.0, 0.0]) / parts.targets(torch.tensor([4, 0]))
+    losses = torch.tensor([2.0, 0.0]) / parts.divisors(torch.tensor([4, 0]))
     assert parts.total(losses).item() == 0.5
     # a validation without any target has no loss: 0 would be the best of the run for ever
     none = torch.zeros(2, dtype=torch.float64)
-    assert parts.total(none / parts.targets(none)).isnan()
+    assert parts.total(none / parts.divisors(none)).isnan()
 
 
 def test_tensors_of_all_parts_are_copied_once() -> None:

@@ -1,5 +1,4 @@
-"""The training loop: optimizer steps, validation, checkpoints and stopping, the same in every
-layout.
+"""The training loop: steps, validation, checkpoints and stopping, the same in every layout.
 
 A step is `global_batch` cells. Each rank takes its share in micro-batches; the loss is a sum
 divided by the global number of targets, so unequal shares change nothing. Parts of a weighted loss
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -51,57 +50,96 @@ from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
 from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric
 
-# the step that keys the masks of validation: the same each time, and never those of training
 VALIDATION = -1
+"""Step that keys the masks of validation: the same each time, and never those of training."""
 
 
 class LossParts:
-    """Weights and names of the parts of an objective's loss; no names for one loss."""
+    """Weights and names of the parts of an objective's loss; no names if the loss has no parts."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self.names = list(objective.parts)
-        leaves = objective.leaves().items()
-        self.labels = {
-            name: at for at, (name, leaf) in enumerate(leaves) if leaf.has_target_per_cell
-        }
+        self.labelled: dict[str, int] = {}
+        """Index of each part with a target per cell, by name."""
+        for index, (name, leaf) in enumerate(objective.leaves().items()):
+            if leaf.has_target_per_cell:
+                self.labelled[name] = index
         self.weights: Tensor | float = 1.0
         if self.names:
             self.weights = torch.tensor(list(objective.parts.values()), device=device)
 
-    def targets(self, targets: Tensor) -> Tensor:
-        """Return the divisors, () or (parts,): a part without targets has loss 0, but a loss
-        without any is 0 / 0.
+    def divisors(self, targets: Tensor) -> Tensor:
+        """Return the divisors of the losses, () or (parts,).
+
+        A part without targets has loss 0, but a loss without any target is 0 / 0.
         """
         return targets.clamp(min=1) if self.names and targets.any() else targets
 
     def total(self, losses: Tensor) -> Tensor:
         return (losses * self.weights).sum()
 
-    def line(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
-        """Return the unweighted loss of each part, under `prefix` and its name, for metrics.jsonl."""
+    def name_losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
+        """Return the unweighted loss of each part, by its name in metrics.jsonl."""
         return {f"{prefix}_{name}": loss for name, loss in zip(self.names, losses)}
 
-    def labelled(self, targets: Sequence[float], cells: float) -> dict[str, float]:
-        """Return the share of a step's cells with a target, of each part with one per cell, for
-        metrics.jsonl.
-        """
-        return {
-            f"labelled_frac{name and f'_{name}'}": targets[at] / cells
-            for name, at in self.labels.items()
-        }
+    def labelled_fracs(self, targets: Sequence[float], cells: float) -> dict[str, float]:
+        """Return the fraction of a step's cells with a target, by its name in metrics.jsonl."""
+        fracs = {}
+        for name, index in self.labelled.items():
+            key = f"labelled_frac_{name}" if name else "labelled_frac"
+            fracs[key] = targets[index] / cells
+        return fracs
+
+
+class StepScalars(NamedTuple):
+    """Numbers of a step that are known on the device: global, and equal on all ranks."""
+
+    norm: float  # gradient norm
+    loss_scale: float  # of the next step; 0 without a scale
+    loss: float
+    bad_norms: float  # ranks whose gradient norm is not finite
+    stops: float  # ranks that got a stop signal
+    checkpoints_due: float  # data-parallel ranks 0 for which a checkpoint is due
+    cells: float
+    tokens: float
+    flops: float
+    part_losses: list[float]
+    readings: list[float]  # `local_readings`, in a logged step
+    targets: list[float]  # by part
+
+    @staticmethod
+    def pack(norm: Tensor, loss_scale: Tensor, summed: Tensor, targets: Tensor) -> Tensor:
+        """Return all numbers in one tensor; `summed` are those from the loss to the readings."""
+        first = torch.stack([norm.detach().to(summed), loss_scale.to(summed)])
+        return torch.cat([first, summed, targets.reshape(-1).to(summed)])
+
+    @classmethod
+    def unpack(cls, numbers: list[float], n_losses: int) -> Self:
+        """Return the numbers of `pack`; `n_losses` is the number of parts, 0 for one loss."""
+        norm, loss_scale, loss, bad_norms, stops, due, cells, tokens, flops, *rest = numbers
+        n_targets = max(n_losses, 1)
+        return cls(
+            norm,
+            loss_scale,
+            loss,
+            bad_norms,
+            stops,
+            due,
+            cells,
+            tokens,
+            flops,
+            part_losses=rest[:n_losses],
+            readings=rest[n_losses:-n_targets],
+            targets=rest[-n_targets:],
+        )
 
 
 @dataclass
 class StepReport:
-    """A step whose global scalars are being copied from the device."""
+    """A step whose scalars are being copied from the device."""
 
     step: int
-    scalars: AsyncScalars
-    """[Gradient norm, loss scale of the next step or 0, loss, ranks whose gradient norm is not
-    finite, ranks that got a stop signal, checkpoint due, cells, tokens, FLOPs], summed over ranks
-    from the loss on, followed by the losses of an objective's parts, in a logged step
-    `local_readings`, and the targets of each part.
-    """
+    scalars: AsyncScalars  # `StepScalars.pack`
     lr: float
     waited_s: float
     ended: float  # time of its last call, so that rates do not depend on when the report is read
@@ -113,8 +151,8 @@ class Trainer:
     """A training and its parts. Collective: every rank makes one, and calls `resume` and `run`.
 
     `model` is what this rank holds, after `materialize`; `spec` and `flops` are of the whole model.
-    `streams` have the training and the validation cells, and the obs column of the latter's
-    batches. `saved_with` is in every checkpoint.
+    `streams` are the stream of training cells, of validation cells, and the obs column of the
+    latter's batches. `saved_with` is in every checkpoint.
     """
 
     def __init__(
@@ -145,12 +183,12 @@ class Trainer:
         self.train_stream, self.val_stream, self.batch_column = streams
         self.steps = train.total_steps(self.train_stream.steps_per_epoch)
         self.saved_with = saved_with | {"steps": self.steps, "world_size": dist.get_world_size()}
-        self.saved_with |= {"levels": spec.levels} if spec.levels else {}
+        if spec.levels:
+            self.saved_with["levels"] = spec.levels
         self.rates = group_rates(method, build(spec, method.transform))
         step_model: type[StepModel] = ParallelModel
         if isinstance(model, PipelineStages):
-            # torch's pipelining imports its compiler: a fifth of the CPU time in which a process
-            # starts
+            # torch's pipelining imports its compiler: a fifth of the CPU time of a start
             step_model = importlib.import_module("cellmill.parallel.pipeline").PipelineModel
         self.parallel_model = step_model(model, options.parallel, mesh)
         self._with_shares = partial(
@@ -164,25 +202,21 @@ class Trainer:
             folder, train.keep_checkpoints, self.average, train.keep_steps
         )
         watch.saving = self.checkpoints.is_writing
-        peak = (
-            peak_flops(torch.cuda.get_device_name(device), options.parallel)
-            if device.type == "cuda"
-            else None
-        )
+        peak = None
+        if device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(device), options.parallel)
         self.meter = Meter(peak, dist.get_world_size())
-        self.profile = StepProfile(
-            folder.path / "profile", train.profile_steps, dist.get_rank(), device
-        )
+        profile_folder = folder.path / "profile"
+        self.profile = StepProfile(profile_folder, train.profile_steps, dist.get_rank(), device)
         self.loss_parts = LossParts(model.objective, device)
         self.progress = Progress()
         self.trackers: list[Tracker] = []
 
     def resume(self) -> None:
-        """Load the newest undamaged checkpoint, if any, and set stream and metrics back to its
-        step.
-        """
+        """Load the newest undamaged checkpoint, if any, and set stream and metrics back to it."""
         checkpoint, damaged = self.checkpoints.newest_whole()
-        if dist.get_rank() == 0:
+        is_first_rank = dist.get_rank() == 0
+        if is_first_rank:
             for line in damaged:
                 print(
                     f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True
@@ -192,11 +226,11 @@ class Trainer:
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
             self.progress = Progress(**checkpoint.state()["progress"])
-        epoch, in_epoch = divmod(step := self.progress.step, self.train_stream.steps_per_epoch)
-        self.train_stream.load_state_dict(
-            self.train_stream.state_dict() | {"epoch": epoch, "step": in_epoch}
-        )
-        if dist.get_rank() == 0:
+        step = self.progress.step
+        epoch, step_in_epoch = divmod(step, self.train_stream.steps_per_epoch)
+        state = self.train_stream.state_dict()
+        self.train_stream.load_state_dict(state | {"epoch": epoch, "step": step_in_epoch})
+        if is_first_rank:
             missing = self.progress.logged_steps - cut_back(self.folder.metrics, step)
             if missing > 0:
                 print(
@@ -213,8 +247,9 @@ class Trainer:
         """Write state.json on rank 0, and status.json when the run is done."""
         if dist.get_rank() == 0:
             value = status(name, {"progress": vars(self.progress), **self.saved_with})
-            for file in ("state.json", "status.json") if name == "done" else ("state.json",):
-                write_json(self.folder.path / file, value)
+            write_json(self.folder.path / "state.json", value)
+            if name == "done":
+                write_json(self.folder.path / "status.json", value)
 
     def close(self) -> None:
         for part in (self.profile, self.train_stream, self.val_stream):
@@ -222,10 +257,12 @@ class Trainer:
                 part.close()
 
     def run(self) -> bool:
-        """Train to the last step, or until patience is over; False when a signal stopped it. Both
-        save the state.
+        """Train to the last step, or until patience is over; False when a signal stopped it.
+
+        Both save the state.
         """
-        self._clock = self._saved_at = time.perf_counter()
+        self._clock = time.perf_counter()
+        self._saved_at = self._clock
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():
             # saved again: its checkpoint came before this validation
@@ -234,17 +271,18 @@ class Trainer:
         batches = iter(self.train_stream)
         pending: StepReport | None = None
         while self.progress.step < self.steps and not self.progress.patience_is_over(self.train):
-            with self.profile.of(self.progress.step + 1):
+            with self.profile.record(self.progress.step + 1):
                 report = self._step(batches)
             self.checkpoints.raise_if_failed()
-            stop = due = False
+            stop = False
+            due = False
             if pending is not None:
                 stop, due = self._read(pending)
                 self.watch.warm = True
             pending = report
             step = self.progress.step
-            boundary = step % self.train.val_every_steps == 0 or self._is_saved(step)
-            if stop or due or boundary or step == self.steps:
+            is_boundary = step % self.train.val_every_steps == 0 or self._is_saved(step)
+            if stop or due or is_boundary or step == self.steps:
                 self._read(pending)
                 pending = None
                 self._pause(due or stop, validate=not stop or step == self.steps)
@@ -260,57 +298,68 @@ class Trainer:
             read = next(batches)
             micro_batches = [to_tensors(batch) for batch in read]
         waited_s = time.perf_counter() - began
-        step, lr = self.progress.step, learning_rate(self.train, self.progress.step, self.steps)
+        step = self.progress.step
+        lr = learning_rate(self.train, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._part("prepare", "the sum of targets"):
             prepared = self._prepare(micro_batches, step)
-            counted = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0))
+            targets = self.mesh.sum(torch.stack([p.n_targets for p in prepared]).sum(0))
             # without a target, such as a labelled cell, the loss of a step is 0 and not 0 / 0
-            targets = counted.clamp(min=1)
+            divisors = targets.clamp(min=1)
         with self._part("forward_backward", "the gradient reduction"):
             scale = self._scale
             prepared = self._with_shares(prepared)
             factor = self.loss_parts.weights * (1.0 if scale is None else scale.value)
-            losses = self.parallel_model.forward_backward(prepared, targets, factor)
+            losses = self.parallel_model.forward_backward(prepared, divisors, factor)
             loss = self.loss_parts.total(losses)
             if scale is not None:
                 scale.unscale(self.model)
-            if step < max(self.first_steps.values(), default=0):
-                # what trains later is not frozen: ddp and FSDP2 record at the start what requires a
-                # gradient
-                for name, parameter in self.model.named_parameters():
-                    if self.first_steps.get(name, 0) > step:
-                        parameter.grad = None
+            self._drop_early_gradients(step)
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
-            every = self.train.checkpoint_every_min
-            due = (
-                every is not None and self.mesh.dp_rank == 0 and began - self._saved_at > 60 * every
-            )
             lengths = [length for batch in micro_batches for length in batch.lengths]
-            flops = self.flops.of(
-                sum(lengths), sum(length * length for length in lengths), len(lengths)
-            )
-            local = [self.stop.received is not None, due, len(lengths), sum(lengths), flops]
-            readings = local_readings(self.mesh) if self._is_logged(step + 1) else np.empty(0)
-            checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
-            n_parts = len(self.loss_parts.names)  # 0 for one loss
-            numbers = [checked, to_device(local, self.device), losses.reshape(-1)[:n_parts]]
-            values = self.mesh.sum(torch.cat([*numbers, to_device(readings, self.device)]))
+            summed = self.mesh.sum(self._local_scalars(loss, norm, losses, lengths, began))
         with self._part("optimizer", "the optimizer"):
-            applied = values[0].isfinite() & (values[1] == 0)
-            step_if(applied, self.optimizer, self.train.optimizer.fused)
+            is_applied = summed[0].isfinite() & (summed[1] == 0)
+            step_if(is_applied, self.optimizer, self.train.optimizer.fused)
             if self.average is not None:
                 self.average.update(step)
-            following = torch.zeros_like(loss) if scale is None else scale.adapt(applied)
-            first = torch.stack([norm.detach().to(loss), following.to(loss)])
-            scalars = AsyncScalars(torch.cat([first, values, counted.reshape(-1).to(loss)]))
+            next_scale = torch.zeros_like(loss) if scale is None else scale.adapt(is_applied)
+            scalars = AsyncScalars(StepScalars.pack(norm, next_scale, summed, targets))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         cells = [batch.cells for batch in read]
         return StepReport(step + 1, scalars, lr, waited_s, time.perf_counter(), loss, cells)
+
+    def _drop_early_gradients(self, step: int) -> None:
+        """Drop gradients of parameters that train from a later step on.
+
+        They are not frozen: ddp and FSDP2 record at the start what requires a gradient.
+        """
+        if step < max(self.first_steps.values(), default=0):
+            for name, parameter in self.model.named_parameters():
+                if self.first_steps.get(name, 0) > step:
+                    parameter.grad = None
+
+    def _local_scalars(
+        self, loss: Tensor, norm: Tensor, losses: Tensor, lengths: list[int], began: float
+    ) -> Tensor:
+        """Return this rank's part of the numbers in `StepScalars` from the loss to the readings."""
+        interval_min = self.train.checkpoint_every_min
+        is_due = False
+        if interval_min is not None and self.mesh.dp_rank == 0:
+            is_due = began - self._saved_at > 60 * interval_min
+        pairs = sum(length * length for length in lengths)
+        flops = self.flops.of(sum(lengths), pairs, len(lengths))
+        is_stopped = self.stop.received is not None
+        counts = to_device([is_stopped, is_due, len(lengths), sum(lengths), flops], self.device)
+        is_logged = self._is_logged(self.progress.step + 1)
+        readings = local_readings(self.mesh) if is_logged else np.empty(0)
+        checked = torch.stack([loss, (~norm.isfinite()).to(loss)])
+        part_losses = losses.reshape(-1)[: len(self.loss_parts.names)]
+        return torch.cat([checked, counts, part_losses, to_device(readings, self.device)])
 
     @cached_property
     def _scale(self) -> LossScale | None:
@@ -320,21 +369,23 @@ class Trainer:
         return LossScale(self.device, self.progress.loss_scale, self.progress.good_steps)
 
     def _part(self, name: str, waits_for: str) -> AbstractContextManager[Any]:
-        """Name a part of the step in profiles, without one at no cost, and to the hang watch."""
+        """Name a part of the step in profiles, at no cost without one, and to the hang watch."""
         self.watch.reach(f"{waits_for} of step {self.progress.step + 1}")
         return nullcontext() if self.profile.running is None else record_function(name)
 
     def _prepare(self, batches: list[Batch], step: int) -> list[Any]:
-        """Draw views, pad them, draw masks, and copy them to the device. On the CPU: counting
-        targets never waits.
+        """Draw views, pad them and draw masks on the CPU, and copy them to the device.
+
+        Counting targets on the CPU never waits for the device.
         """
         keys = {"seed": self.train.seed, "step": step}
         views = [self.model.view(batch, **keys) for batch in batches]
         lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])
-        drawn = (
-            self.model.prepare(padded(view, length), **keys) for view, length in zip(views, lengths)
-        )
-        return [on_device(prepared, self.device) for prepared in drawn]
+        prepared = []
+        for view, length in zip(views, lengths):
+            masked = self.model.prepare(padded(view, length), **keys)
+            prepared.append(on_device(masked, self.device))
+        return prepared
 
     def _is_logged(self, step: int) -> bool:
         return step % self.train.log_every_steps == 0 or step in (1, self.steps)
@@ -343,42 +394,41 @@ class Trainer:
         return step % self.train.checkpoint_every_steps == 0 or step in self.train.keep_steps
 
     def _read(self, report: StepReport) -> tuple[bool, bool]:
-        """Check and log a step. Returns whether to stop and whether a checkpoint is due."""
-        norm, loss_scale, loss, bad_norms, stop, due, cells, tokens, flops, *rest = (
-            report.scalars.read()
-        )
-        n_losses = len(self.loss_parts.names)
-        n_parts = max(len(self.loss_parts.names), 1)
-        losses = rest[:n_losses]
-        readings = rest[n_losses:-n_parts]
-        targets = rest[-n_parts:]
-        scaled = {"loss_scale": loss_scale} if self._scale is not None else {}
-        self.progress.cells += round(cells)
-        self.meter.add(round(cells), round(tokens), flops, report.waited_s)
-        if bad_norms or not math.isfinite(loss):
-            self._skipped(report, loss, norm, scaled)
-            return stop > 0, due > 0
-        self.progress.train_loss, self.progress.skipped_in_a_row = loss, 0
-        if self._is_logged(report.step):
-            line = {"step": report.step, "loss": loss, "lr": report.lr, "grad_norm": norm}
+        """Check and log a step. Return whether to stop, and whether a checkpoint is due."""
+        step = report.step
+        progress = self.progress
+        scalars = StepScalars.unpack(report.scalars.read(), len(self.loss_parts.names))
+        scaled = {} if self._scale is None else {"loss_scale": scalars.loss_scale}
+        cells = round(scalars.cells)
+        progress.cells += cells
+        self.meter.add(cells, round(scalars.tokens), scalars.flops, report.waited_s)
+        wishes = (scalars.stops > 0, scalars.checkpoints_due > 0)
+        if scalars.bad_norms or not math.isfinite(scalars.loss):
+            self._count_skipped(report, scalars.loss, scalars.norm, scaled)
+            return wishes
+        progress.train_loss = scalars.loss
+        progress.skipped_in_a_row = 0
+        if self._is_logged(step):
+            line = {"step": step, "loss": scalars.loss, "lr": report.lr, "grad_norm": scalars.norm}
             for label, (scale, first_step) in self.rates.items():  # 0 for what does not train yet
-                line[f"lr_{label}"] = report.lr * scale * (report.step > first_step)
-            line |= self.loss_parts.line("loss", losses) | self.loss_parts.labelled(targets, cells)
-            line |= {"skipped_steps": self.progress.skipped_steps} | scaled
-            line |= self.meter.read(report.ended) | self._left.line(report.step, report.ended)
-            self._log(line | readings_line(self.device.type, readings, dist.get_world_size()))
-        return stop > 0, due > 0
+                line[f"lr_{label}"] = report.lr * scale * (step > first_step)
+            line |= self.loss_parts.name_losses("loss", scalars.part_losses)
+            line |= self.loss_parts.labelled_fracs(scalars.targets, scalars.cells)
+            line |= {"skipped_steps": progress.skipped_steps} | scaled
+            line |= self.meter.read(report.ended) | self._left.line(step, report.ended)
+            world = dist.get_world_size()
+            self._log(line | readings_line(self.device.type, scalars.readings, world))
+        return wishes
 
-    def _skipped(
+    def _count_skipped(
         self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]
     ) -> None:
-        """Count a step that was not applied. Raises UserError after train.max_bad_steps in a row."""
+        """Count a step that was not applied. Raise UserError after train.max_bad_steps in a row."""
         progress = self.progress
         what = f"loss {loss:g} and gradient norm {norm:g}"
         progress.skipped_steps += 1
-        self._log(
-            {"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps} | scaled
-        )
+        line = {"step": report.step, "skipped": what, "skipped_steps": progress.skipped_steps}
+        self._log(line | scaled)
         if math.isfinite(loss) and scaled.get("loss_scale", 0) >= 1:
             # float16 gradients overflowed: the scale is being found, nothing is wrong with the run
             return
@@ -386,9 +436,8 @@ class Trainer:
         if progress.skipped_in_a_row < self.train.max_bad_steps:
             return
         cells = np.concatenate(report.cells).tolist()
-        suspects = name_cells(
-            self.mesh, math.isfinite(report.local_loss.item()), cells, self.train_stream.names
-        )
+        is_finite = math.isfinite(report.local_loss.item())
+        suspects = name_cells(self.mesh, is_finite, cells, self.train_stream.names)
         raise UserError(
             f"{what} at step {report.step}, the last of {progress.skipped_in_a_row} bad steps in a row "
             f"(train.max_bad_steps {self.train.max_bad_steps}): lower train.lr ({self.train.lr:g}) or raise "
@@ -396,11 +445,11 @@ class Trainer:
         )
 
     def _pause(self, save: bool, validate: bool) -> None:
-        """Validate and save between two steps, where due."""
+        """Validate and save between two steps, if due."""
         step = self.progress.step
-        before = self._clock
-        self._clock = time.perf_counter()
-        self.progress.wall_s += self._clock - before
+        now = time.perf_counter()
+        self.progress.wall_s += now - self._clock
+        self._clock = now
         if validate and self._validation_is_due():
             save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
         if save or step == self.steps or self._is_saved(step):
@@ -415,16 +464,16 @@ class Trainer:
         self._left.pause(time.perf_counter() - self._clock)
 
     def _validation_is_due(self) -> bool:
-        # a validation skipped by a stop is made up for on resume, so that the curve is that of an
-        # uninterrupted run
+        # a validation that a stop skipped is done on resume: the curve of an uninterrupted run
         step = self.progress.step
         at_boundary = step > 0 and (step == self.steps or step % self.train.val_every_steps == 0)
         return self.val_stream is not None and at_boundary and self.progress.val_step != step
 
     @torch.no_grad()
     def _validate(self, stream: CellStream | None) -> bool:
-        """Log the mean loss over validation cells, with the same masks each time. Returns whether
-        it is the best.
+        """Log the mean loss over validation cells, and return whether it is the best.
+
+        The masks are the same each time.
         """
         assert stream is not None
         monitor = Monitor(self.model, stream.levels, self.batch_column)
@@ -439,50 +488,48 @@ class Trainer:
                     prepared = self._with_shares(prepared)
                 with monitor.watching(batches):
                     loss_sum = self.parallel_model.loss(prepared)
-                totals = totals + torch.stack(
-                    [loss_sum, torch.stack([p.n_targets for p in prepared]).sum(0).double()]
-                )
+                n_targets = torch.stack([p.n_targets for p in prepared]).sum(0)
+                totals = totals + torch.stack([loss_sum, n_targets.double()])
         self.parallel_model.train()
         loss_sum, targets = self.mesh.sum(totals)
-        losses = loss_sum / self.loss_parts.targets(targets)
-        loss, self.progress.val_step = self.loss_parts.total(losses).item(), self.progress.step
-        if not math.isfinite(loss):  # may be float16 overflow alone: training continues
+        losses = loss_sum / self.loss_parts.divisors(targets)
+        loss = self.loss_parts.total(losses).item()
+        self.progress.val_step = self.progress.step
+        if not math.isfinite(loss):  # may be only an overflow of float16: training continues
             self.progress.val_loss = None
             self._log({"step": self.progress.step, "skipped": f"validation loss {loss:g}"})
             return False
         self.progress.val_loss = loss
-        parts = self.loss_parts.line("val_loss", losses.reshape(-1).tolist())
-        line = {VAL_LOSS: loss} | parts | monitor.line(self.mesh)
+        part_losses = self.loss_parts.name_losses("val_loss", losses.reshape(-1).tolist())
+        line = {VAL_LOSS: loss} | part_losses | monitor.line(self.mesh)
         self._log({"step": self.progress.step} | line)
         return self._is_best(line)
 
     def _is_best(self, line: dict[str, float]) -> bool:
-        """Return whether a validation is the best; say so where the run ends by it. Collective:
-        every rank.
-        """
-        metric = self.train.best_metric
+        """Return whether a validation is the best, and print if the run ends by it. Collective."""
         train = self.train
+        metric = train.best_metric
         progress = self.progress
-        first = dist.get_rank() == 0
+        is_first_rank = dist.get_rank() == 0
         value = line.get(metric)
-        if metric != VAL_LOSS:  # each rank computes eigenvalues of its own: all take rank 0's
+        if metric != VAL_LOSS:  # eigenvalues differ between ranks: all take those of rank 0
             value = gather_json(value, self.device)[0]
         if value is None or not math.isfinite(value):
-            if first:
+            if is_first_rank:
                 print(
                     f"warning: step {progress.step}: the validation has no {metric} (train.best_metric)",
                     flush=True,
                 )
             return False
-        best = progress.judge(value, train)
-        if first and progress.patience_is_over(train):
+        is_best = progress.judge(value, train)
+        if is_first_rank and progress.patience_is_over(train):
             print(
                 f"step {progress.step}: {metric} has not improved in {progress.stale_validations} validations (best "
                 f"{progress.best_value:.6g} at step {progress.best_step}); the training ends here "
                 "(train.early_stop_patience)",
                 flush=True,
             )
-        return best
+        return is_best
 
     def _log(self, line: dict[str, Any]) -> None:
         self.progress.logged_steps += is_of_a_step(line)

@@ -10,8 +10,8 @@ An update is multiplied by 0.2 * sqrt(larger side): its root mean square is then
 updates, and both share one learning rate. A bad step is skipped without a wait of the host, as in
 fused AdamW.
 
-Source: Jordan et al. 2024 (Muon: an optimizer for hidden layers), with the scale of Liu et al. 2025 (Muon is scalable
-for LLM training), section 2.2.
+Source: Jordan et al. 2024 (Muon: an optimizer for hidden layers), with the scale of Liu et al. 2025
+(Muon is scalable for LLM training), section 2.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,154 +28,180 @@ from cellmill.parallel.torch_private import flatten_axes
 MOMENTUM = 0.95
 SCALE = 0.2
 STEPS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that moves every singular value towards 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic that moves every singular value towards 1."""
 EPS = 1e-7
 
-Block = Sequence[int]  # first row, last row + 1, first column, last column + 1 of a rank's shard
+Block = Sequence[int]
+"""First row, last row + 1, first column and last column + 1 of a rank's shard."""
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """Return U V^T of the singular value decomposition, roughly: singular values are between 0.7
-    and 1.2.
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Return roughly U V^T of the singular value decomposition.
+
+    Singular values are between 0.7 and 1.2.
     """
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x = x / (x.norm() + EPS)
     a, b, c = COEFFICIENTS
     for _ in range(STEPS):
         product = x @ x.T
         x = a * x + (b * product + c * product @ product) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.T if is_tall else x
 
 
-def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
-    """Return the owner of each matrix, 0 to `ranks` - 1: the largest first, to the rank with the
-    least work so far.
+def choose_owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
+    """Return the owner of each matrix, 0 to `ranks` - 1.
+
+    The largest matrix is given first, each to the rank with the least work so far.
     """
     work = [0] * ranks
-    chosen = [0] * len(shapes)
+    owners = [0] * len(shapes)
     costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
     for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
-        chosen[index] = work.index(min(work))
-        work[chosen[index]] += costs[index]
-    return chosen
+        owners[index] = work.index(min(work))
+        work[owners[index]] += costs[index]
+    return owners
 
 
-class _Shared:
-    """Matrices of a group, which the same ranks share in the same way. Collective: every rank that
-    shares them.
-    """
+class _SharedMatrices:
+    """Matrices of a group, which the same ranks share in the same way. Collective over these ranks."""
 
     def __init__(self, matrices: list[Tensor]) -> None:
         self.matrices = matrices
-        mesh = mesh_of(matrices[0])
-        # ranks with different shards; None if this one has whole matrices
-        self.group: dist.ProcessGroup | None = None
-        if mesh is None:
+        self.group = _sharing_group(matrices)
+        if self.group is None:
             return
-        sharded_dims = set()
-        for matrix in matrices:
-            for dim, placement in enumerate(matrix.placements):  # type: ignore[attr-defined]
-                if not placement.is_replicate():
-                    sharded_dims.add(dim)
-        axes = [
-            name
-            for dim, name in enumerate(mesh.mesh_dim_names or ())
-            if dim in sharded_dims and mesh.size(dim) > 1
-        ]
-        if not axes:
-            return
-        # the same name as in `build_mesh`, where every rank made it
-        self.group = (
-            mesh[axes[0]] if len(axes) == 1 else flatten_axes(mesh[tuple(axes)], "shard_tp")
-        ).get_group()
-        ranks = dist.get_world_size(self.group)
         corners = []
         for matrix in matrices:
-            [part] = matrix.__create_chunk_list__()  # type: ignore[attr-defined]  # this rank's, as a checkpoint stores it
-            (row, column), (rows, columns) = part.offsets, part.sizes
+            # this rank's part, as a checkpoint stores it
+            [part] = matrix.__create_chunk_list__()  # type: ignore[attr-defined]
+            row, column = part.offsets
+            rows, columns = part.sizes
             corners.append((row, row + rows, column, column + columns))
-        own = torch.tensor(corners, device=local_of(matrices[0]).device)
-        everyone = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(everyone, own, group=self.group)
-        # by matrix, then by rank
-        self.blocks: list[list[Block]] = torch.stack(everyone, 1).tolist()
-        self.owner = owners([(matrix.shape[0], matrix.shape[1]) for matrix in matrices], ranks)
+        ranks = dist.get_world_size(self.group)
+        local = torch.tensor(corners, device=local_of(matrices[0]).device)
+        by_rank = [torch.empty_like(local) for _ in range(ranks)]
+        dist.all_gather(by_rank, local, group=self.group)
+        self.blocks: list[list[Block]] = torch.stack(by_rank, 1).tolist()
+        """Shard of each matrix (outer list) on each rank (inner list)."""
+        owners = choose_owners([(len(matrix), matrix.shape[1]) for matrix in matrices], ranks)
+        self.owned: list[list[int]] = [[] for _ in range(ranks)]
+        """Indices of the matrices that each rank owns."""
+        for index, owner in enumerate(owners):
+            self.owned[owner].append(index)
 
-    def orthogonalised(self, shards: list[Tensor]) -> list[Tensor]:
-        """Return the shards of the orthogonalised matrices. Collective: every rank of the group."""
+    def orthogonalise(self, shards: list[Tensor]) -> list[Tensor]:
+        """Return the shards of the orthogonalised matrices. Collective over the ranks that share."""
         if self.group is None:
-            return [orthogonalised(shard) for shard in shards]
-        every = range(dist.get_world_size(self.group))
-        own = dist.get_rank(self.group)
-        of_owner = [[i for i, owner in enumerate(self.owner) if owner == rank] for rank in every]
-        theirs = [i for owned in of_owner for i in owned]  # the order of what is sent
-        whole = {i: shards[0].new_empty(self.matrices[i].shape) for i in of_owner[own]}
-        # what each rank has of the matrices that this one owns, in the order in which it arrives
-        views = [[_cut(whole[i], self.blocks[i][rank]) for i in whole] for rank in every]
-        sent = [sum(shards[i].numel() for i in owned) for owned in of_owner]
-        kept = [sum(view.numel() for view in of_rank) for of_rank in views]
-        packed = torch.cat([shards[i].flatten() for i in theirs])
-        gathered = packed.new_empty(sum(kept))
-        dist.all_to_all_single(gathered, packed, kept, sent, group=self.group)
-        arrived = [view for of_rank in views for view in of_rank]
-        for view, part in zip(arrived, gathered.split([view.numel() for view in arrived])):
+            return [orthogonalise(shard) for shard in shards]
+        # shards go to their owners: first those of rank 0
+        sent_order = [index for indices in self.owned for index in indices]
+        sent_sizes = [sum(shards[index].numel() for index in indices) for indices in self.owned]
+        sent = torch.cat([shards[index].flatten() for index in sent_order])
+        # the matrices that this rank owns, and views of every rank's shards in them, as they arrive
+        matrices = {
+            index: sent.new_empty(self.matrices[index].shape)
+            for index in self.owned[dist.get_rank(self.group)]
+        }
+        views = []
+        received_sizes = []
+        for rank in range(len(self.owned)):
+            rank_views = [_cut(matrices[index], self.blocks[index][rank]) for index in matrices]
+            received_sizes.append(sum(view.numel() for view in rank_views))
+            views += rank_views
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
+        for view, part in zip(views, received.split([view.numel() for view in views])):
             view.copy_(part.view_as(view))
-        for matrix in whole.values():
-            matrix.copy_(orthogonalised(matrix))
-        updates = torch.empty_like(packed)
-        cut = torch.cat([gathered.new_empty(0), *(view.flatten() for view in arrived)])
-        dist.all_to_all_single(updates, cut, sent, kept, group=self.group)
-        returned = dict(zip(theirs, updates.split([shards[i].numel() for i in theirs])))
-        return [returned[i].view_as(shard) for i, shard in enumerate(shards)]
+        for matrix in matrices.values():
+            matrix.copy_(orthogonalise(matrix))
+        # the way back, with the sizes exchanged
+        updates = torch.empty_like(sent)
+        returned = torch.cat([received.new_empty(0), *(view.flatten() for view in views)])
+        dist.all_to_all_single(updates, returned, sent_sizes, received_sizes, group=self.group)
+        parts = updates.split([shards[index].numel() for index in sent_order])
+        by_index = dict(zip(sent_order, parts))
+        return [by_index[index].view_as(shard) for index, shard in enumerate(shards)]
+
+
+def _sharing_group(matrices: list[Tensor]) -> dist.ProcessGroup | None:
+    """Return the ranks with different shards of the matrices; None if each has whole matrices."""
+    mesh = mesh_of(matrices[0])
+    if mesh is None:
+        return None
+    sharded_dims = set()
+    for matrix in matrices:
+        for dim, placement in enumerate(matrix.placements):  # type: ignore[attr-defined]
+            if not placement.is_replicate():
+                sharded_dims.add(dim)
+    axes = []
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
+        if dim in sharded_dims and mesh.size(dim) > 1:
+            axes.append(name)
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return mesh[axes[0]].get_group()
+    # the same name as in `build_mesh`, where every rank made it
+    return flatten_axes(mesh[tuple(axes)], "shard_tp").get_group()
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for groups with `matrices` true, fused AdamW for the others; float32. Collective: every
-    rank.
-    """
+    """Muon for groups with `matrices` true, fused AdamW for the others; float32. Collective."""
 
     param_groups: list[dict[str, Any]]
-    # scalar; the step changes nothing where it is 1, as in fused AdamW
     found_inf: Tensor | None = None
+    """Scalar; the step changes nothing if it is 1, as in fused AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
         super().__init__(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
         self._shared = [
-            _Shared(group["params"]) for group in self.param_groups if group.get("matrices")
+            _SharedMatrices(group["params"]) for group in self.param_groups if group.get("matrices")
         ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
-        every = self.param_groups
-        matrices = [group for group in every if group.get("matrices")]
-        for group, shared in zip(matrices, self._shared):
-            nesterov = []
-            moments = []
-            for matrix in shared.matrices:
-                state = self.state[matrix]
-                if not state:
-                    state["momentum"] = torch.zeros_like(matrix)
-                gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
-                moments.append(MOMENTUM * local_of(state["momentum"]) + local_of(gradient))
-                nesterov.append(MOMENTUM * moments[-1] + local_of(gradient))
-            updates = shared.orthogonalised(nesterov)
-            skipped = self.found_inf
-            for matrix, moment, update in zip(shared.matrices, moments, updates):
-                if matrix.grad is None:  # as AdamW: it does not train in this step
-                    continue
-                own = local_of(matrix)
-                kept = local_of(self.state[matrix]["momentum"])
-                scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
-                stepped = own * (1 - group["lr"] * group["weight_decay"]) - scale * update
-                own.copy_(stepped if skipped is None else torch.where(skipped > 0, own, stepped))
-                kept.copy_(moment if skipped is None else torch.where(skipped > 0, kept, moment))
-        self.param_groups = [group for group in every if not group.get("matrices")]
+        all_groups = self.param_groups
+        matrix_groups = [group for group in all_groups if group.get("matrices")]
+        for group, shared in zip(matrix_groups, self._shared):
+            self._step_matrices(group, shared)
+        self.param_groups = [group for group in all_groups if not group.get("matrices")]
         try:
             super().step()
         finally:
-            self.param_groups = every
+            self.param_groups = all_groups
+
+    def _step_matrices(self, group: dict[str, Any], shared: _SharedMatrices) -> None:
+        moments = []
+        nesterov = []
+        for matrix in shared.matrices:
+            state = self.state[matrix]
+            if not state:
+                state["momentum"] = torch.zeros_like(matrix)
+            gradient = local_of(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad)
+            moment = MOMENTUM * local_of(state["momentum"]) + gradient
+            moments.append(moment)
+            nesterov.append(MOMENTUM * moment + gradient)
+        updates = shared.orthogonalise(nesterov)
+        for matrix, moment, update in zip(shared.matrices, moments, updates):
+            if matrix.grad is None:  # as AdamW: it does not train in this step
+                continue
+            weights = local_of(matrix)
+            scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
+            decayed = weights * (1 - group["lr"] * group["weight_decay"])
+            self._write(weights, decayed - scale * update)
+            self._write(local_of(self.state[matrix]["momentum"]), moment)
+
+    def _write(self, target: Tensor, value: Tensor) -> None:
+        """Copy `value` into `target`, unless the step is skipped."""
+        if self.found_inf is not None:
+            value = torch.where(self.found_inf > 0, target, value)
+        target.copy_(value)
 
 
 def _cut(matrix: Tensor, block: Block) -> Tensor:
-    return matrix[block[0] : block[1], block[2] : block[3]]
+    first_row, end_row, first_column, end_column = block
+    return matrix[first_row:end_row, first_column:end_column]

@@ -1,8 +1,7 @@
-"""Steps whose loss or gradient norm is not finite are skipped, and float16 losses are scaled so
-that few are.
+"""Skip steps whose loss or gradient norm is not finite, and scale float16 losses so that few are.
 
 A number on the device decides if a step is applied. It is equal on all ranks to the last bit, and
-fused AdamW reads it there (`found_inf`), so nothing waits for it. The loop learns of it when it
+fused AdamW reads it there (`found_inf`), so nothing waits for it. The loop sees it when it
 reads the step's report, one step late, and only then collects the cells of the batch. After
 `train.max_bad_steps` skipped in a row the run ends.
 
@@ -28,32 +27,34 @@ SHOWN = 4  # cells named in the error; the log has all of them
 
 
 def step_if(applied: Tensor, optimizer: torch.optim.Optimizer, fused: bool = True) -> None:
-    """Step where the bool scalar `applied` is true, else leave all bit for bit; the host waits
-    unless `fused`.
+    """Step if the bool scalar `applied` is true, otherwise leave everything bit for bit.
+
+    The host waits unless `fused`.
     """
-    first = next(
-        (parameter for group in optimizer.param_groups for parameter in group["params"]), None
-    )
-    if first is None or not (fused or applied.item()):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not parameters:
         return
     if fused:
-        # torch would copy it without blocking, and a step on the CPU would read it before it is
-        # there
-        optimizer.found_inf = (~applied).to(torch.float32).to(first.device)  # type: ignore[attr-defined]
+        # torch would copy it without blocking, and a step on the CPU would read it too early
+        found_inf = (~applied).to(torch.float32).to(parameters[0].device)
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    elif not applied.item():
+        return
     optimizer.step()
 
 
 class LossScale:
-    """Dynamic loss scale on `device`, from `read` of a resumed run. Every rank calls alike; none
-    communicates.
+    """Dynamic loss scale on `device`, from `read` of a resumed run.
+
+    Every rank makes the same calls; none communicates.
     """
 
     def __init__(
         self, device: torch.device, value: float | None = None, good_steps: int = 0
     ) -> None:
-        self.value = torch.tensor(
-            INITIAL_SCALE if value is None else value, dtype=torch.float32, device=device
-        )
+        if value is None:
+            value = INITIAL_SCALE
+        self.value = torch.tensor(value, dtype=torch.float32, device=device)
         self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
 
     def unscale(self, model: nn.Module) -> None:
@@ -69,8 +70,9 @@ class LossScale:
             scale_all(group, inverse.to(device))
 
     def adapt(self, applied: Tensor) -> Tensor:
-        """Update the scale after a step (`applied`: bool scalar, equal on all ranks); return a copy
-        of the next one.
+        """Update the scale after a step, and return a copy of the next scale.
+
+        `applied` is a bool scalar, equal on all ranks.
         """
         update_loss_scale(self.value, self.good_steps, (~applied).to(self.value), GROWTH_STEPS)
         return self.value.clone()
@@ -81,34 +83,39 @@ class LossScale:
 
 
 def name_cells(
-    mesh: Mesh, finite: bool, cells: list[int], names: Callable[[np.ndarray], Sequence[str]]
+    mesh: Mesh, is_finite: bool, cells: list[int], names: Callable[[np.ndarray], Sequence[str]]
 ) -> str:
-    """Return cells of a bad step, of ranks with a bad loss or of all; print this rank's.
-    Collective: every rank.
+    """Return the words for the cells of a bad step, and print this rank's. Collective.
+
+    Only ranks with a bad loss are listed, or all if there are none.
     """
-
-    def described(rank: int, cells: list[int]) -> str:
-        more = f" and {len(cells) - SHOWN} more cells (see the log)" if len(cells) > SHOWN else ""
-        return f"rank {rank} had {', '.join(names(np.array(cells[:SHOWN]))) + more if cells else 'no cells'}"
-
-    every = gather_json([mesh.dp_rank, finite, cells], mesh.device)
-    bad = {dp_rank for dp_rank, was_finite, _ in every if not was_finite}
-    named = dict[int, list[int]]()
+    reports = gather_json([mesh.dp_rank, is_finite, cells], mesh.device)
+    bad_ranks = {dp_rank for dp_rank, was_finite, _ in reports if not was_finite}
+    listed = dict[int, list[int]]()
     seen = set[int]()
-    for rank, (dp_rank, _, read) in enumerate(every):
-        # model-parallel peers read the same cells: the first of them speaks
-        if dp_rank not in seen and (dp_rank in bad or not bad):
-            named[rank] = read
+    for rank, (dp_rank, _, rank_cells) in enumerate(reports):
+        # model-parallel peers read the same cells: the first of them is listed
+        if dp_rank not in seen and (dp_rank in bad_ranks or not bad_ranks):
+            listed[rank] = rank_cells
         seen.add(dp_rank)
     rank = dist.get_rank()
-    if rank in named:
+    if rank in listed:
         print(f"rank {rank} had the cells {', '.join(names(np.array(cells)))}", flush=True)
-    return "; ".join(described(rank, read) for rank, read in named.items())
+    parts = []
+    for rank, rank_cells in listed.items():
+        text = "no cells"
+        if rank_cells:
+            text = ", ".join(names(np.array(rank_cells[:SHOWN])))
+        if len(rank_cells) > SHOWN:
+            text += f" and {len(rank_cells) - SHOWN} more cells (see the log)"
+        parts.append(f"rank {rank} had {text}")
+    return "; ".join(parts)
 
 
 class AsyncScalars:
-    """Copy of device scalars to the host, queued when created: `read` does not wait for work that
-    is queued later.
+    """Copy of device scalars to the host, queued when created.
+
+    `read` does not wait for work that is queued later.
     """
 
     def __init__(self, scalars: Tensor) -> None:

@@ -156,7 +156,7 @@ class StepProfile:
         self.running: torch.profiler.profile | None = None
 
     @contextmanager
-    def of(self, step: int) -> Iterator[None]:
+    def record(self, step: int) -> Iterator[None]:
         if self.first <= step <= self.last and self.running is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.cuda:
