@@ -51,18 +51,14 @@ from cellmill.parallel.mesh import Mesh, keep_stage
 from cellmill.parallel.torch_private import CheckpointImpl, checkpoint_wrapper, operator_name
 
 COMPUTE_DTYPE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""dtype of forward and backward by `parallel.precision`; float32 is left out, as nothing is cast
-then.
-"""
+"""dtype of forward and backward by `parallel.precision`; with float32 nothing is cast."""
 KEPT = frozenset(
     {
-        *(
-            "aten::mm",
-            "aten::addmm",
-            "aten::linear",
-            "mkldnn::_linear_pointwise",
-            "torch_attn::_varlen_attn",
-        ),
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "mkldnn::_linear_pointwise",
+        "torch_attn::_varlen_attn",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -74,8 +70,7 @@ BACKEND = "inductor"
 
 
 def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) -> None:
-    """Apply FSDP2 to each block of the ModuleList `blocks`, then to the root. In place, also on the
-    meta device.
+    """Apply FSDP2 to each block of the ModuleList `blocks`, then to the root, in place.
 
     A single data-parallel rank stays unwrapped. So does strategy ddp, except with tensor or
     pipeline parallel: DistributedDataParallel takes no DTensors, and FSDP2 that shards nothing
@@ -99,8 +94,7 @@ def apply_fsdp(model: nn.Module, blocks: str, parallel: Parallel, mesh: Mesh) ->
     shard(model, reshard_after_forward=False, mp_policy=replace(policy, cast_forward_inputs=False))
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
-        # a plain sum: gloo has no PREMUL_SUM, and NCCL's algorithms on switches (NVLS, SHARP) have
-        # none either
+        # a plain sum: neither gloo nor NCCL's algorithms on switches (NVLS, SHARP) have PREMUL_SUM
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -117,27 +111,23 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 def checkpoint_activations(
     model: nn.Module, blocks: str, how: Literal["full", "selective"] = "full"
 ) -> None:
-    """Wrap each block of the ModuleList `blocks` in activation checkpointing. In place; plain names
-    do not change.
+    """Wrap each block of the ModuleList `blocks` in activation checkpointing, in place.
 
-    `full` keeps only the input of a block (Chen et al. 2016). `selective` also keeps the outputs of
-    its matmuls and of attention (Korthikanti et al. 2022, section 5), but not of batched matmuls:
-    they are attention without a fused kernel, whose scores grow with the square of a cell's length.
+    Plain names do not change. `full` keeps only the input of a block (Chen et al. 2016).
+    `selective` also keeps the outputs of its matmuls and of attention (Korthikanti et al. 2022,
+    section 5), but not of batched matmuls: they are attention without a fused kernel, whose scores
+    grow with the square of a cell's length.
     """
 
     def policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if operator_name(op) in KEPT
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        if operator_name(op) in KEPT:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     modules = cast(nn.ModuleList, model.get_submodule(blocks))
-    context = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
-        if how == "selective"
-        else {}
-    )
+    context: dict[str, Any] = {}
+    if how == "selective":
+        context["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for name, block in modules.named_children():
         # no RNG state to keep: dropout is keyed by position, so recomputation reproduces it
         wrapped = checkpoint_wrapper(
@@ -147,12 +137,12 @@ def checkpoint_activations(
 
 
 def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> None:
-    """Compile `methods` of each block in place, for any number of tokens; each variant when it
-    first runs.
+    """Compile `methods` of each block in place, for any number of tokens.
 
-    Attention stays eager: it has its own kernels, and cell lengths, which are Python integers,
-    would recompile for each batch. Methods are compiled, not modules, so names of parameters do not
-    change, and hooks of FSDP2 and recomputation run around the compiled code.
+    Each variant is compiled when it first runs. Attention stays eager: it has its own kernels, and
+    cell lengths, which are Python integers, would recompile for each batch. Methods are compiled,
+    not modules, so names of parameters do not change, and hooks of FSDP2 and recomputation run
+    around the compiled code.
     """
     modules = list(cast(nn.ModuleList, model.get_submodule(blocks)))
     # torch counts variants over all blocks, which share their code; tensor-parallel hooks differ
@@ -160,31 +150,29 @@ def compile_blocks(model: nn.Module, blocks: str, methods: Sequence[str]) -> Non
     variants = 8 * len(modules)
     limits = torch.compiler.config
     limits.recompile_limit = max(limits.recompile_limit, variants)
-    limits.accumulated_recompile_limit = max(
-        limits.accumulated_recompile_limit, len(methods) * variants
-    )
+    accumulated = len(methods) * variants
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, accumulated)
     for block in modules:
         for name in methods:
-            setattr(
-                block,
-                name,
-                torch.compile(getattr(block, name), dynamic=True, fullgraph=True, backend=BACKEND),
-            )
+            method = getattr(block, name)
+            compiled = torch.compile(method, dynamic=True, fullgraph=True, backend=BACKEND)
+            setattr(block, name, compiled)
 
 
 def apply_tensor_parallel(
     model: nn.Module, styles: Mapping[str, Style], parallel: Parallel, mesh: Mesh
 ) -> None:
-    """Shard the modules in `styles` (`*` is any block) over axis `tp`, in place; tp = 1 changes
-    nothing.
-    """
+    """Shard the modules in `styles` (`*` is any block) over axis `tp`, in place."""
     if parallel.tp == 1:
         return
     share = Shard(0)
     whole = Replicate()
-    known: dict[Style, ParallelStyle] = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+    by_style: dict[Style, ParallelStyle] = {
+        "columns": ColwiseParallel(),
+        "rows": RowwiseParallel(),
+    }
     if parallel.sequence_parallel:
-        known = {
+        by_style = {
             "columns": ColwiseParallel(input_layouts=share),
             "rows": RowwiseParallel(output_layouts=share),
             "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
@@ -193,19 +181,19 @@ def apply_tensor_parallel(
                 input_layouts=(share,), desired_input_layouts=(whole,), use_local_output=True
             ),
         }
-    known["vocabulary"] = _Vocabulary()
-    here = {name for name, _ in model.named_children()}  # a pipeline stage lacks some
-    plan = {
-        name: known[style]
-        for name, style in styles.items()
-        if style in known and name.split(".")[0] in here
-    }
+    by_style["vocabulary"] = _Vocabulary()
+    children = dict(model.named_children())  # a pipeline stage lacks some
+    plan = {}
+    for name, style in styles.items():
+        if style in by_style and name.split(".")[0] in children:
+            plan[name] = by_style[style]
     parallelize_module(model, mesh.devices["tp"], plan, src_data_rank=None)
 
 
 class _Vocabulary(ParallelStyle):
-    """Row-sharded embedding, read through `parallel.vocab_parallel`: DTensor's own lookup gives a
-    full gradient.
+    """Row-sharded embedding, read through `parallel.vocab_parallel`.
+
+    DTensor's lookup gives a full gradient.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -225,8 +213,9 @@ def parallelize(
     stage: int = 0,
     trains: Callable[[str], bool] | None = None,
 ) -> None:
-    """Lay out a whole `Model` by its `plan`, in place, and keep pipeline stage `stage`; `trains`
-    None trains all.
+    """Lay out a whole `Model` by its `plan`, in place, and keep pipeline stage `stage`.
+
+    Parameters that `trains` rejects by plain name are frozen.
     """
     plan: Any = model.plan
     if parallel.pp > 1:

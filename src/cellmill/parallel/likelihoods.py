@@ -1,5 +1,4 @@
-"""Losses over a token table, whose logits exist for one chunk of targets at a time: cross-entropy,
-negative binomial.
+"""Cross-entropy and negative binomial over a token table, whose logits exist chunk by chunk.
 
 The logits of a chunk become their own gradient in place, which is added to the gradients of states,
 table and bias right away. Nothing of size (targets, vocabulary) is kept for the backward pass,
@@ -7,7 +6,7 @@ which only scales (Liger Kernel, Hsu et al. 2024, section 3.2; Cut Cross-Entropy
 2024).
 
 With tensor parallel, each target of a chunk needs three numbers from the other ranks for the
-cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3), and each cell four for the negative
+cross-entropy (Megatron-LM, Shoeybi et al. 2019, section 3). Each cell needs four for the negative
 binomial: maximum and sum of the softmax, the sum of the gradients of log means, and the loss.
 
 Negative binomial: cell c has the count k of each token g, mostly 0, and their sum N. The mean is N
@@ -37,24 +36,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from cellmill.parallel.torch_private import is_dtensor
-from cellmill.parallel.vocab_parallel import first_row, own_rows, segment_sum
+from cellmill.parallel.vocab_parallel import first_row, segment_sum, to_local_rows
 
-# logits of a chunk on a GPU: 64 MB, and enough targets for its matrix products
-CHUNK_LOGITS = 1 << 24
+CHUNK_LOGITS = 1 << 24  # logits of a chunk on a GPU: 64 MB, enough targets for its matrix products
 ELEMENTS = {"cpu": 1 << 22}
-"""Logits of a chunk that fit a CPU's cache. Other devices use `CHUNK_LOGITS`: they need large
-products.
-"""
+"""Logits of a chunk that fit a CPU's cache; other devices need large products (`CHUNK_LOGITS`)."""
 SCALED_ROWS = 4096  # rows of a gradient that are scaled in float32 at a time
 
 
 def token_loss(states: Tensor, table: Tensor, bias: Tensor, answers: Tensor) -> Tensor:
-    """Cross-entropy of the logits `states @ table.T + bias` and `answers` (N,) int64, summed: a
-    float32 scalar.
+    """Return the summed cross-entropy, a float32 scalar, of logits `states @ table.T + bias`.
 
-    (N, H), (V, H), a plain tensor or a DTensor sharded by rows, and (V,). Products use the autocast
-    dtype, or else the dtype of `states`; everything else is float32. `backward` can run once.
-    Collective over the ranks that share a sharded table.
+    Shapes are (N, H), (V, H), (V,) and, for `answers`, (N,) int64. The table is a plain tensor or a
+    DTensor sharded by rows. Products use the autocast dtype, or else the dtype of `states`;
+    everything else is float32. `backward` can run once. Collective over the ranks that share a
+    sharded table.
     """
     return _Answers(answers).chunked_loss(states, table, bias)
 
@@ -69,12 +65,12 @@ def profile_loss(
     weights: Tensor,
     dispersion: Tensor | None = None,
 ) -> Tensor:
-    """As `token_loss`, of N targets that are distributions over the vocabulary, with `entries`
-    entries each.
+    """Return the loss as `token_loss` does, for targets that are distributions over the vocabulary.
 
-    `starts` (N + 1,) int64 are their first entries, on the device: reading `entries` to it would
-    wait for it. `genes`, token ids int64, and `weights`, float32, are by entry, target after
-    target. No gene occurs twice in a target, whose weights sum to 1.
+    Each of the N targets has `entries` entries; `starts` (N + 1,) int64 are the first entries, on
+    the device: copying `entries` to it would wait for it. `genes`, token ids int64, and `weights`,
+    float32, are by entry, target after target. No gene occurs twice in a target, whose weights sum
+    to 1.
 
     With `dispersion` (V,), the log of the inverse dispersion, `weights` are counts above 0, and the
     loss is the negative log-likelihood of each cell's counts divided by their sum.
@@ -96,23 +92,25 @@ class _ChunkedLoss(torch.autograd.Function):
         table: Tensor,
         *vectors: Tensor,
     ) -> Tensor:
-        to_states, to_table, *to_vectors = (
-            grad_enabled and needed for needed in ctx.needs_input_grad[4:]
-        )
         loss = torch.zeros((), device=states.device)
-        states_grad = torch.empty_like(states) if to_states else None
-        table_grad = torch.zeros(table.shape, device=table.device) if to_table else None
-        gradients = [
-            torch.zeros(x.shape, device=x.device) if needed else None
-            for x, needed in zip(vectors, to_vectors)
+        needs_states, needs_table, *needs_vectors = (
+            grad_enabled and is_needed for is_needed in ctx.needs_input_grad[4:]
+        )
+        states_grad = torch.empty_like(states) if needs_states else None
+        # summed over chunks in float32
+        table_grad = torch.zeros(table.shape, device=table.device) if needs_table else None
+        vector_grads = [
+            torch.zeros(vector.shape, device=vector.device) if is_needed else None
+            for vector, is_needed in zip(vectors, needs_vectors)
         ]
         rows = table.to(dtype)
-        offset = vectors[0].to(dtype)
+        bias = vectors[0].to(dtype)
         for start in range(0, len(states), chunk):
             part = states[start : start + chunk].to(dtype)
-            logits = F.linear(part, rows, offset).float()
-            of_chunk, *of_vectors = targets.loss(start, logits, *vectors[1:])
-            loss += of_chunk
+            logits = F.linear(part, rows, bias).float()
+            chunk_loss, *chunk_grads = targets.loss(start, logits, *vectors[1:])
+            loss += chunk_loss
+            # the logits are their own gradient now
             gradient = logits.to(dtype)
             if states_grad is not None:
                 states_grad[start : start + chunk] = gradient @ rows
@@ -121,61 +119,59 @@ class _ChunkedLoss(torch.autograd.Function):
                     table_grad.addmm_(gradient.t(), part)
                 else:
                     table_grad += gradient.t() @ part
-            for total, own in zip(gradients, (logits.sum(0), *of_vectors)):
+            for total, chunk_grad in zip(vector_grads, (logits.sum(0), *chunk_grads)):
                 if total is not None:
-                    total += own
-        kept = zip((states_grad, table_grad, *gradients), (states, table, *vectors))
-        ctx.save_for_backward(*(None if own is None else own.to(like.dtype) for own, like in kept))
+                    total += chunk_grad
+        saved = []
+        inputs = (states, table, *vectors)
+        for total, x in zip((states_grad, table_grad, *vector_grads), inputs):
+            saved.append(None if total is None else total.to(x.dtype))
+        ctx.save_for_backward(*saved)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (None if own is None else scaled(own, grad) for own in ctx.saved_tensors)
+        gradients = (
+            None if gradient is None else scale_in_place(gradient, grad)
+            for gradient in ctx.saved_tensors
+        )
         return (None, None, None, None, *gradients)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Dtype that autocast casts to on the device of `tensor`; None where it is off, and on the meta
-    device.
-    """
+    """Return the dtype of autocast on the device of `tensor`; None if off, and on the meta device."""
     kind = tensor.device.type
-    return (
-        torch.get_autocast_dtype(kind)
-        if kind != "meta" and torch.is_autocast_enabled(kind)
-        else None
-    )
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
-def scaled(own: Tensor, factor: Tensor) -> Tensor:
-    """Return `own * factor`, in place: a second copy of the table's gradient would be the largest
-    tensor here.
-    """
-    if own.dtype == factor.dtype:
-        return own.mul_(factor)
-    for part in own.split(SCALED_ROWS):  # mul_ on a GPU would round the factor to 16 bits first
+def scale_in_place(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply in place: a second copy of the table's gradient would be the largest tensor here."""
+    if gradient.dtype == factor.dtype:
+        return gradient.mul_(factor)
+    for part in gradient.split(SCALED_ROWS):  # mul_ on a GPU would round the factor to 16 bits
         part.copy_(part * factor.expand(part.shape))
-    return own
+    return gradient
 
 
 class _Targets(ABC):
-    """Targets of a loss; those whose rows of the table are on another rank add nothing here."""
+    """Targets of a loss. Targets whose rows of the table are on another rank add nothing here."""
 
-    first_row = 0  # of this rank's part of the table
-    # ranks that share the table; None without tensor parallel
+    first_row = 0  # first row of this rank's part of the table
     group: dist.ProcessGroup | None = None
+    """Ranks that share the table; None without tensor parallel."""
 
     def chunked_loss(self, states: Tensor, table: Tensor, bias: Tensor, *vectors: Tensor) -> Tensor:
-        """Return the summed loss, a float32 scalar: see `token_loss`; `vectors` (V,) are what it
-        needs beside.
-        """
+        """Return the summed loss, a float32 scalar (`token_loss`), which may read `vectors` (V,)."""
         rows = len(table)
         if is_dtensor(table):
             self.first_row = first_row(table)
             self.group = table.device_mesh.get_group()
-            # equal on every rank, so that all have the same chunks
+            # rounded up, so that all ranks have the same chunks
             rows = -(-rows // table.device_mesh.size())
-            states, table, bias, *vectors = own_rows(states, table, bias, *vectors)  # type: ignore[assignment]
+            states, table, bias, *vectors = to_local_rows(states, table, bias, *vectors)  # type: ignore[assignment]
         chunk = max(1, ELEMENTS.get(states.device.type, CHUNK_LOGITS) // rows)
         dtype = autocast_dtype(states) or states.dtype
         with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
@@ -205,23 +201,24 @@ class _Targets(ABC):
     def cross_entropy(
         self,
         logits: Tensor,
-        picked: Callable[[], Tensor],
+        pick: Callable[[], Tensor],
         subtract: Callable[[], object],
     ) -> Tensor:
         """Return the summed loss of float32 `logits` (n, V), which become its gradient in place.
 
-        `picked` returns (n,), the logit of each target or the expected one; `subtract` takes the
-        targets' own probabilities from `logits`, which by then are the model's.
+        `pick` returns the expected logit of each target, (n,). `subtract` subtracts the targets'
+        probabilities from `logits`, which by then are the model's probabilities.
         """
         rows = logits.shape[1]
         self.subtract_maximum(logits)
-        correct = picked() if rows else logits.new_zeros(len(logits))
-        sums = torch.stack([logits.exp_().sum(1), correct])
+        expected = pick() if rows else logits.new_zeros(len(logits))
+        sums = torch.stack([logits.exp_().sum(1), expected])
         self.all_reduce(sums)
-        logits.div_(sums[0][:, None])
+        normalizer, expected = sums
+        logits.div_(normalizer[:, None])
         if rows:
             subtract()
-        return (sums[0].log() - sums[1]).sum()
+        return (normalizer.log() - expected).sum()
 
 
 class _Answers(_Targets):
@@ -233,13 +230,17 @@ class _Answers(_Targets):
     def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         answers = self.answers[start : start + len(logits)] - self.first_row
         rows = logits.shape[1]
-        inside = (answers >= 0) & (answers < rows)
+        is_local = (answers >= 0) & (answers < rows)
         row = answers.clamp(0, max(rows - 1, 0))[:, None]
 
-        def subtract() -> None:
-            logits.scatter_(1, row, logits.gather(1, row) - inside.to(logits.dtype)[:, None])
+        def pick() -> Tensor:
+            return logits.gather(1, row)[:, 0] * is_local
 
-        return (self.cross_entropy(logits, lambda: logits.gather(1, row)[:, 0] * inside, subtract),)
+        def subtract() -> None:
+            probability = is_local.to(logits.dtype)[:, None]
+            logits.scatter_(1, row, logits.gather(1, row) - probability)
+
+        return (self.cross_entropy(logits, pick, subtract),)
 
 
 class _Profiles(_Targets):
@@ -252,30 +253,33 @@ class _Profiles(_Targets):
         self.ends = [0, *accumulate(entries)]
 
     def entries(self, start: int, logits: Tensor) -> tuple[Tensor, ...]:
-        """Target, row, weight and whether the row is on this rank, of each entry of a chunk; other
-        rows are clamped.
+        """Return target, row, weight and whether the row is on this rank, by entry of a chunk.
+
+        Rows on other ranks are clamped.
         """
         n, n_rows = logits.shape
         chunk = slice(self.ends[start], self.ends[start + n])
         lengths = self.starts[start : start + n + 1].diff()
         target = torch.repeat_interleave(lengths, output_size=chunk.stop - chunk.start)
         row = self.genes[chunk] - self.first_row
-        return target, row.clamp(0, n_rows - 1), self.weights[chunk], (row >= 0) & (row < n_rows)
+        is_local = (row >= 0) & (row < n_rows)
+        return target, row.clamp(0, n_rows - 1), self.weights[chunk], is_local
 
     def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        # dense, so that sums have one order on every device; entries of other ranks add 0 to a row
-        # of this one
+        # dense, so that sums have one order on every device; entries of other ranks add 0
         dense = torch.zeros_like(logits)
         if logits.shape[1]:
-            target, row, weights, inside = self.entries(start, logits)
-            dense.index_put_((target, row), weights * inside, accumulate=True)
-        return (
-            self.cross_entropy(logits, lambda: (logits * dense).sum(1), lambda: logits.sub_(dense)),
-        )
+            target, row, weights, is_local = self.entries(start, logits)
+            dense.index_put_((target, row), weights * is_local, accumulate=True)
+
+        def pick() -> Tensor:
+            return (logits * dense).sum(1)
+
+        return (self.cross_entropy(logits, pick, lambda: logits.sub_(dense)),)
 
 
 class _Counts(_Profiles):
-    """Sparse counts of all cells, as weights; the one further vector of the loss is the dispersion."""
+    """Sparse counts of all cells, as weights; the loss also reads the dispersion, a vector (V,)."""
 
     def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
         inverse = vectors[0].float().exp()
@@ -283,43 +287,49 @@ class _Counts(_Profiles):
         normalizer = logits.exp().sum(1)
         self.all_reduce(normalizer)
         logits.sub_(normalizer.log()[:, None])  # log-softmax
-        sums = logits.new_zeros(2, len(logits))
-        of_inverse = torch.zeros_like(inverse)
+        sums = logits.new_zeros(2, len(logits))  # loss, and gradients of log means, by cell
+        inverse_grad = torch.zeros_like(inverse)
         probabilities = logits.exp()
         if logits.shape[1]:
-            sums[0], of_mean, of_inverse = self._of_rows(start, logits, probabilities, inverse)
-            sums[1] = of_mean.sum(1)
-            logits.copy_(of_mean)
+            sums[0], mean_grad, inverse_grad = self._local_loss(
+                start, logits, probabilities, inverse
+            )
+            sums[1] = mean_grad.sum(1)
+            logits.copy_(mean_grad)
         self.all_reduce(sums)
-        logits.sub_(probabilities.mul_(sums[1][:, None]))
-        return sums[0].sum(), of_inverse
+        losses, mean_grad_sums = sums
+        logits.sub_(probabilities.mul_(mean_grad_sums[:, None]))
+        return losses.sum(), inverse_grad
 
-    def _of_rows(
+    def _local_loss(
         self, start: int, log_p: Tensor, probabilities: Tensor, inverse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss (n,) of this rank's rows, and its gradients to log means (n, V) and to
-        `log(inverse)` (V,).
+        """Return the loss (n,) over this rank's rows and its gradients.
+
+        Gradients are with respect to log means, (n, V), and to `log(inverse)`, (V,).
         """
-        cell, row, counts, inside = self.entries(start, log_p)
+        cell, row, counts, is_local = self.entries(start, log_p)
         starts = self.starts[start : start + len(log_p) + 1] - self.ends[start]
         sums = segment_sum(counts, cell, starts)
-        k = counts * inside
-        at = (cell, row)
         share = (1 / sums)[:, None]
+        # all rows as if their count were 0, (n, V)
         means = probabilities * sums[:, None]
         total = means + inverse
         log_ratio = torch.log1p(means / inverse)
         loss = (inverse * log_ratio * share).sum(1)
-        of_mean = inverse * means / total * share
-        of_inverse = inverse * (log_ratio - means / total) * share
-        # counts above 0: log-probabilities of their own, gathered and added where they belong
+        mean_grad = inverse * means / total * share
+        inverse_grad = inverse * (log_ratio - means / total) * share
+        # corrections for counts above 0, (entries,)
+        entry = (cell, row)
+        k = counts * is_local
         r = inverse[row]
-        part = share[cell, 0] * inside
-        log_mean = log_p[at] + sums.log()[cell]
+        entry_share = share[cell, 0] * is_local
+        log_mean = log_p[entry] + sums.log()[cell]
         gammas = torch.lgamma(r) + torch.lgamma(k + 1) - torch.lgamma(k + r)
-        detected = part * (gammas + k * (total[at].log() - log_mean))
+        detected = entry_share * (gammas + k * (total[entry].log() - log_mean))
         loss = loss + segment_sum(detected, cell, starts)
-        of_mean.index_put_(at, -part * k * r / total[at], accumulate=True)
+        mean_grad.index_put_(entry, -entry_share * k * r / total[entry], accumulate=True)
         gammas = torch.digamma(r) - torch.digamma(k + r)
-        of_inverse.index_put_(at, part * r * (gammas + k / total[at]), accumulate=True)
-        return loss, of_mean, of_inverse.sum(0)
+        correction = entry_share * r * (gammas + k / total[entry])
+        inverse_grad.index_put_(entry, correction, accumulate=True)
+        return loss, mean_grad, inverse_grad.sum(0)

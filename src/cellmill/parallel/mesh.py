@@ -1,4 +1,4 @@
-"""Which rank has what: the device mesh, and the pipeline stages of a model.
+"""The device mesh, and the pipeline stages of a model: what each rank holds.
 
 The mesh has four axes, `pp, dp_replicate, dp_shard, tp`, for every strategy; unused axes have size
 1. The data-parallel coordinate `(dp_replicate, dp_shard)`, not the global rank, decides which cells
@@ -44,11 +44,9 @@ class Mesh:
     def device(self) -> torch.device:
         """Compute device of this rank, also where its parameters are offloaded."""
         kind = self.devices.device_type
-        return (
-            torch.device(kind, torch.cuda.current_device())
-            if kind == "cuda"
-            else torch.device(kind)
-        )
+        if kind == "cuda":
+            return torch.device(kind, torch.cuda.current_device())
+        return torch.device(kind)
 
     @cached_property
     def pp(self) -> DeviceMesh:
@@ -63,12 +61,11 @@ class Mesh:
         return self.devices["dp_shard"]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` in place over all ranks, counting model-parallel peers once. Collective:
-        every rank.
+        """Sum `tensor` in place over all ranks, counting model-parallel peers once. Collective.
 
-        The reduction runs over all ranks, not only over those that read different cells: every rank
-        must get the same number to the last bit and learn of a signal that only one of them
-        received, or their control flow diverges.
+        The reduction runs over all ranks, not only over ranks that read different cells: every rank
+        must get the same number to the last bit and see a signal that only one of them received, or
+        their control flow diverges.
         """
         if self.dp_world * self.model_parallel_size > 1:
             dist.all_reduce(tensor)
@@ -79,8 +76,9 @@ class Mesh:
 
 
 def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
-    """Return the mesh over all ranks. Collective. Raises ConfigError if they do not fit strategy,
-    tp or pp.
+    """Return the mesh over all ranks. Collective.
+
+    Raise ConfigError if their number does not fit strategy, tp or pp.
     """
     world = dist.get_world_size()
     sizes = layout(parallel, world, local_world)
@@ -99,8 +97,9 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
 
 
 def local_of(tensor: Tensor | None) -> Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor. Not to be kept: FSDP2 moves it
-    before its first pass.
+    """Return this rank's part of a DTensor, or a plain tensor.
+
+    Do not keep it: FSDP2 moves it before its first pass.
     """
     assert tensor is not None
     return tensor.to_local() if is_dtensor(tensor) else tensor
@@ -109,30 +108,31 @@ def local_of(tensor: Tensor | None) -> Tensor:
 def gather_json(
     value: Any, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank. Collective over `group` (None: all), which
-    uses `device`.
+    """Return every rank's JSON-able `value`, by rank.
+
+    Collective over `group` (None: all ranks), which uses `device`.
     """
 
-    def gathered(tensor: Tensor) -> list[Tensor]:
-        # not into one tensor: torch renames that function in 2.13, and lists are the same in all
-        # versions
-        every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, tensor, group=group)
-        return every
+    def gather(tensor: Tensor) -> list[Tensor]:
+        # not into one tensor: torch renamed that function in 2.13
+        tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(tensors, tensor, group=group)
+        return tensors
 
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = [int(length) for length in gathered(torch.tensor([len(text)], device=device))]
+    lengths = [int(length) for length in gather(torch.tensor([len(text)], device=device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(text)] = text
-    return [
-        json.loads(bytes(text[:length].cpu().numpy()))
-        for text, length in zip(gathered(padded), lengths)
-    ]
+    values = []
+    for rank_text, length in zip(gather(padded), lengths):
+        values.append(json.loads(bytes(rank_text[:length].cpu().numpy())))
+    return values
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let float32 products on a GPU use TF32 (10 bits of mantissa) or not; on a CPU the setting
-    would mean bfloat16.
+    """Let float32 products on a GPU use TF32 (10 bits of mantissa), or not.
+
+    On a CPU the setting would mean bfloat16, so it is left alone.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if enabled else "highest")
@@ -147,8 +147,9 @@ def stages_of(rank: int, parallel: Parallel) -> list[int]:
 
 
 def blocks_of(stage: int, stages: int, blocks: int) -> range:
-    """Return the blocks of a stage. The remainder goes to the middle: the ends hold the embedding
-    and the loss.
+    """Return the blocks of a stage.
+
+    The remainder goes to the middle: the ends hold the embedding and the loss.
     """
     quotient, remainder = divmod(blocks, stages)
     sizes = [quotient + (1 <= number <= remainder) for number in range(stages)]
@@ -157,8 +158,9 @@ def blocks_of(stage: int, stages: int, blocks: int) -> range:
 
 
 class PipelineStages(nn.Module):
-    """The pipeline stages of this rank by number, of `stages` in all: models without the modules of
-    other stages.
+    """The pipeline stages of this rank by number, of `stages` in all.
+
+    Each part is a model without the modules of other stages.
     """
 
     def __init__(self, parts: Mapping[int, nn.Module], stages: int) -> None:
@@ -167,14 +169,9 @@ class PipelineStages(nn.Module):
         self.parts = nn.ModuleList(parts.values())
         self.first = parts.get(0)
         self.last = parts.get(stages - 1)
-        self.tied = (
-            frozenset()
-            if self.last is None
-            else frozenset(id(p) for p in tied_parameters(self.last).values())
-        )
-        """Identities of the last stage's copies of tied parameters; the first stage counts them in
-        norms.
-        """
+        tied = {} if self.last is None else tied_parameters(self.last)
+        self.tied = frozenset(id(parameter) for parameter in tied.values())
+        """Identities of the last stage's copies of tied parameters: norms count the first stage's."""
 
     @property
     def objective(self) -> Any:
@@ -202,21 +199,27 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
     """Remove from the whole `model` what other stages hold. In place, on the meta device."""
     plan: Any = model.plan
     blocks = model.get_submodule(plan.blocks)
-    kept_blocks = blocks_of(stage, stages, len(list(blocks.children())))
-    for name in [name for name, _ in blocks.named_children() if int(name) not in kept_blocks]:
-        delattr(blocks, name)  # del blocks[i] would renumber the others
-    kept = {*(plan.begin if stage == 0 else ()), *(plan.finish if stage == stages - 1 else ())}
-    for name in {*plan.begin, *plan.finish} - kept:
+    names = [name for name, _ in blocks.named_children()]
+    stage_blocks = blocks_of(stage, stages, len(names))
+    for name in names:
+        if int(name) not in stage_blocks:
+            delattr(blocks, name)  # del blocks[i] would renumber the others
+    removed = {*plan.begin, *plan.finish}
+    if stage == 0:
+        removed -= {*plan.begin}
+    if stage == stages - 1:
+        removed -= {*plan.finish}
+    for name in removed:
         if hasattr(model, name):
             delattr(model, name)
 
 
 def tied_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by plain name, the parameters that both ends of the pipeline hold; `part` is one of
-    the ends.
-    """
+    """Return the parameters of one end of the pipeline that both ends hold, by plain name."""
     plan: Any = part.plan
-    both = {*plan.begin} & {*plan.finish}
+    shared = {*plan.begin} & {*plan.finish}
     return {
-        plain_name(name): p for name, p in part.named_parameters() if name.split(".")[0] in both
+        plain_name(name): parameter
+        for name, parameter in part.named_parameters()
+        if name.split(".")[0] in shared
     }

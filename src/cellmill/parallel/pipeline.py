@@ -5,11 +5,12 @@ are sent. These have one shape within a step, to which its micro-batches are pad
 tied between the first and the last stage is one parameter: the gradients of both copies are summed
 before use.
 
-There is one torch schedule for each number and length of micro-batches, which fix the shapes of its buffers. A new
-schedule exchanges shapes between all stages by point-to-point messages before its first step. The schedules of a run
-are therefore kept, and lengths come from a small set (`config.parallel.pipeline_tokens`). Only the one in use has
-receive buffers, which are the memory of a schedule; another length allocates its own again when it is used. From torch
-2.15 on a schedule keeps no buffers between steps, and this frees nothing.
+There is one torch schedule for each number and length of micro-batches, which fix the shapes of its
+buffers. A new schedule exchanges shapes between all stages by point-to-point messages before its
+first step. The schedules of a run are therefore kept, and lengths come from a small set
+(`config.parallel.pipeline_tokens`). Only the schedule in use has receive buffers, which are its
+memory; another length allocates its buffers again when it is used. From torch 2.15 on a schedule
+keeps no buffers between steps, and this frees nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,19 +42,15 @@ class PipelineModel(StepModel):
         self.stages = stages
         self.parallel = parallel
         self.group = mesh.pp.get_group()
-        if (
-            parallel.schedule in V_SHAPED
-            and torch.__version__ < "2.12"
-            and dist.get_backend(self.group) == "gloo"
-        ):
+        is_gloo = dist.get_backend(self.group) == "gloo"
+        if parallel.schedule in V_SHAPED and torch.__version__ < "2.12" and is_gloo:
             raise ConfigError(  # a process sends to its own next stage, which gloo refuses
                 f"parallel.schedule {parallel.schedule} requires torch 2.12 between CPUs, this is {torch.__version__}; "
                 "install a later one, or set schedule to InterleavedZeroBubble"
             )
-        sharded = isinstance(stages.parts[0], FSDPModule)
-        self.dtype = (
-            COMPUTE_DTYPE.get(parallel.precision, torch.float32) if sharded else torch.float32
-        )
+        self.dtype = torch.float32  # of activations that are sent
+        if isinstance(stages.parts[0], FSDPModule):
+            self.dtype = COMPUTE_DTYPE.get(parallel.precision, torch.float32)
         for number, part in zip(stages.numbers, stages.parts):
             # hooks of FSDP2 run around it, as around the forward that it replaces
             part.forward = _Forward(part, number, self)
@@ -74,8 +71,9 @@ class PipelineModel(StepModel):
         targets: Tensor,
         factor: Tensor | float = 1.0,
     ) -> Tensor:
-        """Accumulate gradients; the last stage returns `pp` times its loss, as `Mesh.sum` divides
-        by it, others 0.
+        """Accumulate gradients, and return `pp` times the loss on the last stage, otherwise 0.
+
+        `Mesh.sum` divides by `pp`.
         """
         self._begin(micro_batches)
         self._factor = factor / targets
@@ -88,35 +86,36 @@ class PipelineModel(StepModel):
     def loss(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return the sum over micro-batches, scaled as in `forward_backward`.
 
-        Forward only, stage after stage, each with all micro-batches: torch's V-shaped schedules
-        have no such mode.
+        The forward pass runs stage after stage, each with all micro-batches: torch's V-shaped
+        schedules have no mode without a backward pass.
         """
         self._begin(micro_batches)
-        sent: list[dist.Work] = []
-        own: list[Tensor] = []
+        sending: list[dist.Work] = []
+        outputs: list[Tensor] = []  # of the previous stage, if this rank has it
         for number, part in zip(self.stages.numbers, self.stages.parts):
-            before = self._process_of(number - 1)
-            after = self._process_of(number + 1)
-            own, earlier = [], own
+            sender = self._find_process(number - 1)
+            receiver = self._find_process(number + 1)
+            inputs = outputs
+            outputs = []
             for chunk, prepared in enumerate(micro_batches):
                 cast(_Forward, part.forward).chunk = chunk
                 if number == 0:
                     out = part()
-                elif before is None:
-                    out = part(earlier[chunk])
+                elif sender is None:
+                    out = part(inputs[chunk])
                 else:
-                    x = torch.empty(
-                        self._shape(sum(prepared.lengths)), dtype=self.dtype, device=self.device
-                    )
-                    dist.recv(x, before, group=self.group)
+                    shape = self._shape(sum(prepared.lengths))
+                    x = torch.empty(shape, dtype=self.dtype, device=self.device)
+                    dist.recv(x, sender, group=self.group)
                     out = part(x)
                 if number == self.parallel.stages - 1:
                     continue
-                if after is None:
-                    own.append(out)
+                if receiver is None:
+                    outputs.append(out)
                 else:
-                    sent.append(cast(dist.Work, dist.isend(out, after, group=self.group)))
-        for work in sent:
+                    work = dist.isend(out, receiver, group=self.group)
+                    sending.append(cast(dist.Work, work))
+        for work in sending:
             work.wait()
         # As after a backward pass. A new schedule of torch does so too, and a rank needs one when
         # its lengths change: without this, data-parallel peers that differ in that would not gather
@@ -124,16 +123,13 @@ class PipelineModel(StepModel):
         reshard(self.stages)
         return self._loss * self.parallel.pp
 
-    def _process_of(self, stage: int) -> int | None:
-        """Process that holds a stage; None for this one, and for a stage that does not exist."""
-        ranks = [
-            rank for rank in range(self.parallel.pp) if stage in stages_of(rank, self.parallel)
-        ]
-        return (
-            dist.get_global_rank(self.group, ranks[0])
-            if ranks and stage not in self.stages.numbers
-            else None
-        )
+    def _find_process(self, stage: int) -> int | None:
+        """Return the other process that holds a stage; None if this one does, or none."""
+        if stage not in self.stages.numbers:
+            for rank in range(self.parallel.pp):
+                if stage in stages_of(rank, self.parallel):
+                    return dist.get_global_rank(self.group, rank)
+        return None
 
     def _shape(self, tokens: int) -> tuple[int, int]:
         return tokens // self.token_multiple, self.width
@@ -144,42 +140,41 @@ class PipelineModel(StepModel):
         self._loss = torch.zeros_like(micro_batches[0].n_targets, dtype=torch.float64)
 
     def schedule_of(self, micro_batches: int, tokens: int) -> Any:
-        """Return torch's schedule of steps with this number of micro-batches, of `tokens` tokens
-        each.
-        """
-        found = self.schedules.get((micro_batches, tokens))
-        if found is None or found is not self._in_use:
+        """Return torch's schedule for this number of micro-batches, of `tokens` tokens each."""
+        key = (micro_batches, tokens)
+        schedule = self.schedules.get(key)
+        if schedule is None or schedule is not self._in_use:
             if self._in_use is not None:
                 self._in_use.release()
-            if found is None:
-                found = self.schedules[micro_batches, tokens] = self.new_schedule(
-                    micro_batches, tokens
-                )
-            found.restore(self.device)
-            self._in_use = found
-        return found.schedule
+            if schedule is None:
+                schedule = self.new_schedule(micro_batches, tokens)
+                self.schedules[key] = schedule
+            schedule.restore(self.device)
+            self._in_use = schedule
+        return schedule.schedule
 
     def new_schedule(self, micro_batches: int, tokens: int) -> "_Schedule":
         sent = torch.empty(self._shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
         losses = torch.empty(self._loss.numel(), device="meta", requires_grad=True)
         stages = []
         for number, part in zip(self.stages.numbers, self.stages.parts):
-            last = number == self.parallel.stages - 1
+            is_last = number == self.parallel.stages - 1
             stage = _Stage(
                 part,
                 number,
                 self.parallel.stages,
                 self.device,
                 input_args=() if number == 0 else (sent,),
-                output_args=(losses if last else sent,),
+                output_args=(losses if is_last else sent,),
                 group=self.group,
                 # torch cannot split off the gradient of a weight that is used in several products,
                 # such as the vocabulary in both losses: the last stage computes input and weight
                 # gradients together
-                dw_builder=(lambda: lambda: None) if last else None,
+                dw_builder=(lambda: lambda: None) if is_last else None,
             )
             stages.append(stage)
-        kind = get_schedule_class(SCHEDULES.get(self.parallel.schedule, self.parallel.schedule))
+        name = self.parallel.schedule
+        kind = get_schedule_class(SCHEDULES.get(name, name))
         schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             n_microbatches=micro_batches,
@@ -193,43 +188,44 @@ class PipelineModel(StepModel):
         first = self.stages.first
         last = self.stages.last
         if first is not None and last is not None:
-            theirs = tied_parameters(last)
-            for name, parameter in _trained(tied_parameters(first)):
-                total = _gradient(parameter).add_(_gradient(theirs[name]))
-                _gradient(theirs[name]).copy_(total)
+            copies = tied_parameters(last)
+            for name, parameter in _sort_trained(tied_parameters(first)):
+                total = _gradient(parameter).add_(_gradient(copies[name]))
+                _gradient(copies[name]).copy_(total)
             return
         part = first or last
         if part is None:
             return
         peer = dist.get_global_rank(self.group, self.parallel.pp - 1 if part is first else 0)
-        for _, parameter in _trained(tied_parameters(part)):
-            own = _gradient(parameter)
-            other = torch.empty_like(own)
+        for _, parameter in _sort_trained(tied_parameters(part)):
+            gradient = _gradient(parameter)
+            received = torch.empty_like(gradient)
             ops = [
-                dist.P2POp(dist.isend, own, peer, self.group),
-                dist.P2POp(dist.irecv, other, peer, self.group),
+                dist.P2POp(dist.isend, gradient, peer, self.group),
+                dist.P2POp(dist.irecv, received, peer, self.group),
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-            own.add_(other)  # a + b equals b + a bitwise: the copies stay equal
+            gradient.add_(received)  # a + b equals b + a bitwise: the copies stay equal
 
 
-def _trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Trained parameters in the order of names, which is the same on both ends of the pipeline."""
-    return sorted(
-        (name, parameter) for name, parameter in parameters.items() if parameter.requires_grad
-    )
+def _sort_trained(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Return trained parameters in the order of names: the same on both ends of the pipeline."""
+    trained = [item for item in parameters.items() if item[1].requires_grad]
+    return sorted(trained, key=lambda item: item[0])
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of the gradient, zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 class _Stage(PipelineStage):
-    """torch's stage that tells its module which micro-batch is next: every rank has all inputs but
-    activations.
+    """torch's stage, which tells its module the next micro-batch.
+
+    Every rank has all inputs except activations.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -238,8 +234,9 @@ class _Stage(PipelineStage):
 
 
 class _Forward:
-    """Forward of a stage: (T, H) -> (T, H); the first takes no input, the last returns the loss,
-    (1,) or (parts,).
+    """Forward pass of a stage: (T, H) -> (T, H).
+
+    The first stage takes no input; the last returns the loss, (1,) or (parts,).
     """
 
     def __init__(self, part: Any, number: int, pipeline: PipelineModel) -> None:
@@ -270,32 +267,27 @@ class _Schedule:
     schedule: Any
     stages: Sequence[PipelineStage]
     shapes: list[tuple[Any, Tensor]] = field(default_factory=list)
-    """While it is not in use: what had a receive buffer, and the buffer's like on the meta device.
-    """
+    """While it is not in use: messages that had a receive buffer, and its like on the meta device."""
 
     def release(self) -> None:
-        for received in self.received():
-            buffer = received.buffer
-            self.shapes.append(
-                (received, buffer.detach().to("meta").requires_grad_(buffer.requires_grad))
-            )
-            received.buffer = None
+        for message in self.received():
+            buffer = message.buffer
+            like = buffer.detach().to("meta").requires_grad_(buffer.requires_grad)
+            self.shapes.append((message, like))
+            message.buffer = None
 
     def restore(self, device: torch.device) -> None:
-        for received, like in self.shapes:
+        for message, like in self.shapes:
             # torch 2.11 marks the buffer of an activation when the schedule is made, later versions
             # in each step
-            received.buffer = torch.empty_like(like, device=device).requires_grad_(
-                like.requires_grad
-            )
+            buffer = torch.empty_like(like, device=device)
+            message.buffer = buffer.requires_grad_(like.requires_grad)
         self.shapes.clear()
 
     def received(self) -> Iterator[Any]:
-        """What has a receive buffer."""
+        """Yield torch's messages that have a receive buffer."""
         for stage in self.stages:
-            for of_micro_batch in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                yield from (
-                    received
-                    for received in of_micro_batch
-                    if getattr(received, "buffer", None) is not None
-                )
+            for messages in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                for message in messages:
+                    if getattr(message, "buffer", None) is not None:
+                        yield message

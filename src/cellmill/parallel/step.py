@@ -1,6 +1,4 @@
-"""Forward and backward of one optimizer step: the interface, all layouts without a pipeline, and
-clipping.
-"""
+"""Forward and backward of one optimizer step, without a pipeline, and clipping of gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,10 +26,10 @@ class StepModel(nn.Module, ABC):
         self.device = mesh.device
         self.precision = parallel.precision
         self.token_multiple = parallel.tp if parallel.sequence_parallel else 1
-        # FSDP2 casts by itself; autocast keeps the residual stream in float32
-        self.autocast_dtype = (
-            None if isinstance(model, FSDPModule) else COMPUTE_DTYPE.get(parallel.precision)
-        )
+        self.autocast_dtype = COMPUTE_DTYPE.get(parallel.precision)
+        """dtype of autocast, which keeps the residual stream in float32; FSDP2 casts by itself."""
+        if isinstance(model, FSDPModule):
+            self.autocast_dtype = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype = self.autocast_dtype
@@ -39,14 +37,13 @@ class StepModel(nn.Module, ABC):
 
     @abstractmethod
     def padded_lengths(self, tokens: Sequence[int]) -> list[int]:
-        """Return the padded tokens of each micro-batch of a step: divisible by tp with sequence
-        parallel.
-        """
+        """Return the padded tokens of each micro-batch: divisible by tp with sequence parallel."""
 
     @abstractmethod
     def loss(self, micro_batches: Sequence[Any]) -> Tensor:
         """Return the loss summed over this rank's micro-batches, float64, () or (parts,).
-        Collective: every rank.
+
+        Collective over all ranks.
         """
 
     @abstractmethod
@@ -56,19 +53,17 @@ class StepModel(nn.Module, ABC):
         targets: Tensor,
         factor: Tensor | float = 1.0,
     ) -> Tensor:
-        """Accumulate gradients of a step's loss: the sum over micro-batches divided by the step's
-        global `targets`.
+        """Accumulate the gradients of a step's loss, and return this rank's share of it, float64.
 
-        Returns this rank's share of the loss, a float64 scalar; `factor` multiplies only the gradients. Of an
-        objective with parts, `targets`, `factor` and the result are (parts,), and gradients those of the sum.
-        Collective: every rank, with the same number of micro-batches.
+        The loss is the sum over micro-batches divided by the global `targets`; `factor` multiplies
+        only the gradients. If the objective has parts, `targets`, `factor` and the result are
+        (parts,), and gradients are those of the sum. Collective over all ranks, with the same
+        number of micro-batches.
         """
 
 
 class ParallelModel(StepModel):
-    """Step of a model in full or in shards, after `parallelize` and `materialize`: plain, DDP or
-    FSDP2.
-    """
+    """Step of a plain, DDP or FSDP2 model, after `parallelize` and `materialize`."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, mesh: Mesh) -> None:
         super().__init__(model, parallel, mesh)
@@ -84,15 +79,13 @@ class ParallelModel(StepModel):
                 process_group=mesh.dp_group,
                 gradient_as_bucket_view=True,
             )
-            # they are constants, equal on every rank; torch renamed the argument in 2.13, and kept
-            # the attribute
+            # buffers are constants, equal on every rank; torch renamed the argument in 2.13, not the
+            # attribute
             self.outer.broadcast_buffers = False
             self.scale = float(mesh.dp_world)  # DDP averages; gradients must be sums
 
     def forward(self, prepared: Any) -> Tensor:
-        """Return the summed loss of a micro-batch, a float32 scalar, or (parts,) of an objective
-        with parts.
-        """
+        """Return the summed loss of a micro-batch, float32, () or (parts,)."""
         with self.autocast():
             return self.outer(prepared)
 
@@ -109,18 +102,21 @@ class ParallelModel(StepModel):
         targets: Tensor,
         factor: Tensor | float = 1.0,
     ) -> Tensor:
-        """Accumulate gradients; ranks reduce them with the last micro-batch, or
-        `parallel.gradient_reduction`: each.
+        """Accumulate gradients, which ranks reduce with the last micro-batch.
+
+        With `parallel.gradient_reduction: each` they reduce them with each micro-batch.
         """
         total = torch.zeros_like(targets, dtype=torch.float64)
         for index, prepared in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
+            is_last = index == len(micro_batches) - 1
             if isinstance(self.core, FSDPModule):
-                self.core.set_is_last_backward(last or self.reduces_each)
-                self.core.set_requires_gradient_sync(last or self.reduces_each)
-                self.core.set_requires_all_reduce(last)
-            is_ddp = isinstance(self.outer, DistributedDataParallel)
-            with self.outer.no_sync() if is_ddp and not last else nullcontext():  # type: ignore[operator]
+                self.core.set_is_last_backward(is_last or self.reduces_each)
+                self.core.set_requires_gradient_sync(is_last or self.reduces_each)
+                self.core.set_requires_all_reduce(is_last)
+            context: AbstractContextManager[Any] = nullcontext()
+            if isinstance(self.outer, DistributedDataParallel) and not is_last:
+                context = self.outer.no_sync()
+            with context:
                 loss = self(prepared)
                 (loss * (self.scale * factor / targets)).sum().backward()
             total += loss.detach()
@@ -128,12 +124,11 @@ class ParallelModel(StepModel):
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMesh) -> Tensor:
-    """Scale this rank's gradients so that their 2-norm over all ranks is at most `max_norm`; None
-    only computes it.
+    """Scale this rank's gradients so that their 2-norm over all ranks is at most `max_norm`.
 
-    Returns the norm before clipping, a scalar on the parameters' device. `pipeline` is the mesh
-    axis of the ranks that hold other stages. Collective: every rank, also one whose parameters are
-    all frozen.
+    Return the norm before clipping, a scalar on the parameters' device; with `max_norm` None
+    gradients stay as they are. `pipeline` is the mesh axis of the ranks that hold other stages.
+    Collective over all ranks, also over ranks whose parameters are all frozen.
     """
     tied: frozenset[int] = getattr(model, "tied", frozenset())
     # one group for each mesh: torch's norm takes no list of tensors on different meshes
@@ -142,12 +137,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
         gradient = parameter.grad
         if gradient is None:
             continue
-        if (
-            isinstance(gradient, DTensor)
-            and gradient.placements != cast(DTensor, parameter).placements
-        ):
-            # the gradient of a norm over some of the tokens is a partial sum
-            parameter.grad = gradient.redistribute(placements=cast(DTensor, parameter).placements)
+        if isinstance(gradient, DTensor):
+            placements = cast(DTensor, parameter).placements
+            if gradient.placements != placements:
+                # the gradient of a norm over some of the tokens is a partial sum
+                parameter.grad = gradient.redistribute(placements=placements)
         groups.setdefault(mesh_of(parameter), []).append(parameter)
     norms = []
     for group in groups.values():

@@ -1,5 +1,4 @@
-"""Metrics of a validation beside its loss, of the embedding and of the objective, and the progress
-of a training.
+"""Metrics of a validation after its loss, and the progress of a training.
 
 Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch.
 Each rank keeps only sums over its cells: with vectors z and log depths d, the number of cells and
@@ -31,9 +30,7 @@ VAL_LOSS = "val_loss"
 
 
 class Monitor:
-    """Metrics of the embedding and of the objective in one validation. Every rank of the training
-    has one.
-    """
+    """Metrics of embedding and objective in one validation; every rank of the training has one."""
 
     def __init__(
         self,
@@ -47,20 +44,18 @@ class Monitor:
         self.column = None if batch_column is None else [*levels].index(batch_column)
         self.sums = torch.zeros(self.width * (self.width + 2) + 3, dtype=torch.float64)
         n_levels = 0 if batch_column is None else len(levels[batch_column])
-        # cells and sum of vectors of each
-        self.by_level = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
-        leaves = self.model.objective.leaves().items()
-        self.leaves: dict[str, Objective] = {name: leaf for name, leaf in leaves if leaf.n_sums}
-        self.of_leaves = {
-            name: torch.zeros(leaf.n_sums, dtype=torch.float64)
-            for name, leaf in self.leaves.items()
-        }
+        self.level_sums = torch.zeros(n_levels, self.width + 1, dtype=torch.float64)
+        """Number of cells and sum of vectors, by level."""
+        self.leaves: dict[str, Objective] = {}
+        self.leaf_sums: dict[str, Tensor] = {}
+        for name, leaf in self.model.objective.leaves().items():
+            if leaf.n_sums:
+                self.leaves[name] = leaf
+                self.leaf_sums[name] = torch.zeros(leaf.n_sums, dtype=torch.float64)
 
     @contextmanager
     def watching(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """Add the cells of `batches`, whose losses are computed inside, one after another, in this
-        order.
-        """
+        """Add the cells of `batches`, whose losses are computed inside in this order."""
         if self.last is None:
             yield
             return
@@ -75,46 +70,43 @@ class Monitor:
             self.last.kept_vectors = None
             for name in self.leaves:
                 for sums in watched[name].kept_sums or ():
-                    self.of_leaves[name] += sums.double().cpu()
+                    self.leaf_sums[name] += sums.double().cpu()
                 watched[name].kept_sums = None
-        for kept, batch in zip(vectors, batches):
-            # (cells, width); vectors after those of the batch's cells are of padding
-            z = kept[: len(batch.lengths)].double().cpu()
-            lengths = torch.tensor(batch.lengths, dtype=torch.int64)
-            depth = lengths.double()  # detected genes, where batches have no counts
-            if batch.counts is not None:
-                cell = torch.repeat_interleave(lengths)
-                depth = torch.zeros_like(depth).index_add(0, cell, batch.counts.double())
-            d = depth.clamp(min=1).log()
-            parts = (
-                z.new_tensor([len(z)]),
-                z.sum(0),
-                (z.T @ z).flatten(),
-                d @ z,
-                d.sum()[None],
-                (d @ d)[None],
-            )
-            self.sums += torch.cat(parts)
-            if self.column is not None and batch.levels is not None:
-                counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
-                self.by_level.index_add_(0, batch.levels[:, self.column] - 1, counted)
+        for batch_vectors, batch in zip(vectors, batches):
+            self._add(batch_vectors, batch)
+
+    def _add(self, vectors: Tensor, batch: Batch) -> None:
+        # (cells, width); vectors after those of the batch's cells are of padding
+        z = vectors[: len(batch.lengths)].double().cpu()
+        lengths = torch.tensor(batch.lengths, dtype=torch.int64)
+        depth = lengths.double()  # detected genes, if batches have no counts
+        if batch.counts is not None:
+            cell = torch.repeat_interleave(lengths)
+            depth = torch.zeros_like(depth).index_add(0, cell, batch.counts.double())
+        d = depth.clamp(min=1).log()
+        n = z.new_tensor([len(z)])
+        outer = (z.T @ z).flatten()
+        self.sums += torch.cat([n, z.sum(0), outer, d @ z, d.sum()[None], (d @ d)[None]])
+        if self.column is not None and batch.levels is not None:
+            counted = torch.cat([torch.ones(len(z), 1, dtype=torch.float64), z], dim=1)
+            self.level_sums.index_add_(0, batch.levels[:, self.column] - 1, counted)
 
     def line(self, mesh: Mesh) -> dict[str, float]:
-        """Return the metrics for metrics.jsonl that can be computed; rank 0 warns of a collapsed
-        embedding. Collective: every rank.
+        """Return the metrics for metrics.jsonl that can be computed. Collective over all ranks.
+
+        Rank 0 warns of a collapsed embedding.
         """
 
-        def summed(own: Tensor) -> Tensor:
-            # the last pipeline stage alone has vectors and sums, and `Mesh.sum` divides by the
-            # number of stages
-            return mesh.sum(own.to(mesh.device) * mesh.pp.size())
+        def add_up(local: Tensor) -> Tensor:
+            # only the last pipeline stage has sums, and `Mesh.sum` divides by the number of stages
+            return mesh.sum(local.to(mesh.device) * mesh.pp.size())
 
         line: dict[str, float] = {}
         for name, leaf in self.leaves.items():
-            metrics = leaf.validation_figures(summed(self.of_leaves[name]).tolist())
+            metrics = leaf.validation_figures(add_up(self.leaf_sums[name]).tolist())
             line |= {_name(metric, name): value for metric, value in metrics.items()}
-        sums = summed(torch.cat([self.sums, self.by_level.flatten()])).cpu()
-        cells, levels = sums.split([self.sums.numel(), self.by_level.numel()])
+        sums = add_up(torch.cat([self.sums, self.level_sums.flatten()])).cpu()
+        cells, levels = sums.split([self.sums.numel(), self.level_sums.numel()])
         line |= _embedding_metrics(cells, self.width) | _batch_metrics(cells, levels, self.width)
         if line.get("effective_rank", COLLAPSED) < COLLAPSED and dist.get_rank() == 0:
             print(
@@ -134,11 +126,9 @@ def advice(objective: ObjectiveConfig) -> str:
         return "lower adversarial_scale of the objective, or train.lr"
     if "next_gene" in parts:
         return "objective next_gene is for generating cells; for embeddings choose family encoder or profile"
-    return (
-        "lower train.lr"
-        if "cell_decoding" in parts
-        else "lower train.lr, or choose objective cell_decoding"
-    )
+    if "cell_decoding" in parts:
+        return "lower train.lr"
+    return "lower train.lr, or choose objective cell_decoding"
 
 
 def _embedding_metrics(sums: Tensor, width: int) -> dict[str, float]:
@@ -146,37 +136,38 @@ def _embedding_metrics(sums: Tensor, width: int) -> dict[str, float]:
 
     effective_rank is the exponential of the entropy of the covariance's eigenvalues: the number of
     directions. depth_r2 is R² of a linear regression of log depth on the vectors, adjusted for
-    their width; from 2 * `width` cells on.
+    their width, if there are more than 2 * `width` cells.
     """
     n = float(sums[0])
     if n < 2:
         return {}
-    mean, second, with_depth, (depth, depth_2) = (
-        sums[1:].div(n).split([width, width * width, width, 2])
-    )
-    covariance = second.view(width, width) - mean.outer(mean)
+    means = sums[1:].div(n).split([width, width * width, width, 2])
+    mean, outer, with_depth, (depth, squared_depth) = means
+    covariance = outer.view(width, width) - mean.outer(mean)
     values, directions = torch.linalg.eigh(covariance)
-    share = values.clamp(min=0) / values.clamp(min=0).sum().clamp(min=1e-300)
-    line = {"effective_rank": float((-torch.special.xlogy(share, share).sum()).exp())}
-    variance = float(depth_2 - depth**2)
+    positive = values.clamp(min=0)
+    shares = positive / positive.sum().clamp(min=1e-300)
+    entropy = -torch.special.xlogy(shares, shares).sum()
+    line = {"effective_rank": float(entropy.exp())}
+    variance = float(squared_depth - depth**2)
     if variance > 0 and n > 2 * width:
-        known = values > values.max() * 1e-9
-        shared = directions.T @ (with_depth - mean * depth)
-        explained = float((shared[known].square() / values[known]).sum()) / variance
+        is_used = values > values.max() * 1e-9
+        with_directions = directions.T @ (with_depth - mean * depth)
+        explained = float((with_directions[is_used].square() / values[is_used]).sum()) / variance
         line["depth_r2"] = 1 - (1 - explained) * (n - 1) / (n - width - 1)
     return line
 
 
-def _batch_metrics(cells: Tensor, levels: Tensor, width: int) -> dict[str, float]:
-    """Return batch_r2, the share of the embedding's variance between batches, where it is defined."""
-    if not len(levels) or not width or cells[0] < 2:
+def _batch_metrics(sums: Tensor, level_sums: Tensor, width: int) -> dict[str, float]:
+    """Return batch_r2, the share of the embedding's variance between batches, if it is defined."""
+    if not len(level_sums) or not width or sums[0] < 2:
         return {}
-    n, sums = levels.view(-1, width + 1).split([1, width], dim=1)
-    center = cells[1 : width + 1] / cells[0]
-    total = float(
-        cells[width + 1 :][: width * width].view(width, width).trace() - cells[0] * center @ center
-    )
-    between = float((n * (sums / n.clamp(min=1) - center).square()).sum())
+    n, level_totals = level_sums.view(-1, width + 1).split([1, width], dim=1)
+    center = sums[1 : width + 1] / sums[0]
+    outer = sums[width + 1 :][: width * width].view(width, width)
+    total = float(outer.trace() - sums[0] * center @ center)
+    level_means = level_totals / n.clamp(min=1)
+    between = float((n * (level_means - center).square()).sum())
     return {"batch_r2": between / total} if total > 0 else {}
 
 
@@ -186,30 +177,29 @@ class Progress:
 
     step: int = 0
     cells: int = 0
-    logged_steps: int = 0  # with a line in metrics.jsonl
+    logged_steps: int = 0  # steps with a line in metrics.jsonl
     wall_s: float = 0.0
     train_loss: float | None = None
     val_loss: float | None = None
     best_val_loss: float | None = None  # at `best_step`
     best_step: int | None = None
     val_step: int | None = None
-    skipped_steps: int = 0  # with a loss or gradient norm that was not finite
+    skipped_steps: int = 0  # steps whose loss or gradient norm was not finite
     skipped_in_a_row: int = 0  # without steps skipped because the loss scale was too large
     loss_scale: float | None = None
-    good_steps: int = 0  # applied since the loss scale last changed
+    good_steps: int = 0  # steps applied since the loss scale last changed
     best_value: float | None = None  # `train.best_metric` at `best_step`
-    patience_value: float | None = None  # to be bettered by more than `train.early_stop_min_delta`
-    stale_validations: int = 0  # since the last improvement
+    patience_value: float | None = None
+    """Value to improve on by more than `train.early_stop_min_delta`."""
+    stale_validations: int = 0  # validations since the last improvement
 
     def judge(self, value: float, train: Train) -> bool:
-        """Take `train.best_metric` of the validation after this step; return whether it is the best
-        so far.
-        """
+        """Take the value of `train.best_metric` after this step, and return whether it is the best."""
         sign = 1 if train.best_mode == "min" else -1
-        if (
-            self.patience_value is None
-            or sign * (self.patience_value - value) > train.early_stop_min_delta
-        ):
+        improves = self.patience_value is None
+        if self.patience_value is not None:
+            improves = sign * (self.patience_value - value) > train.early_stop_min_delta
+        if improves:
             self.patience_value = value
             self.stale_validations = 0
         else:
@@ -223,24 +213,19 @@ class Progress:
 
     def patience_is_over(self, train: Train) -> bool:
         """Return whether the run ends here by `train.early_stop_patience`."""
-        return (
-            train.early_stop_patience is not None
-            and self.stale_validations >= train.early_stop_patience
-        )
+        patience = train.early_stop_patience
+        return patience is not None and self.stale_validations >= patience
 
 
 def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
-    known = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.parts)]
-    known += [
-        _name(metric, name)
-        for name, leaf in objective.leaves().items()
-        for metric in leaf.figure_names
-    ]
-    known += ("effective_rank", "depth_r2", "batch_r2")
-    if metric not in known:
+    logged = [VAL_LOSS, *(f"{VAL_LOSS}_{name}" for name in objective.parts)]
+    for name, leaf in objective.leaves().items():
+        logged += [_name(metric, name) for metric in leaf.figure_names]
+    logged += ["effective_rank", "depth_r2", "batch_r2"]
+    if metric not in logged:
         raise ConfigError(
-            f"train.best_metric {metric}: validation of this objective does not log it; {did_you_mean(metric, known)}"
+            f"train.best_metric {metric}: validation of this objective does not log it; {did_you_mean(metric, logged)}"
         )
 
 
