@@ -58,7 +58,13 @@ from cellmill.parallel.apply import parallelize
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.runs.folder import TrainFolder
-from cellmill.train.checkpoint import INDEX, CheckpointReader, Checkpoints, tensors_of, write_index
+from cellmill.train.checkpoint import (
+    INDEX,
+    CheckpointReader,
+    Checkpoints,
+    list_tensors,
+    write_index,
+)
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 512
@@ -132,7 +138,7 @@ def stall(arguments: argparse.Namespace) -> None:
             after.append([seconds(step, device) for _ in range(arguments.steps)])
             checkpoints.wait()
             writing.append(time.perf_counter() - began)
-    tensors = tensors_of(model, optimizer)
+    tensors = list_tensors(model, optimizer)
     fresh = [seconds(lambda: BlockingAsyncStager().stage(tensors), device) for _ in range(3)]
     copies = [seconds(lambda: checkpoints._staging.stage(tensors), device) for _ in range(3)]
     usual = statistics.median(plain)

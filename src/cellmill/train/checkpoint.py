@@ -1,7 +1,6 @@
-"""Sharded checkpoints by torch.distributed.checkpoint (DCP): saved in the background, loaded in any
-layout.
+"""Sharded checkpoints, saved in the background and loaded in any layout.
 
-Only tensors go through DCP; progress and identity are JSON beside them. DCP's own index,
+Tensors go through torch.distributed.checkpoint (DCP); progress and identity are JSON. DCP's index,
 `.metadata`, is a pickle of objects for every part that any rank has saved: it costs seconds on each
 rank of a large job and is never opened, so a planted pickle is not run. `index.json` holds the
 location of each part of each tensor as columns of numbers, from which a rank picks the parts that
@@ -46,77 +45,86 @@ from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
 from cellmill.train.optimizer import WeightAverage, state_of
 from cellmill.train.stored import INDEX, Stored, read_index
 
+CPU = torch.device("cpu")
+
 
 def write_index(folder: Path, metadata: Metadata) -> None:
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
-    for name, of in metadata.state_dict_metadata.items():
-        assert isinstance(of, TensorStorageMetadata), (
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), (
             f"{name} is no tensor, and DCP would unpickle it"
         )
-        stored = [metadata.storage_data[MetadataIndex(name, part.offsets)] for part in of.chunks]
+        offsets: list[int] = []
+        sizes: list[int] = []
+        stored = []
+        for part in entry.chunks:
+            offsets += part.offsets
+            sizes += part.sizes
+            stored.append(metadata.storage_data[MetadataIndex(name, part.offsets)])
         tensors[name] = {
-            "dtype": str(of.properties.dtype).removeprefix("torch."),
-            "size": list(of.size),
-            "offsets": [number for part in of.chunks for number in part.offsets],
-            "sizes": [number for part in of.chunks for number in part.sizes],
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "size": list(entry.size),
+            "offsets": offsets,
+            "sizes": sizes,
             "file": [files.setdefault(part.relative_path, len(files)) for part in stored],
             "start": [part.offset for part in stored],
             "bytes": [part.length for part in stored],
         }
     # without indentation, which would make it ten times as large
-    write_text(
-        folder / INDEX,
-        json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")),
-    )
+    text = json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":"))
+    write_text(folder / INDEX, text)
 
 
-def _metadata(folder: Path, tensors: Mapping[str, Tensor] | None) -> Metadata:
-    """The parts that overlap what this rank has of `tensors`; all parts of all tensors if it is
-    None.
+def _make_metadata(folder: Path, tensors: Mapping[str, Tensor] | None) -> Metadata:
+    """Return DCP's index of the parts that overlap what this rank has of `tensors`.
+
+    Without `tensors` it has all parts of all tensors.
     """
     metadata = Metadata({}, storage_data={})
     for name, stored in read_index(folder, tensors).items():
-        rows = range(len(stored.files)) if tensors is None else _overlapping(stored, tensors[name])
+        rows: Sequence[int] = range(len(stored.files))
+        if tensors is not None:
+            rows = _find_overlapping(stored, tensors[name])
         parts = []
         for row in rows:
             offset = torch.Size(stored.offsets[row].tolist())
             parts.append(ChunkStorageMetadata(offset, torch.Size(stored.sizes[row].tolist())))
-            metadata.storage_data[MetadataIndex(name, offset)] = (
-                SimpleNamespace(  # the attributes that DCP's reader reads
-                    relative_path=stored.files[row],
-                    offset=stored.starts[row],
-                    length=stored.lengths[row],
-                    transform_descriptors=None,
-                )
+            # the attributes that DCP's reader reads
+            metadata.storage_data[MetadataIndex(name, offset)] = SimpleNamespace(
+                relative_path=stored.files[row],
+                offset=stored.starts[row],
+                length=stored.lengths[row],
+                transform_descriptors=None,
             )
         properties = TensorProperties(stored.dtype)
         metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, stored.size, parts)
     return metadata
 
 
-def _overlapping(stored: Stored, tensor: Tensor) -> list[int]:
-    """Numbers of the parts that overlap what this rank has of a tensor."""
+def _find_overlapping(stored: Stored, tensor: Tensor) -> list[int]:
+    """Return the numbers of the parts that overlap what this rank has of a tensor."""
     first = stored.offsets
-    behind = stored.offsets + stored.sizes
+    end = stored.offsets + stored.sizes
     if not isinstance(tensor, DTensor):
-        return np.flatnonzero(((first < tensor.shape) & (behind > 0)).all(1)).tolist()
-    own = tensor.__create_chunk_list__()  # what DCP's planner will request
-    overlaps = [
-        ((first < np.add(part.offsets, part.sizes)) & (behind > part.offsets)).all(1)
-        for part in own
-    ]
-    return np.flatnonzero(np.any(overlaps, axis=0)).tolist() if own else []
+        return np.flatnonzero(((first < tensor.shape) & (end > 0)).all(1)).tolist()
+    overlaps = np.zeros(len(first), bool)
+    for part in tensor.__create_chunk_list__():  # what DCP's planner will request
+        part_end = np.add(part.offsets, part.sizes)
+        overlaps |= ((first < part_end) & (end > part.offsets)).all(1)
+    return np.flatnonzero(overlaps).tolist()
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reader of the parts of a checkpoint that `tensors` (None: all) need on this rank, by the
-    index in place of DCP's pickled metadata. Raises DataError if the index is missing or damaged.
+    """Reader of the parts of a checkpoint that `tensors` (None: all) need on this rank.
+
+    It reads `index.json` instead of DCP's pickled metadata. Raises DataError if that is missing or
+    damaged.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(path)
-        self._metadata = _metadata(path, tensors)
+        self._metadata = _make_metadata(path, tensors)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -124,8 +132,9 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors`, of DTensors this rank's parts, from a checkpoint's folder. No communication.
-    Raises DataError.
+    """Fill `tensors` from a checkpoint's folder, or raise DataError. No communication.
+
+    Of a DTensor this rank's part is filled.
     """
     reader = CheckpointReader(path, tensors)
     try:
@@ -139,8 +148,9 @@ def load_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it. Rank 0
-    writes the index, when all ranks have written, and calls `finished`.
+    """Writer of a rank's files and their SHA-256: no rank has to read another's to hash it.
+
+    When all ranks have written, rank 0 writes the index and calls `finished`.
     """
 
     def __init__(self, path: Path, finished: Callable[[], None]) -> None:
@@ -159,15 +169,18 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        # torch before 2.12 leaves it as it is
+        stored: dict[MetadataIndex, Any] = {}
+        for rank_results in results:
+            stored |= {result.index: result.storage_data for result in rank_results}
+        # torch before 2.12 does not set it
         write_index(Path(self.path), replace(metadata, storage_data=stored))
         self._finished()
 
 
 class Checkpoints:
-    """Checkpoints of a run: the `keep` newest and those of `keep_steps`. Collective unless a method
-    says otherwise.
+    """Checkpoints of a run: the `keep` newest and those of `keep_steps`.
+
+    Collective unless a method says otherwise.
     """
 
     def __init__(
@@ -181,10 +194,9 @@ class Checkpoints:
         self.keep = keep
         self.average = average
         self.keep_steps = keep_steps
-        # its own gloo group: a background save must not interleave with the collectives of training
+        # a group for it: a background save must not interleave with the collectives of training
         self._group = dist.new_group(backend="gloo")
-        # the copy's memory is reused for the whole run: allocating it anew was most of the stall of
-        # a save
+        # the copy's memory is reused: allocating it anew was most of the stall of a save
         self._staging = BlockingAsyncStager(cache_staged_state_dict=True)
         self._writing: Future[Any] | None = None
         self.saved_step: int | None = None
@@ -201,7 +213,7 @@ class Checkpoints:
             path = self.folder.begin(step)
             write_json(path / "state.json", state)
         dist.barrier(self._group)
-        tensors = tensors_of(model, optimizer, self.average)
+        tensors = list_tensors(model, optimizer, self.average)
         if self._staging.state_dict_cache is None and not torch.accelerator.is_available():
             # torch would pin it, which needs an accelerator
             self._staging.state_dict_cache = {
@@ -219,18 +231,18 @@ class Checkpoints:
         share = dist.get_rank(), dist.get_world_size()
 
         def damage(checkpoint: Checkpoint) -> str | None:
-            return next(filter(None, self._of_ranks(checkpoint.damage(share=share))), None)
+            return self._gather_first(checkpoint.damage(share=share))
 
         # rank 0's list: another node may not see the newest yet, or still see a removed one
-        names = self._of_ranks([checkpoint.path.name for checkpoint in self.folder.checkpoints()])[
-            0
-        ]
-        return self.folder.newest_whole(
-            checkpoints=[self.folder.checkpoint(name) for name in names], damage=damage
-        )
+        names = [checkpoint.path.name for checkpoint in self.folder.checkpoints()]
+        names = gather_json(names, CPU, self._group)[0]
+        checkpoints = [self.folder.checkpoint(name) for name in names]
+        return self.folder.newest_whole(checkpoints=checkpoints, damage=damage)
 
-    def _of_ranks(self, value: Any) -> list[Any]:
-        return gather_json(value, torch.device("cpu"), self._group)
+    def _gather_first(self, problem: str | None) -> str | None:
+        """Return the first rank's problem, None if no rank has one."""
+        problems = [line for line in gather_json(problem, CPU, self._group) if line]
+        return problems[0] if problems else None
 
     def is_writing(self) -> bool:
         """Return whether a checkpoint is being written. No communication."""
@@ -243,14 +255,14 @@ class Checkpoints:
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise DataError when a background save has failed on any rank. Called each step: no
-        communication.
+        """Raise DataError if a background save has failed on any rank.
+
+        It is called in each step, and does not communicate.
         """
-        if (
-            self._writing is not None
-            and self._writing.done()
-            and (error := self._writing.exception()) is not None
-        ):
+        if self._writing is None or not self._writing.done():
+            return
+        error = self._writing.exception()
+        if error is not None:
             if dist.get_rank() == 0:
                 self.folder.remove_incomplete()  # on a full disk it would take what the user frees
             raise DataError(
@@ -261,20 +273,18 @@ class Checkpoints:
     def load(
         self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Load the tensors of `checkpoint` into the model and its optimizer, whatever the layouts
-        of both.
-        """
+        """Load the tensors of a checkpoint of any layout into the model and its optimizer."""
         problem = None
         try:
-            load_tensors(checkpoint.path, tensors_of(model, optimizer, self.average))
+            load_tensors(checkpoint.path, list_tensors(model, optimizer, self.average))
         except DataError as error:
             problem = str(error)
-        problems = [line for line in self._of_ranks(problem) if line]
-        if problems:
-            raise DataError(problems[0])
+        problem = self._gather_first(problem)
+        if problem is not None:
+            raise DataError(problem)
         loaded = dict(named_tensors(model, persistent=True))
         for name, tensor in named_tensors(model, persistent=True):
-            # two pipeline stages of this rank have it, and it was loaded into one of them
+            # a tensor that two pipeline stages of this rank have was loaded into one of them
             source = loaded[name]
             if source is not tensor:
                 tensor.detach().copy_(source.detach())
@@ -285,19 +295,22 @@ class Checkpoints:
         self.saved_step = checkpoint.step
 
 
-def tensors_of(
+def list_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, not copied: parameters, persistent buffers, optimizer
-    states, the average.
+    """Return the tensors of a checkpoint, not copied.
+
+    They are parameters, persistent buffers, optimizer states and the average of the weights.
     """
     reshard(model)
-    own = dict(named_tensors(model, persistent=True))
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in own.items()}
-    for name, parameter in own.items():
-        if id(parameter) in trained:
-            states = state_of(optimizer, parameter).items()
+    trained = set()
+    for group in optimizer.param_groups:
+        trained |= {id(parameter) for parameter in group["params"]}
+    stored = dict(named_tensors(model, persistent=True))
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in stored.items()}
+    for name, tensor in stored.items():
+        if id(tensor) in trained:
+            states = state_of(optimizer, tensor).items()
             tensors |= {f"optimizer.state.{name}.{key}": value for key, value in states}
     if average is not None:
         tensors |= {f"average.{name}": tensor for name, tensor in average.tensors().items()}

@@ -1,5 +1,4 @@
-"""Parameter groups of the optimizer, AdamW and its offloaded form, and the exponential moving
-average of the weights.
+"""Parameter groups, AdamW and its offloaded form, and the moving average of the weights.
 
 Weight decay applies only to the matrices of linear layers. The type of a parameter's module
 decides, never its name.
@@ -33,11 +32,8 @@ from cellmill.train.step_guard import AsyncScalars
 
 def decayed_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters that decay: weights of linear layers."""
-    return {
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if is_linear(module)
-    }
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
+    return {f"{name}.weight".removeprefix(".") for name in linear}
 
 
 def adamw(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
@@ -50,13 +46,12 @@ def build_optimizer(
     cpu_offload: str | None = None,
     extras: Callable[[str], Mapping[str, float]] = lambda name: {},
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters of `model`, after `materialize`; a pipeline
-    stage may have none.
+    """Return the optimizer of the trained parameters of `model`, after `materialize`.
 
-    Keys of its groups: `params`, on one mesh; `weight_decay`; `lr_scale`, a factor of the scheduled
-    rate, which the loop sets; `matrices`, for `OptimizerConfig.matrix_state_names`; and the
-    `state_names` of its parameters. `extras` returns options of a parameter's group by plain name
-    (`Method.group`).
+    A pipeline stage may have no trained parameter. Keys of a group are `params`, on one mesh;
+    `weight_decay`; `lr_scale`, a factor of the scheduled rate, which the loop sets; `matrices`, for
+    `OptimizerConfig.matrix_state_names`; and the `state_names` of its parameters. `extras` returns
+    options of a parameter's group by plain name (`Method.group`).
     """
     config = train.optimizer
     decayed = decayed_parameters(model)
@@ -67,22 +62,21 @@ def build_optimizer(
     # one group for each mesh: the fused step takes no list of tensors on different meshes
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            defaults: dict[str, Any] = {
-                "weight_decay": train.weight_decay if name in decayed else 0.0,
-                "lr_scale": 1.0,
-            }
-            options = defaults | dict(extras(plain_name(name)))
-            for key in options.keys() - defaults.keys():
+        if not parameter.requires_grad:
+            continue
+        weight_decay = train.weight_decay if name in decayed else 0.0
+        options: dict[str, Any] = {"weight_decay": weight_decay, "lr_scale": 1.0}
+        for key, value in extras(plain_name(name)).items():
+            if key not in options:
                 raise ConfigError(
-                    f"finetune: group of {name}: unknown key {key!r}; {did_you_mean(key, defaults)}"
+                    f"finetune: group of {name}: unknown key {key!r}; {did_you_mean(key, options)}"
                 )
-            options["matrices"] = name in matrices
-            options["state_names"] = (
-                config.matrix_state_names if name in matrices else config.state_names
-            )
-            alike = (mesh_of(parameter), *sorted(options.items()))
-            groups.setdefault(alike, {"params": [], **options})["params"].append(parameter)
+            options[key] = value
+        is_matrix = name in matrices
+        options["matrices"] = is_matrix
+        options["state_names"] = config.matrix_state_names if is_matrix else config.state_names
+        group_key = (mesh_of(parameter), *sorted(options.items()))
+        groups.setdefault(group_key, {"params": [], **options})["params"].append(parameter)
     build = config.load() if cpu_offload != "optimizer" else import_object(config.offloaded or "")
     optimizer: torch.optim.Optimizer = build(list(groups.values()) or [{"params": []}], train)
     return optimizer
@@ -90,50 +84,48 @@ def build_optimizer(
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's state of a parameter, created as zeros if there is none."""
-    if not optimizer.state[parameter]:
-        group = next(
-            g for g in optimizer.param_groups if any(parameter is other for other in g["params"])
-        )
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        optimizer.state[parameter] = {
-            name: step if name == "step" else torch.zeros_like(parameter.detach())
-            for name in group["state_names"]
-        }
     state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        for group in optimizer.param_groups:
+            if any(parameter is member for member in group["params"]):
+                names = group["state_names"]
+        for name in names:
+            state[name] = torch.zeros_like(parameter.detach())
+            if name == "step":
+                state[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return state
 
 
 class WeightAverage:
-    """Average of the parameters of `model`, after `materialize`, that require a gradient; begins
-    with their values.
-    """
+    """Average of the trained parameters of `model`, after `materialize`, from their first values."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = model
         self.decay = decay
-        trained = ((plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad)
-        self._parts = [(name, parameter, parameter.detach().clone()) for name, parameter in trained]
+        self._parts: list[tuple[str, Tensor, Tensor]] = []
+        """Plain name, parameter and average."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._parts.append((plain_name(name), parameter, parameter.detach().clone()))
 
     def update(self, step: int) -> None:
         """Move towards the weights after step `step`, from 0. No communication."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
-        if self._parts:
-            _, weights, averages = zip(*self._parts)
-            move_all(
-                [*map(local_of, averages)], [local_of(weight).detach() for weight in weights], share
-            )
+        averages = [local_of(average) for _, _, average in self._parts]
+        weights = [local_of(weight).detach() for _, weight, _ in self._parts]
+        if averages:
+            move_all(averages, weights, share)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the average by plain name, not copied; of a tied parameter that this rank has
-        twice the last one.
+        """Return the averages by plain name, not copied.
+
+        Of a tied parameter that this rank has twice, it is the last copy.
         """
         return {name: average for name, _, average in self._parts}
 
     @torch.no_grad()
     def fill_tied_copies(self) -> None:
-        """Copy what was loaded into `tensors` to the other copy of a tied parameter that this rank
-        has twice.
-        """
+        """Copy what was loaded into `tensors` to the other copies of tied parameters."""
         loaded = self.tensors()
         for name, _, average in self._parts:
             if loaded[name] is not average:
@@ -141,8 +133,9 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Give the model the average for a while; its weights come back bit for bit. No
-        communication.
+        """Give the model the average for a while; its weights come back bit for bit.
+
+        No communication.
         """
         self._swap()
         try:
@@ -152,13 +145,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        reshard(self.model)  # weights that a forward pass left gathered would be those of before
+        reshard(self.model)  # a forward pass may have left the old weights gathered
         for _, parameter, average in self._parts:
-            own = local_of(parameter)
-            other = local_of(average)
-            kept = own.clone()
-            own.copy_(other)
-            other.copy_(kept)
+            weights = local_of(parameter)
+            averages = local_of(average)
+            previous = weights.clone()
+            weights.copy_(averages)
+            averages.copy_(previous)
 
 
 @dataclass
@@ -168,14 +161,13 @@ class _Host:
     weights: Tensor
     gradient: Tensor
     version: tuple[int, int] | None = None
-    """`_version_of` the parameter that `weights` equals; loading a checkpoint changes it."""
+    """`_version_of` the parameter when `weights` equalled it; loading a checkpoint changes it."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) on the CPU, for float32 parameters on a device, also
-    DTensors.
+    """AdamW (Loshchilov & Hutter 2019) on the CPU, for float32 parameters on a device.
 
-    Gradients are copied to pinned host memory, fused AdamW updates this rank's shards there, and
+    Gradients are copied to pinned host memory; fused AdamW updates this rank's shards there, and
     the new weights are copied back without blocking. The moments, half of the state of
     mixed-precision training, take no device memory. Each step moves 4 bytes for each local element
     in each direction. It waits only for gradients, group by group, so that one group is computed
@@ -183,7 +175,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None
-    """Scalar on any device; the step changes nothing where it is 1, as in fused AdamW."""
+    """Scalar on any device; the step changes nothing if it is 1, as in fused AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], train: Train) -> None:
         defaults = {
@@ -194,48 +186,45 @@ class OffloadedAdamW(torch.optim.Optimizer):
         }
         super().__init__(groups, defaults)
         self._hosts: dict[Tensor, _Host] = {}
-        for parameter in (
-            parameter for group in self.param_groups for parameter in group["params"]
-        ):
-            # a DTensor stays one: checkpoints need its placement
-            host = parameter.detach().to("cpu")
-            self.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(host),
-                "exp_avg_sq": torch.zeros_like(host),
-            }
-            if _needs_copy(local_of(parameter)):
-                pin = torch.accelerator.is_available()
-                weights, gradient = (
-                    torch.empty_like(local_of(host), pin_memory=pin) for _ in range(2)
-                )
-                self._hosts[parameter] = _Host(weights, gradient)
+        pin = torch.accelerator.is_available()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                # a DTensor stays one: checkpoints need its placement
+                host = parameter.detach().to("cpu")
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(host),
+                    "exp_avg_sq": torch.zeros_like(host),
+                }
+                if _needs_copy(local_of(parameter)):
+                    weights = torch.empty_like(local_of(host), pin_memory=pin)
+                    gradient = torch.empty_like(local_of(host), pin_memory=pin)
+                    self._hosts[parameter] = _Host(weights, gradient)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
-        trained = [
-            [p for p in group["params"] if p.grad is not None] for group in self.param_groups
-        ]
+        trained = []
+        for group in self.param_groups:
+            trained.append([p for p in group["params"] if p.grad is not None])
         # copied before the gradients
         found_inf = None if self.found_inf is None else AsyncScalars(self.found_inf)
-        copies = [self._fetch(parameters) for parameters in trained]
+        arrivals = [self._fetch(parameters) for parameters in trained]
         if found_inf is not None and any(found_inf.read()):
             return
-        for group, parameters, copied in zip(self.param_groups, trained, copies):
-            if copied is not None:
-                copied.synchronize()
-            hosts = [self._hosts.get(p) for p in parameters]
-            states = [self.state[p] for p in parameters]
+        for group, parameters, arrival in zip(self.param_groups, trained, arrivals):
+            if arrival is not None:
+                arrival.synchronize()
+            weights = []
+            gradients = []
+            for parameter in parameters:
+                host = self._hosts.get(parameter)
+                weights.append(local_of(parameter) if host is None else host.weights)
+                gradients.append(local_of(parameter.grad) if host is None else host.gradient)
+            states = [self.state[parameter] for parameter in parameters]
             adamw_step(
-                [
-                    local_of(p) if host is None else host.weights
-                    for p, host in zip(parameters, hosts)
-                ],
-                [
-                    local_of(p.grad) if host is None else host.gradient
-                    for p, host in zip(parameters, hosts)
-                ],
+                weights,
+                gradients,
                 [local_of(state["exp_avg"]) for state in states],
                 [local_of(state["exp_avg_sq"]) for state in states],
                 [],
@@ -249,7 +238,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            for parameter, host in zip(parameters, hosts):
+            for parameter in parameters:
+                host = self._hosts.get(parameter)
                 if host is not None:
                     # ordered before the next forward pass, whose gradients are awaited before
                     # `weights` changes again
@@ -257,9 +247,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     host.version = _version_of(parameter)
 
     def _fetch(self, parameters: list[Tensor]) -> torch.cuda.Event | None:
-        """Start copying gradients, and weights written from outside; return the event of their
-        arrival.
-        """
+        """Start copying gradients, and weights written from outside; return their arrival."""
         for parameter in parameters:
             host = self._hosts.get(parameter)
             if host is not None:
@@ -275,8 +263,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 def _version_of(parameter: Tensor) -> tuple[int, int]:
     """Return a value that changes when the parameter is written in place or moved."""
-    own = local_of(parameter)
-    return own.data_ptr(), version_of(own)
+    local = local_of(parameter)
+    return local.data_ptr(), version_of(local)
 
 
 def _needs_copy(shard: Tensor) -> bool:
