@@ -1,4 +1,4 @@
-"""Exported models, which are self-contained folders, and initial weights, which may come from one.
+"""Exported models, which are self-contained folders, and initial weights, drawn or from a folder.
 
     model.safetensors   full tensors, of which only the requested elements are read
     vocabulary.tsv      gene of each token
@@ -37,12 +37,13 @@ from cellmill.parallel.materialize import Part, as_index, fill, named_tensors, o
 
 WEIGHTS = "model.safetensors"
 SIZES = ("layer", "hidden", "width", "size", "heads")
-"""Parts of the names of options of which a model has no more than weights."""
+"""Parts of the names of options whose values cannot be larger than the number of weights."""
 
 
 class WeightsFile:
-    """Tensors by name; the file stays mapped as long as this lives. Raises DataError if it is
-    missing or damaged.
+    """Tensors of a file by name; it stays mapped as long as this object lives.
+
+    Raises DataError if the file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,9 +73,7 @@ class WeightsFile:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write full, contiguous tensors to a .safetensors file, atomically. Raises DataError when that
-    fails.
-    """
+    """Write full, contiguous tensors to a .safetensors file, atomically, or raise DataError."""
     with atomic_path(path) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
@@ -90,8 +89,7 @@ def write_model(
     about: Mapping[str, Any],
     card: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Write a model folder: the options `sections` of model, objective and tokens, and `about`, are
-    its config.json.
+    """Write a model folder. Its config.json has the `sections` model, objective, tokens, and `about`.
 
     config.json is removed first and written last; README.md is what `card` makes of it.
     """
@@ -113,74 +111,82 @@ def write_model(
 
 
 def load_model(folder: Path) -> tuple[Model, Vocabulary, dict[str, Any]]:
-    """Return the exported model in eval mode, its vocabulary, and config.json. Raises DataError if
-    unusable.
+    """Return the exported model in eval mode, its vocabulary, and config.json.
+
+    Raise DataError if the folder is unusable.
     """
-    config_path, genes_path, weights = (
-        folder / name for name in ("config.json", "vocabulary.tsv", WEIGHTS)
-    )
+    config_path = folder / "config.json"
+    vocabulary_path = folder / "vocabulary.tsv"
+    weights = folder / WEIGHTS
     if not config_path.exists() and (folder / "model" / "config.json").exists():
         raise DataError(f"{folder}: this is the folder of a run; its model is {folder / 'model'}")
     config = read_model_config(config_path)
-    vocabulary = Vocabulary.read(genes_path)
-    if vocabulary.digest != (stored := config["vocabulary_digest"]):
-        problem = (
-            f"its digest is {vocabulary.digest[:12]}, the model was trained with {stored[:12]}"
+    vocabulary = Vocabulary.read(vocabulary_path)
+    trained_with = config["vocabulary_digest"]
+    if vocabulary.digest != trained_with:
+        raise unusable(
+            vocabulary_path,
+            f"its digest is {vocabulary.digest[:12]}, the model was trained with {trained_with[:12]}",
         )
-        raise unusable(genes_path, problem)
     file = WeightsFile(weights)
     model = _build(config_path, spec_of(config, vocabulary.n_genes), file)
-    state = model.state_dict()
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
-    wrong = sorted(
-        name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)
-    )
-    if wrong:
-        name = wrong[0]
-        raise unusable(
-            weights,
-            f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
-            f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
-        )
-    wrong = [
-        name
-        for name, tensor in state.items()
-        if tensor.is_floating_point() != (name in file.float32)
-    ]
-    if wrong:
-        raise unusable(weights, f"{wrong[0]}: expected float32, got another type")
-    digest = sha256_file(weights)
-    if digest != (stored := config["weights_sha256"]):
-        problem = f"its SHA-256 is {digest[:12]}, config.json has {stored[:12]}: damaged, or another model's weights"
-        raise unusable(weights, problem)
-    tensors = {name: file.read(name, ()) for name in file.shapes}
-    wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if wrong:
-        raise unusable(weights, f"{wrong[0]} has values that are not finite")
+    tensors = _read_checked(file, weights, model.state_dict(), config["weights_sha256"])
     model = to_empty(model, "cpu")  # after the checks: a damaged config.json may ask for any size
     model.load_state_dict(tensors, assign=True)
     fill_buffers(model, config.get("seed", 0), vocabulary)
     return model.eval(), vocabulary, config
 
 
+def _read_checked(
+    file: WeightsFile, path: Path, state: dict[str, Tensor], weights_sha256: str
+) -> dict[str, Tensor]:
+    """Return all tensors of a file for a model's `state`. Raise DataError if they do not fit."""
+    shapes = {name: tuple(shape) for name, shape in file.shapes.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    names = expected.keys() | shapes.keys()
+    wrong = sorted(name for name in names if expected.get(name) != shapes.get(name))
+    if wrong:
+        name = wrong[0]
+        raise unusable(
+            path,
+            f"{name}: expected {expected.get(name, 'no such tensor')} as in config.json, got "
+            f"{shapes.get(name, 'none')} (tensors that differ: {len(wrong)})",
+        )
+    for name, tensor in state.items():
+        if tensor.is_floating_point() != (name in file.float32):
+            raise unusable(path, f"{name}: expected float32, got another type")
+    digest = sha256_file(path)
+    if digest != weights_sha256:
+        raise unusable(
+            path,
+            f"its SHA-256 is {digest[:12]}, config.json has {weights_sha256[:12]}: damaged, or another model's weights",
+        )
+    tensors = {name: file.read(name, ()) for name in file.shapes}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise unusable(path, f"{name} has values that are not finite")
+    return tensors
+
+
 def fill_buffers(model: Model, seed: int, vocabulary: Vocabulary) -> None:
     """Fill the buffers that no file has, of a whole model on the CPU."""
-    rest = {name for name, _ in named_tensors(model)} - model.state_dict().keys()
-    fill(model, initial_tensors(model, seed, None, vocabulary, only=rest))
+    missing = {name for name, _ in named_tensors(model)} - model.state_dict().keys()
+    fill(model, initial_tensors(model, seed, None, vocabulary, only=missing))
 
 
 def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
-    """The model of config.json at `path` on the meta device. Raises DataError if it cannot be that
-    of `file`.
+    """Return the model of config.json at `path` on the meta device.
+
+    Raise DataError if it cannot be the model of `file`.
     """
+    n_tensors = len(file.shapes)
     n_elements = sum(shape.numel() for shape in file.shapes.values())
-    for name, size in _sizes(
-        spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")
-    ):
-        most, of = (len(file.shapes), "tensors") if "layer" in name else (n_elements, "elements")
-        if size > most:  # building a million layers would take hours
-            raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {most:,} {of}")
+    options = spec.model.model_dump(mode="json") | spec.objective.model_dump(mode="json")
+    for name, size in _sizes(options):  # building a million layers would take hours
+        if "layer" in name and size > n_tensors:
+            raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {n_tensors:,} tensors")
+        if "layer" not in name and size > n_elements:
+            raise unusable(path, f"{name}: {size}, but {WEIGHTS} has {n_elements:,} elements")
     try:
         return build(spec)
     except UserError:
@@ -199,6 +205,7 @@ def _build(path: Path, spec: ModelSpec, file: WeightsFile) -> Model:
 
 
 def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield name and value of the options that are sizes (SIZES), at any depth."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
@@ -207,12 +214,11 @@ def _sizes(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def spec_of(config: dict[str, Any], n_genes: int) -> ModelSpec:
-    sections = (("model", FamilyConfig), ("objective", ObjectiveConfig), ("tokens", Tokens))
-    parsed = {
-        name: check_options(kind, config[name], f"config.json: {name}") for name, kind in sections
-    }
-    levels = {name: tuple(known) for name, known in config.get("levels", {}).items()}
-    return ModelSpec(**parsed, n_genes=n_genes, levels=levels)
+    model = check_options(FamilyConfig, config["model"], "config.json: model")
+    objective = check_options(ObjectiveConfig, config["objective"], "config.json: objective")
+    tokens = check_options(Tokens, config["tokens"], "config.json: tokens")
+    levels = {column: tuple(names) for column, names in config.get("levels", {}).items()}
+    return ModelSpec(model, objective, tokens, n_genes, levels)
 
 
 def initial_tensors(
@@ -224,43 +230,43 @@ def initial_tensors(
     given: Mapping[str, Tensor] = MappingProxyType({}),
     new_genes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, CPU tensor) of every parameter and buffer, one at a time; of a DTensor the part
-    of this rank.
+    """Yield name and initial value, a CPU tensor, of every parameter and buffer, one at a time.
 
-    A tensor's generator is seeded with the CRC-32 of seed and name, so values depend on no order
-    and no layout. With `only`, just these names are yielded. `given` are initial values by name, in
-    place of drawn ones. With `init_from`, an exported model, its tensors are used instead, of which
-    each rank reads its part; those with a row per gene are matched by Ensembl id, those with a row
-    per level by the level's name, and unknown genes and levels keep their initial values; genes get
-    the row in `new_genes` of the tensors that are in it. Tensors that it lacks (another objective's
-    head) keep theirs too. Raises ConfigError if a shared tensor has another shape.
+    Of a DTensor the value is the part of this rank. A tensor's generator is seeded with the CRC-32
+    of seed and name, so values depend on no order and no layout. With `only`, just these names are
+    yielded. `given` are values by name that replace drawn values.
+
+    With `init_from`, an exported model, its tensors are used instead, of which each rank reads its
+    part. Tensors with a row per gene are matched by Ensembl id, tensors with a row per level by the
+    level's name. Unknown genes and levels keep their initial values, unless `new_genes` has a row
+    for genes of that tensor. So do tensors that the model lacks (another objective's head). Raise
+    ConfigError if a shared tensor has another shape.
     """
     source = _Source(init_from, model, vocabulary) if init_from is not None else None
     for name, empty in named_tensors(model):
         if only is not None and name not in only:
             continue
         part = own_part(empty)
-        theirs = None if source is None else source.rows(name, empty, part)
-        if source is not None and theirs is not None and (theirs >= 0).all():
-            yield name, source.read(name, theirs, part, empty.dtype)
+        rows = None if source is None else source.rows(name, empty, part)
+        if source is not None and rows is not None and (rows >= 0).all():
+            yield name, source.read(name, rows, part, empty.dtype)
             continue
         if name in given:
-            own = given[name][part].to(empty.dtype, copy=True)
+            value = given[name][part].to(empty.dtype, copy=True)
         else:
             # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
             generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))
-            own = fill_part(model.fills[name], empty, part, generator)
-        if source is not None and theirs is not None:
+            value = fill_part(model.fills[name], empty, part, generator)
+        if source is not None and rows is not None:
+            has_row = rows >= 0
             if name in new_genes:
-                own[theirs < 0] = new_genes[name][part[1:]].to(empty.dtype)
-            own[theirs >= 0] = source.read(name, theirs[theirs >= 0], part, empty.dtype)
-        yield name, own
+                value[~has_row] = new_genes[name][part[1:]].to(empty.dtype)
+            value[has_row] = source.read(name, rows[has_row], part, empty.dtype)
+        yield name, value
 
 
 def mean_gene_row(weights: Path, name: str) -> Tensor:
-    """Return the mean over the genes of a tensor with a row per gene, float32; reads a piece at a
-    time.
-    """
+    """Return the mean row over genes of a tensor, float32, read a piece at a time."""
     file = WeightsFile(weights)
     shape = file.shapes[name]
     total = torch.zeros(shape[1:], dtype=torch.float64)
@@ -277,82 +283,87 @@ class _Source:
         self.folder = folder
         self.model = model
         self.file = WeightsFile(folder / WEIGHTS)
-        genes = torch.from_numpy(
-            Vocabulary.read(folder / "vocabulary.tsv").rows_of(vocabulary.gene_ids)
-        ).long()
-        special = torch.arange(len(SPECIAL))
-        self.gene_rows = torch.cat([special, torch.where(genes < 0, -1, genes + len(SPECIAL))])
-        self.levels: dict[str, list[str]] = read_model_config(folder / "config.json").get(
-            "levels", {}
-        )
+        source_genes = Vocabulary.read(folder / "vocabulary.tsv")
+        genes = torch.from_numpy(source_genes.rows_of(vocabulary.gene_ids)).long()
+        rows = torch.where(genes < 0, -1, genes + len(SPECIAL))
+        self.gene_rows = torch.cat([torch.arange(len(SPECIAL)), rows])
+        """The source's row of each of the model's tokens, -1 for none."""
+        config = read_model_config(folder / "config.json")
+        self.levels: dict[str, list[str]] = config.get("levels", {})
 
     def rows(self, name: str, empty: Tensor, part: Part) -> Tensor | None:
-        """Return the source's row for each row of `part`, int64, -1 for none; None if it lacks the
-        tensor.
+        """Return the source's row for each row of `part`, int64, -1 for none.
+
+        Return None if the source lacks the tensor.
         """
-        theirs = self.file.shapes.get(name)
-        if theirs is None:
+        source_shape = self.file.shapes.get(name)
+        if source_shape is None:
             return None
         rows = None
         column = self.model.level_rows.get(name)
         if column is not None:
-            ours = self.model.objective.levels[column]
-            levels = self.levels.get(column, ())
-            # a table may begin with rows of no level
-            first = len(empty) - len(ours)
-            their_first = theirs[0] - len(levels)
-            known = {level: their_first + row for row, level in enumerate(levels)}
-            begin = range(first) if known and first == their_first else [-1] * first
-            rows = torch.tensor([*begin, *(known.get(level, -1) for level in ours)])
+            rows = self._level_rows(column, len(empty), source_shape[0])
             if (rows < 0).all():
                 return None
         elif name in self.model.gene_rows:
             rows = self.gene_rows
-        by_row = slice(0 if rows is None else 1, None)
-        if theirs[by_row] != empty.shape[by_row]:
+        matched = slice(0 if rows is None else 1, None)  # dims that must be equal
+        if source_shape[matched] != empty.shape[matched]:
             is_head = name.split(".")[0] in (self.model.heads or ())
             section = "model and objective sections" if is_head else "model and tokens sections"
             raise ConfigError(
-                f"init_from: expected {name} of shape {tuple(empty.shape[by_row])}, got {tuple(theirs[by_row])} in "
-                f"{self.folder}; give this run the same {section}"
+                f"init_from: expected {name} of shape {tuple(empty.shape[matched])}, got "
+                f"{tuple(source_shape[matched])} in {self.folder}; give this run the same {section}"
             )
         if rows is None:
             rows = torch.arange(len(empty) if empty.ndim else 1)
         return rows[part[0]] if part else rows
 
+    def _level_rows(self, column: str, n_rows: int, n_source_rows: int) -> Tensor:
+        """Return the source's row of each level of a column, -1 for none.
+
+        A table may begin with rows of no level.
+        """
+        levels = self.model.objective.levels[column]
+        source_levels = self.levels.get(column, ())
+        first = n_rows - len(levels)
+        source_first = n_source_rows - len(source_levels)
+        row_of = {level: source_first + row for row, level in enumerate(source_levels)}
+        rows = [-1] * first
+        if row_of and first == source_first:
+            rows = list(range(first))
+        rows += [row_of.get(level, -1) for level in levels]
+        return torch.tensor(rows)
+
     def read(self, name: str, rows: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return these rows of a tensor, and of each what `part` has."""
-        return self.file.read(name, (as_index(rows.tolist()), *part[1:]) if part else part).to(
-            dtype
-        )
+        """Return what `part` has of these rows of a tensor."""
+        if part:
+            part = (as_index(rows.tolist()), *part[1:])
+        return self.file.read(name, part).to(dtype)
 
 
 def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, Tensor]:
-    """Return the mean row of each tensor of the model `spec` with a row per gene that the model in
-    `folder` has.
+    """Return the mean row, over the genes of the model in `folder`, of tensors with a row per gene.
 
-    All ranks must call. Rank 0 reads the tables, a piece at a time, and sends the means: the others
-    read their own part of the model alone, and all layouts have the same bits. The table of given
-    gene vectors has no mean: a gene without a vector has none.
+    Rank 0 reads the tables, a piece at a time, and sends the means: the others read only their part
+    of the model, and all layouts have the same bits. The table of given gene vectors has no mean: a
+    gene without a vector has none. Collective over all ranks.
     """
     model = build(spec)
-    file = WeightsFile(folder / WEIGHTS)
-    shapes = {
-        name: tensor.shape[1:]
-        for name, tensor in named_tensors(model)
-        if name in model.gene_rows
-        and name in file.shapes
-        and name != TABLE
-        and file.shapes[name][1:] == tensor.shape[1:]  # `initial_tensors` refuses another width
-    }
+    source_shapes = WeightsFile(folder / WEIGHTS).shapes
+    shapes: dict[str, torch.Size] = {}
+    for name, tensor in named_tensors(model):
+        if name not in model.gene_rows or name not in source_shapes or name == TABLE:
+            continue
+        if source_shapes[name][1:] == tensor.shape[1:]:  # `initial_tensors` refuses another width
+            shapes[name] = tensor.shape[1:]
     if not shapes:
         return {}
+    sizes = [shape.numel() for shape in shapes.values()]
+    means = torch.empty(sum(sizes), device=device)
     if dist.get_rank() == 0:
-        sent = torch.cat([mean_gene_row(folder / WEIGHTS, name).flatten() for name in shapes]).to(
-            device
-        )
-    else:
-        sent = torch.empty(sum(shape.numel() for shape in shapes.values()), device=device)
-    dist.broadcast(sent, 0)
-    parts = sent.cpu().split([shape.numel() for shape in shapes.values()])
+        rows = [mean_gene_row(folder / WEIGHTS, name).flatten() for name in shapes]
+        means = torch.cat(rows).to(device)
+    dist.broadcast(means, 0)
+    parts = means.cpu().split(sizes)
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}

@@ -1,10 +1,9 @@
-"""Given vectors of genes as part of a gene embedding (a table and a learned projection), and the
-reader of their files.
+"""Given vectors of genes as part of a gene embedding, and the reader of their files.
 
-A gene's embedding is its learned one plus the projection of its vector, without a bias: of a gene
-without a vector it is the learned one alone. Vectors are divided by their root mean square over all
-genes that have one, so that the projection starts as large as a learned embedding. Files are never
-unpickled.
+A gene's embedding is its learned embedding plus a learned projection of its vector, without a bias:
+a gene without a vector has only the learned embedding. Vectors are divided by their root mean
+square over all genes that have one, so that the projection starts as large as a learned embedding.
+Files are never unpickled.
 
 Legend: T tokens of the batch, C cells, D numbers of a vector, H hidden.
 """
@@ -32,7 +31,7 @@ TABLE = f"{NAME}.table.weight"
 
 
 class GeneVectors(nn.Module):
-    """The table (V, D), row-sharded as the learned one, and its projection."""
+    """The table (V, D), row-sharded like the learned table, and its projection."""
 
     def __init__(self, n_tokens: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -47,9 +46,7 @@ class GeneVectors(nn.Module):
 
 
 def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) -> None:
-    """Add `gene_vectors` to a family's model, or None, and what layouts and `init_from` have to
-    know of it.
-    """
+    """Add `gene_vectors`, or None, to a family's model, its plan and its rows by gene."""
     if config.gene_vector_dim is None:
         model.gene_vectors = None
         return
@@ -66,32 +63,30 @@ def attach_gene_vectors(model: Any, config: GeneVectorsConfig, n_tokens: int) ->
 
 
 def read_gene_vectors(path: Path, vocabulary: Vocabulary, dim: int) -> tuple[Tensor, int]:
-    """Return the vectors of a vocabulary's tokens, found by Ensembl id or symbol, and the number of
-    genes found.
+    """Return the vectors of a vocabulary's tokens, and the number of genes that have one.
 
-    The table, (V, D) float32, has mean square 1 over the rows of genes that have a vector, and
-    zeros in the others. Raises DataError, or ConfigError for another length.
+    Genes are found by Ensembl id or symbol. The table, (V, D) float32, has mean square 1 over the
+    rows of genes that have a vector, and zeros in the others. Raise DataError, or ConfigError for
+    another length.
     """
-    found = read_vectors(path, [*zip(vocabulary.gene_ids, vocabulary.symbols)])
-    if found.shape[1] != dim:
+    vectors = read_vectors(path, [*zip(vocabulary.gene_ids, vocabulary.symbols)])
+    width = vectors.shape[1]
+    if width != dim:
         raise ConfigError(
-            f"model.gene_vector_dim is {dim}, the vectors of {path} have {found.shape[1]} numbers; set it to "
-            f"{found.shape[1]}"
+            f"model.gene_vector_dim is {dim}, the vectors of {path} have {width} numbers; set it to {width}"
         )
-    known = found.isfinite().all(1).nonzero().flatten()
+    genes = vectors.isfinite().all(1).nonzero().flatten()
+    root_mean_square = vectors[genes].square().mean().sqrt().clamp(min=1e-30)
     table = torch.zeros(vocabulary.n_tokens, dim)
-    table[known + len(SPECIAL)] = found[known] / found[known].square().mean().sqrt().clamp(
-        min=1e-30
-    )
-    return table, len(known)
+    table[genes + len(SPECIAL)] = vectors[genes] / root_mean_square
+    return table, len(genes)
 
 
 def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> Tensor:
-    """(genes, D) float32: vector of the first of each gene's names that the file has, NaN for a
-    gene that it lacks.
+    """Return the vector of each gene by the first of its names that the file has, (genes, D) float32.
 
-    Raises DataError for a file that cannot be used, ConfigError for one of another kind than
-    READERS.
+    A gene that the file lacks has NaN. Raise DataError if the file cannot be used, ConfigError if
+    READERS have no reader for it.
     """
     if path.suffix not in READERS:
         raise ConfigError(
@@ -106,33 +101,35 @@ def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> Tensor:
         raise DataError(
             f"{path}: expected an array of (genes, numbers) of floats, got {tuple(vectors.shape)} of {vectors.dtype}"
         )
-    row = {name: at for at, name in enumerate(names)}
-    if len(row) < len(names):
-        twice = next(name for at, name in enumerate(names) if row[name] != at)
-        raise DataError(f"{path}: {twice!r} names two vectors; leave one out")
-    rows = torch.tensor(
-        [next((row[name] for name in of_gene if name in row), -1) for of_gene in genes]
-    )
-    if not (rows >= 0).any():
+    row_of: dict[str, int] = {}
+    for row, name in enumerate(names):
+        if name in row_of:
+            raise DataError(f"{path}: {name!r} names two vectors; leave one out")
+        row_of[name] = row
+    gene_rows = []
+    for gene_names in genes:
+        found_rows = [row_of[name] for name in gene_names if name in row_of]
+        gene_rows.append(found_rows[0] if found_rows else -1)
+    rows = torch.tensor(gene_rows)
+    has_vector = rows >= 0
+    if not has_vector.any():
         raise DataError(
             f"{path}: none of its {len(names):,} names is an Ensembl id or symbol of the vocabulary; the first is "
             f"{names[0] if names else 'missing'!r}, the vocabulary's {genes[0][0]!r}; name genes as it does"
         )
     found = vectors[rows.clamp(min=0)].float()
-    bad = ((rows >= 0) & ~found.isfinite().all(1)).nonzero()
+    bad = (has_vector & ~found.isfinite().all(1)).nonzero()
     if len(bad):
         name = names[int(rows[bad[0]])]
         raise DataError(
             f"{path}: the vector of {name} has a value that is not finite; correct it or leave the gene out"
         )
-    found[rows < 0] = torch.nan
+    found[~has_vector] = torch.nan
     return found
 
 
 def _read_table(path: Path) -> tuple[list[str], Tensor]:
-    """A gene and its numbers a line, below a header or not: the first line is one if it has
-    anything but numbers.
-    """
+    """Read a gene and its numbers per line; a first line without numbers is a header."""
     names = []
     rows = []
     width = 0
@@ -140,22 +137,20 @@ def _read_table(path: Path) -> tuple[list[str], Tensor]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator)
         for fields in filter(None, reader):
-            first = not width
+            is_first = not width
             width = width or len(fields)
             line = f"{path}, line {reader.line_num}"
             if len(fields) != width or width < 2:
-                expected = (
-                    f"{width} columns as in the first line"
-                    if width > 1
-                    else "a gene and its numbers"
-                )
+                expected = "a gene and its numbers"
+                if width > 1:
+                    expected = f"{width} columns as in the first line"
                 raise DataError(
                     f"{line}: expected {expected}, separated by {separated}, got {len(fields)}; complete the line"
                 )
             try:
                 rows.append(np.array(fields[1:], np.float32))
             except ValueError:
-                if first:
+                if is_first:
                     continue
                 problem = f"{fields[0]!r} has a value that is not a number; correct it or leave the gene out"
                 raise DataError(f"{line}: {problem}") from None
@@ -166,21 +161,21 @@ def _read_table(path: Path) -> tuple[list[str], Tensor]:
 
 
 def _read_npy(path: Path) -> tuple[list[str], Tensor]:
-    beside = path.with_suffix(".genes.txt")
-    if not beside.is_file():
+    names_path = path.with_suffix(".genes.txt")
+    if not names_path.is_file():
         raise DataError(
-            f"{beside}: no such file; expected the names of the genes of {path.name}, one a line"
+            f"{names_path}: no such file; expected the names of the genes of {path.name}, one a line"
         )
-    names = beside.read_text(encoding="utf-8").split("\n")
-    names = [name.strip() for name in (names[:-1] if names[-1] == "" else names)]
+    names = [name.strip() for name in names_path.read_text(encoding="utf-8").split("\n")]
+    if names[-1] == "":
+        names.pop()
     vectors = np.load(path, allow_pickle=False)
     if vectors.ndim == 2 and len(names) != len(vectors):
         raise DataError(
-            f"{beside}: {len(names):,} names for the {len(vectors):,} vectors of {path.name}"
+            f"{names_path}: {len(names):,} names for the {len(vectors):,} vectors of {path.name}"
         )
-    return names, torch.from_numpy(
-        np.ascontiguousarray(vectors.astype(vectors.dtype.newbyteorder("=")))
-    )
+    native = vectors.astype(vectors.dtype.newbyteorder("="))
+    return names, torch.from_numpy(np.ascontiguousarray(native))
 
 
 def _read_safetensors(path: Path) -> tuple[list[str], Tensor]:
@@ -189,9 +184,8 @@ def _read_safetensors(path: Path) -> tuple[list[str], Tensor]:
         vectors = [file.get_tensor(name) for name in names]
     shapes = {tuple(vector.shape): name for name, vector in zip(names, vectors)}
     if len(shapes) != 1 or vectors[0].ndim != 1:
-        listed = (
-            ", ".join(f"{shape} of {name}" for shape, name in list(shapes.items())[:2]) or "none"
-        )
+        first_shapes = list(shapes.items())[:2]
+        listed = ", ".join(f"{shape} of {name}" for shape, name in first_shapes) or "none"
         raise DataError(
             f"{path}: expected a vector per gene, all of one length, got shapes {listed}"
         )

@@ -25,16 +25,21 @@ except ImportError:
     ) from None
 
 FILES = (
-    *("README.md", "vocabulary.tsv", "model.safetensors", "metrics.json"),
-    # config.json is written last
-    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json"),
+    "README.md",
+    "vocabulary.tsv",
+    "model.safetensors",
+    "metrics.json",
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+    "config.json",  # written last
 )
 SCHEME = "hf://"
 
 
 def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool) -> str:
-    """Upload a model folder, loaded first, in one commit with README.md `card`; return its URL.
-    Raises UserError.
+    """Upload a model folder in one commit with README.md `card`, and return its URL.
+
+    The folder is loaded first. Raise UserError.
     """
     name, revision = split_name(repo)
     token = _token()
@@ -43,14 +48,13 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
             "HF_TOKEN is not set; set it to a token of the hub that may write (it is read from nowhere else)"
         )
     load_model(folder)
-    given: dict[str, Path | bytes] = {
-        file: folder / file for file in FILES if (folder / file).is_file()
+    contents: dict[str, str | bytes] = {
+        file: str(folder / file) for file in FILES if (folder / file).is_file()
     }
-    given |= {"README.md": card.encode()} | ({} if metrics is None else {"metrics.json": metrics})
-    added = [
-        CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
-        for name, data in given.items()
-    ]
+    contents["README.md"] = card.encode()
+    if metrics is not None:
+        contents["metrics.json"] = str(metrics)
+    added = [CommitOperationAdd(file, content) for file, content in contents.items()]
     api = HfApi(token=token)
     with _named(name):
         api.create_repo(name, private=private, exist_ok=True)
@@ -63,8 +67,9 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
 
 
 def pull(repo: str, folder: Path) -> str:
-    """Download a model to `folder`, config.json last; return the commit. Raises UserError for what
-    is no model.
+    """Download a model to `folder`, config.json last, and return the commit.
+
+    Raise UserError if it is no model.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
@@ -93,18 +98,15 @@ def pull(repo: str, folder: Path) -> str:
 
 
 def cached(repo: str) -> Path:
-    """Return the folder of a model in the hub's cache, downloaded if it is not there. Raises
-    UserError.
-    """
+    """Return the folder of a model in the hub's cache, downloaded if missing. Raise UserError."""
     name, revision = split_name(repo)
     with _named(name):
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=[*FILES], token=_token())
-        )
+        folder = snapshot_download(name, revision=revision, allow_patterns=[*FILES], token=_token())
+    return Path(folder)
 
 
 def split_name(repo: str) -> tuple[str, str | None]:
-    """Return owner/name, and the revision, of `[hf://]owner/name[@revision]`. Raises ConfigError."""
+    """Return owner/name and revision of `[hf://]owner/name[@revision]`. Raise ConfigError."""
     model = repo.removeprefix(SCHEME)
     if not re.fullmatch(HUB_MODEL, model):
         raise ConfigError(
@@ -115,7 +117,7 @@ def split_name(repo: str) -> tuple[str, str | None]:
 
 
 def _token() -> str | bool:
-    """Token of the environment; False keeps one that is stored on disk from being sent."""
+    """Return the token of the environment; False keeps a stored token from being sent."""
     # an error about a header with a line break would show it
     return os.environ.get("HF_TOKEN", "").strip() or False
 

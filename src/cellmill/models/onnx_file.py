@@ -33,15 +33,14 @@ except ImportError as error:
         f"the package {error.name} is not installed; pip install 'cellmill[onnx]'"
     ) from None
 
-# largest difference of a vector from that of the model, relative to the largest number of the
-# vectors
 TOLERANCE = 1e-4
-# genes of the cells that are compared: other numbers of cells and genes than those of the trace
-_CHECKED = (3, 7, 1)
+"""Largest difference from the model's vectors, relative to the largest number of the vectors."""
+TRACED = (5, 4)  # genes of the cells of the trace
+COMPARED = (3, 7, 1)  # genes of the cells that are compared: other numbers of cells and genes
 
 
 class Padded(nn.Module):
-    """A model by `embed_padded` alone."""
+    """A model whose forward pass is `embed_padded`."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -52,8 +51,9 @@ class Padded(nn.Module):
 
 
 def write_onnx(folder: Path, out: Path) -> float:
-    """Write the model's embedder; return the largest relative difference from it. Raises
-    ConfigError or DataError.
+    """Write the model's embedder, and return the largest relative difference from it.
+
+    Raise ConfigError or DataError.
     """
     model, vocabulary, config = load_model(folder)
     spec = spec_of(config, vocabulary.n_genes)
@@ -64,7 +64,7 @@ def write_onnx(folder: Path, out: Path) -> float:
             f"{folder}: {what} cannot be exported to ONNX; families encoder and profile can, without covariates"
         )
     with atomic_path(out) as temporary:
-        _trace(model, _cells(tokens, vocabulary.n_genes, (5, 4)), temporary)
+        _trace(model, _draw_cells(tokens, vocabulary.n_genes, TRACED), temporary)
         made = onnx.load(temporary)
         about = {
             "tokens": json.dumps(tokens.model_dump(mode="json")),
@@ -73,7 +73,7 @@ def write_onnx(folder: Path, out: Path) -> float:
         onnx.helper.set_model_props(made, about | {"vocabulary_digest": vocabulary.digest})
         onnx.save(made, temporary)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
-        difference = _difference(session, model, *_cells(tokens, vocabulary.n_genes, _CHECKED))
+        difference = _difference(session, model, *_draw_cells(tokens, vocabulary.n_genes, COMPARED))
         if not difference <= TOLERANCE:
             raise DataError(
                 f"{out}: not written: its vectors differ from the model's by {difference:.1g}, more than {TOLERANCE:g}"
@@ -81,17 +81,17 @@ def write_onnx(folder: Path, out: Path) -> float:
     return difference
 
 
-def _cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Genes and values of cells of `lengths` genes, or as many as a cell can have, padded; drawn by
-    a fixed seed.
+def _draw_cells(tokens: Tokens, n_genes: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Draw genes and values of cells by a fixed seed, padded.
+
+    A cell has as many genes as in `lengths`, or as many as it can have.
     """
     lengths = tuple(min(n, n_genes, tokens.max_tokens) for n in lengths)
     draw = torch.Generator().manual_seed(0)
     longest = max(lengths)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    genes = torch.stack([torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]) + len(
-        SPECIAL
-    )
+    rows = [torch.randperm(n_genes, generator=draw)[:longest] for _ in lengths]
+    genes = torch.stack(rows) + len(SPECIAL)
     if tokens.value_kind == "scalar":
         values = 5 * torch.rand(len(lengths), longest, generator=draw)
     elif tokens.value_kind == "place":

@@ -1,8 +1,8 @@
-"""Published single-cell models as model folders that name their source. Nothing that a file names
-is run.
+"""Published single-cell models as model folders that name their source.
 
-docs/finetune.md lists the files and what becomes of tokens, genes and heads, for Geneformer
-(Theodoris et al. 2023), of family `bert`, and scGPT (Cui et al. 2024), of family `scgpt`.
+No code that a file names is run. docs/finetune.md lists the files, and how tokens, genes and heads
+are converted, for Geneformer (Theodoris et al. 2023, family `bert`) and scGPT (Cui et al. 2024,
+family `scgpt`).
 Geneformer's rank value of a gene is its count over the cell's total, times 10,000, over its median:
 the order of our rank tokens with these medians in the vocabulary.
 """
@@ -39,10 +39,22 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_model
 from cellmill.parallel.materialize import named_tensors
 
-# medians that we can store
+# bounds of medians that can be stored
 SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
-Names = Mapping[str, tuple[str, ...]]  # our module -> the names that a file may have for it
+NUMBERS = (
+    "f8",
+    "f4",
+    "f2",
+    "i8",
+    "i4",
+    "i2",
+    "u8",
+    "u4",
+    "u2",
+)  # types of numpy scalars in pickles
+Names = Mapping[str, tuple[str, ...]]
+"""Names that a file may have for each of our modules."""
 BERT_LAYER: Names = {
     "out": ("attention.output.dense",),
     "attention_norm": ("attention.output.LayerNorm",),
@@ -58,31 +70,30 @@ SCGPT_LAYER: Names = {
     "ffn_norm": ("norm2",),
 }
 SCGPT_QKV = ("self_attn.in_proj_", "self_attn.Wqkv.", "self_attn._impl.Wqkv.")
-IMPORTED = "imported"  # in place of the fingerprint of training data
-LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files before config.json
+IMPORTED = "imported"  # instead of the fingerprint of training data
+LEFT = ("model.safetensors", "vocabulary.tsv", "README.md")  # files written before config.json
 
 
 def import_geneformer(
     folder: Path, out: Path, pooling: Literal["mean", "cls"] | None = None, embed_layer: int = -1
 ) -> str:
-    """Write the model folder `out`; returns the line to print.
+    """Write the model folder `out`, and return the line to print.
 
-    `pooling` None is Geneformer's default: the state of <cls> where the dictionary has it (V2),
-    else the mean (V1).
+    `pooling` None is Geneformer's default: the state of <cls> if the dictionary has it (V2),
+    otherwise the mean (V1).
     """
     config_path, path, *_ = PublishedFolder("geneformer", folder).files()
     sections = geneformer_sections(folder)
     tokens, genes = read_dictionaries(folder)
     if pooling == "cls" and sections["model"]["ends"] == "none":
         raise ConfigError(f"--pooling cls: {folder} has no token <cls>; use mean")
-    sections["model"] |= {"embed_layer": embed_layer} | (
-        {} if pooling is None else {"pooling": pooling}
-    )
+    sections["model"]["embed_layer"] = embed_layer
+    if pooling is not None:
+        sections["model"]["pooling"] = pooling
     weights = _Weights(path)
-    spec = _spec(config_path, sections, {"name": "masked_gene", "cell_loss_weight": 0}, genes)
-    tensors = _of_geneformer(
-        weights, spec.model, [int(tokens[name]) for name in [*SPECIAL, *genes.gene_ids]], tokens
-    )
+    spec = _make_spec(config_path, sections, {"name": "masked_gene", "cell_loss_weight": 0}, genes)
+    rows = [int(tokens[name]) for name in [*SPECIAL, *genes.gene_ids]]
+    tensors = _convert_geneformer(weights, spec.model, rows, tokens)
     source = {"model": "Geneformer", "weights": str(path), "weights_digest": sha256_file(path)}
     n_left_out = sum(not name.startswith("<") for name in tokens) - genes.n_genes
     untrained = _write(out, spec, genes, tensors, source | {"genes_left_out": n_left_out})
@@ -94,38 +105,40 @@ def import_geneformer(
 
 
 def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: int = 1200) -> str:
-    """Write the model folder `out`; returns the line to print. `max_tokens` counts <cls>, as
-    scGPT's max_length.
+    """Write the model folder `out`, and return the line to print.
+
+    `max_tokens` counts <cls>, like scGPT's max_length.
     """
     if max_tokens < 2:
         raise ConfigError(f"--max-tokens: expected at least 2, <cls> and a gene, got {max_tokens}")
     config_path, path, vocab_path = PublishedFolder("scgpt", folder).files()
     sections = scgpt_sections(folder)
     weights = _Weights(path)
-    more = [name for name in weights.tensors if name.startswith(("dsbn.", "bn."))]
-    if more:
+    batch_norms = [name for name in weights.tensors if name.startswith(("dsbn.", "bn."))]
+    if batch_norms:
         raise DataError(
-            f"{path}: {more[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained"
+            f"{path}: {batch_norms[0]}: batch norms of fine-tuned scGPT are not supported; use the pretrained"
         )
     tokens = read_mapping(vocab_path)
     _check_tokens(vocab_path, tokens, ("<pad>", "<cls>"))
-    genes, rows, line = _genes_of_symbols(vocab_path, tokens, organism)
-    sections["tokens"] |= {"max_tokens": max_tokens - 1}
-    spec = _spec(config_path, sections, {"name": "cell_decoding"}, genes)
+    genes, rows, line = _map_symbols(vocab_path, tokens, organism)
+    sections["tokens"]["max_tokens"] = max_tokens - 1
+    spec = _make_spec(config_path, sections, {"name": "cell_decoding"}, genes)
     source = {
         "model": "scGPT",
         "weights": str(path),
         "weights_digest": sha256_file(path),
         "genes": line,
     }
-    untrained = _write(out, spec, genes, _of_scgpt(weights, spec.model, rows, tokens), source)
+    tensors = _convert_scgpt(weights, spec.model, rows, tokens)
+    untrained = _write(out, spec, genes, tensors, source)
     return (
         f"{out}: {line}; at most {max_tokens - 1:,} genes a cell, the highest first where scGPT draws at random; "
         f"parameters without a source: {len(untrained)}"
     )
 
 
-def _spec(
+def _make_spec(
     path: Path, sections: dict[str, Any], objective: dict[str, Any], genes: Vocabulary
 ) -> ModelSpec:
     model = check_options(FamilyConfig, sections["model"], str(path))
@@ -134,8 +147,7 @@ def _spec(
 
 
 def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
-    """Tokens of Geneformer by name, and the genes that have a token and a median. Raises DataError."""
-    tokens: dict[str, Any]
+    """Return Geneformer's tokens by name, and the genes with token and median, or raise DataError."""
     tokens, medians = (read_numbers(published_file(folder, pattern)) for pattern in DICTIONARIES)
     _check_tokens(folder / "token_dictionary", tokens, SPECIAL)
     genes = sorted(name for name in tokens if name in medians and not name.startswith("<"))
@@ -148,15 +160,14 @@ def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
         raise DataError(
             f"{folder}: token_dictionary and gene_median_dictionary have no gene in common"
         )
-    return tokens, _vocabulary(
-        genes, gene_table("human").symbols, [medians[gene] for gene in genes]
-    )
+    symbols = gene_table("human").symbols
+    return tokens, _make_vocabulary(genes, symbols, [medians[gene] for gene in genes])
 
 
-def _genes_of_symbols(
+def _map_symbols(
     path: Path, tokens: dict[str, int], organism: str
 ) -> tuple[Vocabulary, list[int], str]:
-    """The genes of scGPT's symbols with an Ensembl id, their tokens, and a line about the rest."""
+    """Return the genes of scGPT's symbols with an Ensembl id, their tokens, and a line on the rest."""
     names = [name for name in tokens if not name.startswith("<")]
     mapped = map_names(names, organism)
     chosen: dict[str, str] = {}
@@ -172,12 +183,14 @@ def _genes_of_symbols(
         f"{len(ids):,} of {len(names):,} gene symbols have an Ensembl id of their own ({seen.unmapped:,} unknown, "
         f"{seen.ambiguous:,} ambiguous)"
     )
-    # cut by count alone
-    genes = _vocabulary(ids, dict(zip(mapped.gene_ids, mapped.symbols)), [1.0] * len(ids))
+    # medians of 1: cells are cut by count only
+    genes = _make_vocabulary(ids, dict(zip(mapped.gene_ids, mapped.symbols)), [1.0] * len(ids))
     return genes, [tokens[chosen[gene]] for gene in ids], line
 
 
-def _vocabulary(ids: list[str], symbols: Mapping[str, str], medians: Sequence[float]) -> Vocabulary:
+def _make_vocabulary(
+    ids: list[str], symbols: Mapping[str, str], medians: Sequence[float]
+) -> Vocabulary:
     names = [symbols.get(gene, gene) for gene in ids]
     return Vocabulary(ids, names, np.zeros(len(ids), np.int64), np.array(medians, np.float32))
 
@@ -193,9 +206,7 @@ def _check_tokens(path: Path, tokens: Mapping[str, Any], special: Sequence[str])
 
 
 class _Weights:
-    """Tensors of the file `path` by their published names; torch's files are read with
-    `weights_only`.
-    """
+    """Tensors of a file by their published names; torch's files are read with `weights_only`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -208,20 +219,21 @@ class _Weights:
         except Exception as error:  # damaged bytes raise almost anything
             line = " ".join(str(error).split())[:200] or type(error).__name__
             raise DataError(f"{path}: cannot be read safely: {line}") from None
-        if not isinstance(loaded, Mapping) or not all(
+        is_valid = isinstance(loaded, Mapping) and all(
             isinstance(value, Tensor) for value in loaded.values()
-        ):
+        )
+        if not is_valid:
             raise DataError(f"{path}: expected tensors by name, got something else")
         self.tensors: Mapping[str, Tensor] = loaded
 
     def take(self, *names: str) -> Tensor:
-        """The tensor of the first of these names that is there. Raises DataError for none."""
-        name = next((name for name in names if name in self.tensors), names[0])
-        tensor: Tensor = require(self.path, self.tensors, name)
+        """Return the tensor of the first of these names that the file has, or raise DataError."""
+        stored = [name for name in names if name in self.tensors]
+        tensor: Tensor = require(self.path, self.tensors, stored[0] if stored else names[0])
         return tensor
 
     def table(self, name: str, tokens: Sequence[int], source: str) -> Tensor:
-        """A table with a row for each of `tokens`. Raises DataError if it has fewer."""
+        """Return a table with a row for each of `tokens`. Raise DataError if it has fewer."""
         rows = self.take(name)
         largest = max(tokens)
         if largest >= len(rows):
@@ -231,11 +243,12 @@ class _Weights:
         return rows
 
     def pair(self, ours: str, *theirs: str) -> dict[str, Tensor]:
-        """Weight and bias of a module, by our names."""
-        return {
-            f"{ours}.{kind}": self.take(*(f"{name}.{kind}" for name in theirs))
-            for kind in ("weight", "bias")
-        }
+        """Return weight and bias of a module, by our names."""
+        pair = {}
+        for kind in ("weight", "bias"):
+            names = [f"{name}.{kind}" for name in theirs]
+            pair[f"{ours}.{kind}"] = self.take(*names)
+        return pair
 
     def blocks(
         self,
@@ -244,44 +257,45 @@ class _Weights:
         modules: Names,
         qkv: Callable[[str, str], Sequence[Tensor]],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the blocks by our names; `qkv(layer, kind)` are query, key and value, (H, …)
-        each.
+        """Yield tensors of the blocks by our names.
 
-        Rows of ours are query, key and value of each head. Raises DataError unless the heads divide
-        H.
+        `qkv(layer, kind)` returns query, key and value, (H, …) each; rows of ours are query, key
+        and value of each head. Raise DataError unless the heads divide H.
         """
         for index in range(model.layers):
             layer = f"{layers}.{index}."
             block = f"blocks.{index}."
             for kind in ("weight", "bias"):
                 parts = qkv(layer, kind)
-                wrong = [len(x) for x in parts if len(x) % model.heads]
-                if wrong:
-                    raise DataError(
-                        f"{self.path}: expected queries, keys and values of {model.heads} equal heads, got {wrong[0]} "
-                        "rows; its configuration is another model's"
-                    )
+                for part in parts:
+                    if len(part) % model.heads:
+                        raise DataError(
+                            f"{self.path}: expected queries, keys and values of {model.heads} equal heads, got "
+                            f"{len(part)} rows; its configuration is another model's"
+                        )
                 by_head = [x.unflatten(0, (model.heads, -1)) for x in parts]
                 yield f"{block}qkv.{kind}", torch.stack(by_head, dim=1).flatten(0, 2)
             for ours, theirs in modules.items():
-                yield from self.pair(block + ours, *(layer + name for name in theirs)).items()
+                names = [layer + name for name in theirs]
+                yield from self.pair(block + ours, *names).items()
 
 
-def _of_geneformer(
-    found: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]
+def _convert_geneformer(
+    weights: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Tensors by our names; `rows` are tokens of our vocabulary's rows."""
-    take = found.take
-    start = "bert." if any(name.startswith("bert.") for name in found.tensors) else ""
-    ends = [int(require(found.path, tokens, name)) for name in ("<cls>", "<eos>")[: model.n_ends]]
-    words = found.table(
-        f"{start}embeddings.word_embeddings.weight", [*rows, *ends], "the dictionary"
-    )
-    types = take(f"{start}embeddings.token_type_embeddings.weight")
+    """Return tensors by our names; `rows` are tokens of our vocabulary's rows."""
+    take = weights.take
+    start = "bert." if any(name.startswith("bert.") for name in weights.tensors) else ""
+    embeddings = f"{start}embeddings"
+    end_names = ("<cls>", "<eos>")[: model.n_ends]
+    ends = [int(require(weights.path, tokens, name)) for name in end_names]
+    all_rows = [*rows, *ends]
+    words = weights.table(f"{embeddings}.word_embeddings.weight", all_rows, "the dictionary")
+    types = take(f"{embeddings}.token_type_embeddings.weight")
     ours = {
         "gene_embedding.weight": words[rows],
-        "place_embedding.weight": take(f"{start}embeddings.position_embeddings.weight") + types[0],
-        **found.pair("embedding_norm", f"{start}embeddings.LayerNorm"),
+        "place_embedding.weight": take(f"{embeddings}.position_embeddings.weight") + types[0],
+        **weights.pair("embedding_norm", f"{embeddings}.LayerNorm"),
     }
     if ends:
         ours["end_embedding.weight"] = words[ends]
@@ -289,34 +303,35 @@ def _of_geneformer(
     def qkv(layer: str, kind: str) -> list[Tensor]:
         return [take(f"{layer}attention.self.{part}.{kind}") for part in ("query", "key", "value")]
 
-    ours |= found.blocks(model, f"{start}encoder.layer", BERT_LAYER, qkv)
-    if "cls.predictions.bias" in found.tensors:
-        ours |= found.pair("head.0", "cls.predictions.transform.dense")
-        ours |= found.pair("head.2", "cls.predictions.transform.LayerNorm")
+    ours |= weights.blocks(model, f"{start}encoder.layer", BERT_LAYER, qkv)
+    if "cls.predictions.bias" in weights.tensors:
+        ours |= weights.pair("head.0", "cls.predictions.transform.dense")
+        ours |= weights.pair("head.2", "cls.predictions.transform.LayerNorm")
         ours["gene_bias"] = take("cls.predictions.bias")[rows]
     return ours
 
 
-def _of_scgpt(
-    found: _Weights, model: Any, rows: list[int], tokens: dict[str, int]
+def _convert_scgpt(
+    weights: _Weights, model: Any, rows: list[int], tokens: dict[str, int]
 ) -> dict[str, Tensor]:
-    """Tensors by our names; `rows` are tokens of our vocabulary's genes."""
-    table = found.table("encoder.embedding.weight", [*tokens.values()], "vocab.json")
+    """Return tensors by our names; `rows` are tokens of our vocabulary's genes."""
+    table = weights.table("encoder.embedding.weight", [*tokens.values()], "vocab.json")
     pad = table[tokens["<pad>"]]
     cls = table[tokens["<cls>"]]
 
     def qkv(layer: str, kind: str) -> Sequence[Tensor]:
-        return found.take(*(f"{layer}{name}{kind}" for name in SCGPT_QKV)).chunk(3)
+        names = [f"{layer}{name}{kind}" for name in SCGPT_QKV]
+        return weights.take(*names).chunk(3)
 
     return {
         # scGPT hides values, never genes: its vocabulary has no <mask>, whose row is that of <pad>
         "gene_embedding.weight": torch.cat([torch.stack([pad, pad]), table[rows]]),
         "end_embedding.weight": cls[None],
-        **found.pair("gene_norm", "encoder.enc_norm"),
-        **found.pair("value_in.0", "value_encoder.linear1"),
-        **found.pair("value_in.2", "value_encoder.linear2"),
-        **found.pair("value_out_norm", "value_encoder.norm"),
-        **dict(found.blocks(model, "transformer_encoder.layers", SCGPT_LAYER, qkv)),
+        **weights.pair("gene_norm", "encoder.enc_norm"),
+        **weights.pair("value_in.0", "value_encoder.linear1"),
+        **weights.pair("value_in.2", "value_encoder.linear2"),
+        **weights.pair("value_out_norm", "value_encoder.norm"),
+        **dict(weights.blocks(model, "transformer_encoder.layers", SCGPT_LAYER, qkv)),
     }
 
 
@@ -332,17 +347,7 @@ class _Dtype:
 
 
 def _scalar(dtype: Any, raw: Any) -> int | float:
-    if not isinstance(dtype, _Dtype) or dtype.code not in (
-        "f8",
-        "f4",
-        "f2",
-        "i8",
-        "i4",
-        "i2",
-        "u8",
-        "u4",
-        "u2",
-    ):
+    if not isinstance(dtype, _Dtype) or dtype.code not in NUMBERS:
         raise pickle.UnpicklingError("a numpy scalar that is not a number")
     raw = raw.encode("latin1") if isinstance(raw, str) else raw
     number: int | float = np.frombuffer(raw, dtype.order + dtype.code, count=1)[0].item()
@@ -361,8 +366,9 @@ ALLOWED = {
     ("numpy._core.multiarray", "scalar"): _scalar,
     ("_codecs", "encode"): _latin1,
 }
-"""Globals that a pickle may name, and what stands in for each: a plain unpickle would import and
-call any.
+"""Globals that a pickle may name, and the stand-in for each.
+
+A plain unpickle would import and call any global.
 """
 
 
@@ -374,9 +380,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_numbers(path: Path) -> dict[str, int | float]:
-    """Return the dictionary in a pickle, of texts to numbers. Raises DataError for anything else in
-    it.
-    """
+    """Return the dictionary of texts to numbers in a pickle, or raise DataError."""
     require_file(path)
     expected = f"{path}: expected a pickled dictionary of texts and numbers, got"
     try:
@@ -385,9 +389,10 @@ def read_numbers(path: Path) -> dict[str, int | float]:
     except Exception as error:  # damaged bytes raise almost anything; nothing of the file has run
         problem = str(error) or type(error).__name__
         raise DataError(f"{expected} one that cannot be read safely: {problem}") from None
-    if not isinstance(value, dict) or any(
-        type(k) is not str or type(v) not in (int, float) for k, v in value.items()
-    ):
+    is_valid = isinstance(value, dict) and all(
+        type(key) is str and type(number) in (int, float) for key, number in value.items()
+    )
+    if not is_valid:
         raise DataError(f"{expected} other values")
     return dict(value)
 
@@ -399,22 +404,13 @@ def _write(
     tensors: Mapping[str, Tensor],
     source: dict[str, Any],
 ) -> list[str]:
-    """Write the model folder `out`; config.json, with `source`, is written last.
+    """Write the model folder `out`, and return the names of parameters that `tensors` lacks.
 
-    Parameters of the model that `tensors` lacks get their initial values of seed 0; returns their
-    names. Raises DataError for a tensor of another shape or without a finite value, ConfigError for
-    an `out` that no import wrote.
+    They get their initial values of seed 0. config.json, with `source`, is written last. Raise
+    DataError for a tensor of another shape or with a value that is not finite, ConfigError for an
+    `out` that no import wrote.
     """
-    config_path = out / "config.json"
-    # an import that was killed has left LEFT, and temporary files, which begin with a dot
-    others = sorted(
-        p.name for p in out.glob("*") if p.name not in LEFT and not p.name.startswith(".")
-    )
-    if others and not (
-        config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED
-    ):
-        expected = "expected a new folder, or that of an earlier import"
-        raise ConfigError(f"--out {out}: {expected}, got one with {others[0]}; set another")
+    _check_out(out)
     model = build(spec)
     # before any is made: a damaged configuration may ask for any size
     for name, empty in named_tensors(model):
@@ -423,15 +419,13 @@ def _write(
                 f"{source['weights']}: expected a tensor of shape {tuple(empty.shape)} for {name}, got "
                 f"{tuple(tensors[name].shape)}; its configuration is another model's"
             )
-    written = {
-        name: tensors.get(name, initial).float().contiguous()
-        for name, initial in initial_tensors(model, 0, None, genes)
-    }
-    wrong = [name for name, tensor in written.items() if not tensor.isfinite().all()]
-    if wrong:
-        raise DataError(
-            f"{source['weights']}: {wrong[0]} has values that are not finite; copy the file again"
-        )
+    written = {}
+    for name, initial in initial_tensors(model, 0, None, genes):
+        written[name] = tensors.get(name, initial).float().contiguous()
+        if not written[name].isfinite().all():
+            raise DataError(
+                f"{source['weights']}: {name} has values that are not finite; copy the file again"
+            )
     untrained = [name for name in written if name not in tensors]
     about = {
         "fingerprint": IMPORTED,
@@ -439,8 +433,8 @@ def _write(
         "step": 0,
         "val_loss": None,
         "seed": 0,
+        "source": source | {"untrained": untrained},
     }
-    about["source"] = source | {"untrained": untrained}
     n_parameters = sum(tensor.numel() for tensor in written.values())
     write_model(
         out, spec.sections(), genes, written, about, lambda config: _card(config, n_parameters)
@@ -448,8 +442,21 @@ def _write(
     return untrained
 
 
+def _check_out(out: Path) -> None:
+    """Raise ConfigError if `out` has files that no import wrote."""
+    config_path = out / "config.json"
+    if config_path.exists() and read_mapping(config_path).get("fingerprint") == IMPORTED:
+        return
+    # an import that was killed has left LEFT, and temporary files, which begin with a dot
+    others = [p.name for p in out.glob("*") if p.name not in LEFT and not p.name.startswith(".")]
+    if others:
+        raise ConfigError(
+            f"--out {out}: expected a new folder, or that of an earlier import, got one with {min(others)}; set another"
+        )
+
+
 def _card(config: dict[str, Any], n_parameters: int) -> str:
-    """README of an imported model: its source, what was left out, and its limits."""
+    """Return the README of an imported model: its source, what was left out, and its limits."""
     source = config["source"]
     rows = "".join(f"| {key} | {value} |\n" for key, value in source.items() if key != "untrained")
     untrained = ", ".join(f"`{name}`" for name in source["untrained"]) or "none"

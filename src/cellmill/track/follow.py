@@ -1,5 +1,4 @@
-"""Trackers and observers of a training, each in its own process beside the launcher, following the
-run by its files.
+"""Trackers and observers of a training, each in a process that follows the run by its files.
 
     launcher -> python -m cellmill.track.follow TRAIN -> a fork for each tracker and observer
 
@@ -37,32 +36,42 @@ from cellmill.runs.folder import TrainFolder, parsed
 from cellmill.runs.lock import locked
 from cellmill.track.tracker import ArtifactTracker
 
-ARTIFACTS = (  # files of a run that trackers get, by name
-    *("plan.json", "train/run.json", "train/metrics.jsonl", "train/status.json", "train/cost.json"),
-    *("model/config.json", "model/README.md", "evaluate/metrics.json", "evaluate/umap.tsv"),
+ARTIFACTS = (
+    "plan.json",
+    "train/run.json",
+    "train/metrics.jsonl",
+    "train/status.json",
+    "train/cost.json",
+    "model/config.json",
+    "model/README.md",
+    "evaluate/metrics.json",
+    "evaluate/umap.tsv",
 )
+"""Files of a run that trackers get."""
 REPORT = "report/index.html"
 LINES = 200  # lines sent before the record of what was sent is written again
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 POLL_S = 1.0
 FINISH_S = 30.0  # for all followers together
+# exit codes of a follower; any other code is not its own
+FINISHED = 10  # it has sent everything
+WARNED = 11  # it has printed its warning
 
 
 @dataclass
 class Sent:
     """The part of a run that a tracker or observer has; in sent.json of its folder."""
 
-    id: str  # of the run at the tracker, the same after every resume
+    id: str  # id of the run at the tracker, the same after every resume
     step: int = 0  # newest step that was sent
-    # kinds of lines sent for that step, see `kind_of`
-    kinds: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # `kind_of` the lines sent for that step
     checkpoint: int = 0  # step of the newest checkpoint that an observer was given
-    # SHA-256 of each file that was sent, by name
     artifacts: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file that was sent, by name."""
 
     @classmethod
     def read(cls, path: Path, new_id: str) -> "Sent":
-        """The record at `path`; a new one if there is none. Raises DataError if it is damaged."""
+        """Return the record at `path`, or a new record. Raise DataError if it is damaged."""
         try:
             return cls(**read_json(path)) if path.exists() else cls(new_id)
         except TypeError:
@@ -71,18 +80,19 @@ class Sent:
             ) from None
 
     def write(self, path: Path) -> None:
-        """Replace the record. Not fsynced: a lost one costs lines that are sent twice. Makes no
-        folder.
+        """Replace the record, in a folder that exists.
+
+        It is not fsynced: a lost record costs lines that are sent twice.
         """
         temporary = path.with_name(f".{path.name}.incomplete")
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(temporary, path)
 
     def is_new(self, line: dict[str, Any]) -> bool:
-        """True for a line that was not sent. Steps that a killed training repeats were."""
-        return line["step"] > self.step or (
-            line["step"] == self.step and kind_of(line) not in self.kinds
-        )
+        """Return True for a line that was not sent. Steps that a killed training repeats were."""
+        if line["step"] == self.step:
+            return kind_of(line) not in self.kinds
+        return bool(line["step"] > self.step)
 
     def note(self, line: dict[str, Any]) -> None:
         """Count `line` as sent."""
@@ -92,13 +102,16 @@ class Sent:
 
 
 def kind_of(line: dict[str, Any]) -> str:
-    """Kind of a line of metrics.jsonl: step, validation or skipped. A step has at most one of each."""
-    return "validation" if "val_loss" in line else "skipped" if "skipped" in line else "step"
+    """Return the kind of a line of metrics.jsonl: a step has at most one line of each kind."""
+    if "val_loss" in line:
+        return "validation"
+    return "skipped" if "skipped" in line else "step"
 
 
 class CurveTail:
-    """New complete lines of metrics.jsonl; from the first one again after the file was replaced, as
-    by a resume.
+    """New complete lines of metrics.jsonl.
+
+    It starts again at the first line after the file was replaced, as by a resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,9 +120,7 @@ class CurveTail:
         self._inode = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Lines since the last call; empty if there is no file. Raises OSError if it cannot be
-        read.
-        """
+        """Return lines since the last call; empty without a file. Raise OSError if unreadable."""
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
@@ -124,18 +135,19 @@ class CurveTail:
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Values of a tree of mappings by their path, such as `train.lr`; empty mappings are left out."""
+    """Return values of a tree of mappings by path, such as `train.lr`, without empty mappings."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{before}{key}"
-        values |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            values |= flat(value, f"{name}.")
+        else:
+            values[name] = value
     return values
 
 
 def digests(config: dict[str, Any]) -> dict[str, str]:
-    """Texts that identify the data, the first weights and the code of a run, from `config` of
-    `Tracker.start`.
-    """
+    """Return texts that identify data, first weights and code of a run (`Tracker.start`)."""
     identity = config["identity"]
     values = {
         "fingerprint": config["fingerprint"],
@@ -153,31 +165,34 @@ class Follower:
         self._train = train.resolve()
         self._options = options
         self._observes = isinstance(options, ObserverConfig)
-        self.folder = (
-            self._train / "track" / (getattr(options, options.key) + ".observer" * self._observes)
-        )
+        name = getattr(options, options.key)
+        self.folder = self._train / "track" / (f"{name}.observer" if self._observes else name)
         self._record = self.folder / "sent.json"
         self._tail = CurveTail(self._train / "metrics.jsonl")
         self._plugin: Any = None  # the `Tracker` or `Observer`, once there is something to send
-        self.n_lines = self.n_artifacts = 0  # sent by this process
+        # sent by this process
+        self.n_lines = 0
+        self.n_artifacts = 0
 
     def follow(self, ended: Callable[[], str]) -> None:
         """Send what is new until `ended` gives a status, and what came with the end.
 
-        `ended` waits a moment and returns done, stopped or failed; empty while the training goes
-        on. Raises what the tracker raises, DataError if another process sends to it, and OSError if
-        the run's folder is deleted.
+        `ended` waits a moment and returns done, stopped or failed, or "" while the training runs.
+        Raise what the tracker raises, DataError if another process sends to it, and OSError if the
+        run's folder is deleted.
         """
-        with locked(self.made_folder(), "{holder} sends this run to the same tracker", wait_s=10.0):
+        refusal = "{holder} sends this run to the same tracker"
+        with locked(self.make_folder(), refusal, wait_s=10.0):
             self._sent = Sent.read(self._record, secrets.token_hex(16))
-            while not (status := ended()):
+            status = ""
+            while not status:
+                status = ended()
                 self.send()
-            self.send()
             if not self._observes:
                 self._finish(status)
 
-    def made_folder(self) -> Path:
-        """The follower's folder. Made in the run's own, which must exist."""
+    def make_folder(self) -> Path:
+        """Make the follower's folder in the run's folder, which must exist."""
         for path in (self.folder.parent, self.folder):
             path.mkdir(exist_ok=True)
         return self.folder
@@ -186,16 +201,13 @@ class Follower:
         """Send new lines, and new checkpoints to an observer. The tracker starts with the first."""
         lines = [line for line in self._tail.read() if self._sent.is_new(line)]
         for first in range(0, len(lines), LINES):
-            plugin = self._started()
+            self._start()
             try:
                 for line in lines[first : first + LINES]:
-                    if self._observes:
-                        (plugin.on_validation if "val_loss" in line else plugin.on_step)(line)
-                    elif scalars := numbers(line):
-                        plugin.log(line["step"], scalars)
+                    self._send_line(line)
                     self._sent.note(line)
                     self.n_lines += 1
-            finally:  # one that raises has the lines before
+            finally:  # a plug-in that raises has the lines before
                 self._sent.write(self._record)
         if self._observes and self._plugin is not None:
             for checkpoint in TrainFolder(self._train).checkpoints():
@@ -204,22 +216,29 @@ class Follower:
                     self._sent.checkpoint = checkpoint.step
                     self._sent.write(self._record)
 
+    def _send_line(self, line: dict[str, Any]) -> None:
+        if not self._observes:
+            scalars = numbers(line)
+            if scalars:
+                self._plugin.log(line["step"], scalars)
+        elif "val_loss" in line:
+            self._plugin.on_validation(line)
+        else:
+            self._plugin.on_step(line)
+
     def _finish(self, status: str) -> None:
         run = self._train.parent
         paths = {name: run / name for name in ARTIFACTS} | {REPORT: run.parents[1] / REPORT}
-        hashes = (
-            {name: sha256_file(path) for name, path in paths.items() if path.is_file()}
-            if self._sent.step
-            else {}
-        )
-        changed = {
-            name: digest
-            for name, digest in hashes.items()
-            if self._sent.artifacts.get(name) != digest
-        }
+        changed = {}
+        for name, path in paths.items():
+            if self._sent.step and path.is_file():
+                digest = sha256_file(path)
+                if self._sent.artifacts.get(name) != digest:
+                    changed[name] = digest
         if not changed and self._plugin is None:
-            return  # no step was trained, or all was sent before
-        tracker = self._started()
+            return  # no step was trained, or everything was sent before
+        self._start()
+        tracker = self._plugin
         try:
             if isinstance(tracker, ArtifactTracker):
                 for name, digest in changed.items():
@@ -230,56 +249,46 @@ class Follower:
             tracker.finish(status)
             self._sent.write(self._record)
 
-    def _started(self) -> Any:
-        if self._plugin is None:
-            self._plugin = self._options.load()(self._options)
-            self._sent.write(self._record)  # the id, before anything has it
-            if not self._observes:
-                record = read_json(self._train / "run.json")
-                state = read_json(self._train / "state.json")
-                config = record | {key: state[key] for key in ("steps", "world_size")}
-                config |= {
-                    "run": self._train.parent.name,
-                    "id": self._sent.id,
-                    "folder": str(self.folder),
-                }
-                self._plugin.start(config, self._sent.step)
-        return self._plugin
+    def _start(self) -> None:
+        """Make the plug-in when there is something to send."""
+        if self._plugin is not None:
+            return
+        self._plugin = self._options.load()(self._options)
+        self._sent.write(self._record)  # the id, before the tracker has it
+        if self._observes:
+            return
+        state = read_json(self._train / "state.json")
+        config = read_json(self._train / "run.json") | {
+            "steps": state["steps"],
+            "world_size": state["world_size"],
+            "run": self._train.parent.name,
+            "id": self._sent.id,
+            "folder": str(self.folder),
+        }
+        self._plugin.start(config, self._sent.step)
 
 
 def numbers(line: dict[str, Any]) -> dict[str, int | float]:
-    """Numbers of a line but its step: the largest of a list over ranks, and no text."""
-    largest = {
-        name: max(value) if isinstance(value, list) and value else value
-        for name, value in line.items()
-    }
-    return {
-        name: value
-        for name, value in largest.items()
-        if isinstance(value, int | float) and name != "step"
-    }
+    """Return the numbers of a line except its step: the largest of a list over ranks, and no text."""
+    scalars = {}
+    for name, value in line.items():
+        number = max(value) if isinstance(value, list) and value else value
+        if isinstance(number, int | float) and name != "step":
+            scalars[name] = number
+    return scalars
 
 
 def without_secrets(text: str) -> str:
-    """`text` without values of environment variables that are named like keys, and without
-    passwords in URLs.
-    """
+    """Return `text` without passwords in URLs and values of environment variables named like keys."""
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) >= 6:
             text = text.replace(value, "***")
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
 
 
-FINISHED, WARNED = 10, 11
-"""Exit codes of a follower: it has sent all, or has printed its warning. Any other is not its own.
-"""
-
-
 @contextmanager
 def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[None]:
-    """Run the trackers and observers of `track`, as recorded in run.json of `train`, while the
-    block trains there.
-    """
+    """Run the trackers and observers of `track` while the block trains in the folder `train`."""
     if not track.to and not track.observers:
         yield
         return
@@ -305,12 +314,11 @@ def followed(train: Path, track: Track, finish_s: float = FINISH_S) -> Iterator[
 
 
 def supervise(train: Path, finish_s: float) -> None:
-    """Run the followers of the run in `train` until stdin says how the training ended, or is
-    closed.
-    """
-    track = stored_options(read_json(train / "run.json")["options"], str(train / "run.json")).track
-    # options of each follower by its process, and the pipe on which it reads how the training ended
+    """Run the followers of a run until stdin says how the training ended, or is closed."""
+    record = train / "run.json"
+    track = stored_options(read_json(record)["options"], str(record)).track
     children = dict[int, tuple[Plugin, int]]()
+    """Options of each follower, and the pipe for how the training ended, by process."""
     for options in (*track.to.values(), *track.observers.values()):
         reads, writes = os.pipe()
         pid = os.fork()
@@ -321,7 +329,7 @@ def supervise(train: Path, finish_s: float) -> None:
         children[pid] = options, writes
 
     def reap() -> None:
-        """Forget children that have ended, with a warning of one that could print none."""
+        """Forget children that have ended, and warn of a child that could not warn itself."""
         for pid, (options, _) in list(children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
@@ -335,7 +343,7 @@ def supervise(train: Path, finish_s: float) -> None:
     while children and not _readable(0, POLL_S):
         reap()
     status = os.read(0, 100) if children else b""
-    if not status:  # all have ended, or the launcher is gone; the next one continues
+    if not status:  # all have ended, or the launcher is gone; the next launcher continues
         return
     for _, pipe in children.values():
         with suppress(BrokenPipeError):
@@ -352,18 +360,16 @@ def supervise(train: Path, finish_s: float) -> None:
 
 def warn(train: Path, options: Plugin, problem: str) -> None:
     """Print the one warning about a tracker or observer."""
-    name, run = getattr(options, options.key), train.resolve().parent.name
-    rest = (
-        ""
-        if options.kind == "observer"
-        else f", and `cellmill follow {run} --to {name}` sends the rest"
-    )
-    text = f"warning: {options.kind} {name!r} {problem}; metrics.jsonl is complete{rest}"
+    name = getattr(options, options.key)
+    text = f"warning: {options.kind} {name!r} {problem}; metrics.jsonl is complete"
+    if options.kind != "observer":
+        run = train.resolve().parent.name
+        text += f", and `cellmill follow {run} --to {name}` sends the rest"
     print(without_secrets(text), file=sys.stderr, flush=True)
 
 
 def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
-    """Follow in a child process until its pipe `status` has one, and end the process."""
+    """Follow in a child process until a status arrives in the pipe `status`, and end the process."""
     die_with_parent(signal.SIGKILL)
     code = FINISHED
     log = os.open(os.devnull, os.O_RDWR)
@@ -372,9 +378,8 @@ def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
     try:
         follower = Follower(train, options)
         sys.stderr = os.fdopen(os.dup(2), "w")  # not inherited by what the library starts
-        log = os.open(
-            follower.made_folder() / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-        )
+        path = follower.make_folder() / "log.txt"
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         follower.follow(lambda: os.read(status, 100).decode() if _readable(status, POLL_S) else "")

@@ -8,26 +8,20 @@ import comet_ml
 from cellmill.config.parts.trackers import CometConfig
 from cellmill.track.follow import digests, flat
 
-NOTHING_ELSE = {"display_summary_level": 0} | dict.fromkeys(
-    (
-        *(
-            "log_code",
-            "log_graph",
-            "log_git_metadata",
-            "log_git_patch",
-            "log_env_details",
-            "parse_args",
-        ),
-        *(
-            "auto_output_logging",
-            "auto_param_logging",
-            "auto_metric_logging",
-            "auto_histogram_weight_logging",
-        ),
-    ),
-    False,
-)
-"""Comet would describe the follower's process, not the training."""
+NOTHING_ELSE = {
+    "display_summary_level": 0,
+    "log_code": False,
+    "log_graph": False,
+    "log_git_metadata": False,
+    "log_git_patch": False,
+    "log_env_details": False,
+    "parse_args": False,
+    "auto_output_logging": False,
+    "auto_param_logging": False,
+    "auto_metric_logging": False,
+    "auto_histogram_weight_logging": False,
+}
+"""Settings without which Comet would describe the follower's process, not the training."""
 
 
 class CometTracker:

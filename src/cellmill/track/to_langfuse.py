@@ -1,6 +1,4 @@
-"""Langfuse: a training is a trace, beside the traces of what uses the model; other trackers draw
-curves.
-"""
+"""Langfuse: a training is a trace, as are the uses of its model; other trackers draw curves."""
 
 import os
 from typing import Any
@@ -15,9 +13,7 @@ KEYS = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
 
 
 class LangfuseTracker:
-    """Each line is an event of the trace; each process that tracks the run adds a span; the last
-    losses are scores.
-    """
+    """Each line is an event of the trace; each process adds a span; the last losses are scores."""
 
     def __init__(self, options: LangfuseConfig) -> None:
         missing = [key for key in KEYS if not os.environ.get(key)]

@@ -20,26 +20,26 @@ STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """Uses MLflow's client alone: nothing is global, and no code is patched."""
+    """Uses only MLflow's client: nothing is global, and no code is patched."""
 
     def __init__(self, options: MlflowConfig) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._client = MlflowClient(tracking_uri=options.uri)
         self._experiment = options.experiment
-        self._files = None  # MLflow's own choice
-        # beside the file, not in the working directory
+        self._files = None  # MLflow chooses the folder
+        # next to the database, not in the working directory
         if options.uri is not None and options.uri.startswith(SQLITE):
-            self._files = str(
-                Path(options.uri.removeprefix(SQLITE)).resolve().parent / "mlartifacts"
-            )
+            database = Path(options.uri.removeprefix(SQLITE)).resolve()
+            self._files = str(database.parent / "mlartifacts")
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         try:
-            experiment = str(self._client.create_experiment(self._experiment, self._files))
+            created = self._client.create_experiment(self._experiment, self._files)
         except MlflowException:  # it exists, or another run makes it at this moment
-            experiment = str(self._client.get_experiment_by_name(self._experiment).experiment_id)
+            created = self._client.get_experiment_by_name(self._experiment).experiment_id
+        experiment = str(created)
         runs = self._client.search_runs([experiment], f"tags.`{TAG}` = '{config['id']}'")
-        run = runs[0] if runs else self._new(experiment, config)
+        run = runs[0] if runs else self._create_run(experiment, config)
         self._run = run.info.run_id
         self._client.update_run(self._run, status="RUNNING")
 
@@ -56,15 +56,14 @@ class MlflowTracker:
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run, STATUS[status])
 
-    def _new(self, experiment: str, config: dict[str, Any]) -> Run:
+    def _create_run(self, experiment: str, config: dict[str, Any]) -> Run:
         tags = {TAG: config["id"], "mlflow.source.name": "cellmill"} | digests(config)
         if "commit" in tags:
             tags["mlflow.source.git.commit"] = tags["commit"]
         run = self._client.create_run(experiment, run_name=config["run"], tags=tags)
-        values = {"steps": config["steps"], "world_size": config["world_size"]} | flat(
-            config["options"]
-        )
+        values = {"steps": config["steps"], "world_size": config["world_size"]}
+        values |= flat(config["options"])
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
-        for first in range(0, len(params), BATCH):  # of the first start: MLflow lets none change
+        for first in range(0, len(params), BATCH):  # at the first start: MLflow lets none change
             self._client.log_batch(run.info.run_id, params=params[first : first + BATCH])
         return run

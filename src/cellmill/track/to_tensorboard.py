@@ -1,6 +1,4 @@
-"""TensorBoard: scalars, and the configuration and tables as text, in event files of the run's own
-folder.
-"""
+"""TensorBoard: scalars, and configuration and tables as text, in event files in the run's folder."""
 
 import json
 import time
@@ -31,9 +29,8 @@ class TensorboardTracker:
         self._step = resume_step
         if resume_step:  # hides what a killed process wrote and did not note
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(
-                Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
-            )
+            event = Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+            self._writer.add_event(event)
         self._text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
@@ -52,12 +49,10 @@ class TensorboardTracker:
 
     def _text(self, tag: str, text: str) -> None:
         tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
-        self._add(
-            [Summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""), tensor=tensor)]
-        )
+        metadata = create_summary_metadata(tag, "")
+        self._add([Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
 
     def _add(self, values: list[Any]) -> None:
-        self._writer.add_event(
-            Event(wall_time=time.time(), step=self._step, summary=Summary(value=values))
-        )
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=self._step, summary=summary))
         self._writer.flush()

@@ -1,6 +1,4 @@
-"""Contracts of a tracker, which receives the metrics of a training, and of an observer, which
-changes nothing in it.
-"""
+"""Contracts of a tracker, which gets the metrics of a training, and of an observer of a training."""
 
 import json
 import sys
@@ -11,28 +9,29 @@ from cellmill.files import span
 
 
 class Tracker(Protocol):
-    """A plug-in made from its `config.parts.trackers.TrackerConfig`, called in its own process
-    (`track.follow`).
-    """
+    """A plug-in made from its `TrackerConfig`, called in its own process (`track.follow`)."""
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
         """Begin, before any other call.
 
-        `config` has `run`, `id` (32 hexadecimal digits: the same for all processes that track this
-        training, and another for any other), `folder` for files of the tracker's own, and what
-        run.json and state.json record: `options`, `identity`, `fingerprint`, `environment`,
-        `steps`, `world_size`; JSON-able. `resume_step` is the newest step that an earlier process
-        sent, 0 without one.
+        `config` is JSON-able. It has `run`, `id` (32 hexadecimal digits, the same for all processes
+        that track this training), `folder` for the tracker's files, and the records of run.json and
+        state.json: `options`, `identity`, `fingerprint`, `environment`, `steps`, `world_size`.
+        `resume_step` is the newest step that an earlier process sent, otherwise 0.
         """
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Record a line of metrics.jsonl: numbers of a training step, or `val_loss`. Each line comes once. Numbers
-        only: the largest of a list over ranks (memory), and no text (the reason of a skipped step).
+        """Record a line of metrics.jsonl, of a training step or with `val_loss`. Each comes once.
+
+        It has only numbers: the largest of a list over ranks (memory), and no text (the reason of a
+        skipped step).
         """
 
     def finish(self, status: str) -> None:
-        """End: `done`, `stopped` (to be resumed) or `failed`. Not called when the process is
-        killed. Another process may start again with the same `id`.
+        """End with status `done`, `stopped` (to be resumed) or `failed`.
+
+        It is not called when the process is killed. Another process may start again with the same
+        `id`.
         """
 
 
@@ -45,7 +44,7 @@ class ArtifactTracker(Protocol):
 
 
 class JsonlTracker:
-    """metrics.jsonl, at `path`: one JSON object per line, flushed at once so that readers see it."""
+    """metrics.jsonl at `path`: one JSON object per line, flushed at once for readers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,8 +61,9 @@ class JsonlTracker:
 
 
 class ConsoleTracker:
-    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log. `config`
-    of `start` must have `steps`, the steps of the whole run.
+    """Progress on stdout: one line that is rewritten on a terminal, plain lines in a log.
+
+    `config` of `start` must have `steps`, the steps of the whole run.
     """
 
     def start(self, config: dict[str, Any], resume_step: int) -> None:
@@ -77,10 +77,9 @@ class ConsoleTracker:
         if "val_loss" in scalars:
             text += f"validation loss {scalars['val_loss']:.4f}"
         elif "skipped" in scalars:
-            so_far = (
-                f"; {scalars['skipped_steps']} steps so far" if "skipped_steps" in scalars else ""
-            )
-            text += f"skipped: {scalars['skipped']}{so_far}"
+            text += f"skipped: {scalars['skipped']}"
+            if "skipped_steps" in scalars:
+                text += f"; {scalars['skipped_steps']} steps so far"
         else:
             text += f"loss {scalars['loss']:.4f}  lr {scalars['lr']:.2e}  {scalars['cells_per_s']:.0f} cells/s  "
             text += (
@@ -98,9 +97,10 @@ class ConsoleTracker:
 
 
 class Observer(Protocol):
-    """A plug-in made from its `ObserverConfig`, in a process of its own: it cannot change, delay or
-    fail the training. One that raises is dropped with one warning. Each line and checkpoint comes
-    once, also if the training was killed and repeats steps.
+    """A plug-in made from its `ObserverConfig`, called in its own process.
+
+    It cannot change, delay or fail the training. An observer that raises is dropped with one
+    warning. Each line and checkpoint comes once, also if the training was killed and repeats steps.
     """
 
     def on_step(self, line: dict[str, Any]) -> None:
@@ -110,5 +110,7 @@ class Observer(Protocol):
         """Called with each line that has `val_loss`."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Called with the folder of each new complete checkpoint. Later checkpoints replace it
-        (`train.keep_checkpoints`): copy what is to be kept."""
+        """Called with the folder of each new complete checkpoint.
+
+        Later checkpoints replace it (`train.keep_checkpoints`): copy what is to be kept.
+        """

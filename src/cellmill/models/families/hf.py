@@ -1,17 +1,16 @@
-"""A model of the transformers library: run on packed batches, and written as a folder for
-`from_pretrained`.
+"""hf: a model of the transformers library, run on packed batches and written for `from_pretrained`.
 
 The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one; a
-`Passage` takes their place. What is before and behind the blocks remains transformers' own code:
-the part before them runs until it reaches the passage, which keeps the arguments that the blocks
-are called with.
+`Passage` replaces them. The parts before and after the blocks remain transformers' own code: the
+part before them runs until it reaches the passage, which keeps the arguments for the blocks.
 
 transformers has no packed attention that all models share, so cells are padded to the longest of
 the micro-batch. The head of masked_gene has the form of the language-model head of BERT, RoBERTa
-and ESM, and takes its weights where the folder has them. Of folders only safetensors are read,
-never a pickle.
+and ESM, and takes its weights if the folder has them. Only safetensors are read from folders, never
+a pickle.
 
-Legend: B cells, L tokens of the longest with its special tokens, T tokens without, H hidden.
+Legend: B cells, L tokens of the longest cell with its special tokens, T tokens without special
+tokens, H hidden.
 """
 
 import os
@@ -41,12 +40,8 @@ from cellmill.models.initial import Fill, default_fill
 from cellmill.models.objective import Objective
 
 UNUSED = ("pooler", "contact_head")
-"""Modules beside the blocks that no objective reads; DistributedDataParallel refuses parameters
-without a gradient.
-"""
+"""Modules that no objective reads: DistributedDataParallel refuses parameters without a gradient."""
 PAD = SPECIAL.index("<pad>")
-
-
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -54,16 +49,12 @@ HEADS = (
     ("lm_head.dense", "lm_head.layer_norm", "lm_head"),
     ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
 )
-"""Names of head.0, head.2 and the owner of the bias of masked_gene's head, in folders of ESM,
-RoBERTa, and of BERT.
-"""
+"""Modules of ESM and RoBERTa, and of BERT, for masked_gene's head.0, head.2 and gene_bias."""
 FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
 def values_of_buffers(config: Any) -> dict[str, Tensor]:
-    """Every buffer of transformers' model of `config`, by name, on the CPU. Parameters take no
-    memory.
-    """
+    """Return every buffer of transformers' model, by name, on the CPU. Parameters take no memory."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -78,8 +69,9 @@ def values_of_buffers(config: Any) -> dict[str, Tensor]:
 
 
 class FolderWeights:
-    """Tensors of a configuration's folder, read when needed; `prefix` is that of a model with a
-    head.
+    """Tensors of a configuration's folder, read when needed.
+
+    `prefix` is the prefix of the body's names in a model with a head.
     """
 
     def __init__(self, config: HfConfig, prefix: str) -> None:
@@ -94,22 +86,21 @@ class FolderWeights:
             raise DataError(f"model.{error}") from None
 
     def fill_head(self, name: str, random: Fill, rows: Tensor | None = None) -> Fill:
-        """Copy the parameter `name` of masked_gene's head, or its `rows`; fill with `random` if the
-        folder has none.
+        """Return a fill that copies a parameter of masked_gene's head, or its `rows`.
+
+        If the folder has no such head, it fills with `random`.
         """
 
         def fill(tensor: Tensor, generator: torch.Generator) -> object:
             if name not in self.head:
                 return random(tensor, generator)
-            found = self.read(self.head[name])
-            return tensor.copy_(found if rows is None else found[rows])
+            stored = self.read(self.head[name])
+            return tensor.copy_(stored if rows is None else stored[rows])
 
         return fill
 
     def fill(self, name: str) -> Fill:
-        """Copy the tensor `name` of the model without a head; raises DataError where the folder
-        lacks it.
-        """
+        """Return a fill that copies a tensor of the body, or raises DataError if the folder lacks it."""
 
         def fill(tensor: Tensor, generator: torch.Generator) -> object:
             stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
@@ -117,28 +108,29 @@ class FolderWeights:
                 raise DataError(
                     f"{self.folder}: no tensor {name!r}; save it again with this version of transformers"
                 )
-            found = self.read(stored)
-            shape = tuple(tensor.shape)
-            if tuple(found.shape) != shape:
+            value = self.read(stored)
+            if value.shape != tensor.shape:
                 raise DataError(
-                    f"{self.folder}: {stored}: expected shape {shape}, got {tuple(found.shape)}"
+                    f"{self.folder}: {stored}: expected shape {tuple(tensor.shape)}, got {tuple(value.shape)}"
                 )
-            return tensor.copy_(found)
+            return tensor.copy_(value)
 
         return fill
 
     def _stored(self, name: str) -> str | None:
-        """The tensor's name in the folder, where norms may have TensorFlow's names; None if it is
-        not there.
+        """Return the tensor's name in the folder, None if missing.
+
+        Norms may have TensorFlow's names there.
         """
-        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-            "LayerNorm.bias", "LayerNorm.beta"
-        )
-        return next((known for known in (name, old) if known in self._files), None)
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+        if name in self._files:
+            return name
+        return old if old in self._files else None
 
     def read(self, stored: str) -> Tensor:
-        """The tensor with this name in the folder, float32."""
-        with _opened(self._files[stored]) as file:
+        """Return the tensor with this name in the folder, float32."""
+        with _open_weights(self._files[stored]) as file:
             return file.get_tensor(stored).float()
 
     @cached_property
@@ -156,7 +148,7 @@ class FolderWeights:
             return {name: self.folder / file for name, file in files.items()}
         path = self.folder / WEIGHTS
         if path.is_file():
-            with _opened(path) as file:
+            with _open_weights(path) as file:
                 return dict.fromkeys(file.keys(), path)
         if (self.folder / PICKLE).is_file():
             raise DataError(
@@ -169,22 +161,23 @@ class FolderWeights:
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """Names in the folder of the parameters of masked_gene's head; empty if it has no such
-        head.
-        """
+        """Names in the folder of the parameters of masked_gene's head; empty without such a head."""
         for dense, norm, last in HEADS:
-            stored = {
-                f"{ours}.{kind}": self._stored(f"{theirs}.{kind}")
-                for ours, theirs in (("head.0", dense), ("head.2", norm))
-                for kind in ("weight", "bias")
-            } | {"gene_bias": self._stored(f"{last}.bias")}
-            if all(stored.values()):
-                return {ours: str(theirs) for ours, theirs in stored.items()}
+            names = {
+                "head.0.weight": self._stored(f"{dense}.weight"),
+                "head.0.bias": self._stored(f"{dense}.bias"),
+                "head.2.weight": self._stored(f"{norm}.weight"),
+                "head.2.bias": self._stored(f"{norm}.bias"),
+                "gene_bias": self._stored(f"{last}.bias"),
+            }
+            stored = {ours: name for ours, name in names.items() if name is not None}
+            if len(stored) == len(names):
+                return stored
         return {}
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_weights(path: Path) -> Iterator[Any]:
     require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -193,28 +186,33 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: damaged: {error}") from None
 
 
-def _architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -> Any:
-    """transformers' config without dropout; with the corpus's tokens where residues have no ids of
-    their own.
+def _make_architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -> Any:
+    """Return transformers' config without dropout.
+
+    It has the corpus's tokens, unless residues have `ids` of the model.
     """
-    given = dict(config.architecture or {})
+    options = dict(config.architecture or {})
     if ids is None:
-        special = {"pad_token_id": PAD, "mask_token_id": SPECIAL.index("<mask>")}
-        given |= special | {"vocab_size": n_tokens, "bos_token_id": None, "eos_token_id": None}
-    kind = given.pop("model_type")
+        options |= {
+            "pad_token_id": PAD,
+            "mask_token_id": SPECIAL.index("<mask>"),
+            "vocab_size": n_tokens,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+    kind = options.pop("model_type")
     try:
-        made = AutoConfig.for_model(kind, **given)
+        architecture = AutoConfig.for_model(kind, **options)
     except ValueError as error:
         raise ConfigError(f"model.architecture: {' '.join(str(error).split())[:200]}") from None
-    for name in dir(made):
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(
-            getattr(made, name), float
-        ):
-            setattr(made, name, 0.0)
-    made.use_cache = False
-    if made.pad_token_id is None:
-        made.pad_token_id = (ids or {}).get("pad", PAD)
-    return made
+    for name in dir(architecture):
+        is_dropout = "dropout" in name or name.endswith("_pdrop")
+        if is_dropout and isinstance(getattr(architecture, name), float):
+            setattr(architecture, name, 0.0)
+    architecture.use_cache = False
+    if architecture.pad_token_id is None:
+        architecture.pad_token_id = (ids or {}).get("pad", PAD)
+    return architecture
 
 
 class _Reached(Exception):
@@ -222,9 +220,7 @@ class _Reached(Exception):
 
 
 class Passage(nn.Module):
-    """The place of the blocks in transformers' model: keeps the arguments that reach it, and
-    returns `leaves`.
-    """
+    """Stand-in for the blocks in transformers' model: keeps its arguments and returns `leaves`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,23 +248,22 @@ class HfModel(CellEncoder):
         self.config = config
         n_tokens = n_genes + len(SPECIAL)
         ids = config.residue_ids if tokens.sequences else None
-        given = _architecture(config, n_tokens, ids)
+        architecture = _make_architecture(config, n_tokens, ids)
         with torch.device("meta"):
-            body: PreTrainedModel = AutoModel.from_config(given)
+            body: PreTrainedModel = AutoModel.from_config(architecture)
         for name in UNUSED:
             if getattr(body, name, None) is not None:
                 setattr(body, name, None)
-        lists = {
-            path: len(module)
-            for path, module in body.named_modules()
-            if isinstance(module, nn.ModuleList)
-        }
-        n_blocks = given.num_hidden_layers
-        if n_blocks not in lists.values():
+        n_blocks = architecture.num_hidden_layers
+        paths = []
+        for path, module in body.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == n_blocks:
+                paths.append(path)
+        if not paths:
             raise ConfigError(
                 f"model.family hf: {type(body).__name__} has no list of {n_blocks} blocks; set another"
             )
-        self.blocks_path = next(path for path, n in lists.items() if n == n_blocks)  # the outermost
+        self.blocks_path = paths[0]  # the outermost
         self.blocks = body.get_submodule(self.blocks_path)
         self.is_causal = any(
             getattr(module, "is_causal", False) for module in self.blocks.modules()
@@ -276,36 +271,32 @@ class HfModel(CellEncoder):
         self.passage = Passage()
         body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
         self.body = body
-        self.width = int(given.hidden_size)
-        self.pad_id = given.pad_token_id
-        self.begin_id, self.end_id = ((ids or {}).get(name) for name in ("begin", "end"))
-        numbers = (
-            list(range(n_tokens))
-            if ids is None
-            else [ids[name] for name in ("pad", "mask", *RESIDUES)]
-        )
+        self.width = int(architecture.hidden_size)
+        self.pad_id = architecture.pad_token_id
+        self.begin_id = (ids or {}).get("begin")
+        self.end_id = (ids or {}).get("end")
+        numbers = list(range(n_tokens))
+        if ids is not None:
+            numbers = [ids[name] for name in ("pad", "mask", *RESIDUES)]
         self.ids = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.register_buffer(
             "token_ids", torch.empty(n_tokens, dtype=torch.int64), persistent=False
         )
         self.has_own_ids = ids is None
         table: Any = body.get_input_embeddings()
-        names = (
-            f"body.{name}"
-            for name, parameter in body.named_parameters()
-            if parameter is table.weight
-        )
-        self.gene_rows = frozenset() if ids else frozenset({next(names)})
-        self.norm = nn.Identity()  # transformers' own norm is behind the passage
+        if not ids:
+            names = [name for name, weight in body.named_parameters() if weight is table.weight]
+            self.gene_rows = frozenset({f"body.{names[0]}"})
+        self.norm = nn.Identity()  # transformers' norm is after the passage
         self.attach_heads(n_tokens)
         self.plan = replace(
             self.plan, tensor={}, begin=("body",), finish=("body", *self.plan.finish)
         )
-        self._set_initial_values(given.initializer_range)
+        self._set_initial_values(architecture.initializer_range)
 
     @property
     def gene_embedding(self) -> SimpleNamespace:
-        """`weight`, (V, H): the input embedding of each token of the corpus, as objectives read it."""
+        """`weight`, (V, H): the input embedding of each token of the corpus, for objectives."""
         weight: Any = self.body.get_input_embeddings().weight
         return SimpleNamespace(weight=weight[self.token_ids])
 
@@ -326,9 +317,7 @@ class HfModel(CellEncoder):
         return self.objective.loss(self, states, prepared)
 
     def states(self, prepared: EncoderBatch) -> Tensor:
-        """(T, H): the output of transformers' model at each token, without special tokens and
-        padding.
-        """
+        """(T, H): the output of transformers' model, without special tokens and padding."""
         return self._leave(self.through(self.begin(prepared), prepared), prepared)
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
@@ -336,30 +325,26 @@ class HfModel(CellEncoder):
         return mean_state(states, prepared)
 
     def after_blocks(self) -> frozenset[str]:
-        """Modules of transformers' model that its part before the blocks does not call, beside
-        those of `finish`.
-        """
+        """Return also the modules of transformers' model that are not called before the blocks."""
         called = set[nn.Module]()
-        inside = {
-            path: module
-            for path, module in self.body.named_modules()
-            if [*module.parameters(recurse=False)]
-        }
-        hooks = [
-            module.register_forward_pre_hook(lambda module, _: called.add(module))
-            for module in inside.values()
-        ]
+        modules = {}
+        hooks = []
+        for path, module in self.body.named_modules():
+            if [*module.parameters(recurse=False)]:
+                modules[path] = module
+                hook = module.register_forward_pre_hook(lambda module, _: called.add(module))
+                hooks.append(hook)
         device = next(self.body.parameters()).device
-        given = {"input_ids": torch.full((1, 1), 1, device=device)}
+        inputs = {"input_ids": torch.full((1, 1), 1, device=device)}
         if device.type == "meta" and self.is_causal:
-            given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         with torch.no_grad(), suppress(_Reached):
-            self.body(**given)
+            self.body(**inputs)
         self.passage.entered = None
         for hook in hooks:
             hook.remove()
-        behind = {f"body.{path}" for path, module in inside.items() if module not in called}
-        return super().after_blocks() | behind
+        uncalled = {f"body.{path}" for path, module in modules.items() if module not in called}
+        return super().after_blocks() | uncalled
 
     def _enter(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         with suppress(_Reached):
@@ -368,46 +353,49 @@ class HfModel(CellEncoder):
         return self.passage.entered
 
     def _leave(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        """(B, L, H) -> (T, H). Embeddings and masks are made again and dropped: a lookup, without a
-        gradient.
+        """(B, L, H) -> (T, H).
+
+        Embeddings and masks are made again and dropped: a lookup, without a gradient.
         """
         self.passage.leaves = x
         out = self.body(**self._padded(prepared)).last_hidden_state
         return out[prepared.cell, prepared.position + (self.begin_id is not None)]
 
     def _padded(self, prepared: EncoderBatch) -> dict[str, Any]:
-        """`input_ids` (B, L) and `attention_mask`; a batch without cells is one row of padding,
-        which nobody reads.
+        """Return `input_ids` (B, L) and `attention_mask`.
+
+        A batch without cells is one row of padding, which nobody reads.
         """
         lengths = prepared.lengths
-        before = self.begin_id is not None
-        after = self.end_id is not None
+        before = int(self.begin_id is not None)
+        after = int(self.end_id is not None)
         rows = max(len(lengths), 1)
         device = prepared.genes.device
         longest = max(max(lengths, default=0) + before + after, 1)
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.int64, device=device)
         ids[prepared.cell, prepared.position + before] = self.token_ids[prepared.genes]
         ends = torch.zeros(rows, dtype=torch.int64, device=device)
-        ends[: len(lengths)] = prepared.cu_seqlens.diff() + int(before)
+        ends[: len(lengths)] = prepared.cu_seqlens.diff() + before
         if self.begin_id is not None:
             ids[:, 0] = self.begin_id
         if self.end_id is not None:
             ids[torch.arange(rows, device=device), ends.clamp(max=longest - 1)] = self.end_id
-        given: dict[str, Any] = {"input_ids": ids}
+        inputs: dict[str, Any] = {"input_ids": ids}
         if ids.is_meta and self.is_causal:
-            # transformers reads positions and a mask of two dimensions on the host; one of four it
-            # takes as it is
-            given["attention_mask"] = torch.ones(
+            # transformers reads positions and a mask of two dimensions on the host, but not a mask of
+            # four dimensions
+            inputs["attention_mask"] = torch.ones(
                 rows, 1, longest, longest, dtype=torch.bool, device=device
             )
         elif len(set(lengths)) > 1:
             columns = torch.arange(longest, device=device)
-            given["attention_mask"] = (columns < (ends + int(after))[:, None]).long()
-        return given
+            inputs["attention_mask"] = (columns < (ends + after)[:, None]).long()
+        return inputs
 
     def _set_initial_values(self, std: float) -> None:
-        """Give each module of transformers a rule for `models.initial`; buffers get the values of
-        its constructor.
+        """Give each module of transformers a rule for `models.initial`.
+
+        Buffers get the values of its constructor.
         """
         folder = None
         if self.config.weights == "pretrained":
@@ -432,11 +420,8 @@ class HfModel(CellEncoder):
             module.initial_value = partial(rule, module, path)
         # a head over other tokens would fit no answer
         self.pretrained = None if self.has_own_ids else folder
-        if (
-            self.pretrained is not None
-            and hasattr(self, "gene_bias")
-            and hasattr(self.body.config, "layer_norm_eps")
-        ):
+        has_head = hasattr(self, "gene_bias") and hasattr(self.body.config, "layer_norm_eps")
+        if self.pretrained is not None and has_head:
             for path in ("head.0", "head.2"):
                 module = self.get_submodule(path)
                 module.initial_value = partial(self._head_rule, module, path)  # type: ignore[assignment]
@@ -449,7 +434,7 @@ class HfModel(CellEncoder):
         return self.pretrained.fill_head(f"{path}.{name}", random)
 
     def initial_value(self, name: str) -> Fill | None:
-        """The table of token ids; the bias of a folder's head; else the objective's."""
+        """Return the table of token ids, the bias of a folder's head, or the objective's value."""
         if name == "token_ids":
             return lambda tensor, generator: tensor.copy_(self.ids)
         random = super().initial_value(name)
@@ -459,8 +444,9 @@ class HfModel(CellEncoder):
 
 
 def write_transformers(folder: Path, out: Path) -> None:
-    """Write the model as transformers does, if it reads back equal to the bit. Raises ConfigError
-    or DataError.
+    """Write the model as transformers does, if it reads back equal to the bit.
+
+    Raise ConfigError or DataError.
     """
     if (out / "vocabulary.tsv").exists():
         raise ConfigError(
@@ -477,17 +463,17 @@ def write_transformers(folder: Path, out: Path) -> None:
     body.set_submodule(model.blocks_path, blocks)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
-        made = Path(temporary)
-        body.save_pretrained(made, max_shard_size="1TB")
+        new = Path(temporary)
+        body.save_pretrained(new, max_shard_size="1TB")
         rows = [("token", "id"), *zip([*SPECIAL, *vocabulary.gene_ids], model.ids.tolist())]
-        (made / "tokens.tsv").write_text("".join(f"{name}\t{number}\n" for name, number in rows))
-        again = AutoModel.from_pretrained(
-            made, use_safetensors=True, local_files_only=True
-        ).state_dict()
-        if any(not torch.equal(tensor, again[name]) for name, tensor in body.state_dict().items()):
-            raise DataError(
-                f"{out}: not written: transformers reads other weights than were written"
-            )
+        (new / "tokens.tsv").write_text("".join(f"{name}\t{number}\n" for name, number in rows))
+        read_back = AutoModel.from_pretrained(new, use_safetensors=True, local_files_only=True)
+        read_state = read_back.state_dict()
+        for name, tensor in body.state_dict().items():
+            if not torch.equal(tensor, read_state[name]):
+                raise DataError(
+                    f"{out}: not written: transformers reads other weights than were written"
+                )
         for name in FILES:
             with atomic_path(out / name) as path:
-                os.replace(made / name, path)
+                os.replace(new / name, path)
