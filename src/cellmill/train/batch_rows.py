@@ -1,5 +1,4 @@
-"""Losses over all cells of a global batch, exact in every layout and however it is cut into
-micro-batches.
+"""Losses over all cells of a global batch, exact in every layout and any cut into micro-batches.
 
 A loss that couples cells, such as a covariance or a contrast of each cell with all others, cannot
 be taken batch by batch. A step whose objective has `row_widths` therefore runs twice. A forward
@@ -10,7 +9,7 @@ parameters add up to those of the whole batch. Dropout is keyed: both passes hav
 
 Each rank has global_batch / dp_world slots; those without a cell are rows of zeros. Cost: a forward
 pass without the objective's heads, and one all-reduce of global_batch * width float32 per table,
-which the plan leaves out.
+which the plan does not count.
 """
 
 from collections.abc import Sequence
@@ -35,59 +34,55 @@ def with_shares(
     global_batch: int,
     prepared: list[Any],
 ) -> list[Any]:
-    """Return a step's micro-batches with their `shares`, if the objective has rows. Collective:
-    every rank.
-    """
+    """Return a step's micro-batches with their `shares`, if the objective has rows. Collective."""
     objective = model.objective
     if not objective.row_widths:
         return prepared
     last = last_part(model)
-    kept = list[Rows]()
+    local_rows = list[Rows]()
     slots = global_batch // mesh.dp_world
     if last is not None:
-        last.kept_rows = kept
+        last.kept_rows = local_rows
     try:
         parallel_model.loss(prepared)
     finally:
         if last is not None:
             last.kept_rows = None
-    assert last is None or len(kept) == len(prepared), (
+    assert last is None or len(local_rows) == len(prepared), (
         f"{type(last).__name__}.finish keeps no rows for its objective"
     )
     tables = []
     first = mesh.dp_rank * slots
     for index, width in enumerate(objective.row_widths):
         table = torch.zeros(slots * mesh.dp_world, width, device=mesh.device)
-        if kept:
-            rows = torch.cat([rows[index] for rows in kept])
+        if local_rows:
+            rows = torch.cat([rows[index] for rows in local_rows])
             assert len(rows) <= slots, f"{len(rows)} rows for {slots} cells"
-            # the last pipeline stage alone has rows, and `Mesh.sum` divides by the number of stages
+            # only the last pipeline stage has rows, and `Mesh.sum` divides by the number of stages
             table[first : first + len(rows)] = rows.float() * mesh.pp.size()
         tables.append(mesh.sum(table))
-    if not kept:
-        return prepared  # not the last pipeline stage, which alone computes the loss
-    return [
-        replace(batch, shares=own)
-        for batch, own in zip(prepared, shares_of(objective, tables, kept, first))
-    ]
+    if not local_rows:
+        return prepared  # only the last pipeline stage computes the loss
+    shares = shares_of(objective, tables, local_rows, first)
+    return [replace(batch, shares=part) for batch, part in zip(prepared, shares)]
 
 
 def shares_of(
-    objective: Objective, tables: Sequence[Tensor], kept: Sequence[Rows], first: int
+    objective: Objective, tables: Sequence[Tensor], rows: Sequence[Rows], first: int
 ) -> list[tuple[RowShare, ...]]:
-    """Return the shares of each micro-batch, whose rows `kept` are in the tables one after another,
-    from `first` on.
+    """Return the shares of each micro-batch.
+
+    `rows` of all micro-batches are in the tables one after another, from row `first` on.
     """
     with torch.enable_grad():
-        known = [table.detach().requires_grad_() for table in tables]
-        losses = objective.loss_of_rows(*known)
-        gradients = torch.autograd.grad(
-            torch.stack([loss.double() for loss in losses]).sum(), known
-        )
+        leaves = [table.detach().requires_grad_() for table in tables]
+        losses = objective.loss_of_rows(*leaves)
+        total = torch.stack([loss.double() for loss in losses]).sum()
+        gradients = torch.autograd.grad(total, leaves)
     by_table = []
     for index, (table, loss, gradient) in enumerate(zip(tables, losses, gradients)):
-        per_row = loss.detach() / (table[:, 0] != 0).sum().clamp(min=1)
-        sizes = [len(rows[index]) for rows in kept]
+        loss_per_row = loss.detach() / (table[:, 0] != 0).sum().clamp(min=1)
+        sizes = [len(batch_rows[index]) for batch_rows in rows]
         parts = gradient[first : first + sum(sizes)].split(sizes)
-        by_table.append([RowShare(per_row * len(part), part) for part in parts])
+        by_table.append([RowShare(loss_per_row * len(part), part) for part in parts])
     return list(zip(*by_table))

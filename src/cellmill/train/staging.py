@@ -1,10 +1,9 @@
-"""Start of a training on its nodes: local copies of shards (`stream.stage_to`), their check, and
-the choice of device.
+"""Local copies of shards on nodes (`stream.stage_to`), their check, and the choice of device.
 
 Copies are made while the run trains. For the check each rank hashes its part, once for all runs of
 a corpus. Rank 0 decides the device from the GPUs that each node's torch sees. If each rank decided
-alone, some would wait in NCCL and others in gloo, or a job would train on the CPU cores of nodes
-whose GPUs it reserves.
+by itself, some would wait in NCCL and others in gloo, or a job would train on the CPU cores of
+nodes whose GPUs it reserves.
 """
 
 import json
@@ -35,12 +34,13 @@ _DECISION = "device"
 
 
 class Staging:
-    """The folder of copies of this node, and on its first rank the process that fills it; `copies`
-    None: none.
+    """The folder of copies of this node, and on its first rank the process that fills it.
+
+    `copies` is None if there are none.
     """
 
     def __init__(self, options: Stream, mesh: Mesh):
-        """Agree on a new folder. Collective: every rank, of which those of a node share one."""
+        """Agree on a new folder, which the ranks of a node share. Collective over all ranks."""
         self.copies: LocalCopies | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._limit_gb = options.stage_limit_gb
@@ -50,9 +50,10 @@ class Staging:
         parent = os.path.expandvars(options.stage_to)
         ranks = gather_json([node, secrets.token_hex(4), mesh.dp_rank], mesh.device)
         self._node = node
-        self._n_nodes = 1 + max(other for other, _, _ in ranks)
-        self._data_ranks = {rank for other, _, rank in ranks if other == node}
-        token = next(token for other, token, _ in ranks if other == node)
+        self._n_nodes = 1 + max(rank_node for rank_node, _, _ in ranks)
+        node_ranks = [(token, dp_rank) for rank_node, token, dp_rank in ranks if rank_node == node]
+        self._data_ranks = {dp_rank for _, dp_rank in node_ranks}
+        token = node_ranks[0][0]
         self._first_of_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
         if "$" in parent or not os.path.isabs(parent):
             if self._first_of_node:
@@ -64,14 +65,13 @@ class Staging:
         self.copies = LocalCopies(Path(parent) / f"{PREFIX}{token}-{node}")
 
     def start(self, streams: Sequence[CellStream | None], step: int, stop: int) -> None:
-        """Begin to copy what the ranks of this node read of `streams` in the training's steps
-        `step` to `stop`.
-        """
+        """Begin to copy what the ranks of this node read in steps `step` to `stop`."""
         if self.copies is None or not self._first_of_node:
             return
         shards: dict[Path, str] = {}
         for stream in streams:
-            shards |= {} if stream is None else stream.shards_read(self._data_ranks, step, stop)
+            if stream is not None:
+                shards |= stream.shards_read(self._data_ranks, step, stop)
         paths = list(shards)
         # nodes begin at different shards, so that not all of them read the same file at once
         first = self._node * len(paths) // self._n_nodes
@@ -105,8 +105,9 @@ class Staging:
 
 
 def verify_shards(manifest: Manifest, device: torch.device) -> None:
-    """Hash shards that verified.json does not know. Collective. Raises DataError naming a damaged
-    shard.
+    """Hash shards that verified.json does not list. Collective.
+
+    Raise DataError with the name of a damaged shard.
     """
     part = slice(dist.get_rank(), None, dist.get_world_size())
     hashed = torch.tensor(verify_changed(manifest, part), device=device)
@@ -116,54 +117,53 @@ def verify_shards(manifest: Manifest, device: torch.device) -> None:
 
 
 class NodeGpus(NamedTuple):
-    """What a node's torch sees."""
+    """GPUs, torch and driver of a node."""
 
     host: str
     gpus: int
     torch: str
     cuda: str | None  # version that torch was built for; None in a build without CUDA
-    driver: str | None  # NVIDIA's; None without one, or if nobody needs it
+    driver: str | None  # NVIDIA's; None without a driver, or if nobody needs it
 
     def __str__(self) -> str:
-        build = (
-            f"torch {self.torch} {f'for CUDA {self.cuda}' if self.cuda else 'built without CUDA'}"
-        )
+        build = f"for CUDA {self.cuda}" if self.cuda else "built without CUDA"
         driver = f"driver {self.driver}" if self.driver else "no driver"
-        return f"{self.host} shows {_gpus(self.gpus)} ({build}, {driver})"
+        gpus = _count_gpus(self.gpus)
+        return f"{self.host} shows {gpus} (torch {self.torch} {build}, {driver})"
 
 
-def _gpus(number: int) -> str:
-    return f"{number} GPU{'' if number == 1 else 's'}"
+def _count_gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
 
 
 def decide(wanted: str, nodes: list[NodeGpus], local_world: int) -> str:
-    """Return cuda or cpu for all nodes. Raises UserError if GPUs are wanted or seen, but not one
-    per process.
+    """Return cuda or cpu for all nodes.
+
+    Raise UserError if GPUs are wanted or seen, but some process has none.
     """
     if wanted == "cpu" or (wanted == "auto" and not any(node.gpus for node in nodes)):
         return "cpu"
     if all(node.gpus >= local_world for node in nodes):
         return "cuda"
-    first, *more = [node for node in nodes if node.gpus < local_world]
-    also = (
-        f", and {len(more)} more nodes like it ({', '.join(node.host for node in more[:8])})"
-        if more
-        else ""
-    )
+    first, *others = [node for node in nodes if node.gpus < local_world]
+    also = ""
+    if others:
+        hosts = ", ".join(node.host for node in others[:8])
+        also = f", and {len(others)} more nodes like it ({hosts})"
     raise UserError(
-        f"expected {_gpus(local_world)} per node, one per process, but {first}{also}; correct gpus_per_node, "
+        f"expected {_count_gpus(local_world)} per node, one per process, but {first}{also}; correct gpus_per_node, "
         "nproc_per_node or the node's torch and driver, or set device: cpu in the profile (set-resources: train) "
         "to train on CPU cores"
     )
 
 
 def agree(wanted: str, store: dist.Store) -> torch.device:
-    """Return this rank's device. Collective: every rank, before there is a process group."""
-    rank, local_rank, local_world = (
-        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
+    """Return this rank's device. Collective over all ranks, before there is a process group."""
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     if wanted == "cpu":
-        # of what looks for GPUs later, too; CUDA has not started yet
+        # libraries that look for GPUs later see none either; CUDA has not started yet
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if local_rank == 0:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -174,17 +174,18 @@ def agree(wanted: str, store: dist.Store) -> torch.device:
         count = int(os.environ["WORLD_SIZE"]) // local_world
         nodes = [NodeGpus(*json.loads(store.get(f"{_NODES}{node}"))) for node in range(count)]
         try:
-            decision = [decide(wanted, nodes, local_world), None]
+            decision = {"device": decide(wanted, nodes, local_world)}
         except UserError as error:
-            decision = [None, str(error)]
+            decision = {"refusal": str(error)}
         store.set(_DECISION, json.dumps(decision))
-    device, refusal = json.loads(store.get(_DECISION))
-    if refusal is not None:
-        raise UserError(refusal)
-    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    decision = json.loads(store.get(_DECISION))
+    if "refusal" in decision:
+        raise UserError(decision["refusal"])
+    return torch.device("cuda", local_rank) if decision["device"] == "cuda" else torch.device("cpu")
 
 
 def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(
@@ -192,4 +193,5 @@ def driver_version() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+    versions = done.stdout.split()
+    return versions[0] if versions and done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as they lie in its folder: `index.json`, and whole tensors on the CPU.
+"""Tensors of a checkpoint as stored in its folder: `index.json`, and whole tensors on the CPU.
 
 DCP, which saves checkpoints and loads parts of tensors in any layout, takes a second to import:
 stages that read whole tensors do without.
@@ -31,14 +31,15 @@ class Stored:
     size: torch.Size
     offsets: np.ndarray  # (parts, dimensions) int64
     sizes: np.ndarray  # (parts, dimensions) int64
-    files: list[str]  # of each part, beside the index
-    starts: list[int]  # its first byte there
-    lengths: list[int]  # its bytes: a tensor that torch.save wrote
+    files: list[str]  # file of each part, in the folder of the index
+    starts: list[int]  # first byte of each part
+    lengths: list[int]  # bytes of each part, a tensor that torch.save wrote
 
 
 def read_index(folder: Path, names: Collection[str] | None = None) -> dict[str, Stored]:
-    """The tensors of a checkpoint, all or those of `names`. Raises DataError if the index is
-    missing or damaged.
+    """Return the tensors of a checkpoint by name, all or only `names`.
+
+    Raise DataError if the index is missing or damaged.
     """
     path = folder / INDEX
     if not path.exists():
@@ -51,11 +52,11 @@ def read_index(folder: Path, names: Collection[str] | None = None) -> dict[str, 
         wrong = [name for name in files if Path(name).name != name]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is elsewhere")
-        return {
-            name: _stored(entry, files)
-            for name, entry in value["tensors"].items()
-            if names is None or name in names
-        }
+        tensors = {}
+        for name, entry in value["tensors"].items():
+            if names is None or name in names:
+                tensors[name] = _read_entry(entry, files)
+        return tensors
     except (
         AttributeError,
         IndexError,
@@ -70,43 +71,43 @@ def read_index(folder: Path, names: Collection[str] | None = None) -> dict[str, 
         ) from None
 
 
-def _stored(entry: dict[str, Any], files: list[str]) -> Stored:
+def _read_entry(entry: dict[str, Any], files: list[str]) -> Stored:
     dtype = getattr(torch, entry["dtype"])
-    n = len(entry["file"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']!r} is not a type of numbers")
     size = torch.Size(entry["size"])
-    offsets, sizes = (
-        np.array(entry[key], np.int64).reshape(n, len(size)) for key in ("offsets", "sizes")
-    )
-    starts, lengths = (
-        np.array(entry[key], np.int64).reshape(n).tolist() for key in ("start", "bytes")
-    )
+    n_parts = len(entry["file"])
+    shape = (n_parts, len(size))
     return Stored(
-        dtype, size, offsets, sizes, [files[number] for number in entry["file"]], starts, lengths
+        dtype,
+        size,
+        offsets=np.array(entry["offsets"], np.int64).reshape(shape),
+        sizes=np.array(entry["sizes"], np.int64).reshape(shape),
+        files=[files[number] for number in entry["file"]],
+        starts=np.array(entry["start"], np.int64).reshape(n_parts).tolist(),
+        lengths=np.array(entry["bytes"], np.int64).reshape(n_parts).tolist(),
     )
 
 
 def load_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill plain tensors on the CPU from a checkpoint's folder. Raises DataError."""
+    """Fill plain tensors on the CPU from a checkpoint's folder. Raise DataError if that fails."""
     index = read_index(folder, tensors)
     try:
         for name, tensor in tensors.items():
             stored = index[name]
-            if stored.size != tensor.shape or stored.sizes.prod(axis=1).sum() != math.prod(
-                stored.size
-            ):
+            n_elements = stored.sizes.prod(axis=1).sum()
+            if stored.size != tensor.shape or n_elements != math.prod(stored.size):
                 raise ValueError(
                     f"{name}: expected {tuple(tensor.shape)}, got parts of {tuple(stored.size)}"
                 )
-            places = zip(stored.files, stored.starts, stored.lengths, stored.offsets, stored.sizes)
-            for file, start, length, offset, size in places:
+            ends = stored.offsets + stored.sizes
+            for row, file in enumerate(stored.files):
                 with open(folder / file, "rb") as opened:
-                    opened.seek(start)
-                    part = torch.load(
-                        io.BytesIO(opened.read(length)), map_location="cpu", weights_only=True
-                    )
-                tensor[tuple(map(slice, offset.tolist(), (offset + size).tolist()))].copy_(part)
+                    opened.seek(stored.starts[row])
+                    data = io.BytesIO(opened.read(stored.lengths[row]))
+                part = torch.load(data, map_location="cpu", weights_only=True)
+                block = tuple(map(slice, stored.offsets[row].tolist(), ends[row].tolist()))
+                tensor[block].copy_(part)
     except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise DataError(
             f"{folder}: cannot be loaded ({in_one_line(error)}); the checkpoint is damaged"

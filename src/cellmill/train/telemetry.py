@@ -1,9 +1,8 @@
-"""Throughput, memory and GPU readings of each rank for metrics.jsonl, and profiler traces of chosen
-steps.
+"""Throughput, memory and GPU readings for metrics.jsonl, and profiler traces of chosen steps.
 
 Memory of tensors on a GPU (`allocated_gb`) is not comparable with memory of the whole process on a
 CPU (`resident_gb`), hence the two keys. GPU use, memory (of all processes) and power are read
-through NVML by torch, which needs the package nvidia-ml-py (`cellmill[nvml]`). Without it, or where
+through NVML by torch, which needs the package nvidia-ml-py (`cellmill[nvml]`). Without it, or if
 NVML does not answer (as on a MIG slice), the keys are left out.
 """
 
@@ -30,8 +29,9 @@ GPU_KEYS = {"gpu_busy_frac": 1e-2, "gpu_used_gb": 1e-9, "gpu_power_w": 1e-3}
 
 
 class Meter:
-    """Counts since the last `read`, and rates over the wall clock; MFU where `peak_flops`, a
-    rank's, is known.
+    """Counts since the last `read`, and rates over the wall clock.
+
+    MFU needs `peak_flops`, the peak of one rank.
     """
 
     def __init__(self, peak_flops: float | None, world: int) -> None:
@@ -45,9 +45,8 @@ class Meter:
 
     def read(self, now: float) -> dict[str, float]:
         """Return rates over all ranks from the last reading to `now`, and start a new window."""
-        cells_per_s, tokens_per_s, flops_per_s, waited = (
-            self.counts / max(now - self.since, 1e-9)
-        ).tolist()
+        seconds = max(now - self.since, 1e-9)
+        cells_per_s, tokens_per_s, flops_per_s, waited = (self.counts / seconds).tolist()
         line = {
             "cells_per_s": cells_per_s,
             "tokens_per_s": tokens_per_s,
@@ -61,9 +60,10 @@ class Meter:
 
 
 class TimeLeft:
-    """Estimate of the seconds that a run has left: the steps that remain, at the median pace of the
-    last ten logged windows, and with the mean pause per step so far, for validation and
-    checkpoints.
+    """Estimate of the seconds that a run has left.
+
+    A remaining step takes the median pace of the last ten logged windows, and the mean pause per
+    step so far, for validation and checkpoints.
     """
 
     def __init__(self, steps: int, first: int, since: float) -> None:
@@ -71,7 +71,8 @@ class TimeLeft:
         self.first = first
         self.last = first
         self.since = since
-        self.paused_s = self.window_paused_s = 0.0
+        self.paused_s = 0.0
+        self.window_paused_s = 0.0
         self.paces: deque[float] = deque(maxlen=10)
 
     def pause(self, seconds: float) -> None:
@@ -79,19 +80,20 @@ class TimeLeft:
         self.window_paused_s += seconds
 
     def line(self, step: int, now: float) -> dict[str, float]:
-        """Key of metrics.jsonl for `step`, which ended at `now`."""
+        """Return the key of metrics.jsonl for `step`, which ended at `now`."""
         if step > self.last:
-            self.paces.append(
-                max(0.0, now - self.since - self.window_paused_s) / (step - self.last)
-            )
+            window_s = max(0.0, now - self.since - self.window_paused_s)
+            self.paces.append(window_s / (step - self.last))
         self.last = step
         self.since = now
         self.window_paused_s = 0.0
-        each_s = statistics.median(self.paces or [0.0]) + self.paused_s / max(1, step - self.first)
-        return {"left_s": round((self.steps - step) * each_s, 1)}
+        pause_s = self.paused_s / max(1, step - self.first)
+        step_s = statistics.median(self.paces or [0.0]) + pause_s
+        return {"left_s": round((self.steps - step) * step_s, 1)}
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the peak and the current memory of this rank."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -102,45 +104,41 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 def gpu_readings(device: torch.device) -> list[float]:
     """Return the readings of GPU_KEYS in NVML's units; UNKNOWN if NVML does not answer."""
-    found = []
+    readings = []
     for reader in (torch.cuda.utilization, torch.cuda.device_memory_used, torch.cuda.power_draw):
         try:
-            found.append(float(reader(device)))
-        except Exception:  # no package, no driver, or an error of NVML's own types; nothing of it matters to a training
-            found.append(UNKNOWN)
-    return found
+            readings.append(float(reader(device)))
+        except Exception:  # no package, no driver, or one of NVML's errors: the training goes on
+            readings.append(UNKNOWN)
+    return readings
 
 
 def local_readings(mesh: Mesh) -> np.ndarray:
-    """Return (readings * ranks,) float64 for `mesh.sum`: this rank's, scaled, at its index, zeros
-    elsewhere.
-    """
-    own = [
-        *memory_bytes(mesh.device),
-        *(gpu_readings(mesh.device) if mesh.device.type == "cuda" else []),
-    ]
-    by_rank = np.zeros((dist.get_world_size(), len(own)))
-    by_rank[dist.get_rank()] = own
+    """Return (readings * ranks,) float64 for `mesh.sum`: this rank's at its index, otherwise 0."""
+    readings: list[float] = [*memory_bytes(mesh.device)]
+    if mesh.device.type == "cuda":
+        readings += gpu_readings(mesh.device)
+    by_rank = np.zeros((dist.get_world_size(), len(readings)))
+    by_rank[dist.get_rank()] = readings
     return mesh.model_parallel_size * by_rank.ravel()
 
 
 def readings_line(device_type: str, by_rank: list[float], ranks: int) -> dict[str, list[float]]:
-    """Return keys of metrics.jsonl, a number for each rank, from the summed `local_readings`; of a
-    GPU those known.
+    """Return keys of metrics.jsonl, a number for each rank, from the summed `local_readings`.
+
+    Readings that NVML does not give are left out.
     """
     name = "allocated" if device_type == "cuda" else "resident"
     units = {f"peak_{name}_gb": 1e-9, f"{name}_gb": 1e-9} | GPU_KEYS
-    columns = zip(units.items(), np.array(by_rank).reshape(ranks, -1).T)
-    return {
-        key: (unit * column).round(3).tolist()
-        for (key, unit), column in columns
-        if (column >= 0).all()
-    }
+    line = {}
+    for (key, unit), column in zip(units.items(), np.array(by_rank).reshape(ranks, -1).T):
+        if (column >= 0).all():
+            line[key] = (unit * column).round(3).tolist()
+    return line
 
 
 class StepProfile:
-    """Profiler trace in `folder` of steps, [first, last] from 1, on the first `PROFILED_RANKS`
-    ranks.
+    """Profiler trace of steps, [first, last] from 1, in `folder`, on the first PROFILED_RANKS ranks.
 
     rank-0.trace.json.gz has operations, kernels and named parts of each step (chrome://tracing,
     Perfetto); rank-0.memory.pickle allocations on a GPU (pytorch.org/memory_viz).
@@ -152,11 +150,14 @@ class StepProfile:
         self.folder = folder
         self.rank = rank
         self.cuda = device.type == "cuda"
-        self.first, self.last = steps if steps is not None and rank < PROFILED_RANKS else (0, -1)
+        self.first, self.last = (0, -1)  # no step
+        if steps is not None and rank < PROFILED_RANKS:
+            self.first, self.last = steps
         self.running: torch.profiler.profile | None = None
 
     @contextmanager
     def record(self, step: int) -> Iterator[None]:
+        """Record what runs inside, if `step` is one of the steps."""
         if self.first <= step <= self.last and self.running is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.cuda:

@@ -1,6 +1,4 @@
-"""Batches of tensors for a training loop of your own, in the order in which a run reads cells:
-`cellmill.stream`.
-"""
+"""Batches of tensors for your own training loop, in the order of a run: `cellmill.stream`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -26,13 +24,13 @@ FIELDS = ("genes", "values", "cu_seqlens", "cells", "counts", "levels", "numbers
 class TensorStream:
     """Cells of one split as CPU tensors: this rank's share of `global_batch` cells a step.
 
-    `for batch in stream` gives what is left of an epoch, and the next `for` the next epoch. Split
-    `train` is shuffled and goes on without end; `val` and `test` are read in a fixed order, from
-    the start. `tokens` and `stream` are the sections of the configuration of these names. `columns`
-    are obs columns whose level codes a batch has, with the names of the levels in `levels`, and
-    `number_columns` those whose numbers it has. Shards that no training has hashed are hashed
-    first. Raises ConfigError, or DataError for shards that are damaged or have no such cells or
-    columns.
+    `for batch in stream` gives the rest of an epoch, and the next `for` the next epoch. Split
+    `train` is shuffled and has no end; `val` and `test` are read in a fixed order, from the start.
+    `tokens` and `stream` are the sections of the configuration with these names. `columns` are obs
+    columns whose level codes a batch has, with the names of the levels in `levels`;
+    `number_columns` are obs columns whose numbers it has. Shards that no training has hashed are
+    hashed first. Raises ConfigError, or DataError for shards that are damaged or have no such cells
+    or columns.
     """
 
     def __init__(
@@ -52,13 +50,13 @@ class TensorStream:
     ) -> None:
         parsed = check_options(Tokens, dict(tokens), "tokens")
         order = check_options(Stream, dict(stream), "stream")
-        train = check_options(
-            Train, {"global_batch": global_batch, "seed": seed, "epochs": 1}, "train"
-        )
+        section = {"global_batch": global_batch, "seed": seed, "epochs": 1}
+        train = check_options(Train, section, "train")
         opened = Manifest.read(manifest)
         check_rows(parsed, opened, str(manifest), counts)
-        lanes, splits, given = order.lanes, ", ".join(opened.splits), f"stream.lanes {order.lanes}"
-        wrong = (
+        lanes = order.lanes
+        splits = ", ".join(opened.splits)
+        checks = (
             (
                 parsed.needs_quantiles,
                 "tokens.edges: expected the edges of the bins, which only a run fits, got null",
@@ -69,11 +67,11 @@ class TensorStream:
             ),
             (
                 global_batch % lanes,
-                f"global_batch: expected a multiple of {given}, got {global_batch}",
+                f"global_batch: expected a multiple of stream.lanes {lanes}, got {global_batch}",
             ),
             (
                 world_size < 1 or lanes % world_size,
-                f"world_size: expected a divisor of {given}, got {world_size}",
+                f"world_size: expected a divisor of stream.lanes {lanes}, got {world_size}",
             ),
             (
                 not 0 <= rank < world_size,
@@ -82,9 +80,9 @@ class TensorStream:
             (split not in opened.splits, f"split: expected one of {splits}, got {split!r}"),
             (isinstance(columns, str), f"columns: expected a list of obs columns, got {columns!r}"),
         )
-        problems = [message for is_wrong, message in wrong if is_wrong]
-        if problems:
-            raise ConfigError(problems[0])
+        for is_wrong, message in checks:
+            if is_wrong:
+                raise ConfigError(message)
         if split not in READ:
             verify(opened, opened.files([split]))
         elif verify_changed(opened) and rank == 0:
@@ -120,4 +118,5 @@ class TensorStream:
         done = self.state_dict()["step"] if self._is_endless else 0
         for [batch] in islice(self._cells, len(self) - done):
             tensors = to_tensors(batch)
-            yield {name: value for name in FIELDS if (value := getattr(tensors, name)) is not None}
+            arrays = {name: getattr(tensors, name) for name in FIELDS}
+            yield {name: array for name, array in arrays.items() if array is not None}

@@ -1,8 +1,8 @@
 """One rank of a training: data, model, layout and loop put together.
 
-Started by torchrun, or by `launch/job.py` as a single process, with the folder of the run, whose
-run.json has all else, a file for the error line, and the device that the profile asks for
-(`Machine.wanted_device`).
+It is started by torchrun, or by `launch/job.py` as a single process. Its arguments are the folder of
+the run, whose run.json has everything else, a file for the error line, and the device that the
+profile wants (`Machine.wanted_device`).
 """
 
 import os
@@ -64,9 +64,7 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     options = stored_options(record["options"], "run.json")
 
     def end_hung(line: str) -> None:
-        """A hang of a training may pass, so it is started again; a rank that never joined is an
-        error.
-        """
+        # a hang may pass, so the training is started again; a rank that never joined is an error
         give_up(error_file.with_name(HANG) if watch.passed else error_file, line)
 
     watch.start(options.train.timeout_s, end_hung)
@@ -112,9 +110,7 @@ def build_trainer(
     copies: LocalCopies | None = None,
     flops: Flops | None = None,
 ) -> Trainer:
-    """Return the trainer of a run.json's content; `flops` are measured if None. Collective: every
-    rank.
-    """
+    """Return the trainer of a run.json's content; `flops` are measured if None. Collective."""
     vocabulary = Vocabulary.read(Path(record["vocabulary"]))
     manifest = Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
@@ -173,8 +169,9 @@ def _join(options: TrainOptions, timeout: timedelta, wanted_device: str) -> torc
 def build_model(
     options: TrainOptions, vocabulary: Vocabulary, init_from: str | None, mesh: Mesh, levels: Levels
 ) -> Model | PipelineStages:
-    """Return the model with its initial weights, laid out over `mesh`; in a pipeline, the stages of
-    this rank.
+    """Return the model with its initial weights, laid out over `mesh`.
+
+    In a pipeline it has the stages of this rank.
     """
     weights = None if init_from is None else Path(init_from)
     spec = ModelSpec.of(options, vocabulary.n_genes, levels)
@@ -189,7 +186,8 @@ def build_model(
     parts: dict[int, Model] = {}
     for stage in stages_of(mesh.pp.get_local_rank(), parallel):
         method = load_method(options.finetune)
-        part = parts[stage] = build(spec, method.transform)
+        part = build(spec, method.transform)
+        parts[stage] = part
         check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
         parallelize(part, parallel, mesh, stage=stage, trains=trained_names(method, part))
     given = {}
@@ -198,8 +196,11 @@ def build_model(
         table, n_found = read_gene_vectors(Path(path), vocabulary, options.model.gene_vector_dim)  # type: ignore[attr-defined]
         given = {TABLE: table}
         if dist.get_rank() == 0:
-            has = f"{n_found:,} of {vocabulary.n_genes:,} genes; the others have their learned embedding alone"
-            print(f"gene vectors from {path}, which has {has}", flush=True)
+            print(
+                f"gene vectors from {path}, which has {n_found:,} of {vocabulary.n_genes:,} genes; the others have "
+                "only their learned embedding",
+                flush=True,
+            )
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else mesh.device
     for part in parts.values():
         tensors = initial_tensors(
@@ -216,8 +217,9 @@ def build_streams(
     copies: LocalCopies | None = None,
     teacher: str | None = None,
 ) -> tuple[CellStream, CellStream | None, str | None]:
-    """Return the endless stream of training cells, the one of validation cells, None if there are
-    none, and the obs column of their batches.
+    """Return the endless stream of training cells, the stream of validation cells, and their column.
+
+    Without validation cells, stream and obs column of their batches are None.
     """
     shared: dict[str, Any] = {
         "tokens": options.tokens,
@@ -240,7 +242,7 @@ def build_streams(
         return train, None, None
     batches = batch_column(options, manifest)
     if batches is not None:
-        # after those that the model reads
+        # after the columns that the model reads
         columns = columns | {batches: columns.get(batches, "validation")}
     val_cells = options.train.val_cells
     val = CellStream(
@@ -250,15 +252,16 @@ def build_streams(
 
 
 def batch_column(options: TrainOptions, manifest: Manifest) -> str | None:
-    """Return the column that validation takes for the batch: the objective's, or `dataset` if there
-    are several.
+    """Return the column that validation takes for the batch.
+
+    It is the objective's, or `dataset` if the corpus has several datasets.
     """
     objective = options.objective
-    given = next(
-        (name for name in objective.columns().levels if name not in objective.supervised_by), None
-    )
-    several = DATASET in manifest.obs_levels and len(manifest.obs_levels[DATASET]["levels"]) > 1
-    return given or (DATASET if several else None)
+    for name in objective.columns().levels:
+        if name not in objective.supervised_by:
+            return name
+    datasets = manifest.obs_levels.get(DATASET, {"levels": ()})["levels"]
+    return DATASET if len(datasets) > 1 else None
 
 
 if __name__ == "__main__":
