@@ -4,7 +4,7 @@ Genes in rank order hardly compress, so the genes of a cell are sorted and store
 the rank order follows from counts and medians. A file becomes a zip with the same name and `.zip`:
 
     layout.json         `sha256` and `size` of the file, `by_gene` of each block of 1,024 cells
-    rest                bytes of the file without X/indices and X/data; alone in files without cells
+    rest                bytes of the file without X/indices and X/data
     medians             of the vocabulary's genes, float32
     starts              indptr of X, int64
     genes-N, counts-N   of block N, compressed by zstd; in rank order if that does not follow (`by_gene` false)
@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -58,23 +59,16 @@ def archive_shards(manifest: Manifest, out: Path) -> int:
             rows |= {shard.path.name: shard for shard in open_shards(manifest, split)}
     files = manifest.files()
     verify(manifest)
+    archives = [out / f"{file.name}.zip" for file in files]
+    rows_of_files = [rows.get(file.name) for file in files]
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(
-            pool.map(
-                lambda file: _archive(
-                    manifest, file, rows.get(file.name), out / f"{file.name}.zip"
-                ),
-                files,
-            )
-        )
-    with atomic_path(out / manifest.path.name) as temporary:
-        shutil.copyfile(manifest.path, temporary)
-    return sum((out / f"{file.name}.zip").stat().st_size for file in files)
+        list(pool.map(partial(_archive, manifest), files, rows_of_files, archives))
+    _copy_manifest(manifest, out)
+    return sum(archive.stat().st_size for archive in archives)
 
 
 def restore_shards(manifest: Manifest, out: Path) -> int:
-    """Write the files of an archive, whose `manifest` is given, to the folder `out`; return their
-    number.
+    """Write the files of the archive of `manifest` to the folder `out`; return their number.
 
     Files that are there already are kept; manifest.json is written last. Raises ConfigError if
     `out` holds other shards, DataError for a file whose SHA-256 is not the manifest's.
@@ -82,23 +76,27 @@ def restore_shards(manifest: Manifest, out: Path) -> int:
     _refuse_others(manifest, out)
     files = manifest.files()
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda file: _restore(manifest, file, out / file.name), files))
+        list(pool.map(partial(_restore, manifest, out), files))
+    _copy_manifest(manifest, out)
+    return len(files)
+
+
+def _copy_manifest(manifest: Manifest, out: Path) -> None:
     with atomic_path(out / manifest.path.name) as temporary:
         shutil.copyfile(manifest.path, temporary)
-    return len(files)
 
 
 def _refuse_others(manifest: Manifest, out: Path) -> None:
     """Raise ConfigError if the manifest in `out` lists other files: they would be overwritten or
     orphaned.
     """
-    there = out / manifest.path.name
-    if there.exists():
+    path = out / manifest.path.name
+    if path.exists():
         with suppress(DataError):
-            if Manifest.read(there).files() == manifest.files():
+            if Manifest.read(path).files() == manifest.files():
                 return
         raise ConfigError(
-            f"{there}: expected the files of {manifest.path}, got others or a damaged manifest; set --out to another "
+            f"{path}: expected the files of {manifest.path}, got others or a damaged manifest; set --out to another "
             "folder, or remove this manifest to overwrite the files beside it"
         )
 
@@ -132,13 +130,9 @@ def _copy_rest(
     member `rest`.
     """
     arrays = []
-    if isinstance(file, ShardEntry):
+    if isinstance(file, ShardEntry) and file.nnz:
         width = np.dtype(file.dtype).itemsize
-        arrays = (
-            sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)])
-            if file.nnz
-            else []
-        )
+        arrays = sorted([(file.genes_at, 4 * file.nnz), (file.counts_at, width * file.nnz)])
     position = 0
     for start, n_bytes in [*arrays, (size, 0)]:
         whole.seek(position)
@@ -163,13 +157,13 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
     inverse = inverse_medians(medians)
     for number, first in enumerate(range(0, rows.n_obs, _ROWS)):
         starts = indptr[first : first + _ROWS + 1]
-        span = int(starts[0]), int(starts[-1])
-        genes = rows.read_genes(*span)
-        counts = rows.read_counts(*span)
-        starts = starts - starts[0]
+        start, stop = starts[[0, -1]].tolist()
+        genes = rows.read_genes(start, stop)
+        counts = rows.read_counts(start, stop)
+        starts = starts - start
         order = np.lexsort((genes, row_numbers(starts)))
-        restored = rank_order_rows(starts, genes[order], counts[order], inverse)
-        is_ranked = np.array_equal(restored[0], genes) and np.array_equal(restored[1], counts)
+        ranked, ranked_counts = rank_order_rows(starts, genes[order], counts[order], inverse)
+        is_ranked = np.array_equal(ranked, genes) and np.array_equal(ranked_counts, counts)
         if is_ranked:
             genes = genes[order]
             counts = counts[order]
@@ -181,7 +175,8 @@ def _write_rows(archive: zipfile.ZipFile, rows: RowFile) -> list[bool]:
     return by_gene
 
 
-def _restore(manifest: Manifest, file: ShardEntry | IndexEntry, target: Path) -> None:
+def _restore(manifest: Manifest, out: Path, file: ShardEntry | IndexEntry) -> None:
+    target = out / file.name
     source = manifest.path.with_name(f"{file.name}.zip")
     if target.is_file() and sha256_file(target) == file.sha256:
         return
@@ -228,10 +223,9 @@ def _fill(archive: zipfile.ZipFile, file: ShardEntry | IndexEntry, restored: IO[
             if len(genes) and not 0 <= genes.min() <= genes.max() < len(inverse):
                 raise ValueError("it has genes outside the vocabulary")
             genes, counts = rank_order_rows(in_block, genes, counts, inverse)
-        os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * int(starts[first]))
-        os.pwrite(
-            descriptor, counts.tobytes(), file.counts_at + counts.itemsize * int(starts[first])
-        )
+        start = int(starts[first])
+        os.pwrite(descriptor, genes.astype("<i4").tobytes(), file.genes_at + 4 * start)
+        os.pwrite(descriptor, counts.tobytes(), file.counts_at + counts.itemsize * start)
 
 
 def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> bytes:

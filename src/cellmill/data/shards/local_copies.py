@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
 
@@ -36,10 +37,10 @@ def warn(line: str) -> None:
 
 
 class LocalCopies:
-    """Complete copies in `folder`, by the name of the shard. Thread-safe.
+    """Complete copies in `folder`, under the names of their shards. Thread-safe.
 
-    A copy appears under its name when it is complete and verified. After the first that cannot be
-    read no copy is used any more.
+    A copy appears under its name when it is complete and verified. Once one cannot be read, copies
+    are no longer used.
     """
 
     def __init__(self, folder: Path):
@@ -48,17 +49,20 @@ class LocalCopies:
         self._given_up = False
         self._lock = Lock()
 
-    def of(self, shard: Path) -> Path | None:
+    def find(self, shard: Path) -> Path | None:
         """Path of the copy of a shard; None as long as there is none."""
         if self._given_up:
             return None
         copy = self._complete.get(shard.name)
-        if copy is None and os.path.exists(path := f"{self.folder}/{shard.name}"):
-            copy = self._complete[shard.name] = Path(path)
+        if copy is None:
+            path = f"{self.folder}/{shard.name}"
+            if os.path.exists(path):
+                copy = Path(path)
+                self._complete[shard.name] = copy
         return copy
 
     def give_up(self, error: Exception, shard: Path) -> None:
-        """Use no copy any more, and warn once."""
+        """Stop using copies, and warn once."""
         with self._lock:
             if not self._given_up:
                 warn(
@@ -75,7 +79,7 @@ class LocalCopies:
 class CopyTask:
     """Copies to make."""
 
-    folder: str  # a new one, in one that may be missing
+    folder: str  # new; its parent may be missing
     shards: dict[str, str]  # SHA-256 of each shard by path, in the order of copying
     limit_bytes: float | None  # most bytes of all copies
 
@@ -161,7 +165,7 @@ def _copy(shard: Path, copy: Path, sha256: str, ended: Event) -> None:
     temporary = copy.with_name(f".{copy.name}.incomplete")
     try:
         with open(shard, "rb", buffering=0) as source, open(temporary, "xb", buffering=0) as target:
-            while chunk := source.read(_CHUNK):
+            for chunk in iter(partial(source.read, _CHUNK), b""):
                 view = memoryview(chunk)
                 while view:  # a write may be short, as just before a disk is full
                     view = view[target.write(view) :]

@@ -19,6 +19,7 @@ import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -54,7 +55,7 @@ from cellmill.files import digest, fsync, named_errors, progress, read_json, wri
 BLOCK = 1024  # cells read, ordered and written at a time
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
 FORMAT = 2
-FOLDER = "parts"  # of the plan, beside the manifest
+FOLDER = "parts"  # folder of the plan, beside the manifest
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class ShardPlace:
     number: int  # in its split
     first: int
     last: int
+
+    @property
+    def n_obs(self) -> int:
+        return self.last - self.first
 
     @property
     def name(self) -> str:
@@ -117,10 +122,10 @@ class ShardPlan(CorpusSummary):
 class _Scan:
     """Numbers of each cell of a dataset."""
 
-    dtypes: dict[str, str | None]  # of obs columns
-    values: np.ndarray | None  # of the column that splits, as text
+    dtypes: dict[str, str | None]  # by obs column
+    values: np.ndarray | None  # text of the column that splits
     hashes: np.ndarray
-    # of the cells over all genes of the file, if these decide the split
+    # hashes over all genes of the file, if these decide the split
     split_hashes: np.ndarray | None
     # of dtype `CELL`: nonzeros among the vocabulary's genes, and the largest count of them
     cells: np.ndarray
@@ -129,10 +134,19 @@ class _Scan:
     counts_rule: str | None  # how estimated counts were rounded
 
 
+class _Corpus(NamedTuple):
+    """Cells with a gene of the vocabulary, by dataset."""
+
+    cells: np.ndarray  # of dtype `CELL`
+    hashes: np.ndarray
+    split: np.ndarray  # index into `SPLITS`
+
+    def select(self, chosen: np.ndarray) -> _Corpus:
+        return _Corpus(*(array[chosen] for array in self))
+
+
 def remove_plan(folder: Path) -> None:
-    """Remove a plan, first of all plan.json: a killed removal must not leave what passes for a
-    whole plan.
-    """
+    """Remove a plan, plan.json first: what a killed removal leaves must not pass for a whole plan."""
     if folder.is_dir():
         (folder / "plan.json").unlink(missing_ok=True)
         fsync(folder)
@@ -166,54 +180,59 @@ def make_plan(
         manifest.unlink(missing_ok=True)
         return plan
     gene_hashes = hash_genes(vocabulary.gene_ids)
-    read = enumerate(progress(cells, "divide", len(cells), "files"))
-    scans = [
-        _scan(number, path, vocabulary, gene_hashes, options.split_by) for number, path in read
-    ]
-    corpus, hashes, split = _divide(cells, scans, options)
-    dropped = options.duplicates == "drop"
-    rank = np.array(
-        [listed.index(path) if dropped else number for number, path in enumerate(cells)]
-    )
-    repeated, across_splits = _duplicates(hashes, split, rank[corpus["dataset"]])
-    duplicates = np.bincount(corpus["dataset"][repeated], minlength=len(cells)).tolist()
-    if dropped:
-        corpus, hashes, split = (array[~repeated] for array in (corpus, hashes, split))
+    scans = []
+    for number, path in enumerate(progress(cells, "divide", len(cells), "files")):
+        scans.append(_scan(number, path, vocabulary, gene_hashes, options.split_by))
+    corpus = _divide(cells, scans, options)
+    # of equal cells the first one is kept: by dataset, or as they are listed
+    is_dropped = options.duplicates == "drop"
+    rank = np.arange(len(cells))
+    if is_dropped:
+        rank = np.array([listed.index(path) for path in cells])
+    repeated, across_splits = _find_duplicates(corpus, rank)
+    duplicates = np.bincount(corpus.cells["dataset"][repeated], minlength=len(cells)).tolist()
+    if is_dropped:
+        corpus = corpus.select(~repeated)
         across_splits = 0
     manifest.unlink(missing_ok=True)
     with named_errors(folder):
         remove_plan(folder)
         obs = JointObs(folder / "obs", names, join_columns([scan.dtypes for scan in scans]))
-        ends = np.searchsorted(corpus["dataset"], np.arange(1, len(cells)))
-        kept = [np.ascontiguousarray(rows) for rows in np.split(corpus["row"], ends)]
-        for number, (path, scan, rows) in enumerate(zip(cells, scans, kept)):
+        kept = []
+        for number, (path, scan) in enumerate(zip(cells, scans)):
+            rows = corpus.cells["row"][corpus.cells["dataset"] == number]
+            kept.append(rows)
             mask = np.zeros(len(scan.cells), bool)
             mask[rows] = True
             with open_counts(path) as reader:  # one in memory at a time
                 obs.write(number, reader.obs, mask)
-        chosen = {}
+        in_splits = {}
         index = {}
         for number, name in enumerate(SPLITS):
-            order = np.flatnonzero(split == number)
+            order = np.flatnonzero(corpus.split == number)
             order = order[permutation(len(order), options.seed, SHARDS, number)]
-            chosen[name] = corpus[order]
-            np.save(folder / f"{name}.npy", chosen[name])
+            shuffled = corpus.select(order)
+            in_splits[name] = shuffled.cells
+            np.save(folder / f"{name}.npy", shuffled.cells)
             index[name] = write_split_index(
-                manifest.parent, name, chosen[name]["nnz"], hashes[order], options.cells_per_shard
+                manifest.parent,
+                name,
+                shuffled.cells["nnz"],
+                shuffled.hashes,
+                options.cells_per_shard,
             )
         sizes = [len(scan.cells) for scan in scans]
-        obs_levels, obs_numbers = write_columns(manifest.parent, obs, kept, sizes, chosen, index)
+        obs_levels, obs_numbers = write_columns(manifest.parent, obs, kept, sizes, in_splits, index)
+        by_name = dict(zip(names, scans))
         plan = ShardPlan(
             folder=folder,
             key=key,
             datasets=names,
             ordered=any(scan.ordered for scan in scans),
             cells_per_shard=options.cells_per_shard,
-            n_obs={name: len(own) for name, own in chosen.items()},
+            n_obs={name: len(chosen) for name, chosen in in_splits.items()},
             index=index,
-            left_out={
-                name: int((scan.cells["nnz"] == 0).sum()) for name, scan in zip(names, scans)
-            },
+            left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in by_name.items()},
             duplicates={name: n for name, n in zip(names, duplicates) if n},
             across_splits=across_splits,
             columns=obs.columns,
@@ -222,7 +241,7 @@ def make_plan(
             ranked=any(scan.ranked for scan in scans),
             counts_rules={
                 name: scan.counts_rule
-                for name, scan in zip(names, scans)
+                for name, scan in by_name.items()
                 if scan.counts_rule in COUNTS_RULES
             },
         )
@@ -235,7 +254,7 @@ def make_plan(
 def find_plan(
     cells: list[Path], vocabulary: Vocabulary, options: ShardOptions, folder: Path
 ) -> ShardPlan:
-    """The plan that `make_plan` wrote in `folder`. Raises DataError when there is no plan of these
+    """Read the plan that `make_plan` wrote in `folder`. Raises DataError if it has no plan of these
     inputs.
     """
     plan = ShardPlan.read(folder, _key(cells, vocabulary, options))
@@ -245,10 +264,14 @@ def find_plan(
 
 
 def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> str:
-    """Digest of all that a plan follows from; of the cells files name, size and time."""
+    """Digest of everything that a plan follows from; files of cells count by name, size and time."""
     stamps = {path.stem: [path.stat().st_size, path.stat().st_mtime_ns] for path in cells}
-    given = options.model_dump(mode="json", exclude={"jobs"})
-    facts = {"format": FORMAT, "cells": stamps, "vocabulary": vocabulary.digest, "shard": given}
+    facts = {
+        "format": FORMAT,
+        "cells": stamps,
+        "vocabulary": vocabulary.digest,
+        "shard": options.model_dump(mode="json", exclude={"jobs"}),
+    }
     listed = [path.stem for path in cells]
     if options.duplicates == "drop" and listed != sorted(listed):
         facts["listed"] = listed  # of equal cells the first one listed is kept
@@ -258,6 +281,7 @@ def _key(cells: list[Path], vocabulary: Vocabulary, options: ShardOptions) -> st
 def _scan(
     number: int, path: Path, vocabulary: Vocabulary, gene_hashes: np.ndarray, split_by: str | None
 ) -> _Scan:
+    """Hash and measure the cells of dataset `number`, in one pass over its file."""
     hashes = []
     first = 0
     split_hashes = list[np.ndarray]()
@@ -266,39 +290,39 @@ def _scan(
         file_hashes = hash_genes(reader.var_names if over_all_genes else [])
         target = vocabulary.rows_of(reader.var_names)
         cells = np.empty(reader.n_obs, CELL)
-        cells["dataset"], cells["row"] = number, np.arange(reader.n_obs)
+        cells["dataset"] = number
+        cells["row"] = np.arange(reader.n_obs)
         for block in progress(reader.rows(BLOCK), f"divide {path.stem}", reader.n_obs):
             counts = select_genes(block, target, vocabulary.n_genes, reader.ordered)
-            # a sequence is its residues at their places, a cell its genes with their counts
+            # a sequence is its residues at their positions, a cell its genes with their counts
             values = positions_in_rows(counts.indptr) if reader.ordered else counts.data
             hashes.append(hash_cells(counts.indptr, counts.indices, values, gene_hashes))
             if over_all_genes:
-                split_hashes.append(
-                    hash_cells(block.indptr, block.indices, block.data, file_hashes)[:, 0]
-                )
+                in_file = hash_cells(block.indptr, block.indices, block.data, file_hashes)
+                split_hashes.append(in_file[:, 0])
             part = cells[first : first + block.shape[0]]
             part["nnz"] = np.diff(counts.indptr)
             part["largest"] = 1 if reader.ordered else counts.max(axis=1).toarray().ravel()
             first += block.shape[0]
         split_values = None if split_by is None else reader.split_values(split_by)
-        dtypes = {str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns}
-        rule = reader.recorded.get(COUNTS_RULE)
         return _Scan(
-            dtypes=dtypes,
+            dtypes={str(name): dtype_of(reader.obs[name]) for name in reader.obs.columns},
             values=split_values,
             hashes=np.concatenate(hashes),
             split_hashes=np.concatenate(split_hashes) if over_all_genes else None,
             cells=cells,
             ordered=reader.ordered,
             ranked=reader.ranked,
-            counts_rule=rule,
+            counts_rule=reader.recorded.get(COUNTS_RULE),
         )
 
 
 def select_genes(
     block: sp.csr_matrix, target: np.ndarray, n_genes: int, ordered: bool
 ) -> sp.csr_matrix:
-    """`block` over the vocabulary's genes, summed; of sequences nothing is summed or lost."""
+    """`block` over the vocabulary's genes, with columns of one gene summed; sequences lose and sum
+    nothing.
+    """
     if not ordered:
         return select_columns(block, target, n_genes)
     if (target < 0).any():
@@ -310,48 +334,43 @@ def select_genes(
     )
 
 
-def _divide(
-    cells: list[Path], scans: list[_Scan], options: ShardOptions
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cells with a gene of the vocabulary, by dataset, of dtype `CELL`; their hashes and splits."""
-    corpus = np.concatenate([scan.cells for scan in scans])
-    keep = corpus["nnz"] > 0
+def _divide(paths: list[Path], scans: list[_Scan], options: ShardOptions) -> _Corpus:
+    """Assign the cells with a gene of the vocabulary to splits."""
+    cells = np.concatenate([scan.cells for scan in scans])
+    keep = cells["nnz"] > 0
     if not keep.any():
         raise DataError(
-            f"{cells[0]}: none of {len(keep):,} cells of the corpus has a gene of the vocabulary; "
+            f"{paths[0]}: none of {len(keep):,} cells of the corpus has a gene of the vocabulary; "
             "give the vocabulary made from these datasets"
         )
     hashes = np.concatenate([scan.hashes for scan in scans])[keep]
+    fractions = (options.seed, options.val_frac, options.test_frac)
     if options.split_by is None:
         over_all = [scan.split_hashes for scan in scans if scan.split_hashes is not None]
         deciding = np.concatenate(over_all)[keep] if over_all else hashes[:, 0]
-        split = split_by_content(deciding, options.seed, options.val_frac, options.test_frac)
+        split = split_by_content(deciding, *fractions)
     else:
         values = np.concatenate([scan.values for scan in scans if scan.values is not None])[keep]
-        split = split_by_value(
-            values,
-            options.split_by,
-            options.seed,
-            options.val_frac,
-            options.test_frac,
-            options.train_values,
-        )
-    return corpus[keep], hashes, split
+        split = split_by_value(values, options.split_by, *fractions, options.train_values)
+    return _Corpus(cells[keep], hashes, split)
 
 
-def _duplicates(hashes: np.ndarray, split: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, int]:
+def _find_duplicates(corpus: _Corpus, rank: np.ndarray) -> tuple[np.ndarray, int]:
     """Mask of duplicates of earlier cells, and the number of cells with a duplicate in another
-    split. Cells of datasets of lower `rank`, `(cells,)`, are earlier, and within a dataset those
-    that come first.
+    split.
+
+    Cells of datasets of lower `rank`, `(datasets,)`, are earlier, and within a dataset those that
+    come first.
     """
-    by_rank = np.argsort(rank, kind="stable")
-    order = by_rank[np.lexsort(hashes[by_rank].T[::-1])]
-    ordered = hashes[order]
-    equal = (ordered[1:] == ordered[:-1]).all(axis=1)
-    repeated = np.zeros(len(hashes), bool)
-    repeated[order[1:][equal]] = True
-    first = np.flatnonzero(np.concatenate([[True], ~equal]))  # of each group of equal cells
-    split_in_order = split[order]
-    mixed = np.maximum.reduceat(split_in_order, first) != np.minimum.reduceat(split_in_order, first)
-    sizes = np.diff(np.concatenate([first, [len(hashes)]]))
-    return repeated, int(sizes[mixed].sum())
+    by_rank = np.argsort(rank[corpus.cells["dataset"]], kind="stable")
+    order = by_rank[np.lexsort(corpus.hashes[by_rank].T[::-1])]
+    ordered = corpus.select(order)
+    is_equal = (ordered.hashes[1:] == ordered.hashes[:-1]).all(axis=1)
+    repeated = np.zeros(len(order), bool)
+    repeated[order[1:][is_equal]] = True
+    # groups of equal cells, and those with cells of several splits
+    starts = np.flatnonzero(np.append(True, ~is_equal))
+    sizes = np.diff(starts, append=len(order))
+    split = ordered.split
+    is_mixed = np.maximum.reduceat(split, starts) != np.minimum.reduceat(split, starts)
+    return repeated, int(sizes[is_mixed].sum())

@@ -1,5 +1,4 @@
-"""Rows of shards and of preprocessed cells, read by offset without HDF5, in one file, as both end
-in the same reads.
+"""Rows of shards and of preprocessed cells, read by offset without HDF5.
 
 Shards are .h5ad files whose rows are in rank order. X is spec CSR, contiguous, unfiltered and
 little-endian, so any scverse tool opens a shard, and a block of cells is one `preadv` at a known
@@ -34,6 +33,7 @@ from typing import Any, Literal, TypeVar
 import h5py
 import numpy as np
 
+from cellmill.data.arrays import row_offsets
 from cellmill.data.inputs.h5 import one_line, open_h5, read_texts
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
@@ -42,14 +42,14 @@ from cellmill.errors import DataError
 from cellmill.files import special_kind
 
 T = TypeVar("T")
-# files: a quarter of the usual limit of a process. A window of a lane reads from 128 at most
+# open files: a quarter of the usual limit of a process. A window of a lane reads at most 128
 MOST_OPEN = 256
 IOV_MAX = 1024  # buffers of one preadv; POSIX promises 16, Linux has had 1,024 since 2.4
 # bits of a chunk's mask: filters that it was stored without
 _SHUFFLE = 1
 _GZIP = 2
 _PREPROCESS = "run preprocess again"
-# by a damaged header
+# raised by libraries for a damaged header
 _UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
@@ -61,11 +61,14 @@ def iovecs(array: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarr
     """Address and bytes of each `array[start : start + size]`, `(n, 2)` uint64, as C's `struct
     iovec`.
 
-    To be used while the array lives. Raises IndexError for a slice that is not in it.
+    The addresses are valid while the array lives. Raises IndexError for a slice that is not in it.
     """
     assert array.flags.c_contiguous
     assert array.flags.writeable
-    if len(starts) and (starts.min() < 0 or sizes.min() < 0 or (starts + sizes).max() > len(array)):
+    is_inside = not len(starts) or (
+        min(starts.min(), sizes.min()) >= 0 and (starts + sizes).max() <= len(array)
+    )
+    if not is_inside:
         raise IndexError(f"expected slices within {len(array):,} entries, got one beyond")
     table = np.empty((len(starts), 2), np.uint64)
     table[:, 0] = array.ctypes.data + array.itemsize * starts
@@ -84,11 +87,10 @@ class _Open:
 
 
 class OpenFiles:
-    """The `most` files used last, kept open; one that is being read stays open until then.
-    Thread-safe.
+    """The `most` files used last, kept open. Thread-safe.
 
-    `open` returns a file, to be kept while its descriptor is in use; it raises OSError when it
-    cannot be opened. `copies` are files that may be read instead.
+    `open` returns a file, whose descriptor stays open while the caller holds it; it raises OSError
+    when the file cannot be opened. `copies` are files that may be read instead.
     """
 
     def __init__(self, most: int = MOST_OPEN, copies: LocalCopies | None = None):
@@ -127,21 +129,33 @@ class Contiguous:
         return values
 
     def scatter(self, descriptor: int, start: int, table: np.ndarray) -> None:
-        """Fill a table of `iovecs`, which must live until then, with the values from `start` on."""
+        """Fill the memory of a table of `iovecs` with the values from `start` on.
+
+        Raises ValueError at the end of the file.
+        """
         offset = self.offset + self.dtype.itemsize * start
         for first in range(0, len(table), IOV_MAX):
             part = table[first : first + IOV_MAX]
+            n_bytes = int(part[:, 1].sum())
+            n_read = _read_into(part, descriptor, offset)
             # one call reads up to 2 GiB, and a short read of a regular file means end of file: a
             # retry would not end
-            while (n_read := _preadv(descriptor, part.ctypes.data, len(part), offset)) < 0:
-                number = ctypes.get_errno()
-                if number != errno.EINTR:
-                    raise OSError(number, os.strerror(number))
-            if n_read != (n_bytes := int(part[:, 1].sum())):
+            if n_read != n_bytes:
                 raise ValueError(
                     f"short read: {n_read:,} of {n_bytes:,} bytes at {offset:,}: the file was truncated while open"
                 )
             offset += n_bytes
+
+
+def _read_into(table: np.ndarray, descriptor: int, offset: int) -> int:
+    """Call C's preadv, again if a signal interrupts it; return the number of bytes read."""
+    while True:
+        n_read = int(_preadv(descriptor, table.ctypes.data, len(table), offset))
+        if n_read >= 0:
+            return n_read
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 @dataclass(frozen=True)
@@ -150,59 +164,52 @@ class Chunks:
 
     offsets: np.ndarray  # `(chunks,)` int64
     sizes: np.ndarray  # `(chunks,)` int64, bytes as stored
-    masks: np.ndarray  # `(chunks,)` uint8
+    masks: np.ndarray  # `(chunks,)` int64, filters that each was stored without
     length: int  # values of a chunk
     dtype: np.dtype[Any]
 
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Chunks:
         """Raises ValueError unless every chunk was written."""
-        (length,), n = dataset.chunks, -(-len(dataset) // dataset.chunks[0])
-        chunks = cls(
-            np.zeros(n, np.int64),
-            np.zeros(n, np.int64),
-            np.zeros(n, np.uint8),
-            length,
-            dataset.dtype,
-        )
+        (length,) = dataset.chunks
+        n = -(-len(dataset) // length)
+        table = np.zeros((n, 3), np.int64)
 
         def add(chunk: Any) -> None:
-            i = chunk.chunk_offset[0] // length
-            chunks.offsets[i], chunks.sizes[i], chunks.masks[i] = (
-                chunk.byte_offset,
-                chunk.size,
-                chunk.filter_mask,
-            )
+            row = table[chunk.chunk_offset[0] // length]
+            row[:] = chunk.byte_offset, chunk.size, chunk.filter_mask
 
         dataset.id.chunk_iter(add)
-        if (
-            not chunks.sizes.all()
-            or (chunks.sizes > 2 * length * dataset.dtype.itemsize + 1024).any()
-        ):
+        offsets, sizes, masks = table.T
+        most = 2 * length * dataset.dtype.itemsize + 1024
+        if not sizes.all() or (sizes > most).any():
             raise ValueError(f"{dataset.name} has chunks of impossible size")
-        return chunks
+        return cls(offsets, sizes, masks, length, dataset.dtype)
 
     def read(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         """Values `start` to `stop`. Raises ValueError or zlib.error for a damaged chunk."""
         first = start // self.length
-        n_bytes = self.length * self.dtype.itemsize
         values = [np.empty(0, self.dtype)]
         for number in range(first, -(-stop // self.length)):
-            size = int(self.sizes[number])
-            mask = int(self.masks[number])
-            stored = os.pread(descriptor, size, int(self.offsets[number]))
-            inflated = (
-                stored if mask & _GZIP else zlib.decompressobj().decompress(stored, n_bytes + 1)
-            )
-            if len(stored) != size or len(inflated) != n_bytes:
-                raise ValueError(f"a chunk has {len(inflated):,} bytes, not {n_bytes:,}")
-            planes = np.frombuffer(inflated, np.uint8)
-            if not mask & _SHUFFLE:
-                planes = np.ascontiguousarray(
-                    planes.reshape(self.dtype.itemsize, self.length).T
-                ).ravel()
-            values.append(planes.view(self.dtype))
-        return np.concatenate(values)[start - first * self.length : stop - first * self.length]
+            values.append(self._read_chunk(descriptor, number))
+        skipped = first * self.length
+        return np.concatenate(values)[start - skipped : stop - skipped]
+
+    def _read_chunk(self, descriptor: int, number: int) -> np.ndarray:
+        size = int(self.sizes[number])
+        mask = int(self.masks[number])
+        n_bytes = self.length * self.dtype.itemsize
+        stored = os.pread(descriptor, size, int(self.offsets[number]))
+        inflated = stored
+        if not mask & _GZIP:
+            inflated = zlib.decompressobj().decompress(stored, n_bytes + 1)
+        if len(stored) != size or len(inflated) != n_bytes:
+            raise ValueError(f"a chunk has {len(inflated):,} bytes, not {n_bytes:,}")
+        values = np.frombuffer(inflated, np.uint8)
+        if not mask & _SHUFFLE:  # bytes of equal significance stand together
+            planes = values.reshape(self.dtype.itemsize, self.length)
+            values = np.ascontiguousarray(planes.T).ravel()
+        return values.view(self.dtype)
 
 
 @dataclass(eq=False)
@@ -233,21 +240,18 @@ class RowFile:
 
     @cached_property
     def indptr(self) -> np.ndarray:
-        """First nonzero of each row, and the end. Raises DataError unless they are of `nnz`
-        nonzeros.
+        """First nonzero of each row, and the end. Raises DataError unless they ascend from 0 to
+        `nnz`.
         """
-        p = self.starts
-        n = self.nnz
-        if p[0] or p[-1] != n or (p[1:] < p[:-1]).any():
+        starts = self.starts
+        if starts[0] or starts[-1] != self.nnz or (starts[1:] < starts[:-1]).any():
             raise DataError(
-                f"{self.path}: damaged: its offsets of rows are not of {n:,} nonzeros; {self.remedy}"
+                f"{self.path}: damaged: its offsets of rows are not of {self.nnz:,} nonzeros; {self.remedy}"
             )
-        return p
+        return starts
 
     def close(self) -> None:
-        """Close all files of `files`. No thread may be reading them; they are opened again if they
-        are read again.
-        """
+        """Close all files of `files`, while no thread reads them; a later read opens them again."""
         self.files.open.cache_clear()
 
     def read_genes(self, start: int, stop: int) -> np.ndarray:
@@ -259,9 +263,7 @@ class RowFile:
         return self._read(lambda descriptor: self.counts.read(descriptor, start, stop))
 
     def scatter(self, start: int, genes: np.ndarray, counts: np.ndarray | None) -> None:
-        """Fill tables of `iovecs`, which must live until then, with genes and counts from nonzero
-        `start` on.
-        """
+        """Fill the memory of tables of `iovecs` with genes and counts from nonzero `start` on."""
 
         def read(descriptor: int) -> None:
             for array, table in ((self.genes, genes), (self.counts, counts)):
@@ -274,7 +276,8 @@ class RowFile:
     def _read(self, read: Callable[[int], T]) -> T:
         """Result of `read`, called with a descriptor of the file or of its local copy."""
         copies = self.files.copies
-        if copies is not None and (copy := copies.of(self.path)) is not None:
+        copy = None if copies is None else copies.find(self.path)
+        if copies is not None and copy is not None:
             try:
                 file = self.files.open(copy)
                 return read(file.descriptor)
@@ -297,27 +300,26 @@ class RowFile:
         if not stat.S_ISREG(status.st_mode):
             kind = special_kind(self.path) or "folder"
             raise DataError(f"{self.path}: expected a file, got a {kind}; {self.remedy}")
-        stored = [array for array in (self.genes, self.counts) if isinstance(array, Contiguous)]
-        needed = max(
-            (array.offset + array.dtype.itemsize * self.nnz for array in stored), default=0
-        )
-        if status.st_size < needed:
-            raise ValueError(f"truncated: {status.st_size:,} of at least {needed:,} bytes")
+        for array in (self.genes, self.counts):
+            if isinstance(array, Contiguous):
+                end = array.offset + array.dtype.itemsize * self.nnz
+                if status.st_size < end:
+                    raise ValueError(f"truncated: {status.st_size:,} of at least {end:,} bytes")
         self._is_checked = True
 
 
 def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = None) -> list[RowFile]:
     """Shards of a split, each opened when it is first read.
 
-    A shard of which `copies` has a copy is read there. Raises DataError if the split has no cells
-    or no index.
+    A shard is read from its copy in `copies`, if there is one. Raises DataError if the split has no
+    cells or no index.
     """
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
     indptr = open_index(manifest, split, "offsets")
-    starts = np.cumsum([0, *(shard.n_obs + 1 for shard in shards)]).tolist()
+    borders = row_offsets([shard.n_obs + 1 for shard in shards])
     opened = []
-    for shard, (first, stop) in zip(shards, pairwise(starts)):
+    for shard, (first, stop) in zip(shards, pairwise(borders.tolist())):
         genes = Contiguous(shard.genes_at, np.dtype("<i4"))
         counts = Contiguous(shard.counts_at, np.dtype(shard.dtype))
         path = manifest.shard_path(shard)
@@ -346,15 +348,16 @@ def open_cells(path: Path, files: OpenFiles) -> RowFile:
             too_large = indptr.nbytes > path.stat().st_size
             if indptr.shape != (n_obs + 1,) or indptr.dtype.kind not in "iu" or too_large:
                 raise ValueError(f"X/indptr is not of {n_obs:,} cells")
-            stored = [
-                Chunks.of(array)
-                if array.compression == "gzip" and array.shuffle
-                else Contiguous.of(array)
-                for array in (genes, counts)
-            ]
             starts = np.asarray(indptr[:], np.int64)
             return RowFile(
-                path, len(genes), n_vars, stored[0], stored[1], files, starts, _PREPROCESS
+                path,
+                len(genes),
+                n_vars,
+                _locate(genes),
+                _locate(counts),
+                files,
+                starts,
+                _PREPROCESS,
             )
     except _UNREADABLE as error:
         raise DataError(
@@ -362,9 +365,14 @@ def open_cells(path: Path, files: OpenFiles) -> RowFile:
         ) from None
 
 
+def _locate(array: h5py.Dataset) -> Contiguous | Chunks:
+    is_compressed = array.compression == "gzip" and array.shuffle
+    return Chunks.of(array) if is_compressed else Contiguous.of(array)
+
+
 def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
-    """Names of the cells, `dataset:name` in shards, or of the genes of a shard or of a file that
-    preprocess wrote, object.
+    """Names of the cells (`dataset:name` in shards) or genes of a shard or a file that preprocess
+    wrote, object.
     """
     try:
         with open_h5(path, REMEDY) as file:

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -22,7 +23,7 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
-from cellmill.data.arrays import inverse_medians, rank_order_rows
+from cellmill.data.arrays import inverse_medians, rank_order_rows, row_offsets
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5, write_cells
 from cellmill.data.shards.manifest import (
@@ -71,7 +72,7 @@ def write_shards(
 ) -> Manifest:
     """Write the shards of a corpus beside `out`, then the manifest to `out`.
 
-    Existing shards are replaced, but those that a killed process finished from the same inputs.
+    Existing shards are replaced, except those that a killed process finished from the same inputs.
     Raises DataError as `make_plan` does.
     """
     plan = make_plan(cells, vocabulary, options, out)
@@ -81,15 +82,11 @@ def write_shards(
         entry = _finished(plan, place, out.parent)
         assert entry is not None
         entries[place.split].append(entry)
-    splits = {
-        name: SplitEntry(
-            n_obs=plan.n_obs[name],
-            nnz=sum(s.nnz for s in shards),
-            shards=shards,
-            index=plan.index[name],
-        )
-        for name, shards in entries.items()
-    }
+    splits = {}
+    for name, shards in entries.items():
+        nnz = sum(shard.nnz for shard in shards)
+        n_obs = plan.n_obs[name]
+        splits[name] = SplitEntry(n_obs=n_obs, nnz=nnz, shards=shards, index=plan.index[name])
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
     genes = ShardVocabulary(
         digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians
@@ -108,7 +105,7 @@ def write_shards(
         **plan.model_dump(include=set(CorpusSummary.model_fields)),
     )
     written = {file.name for file in manifest.files()}
-    # of an earlier set of shards, which was larger or had other splits
+    # files of earlier shards, which were more or had other splits
     for path in out.parent.iterdir():
         if _FILE_NAME.fullmatch(path.name) and path.name not in written:
             path.unlink()
@@ -131,15 +128,14 @@ def write_part(
     Parts may be written at the same time. Shards that are already there are kept.
     """
     paths = {path.stem: path for path in cells}
-    files = OpenFiles()
     places = plan.shards()[part::parts]
     missing = [place for place in places if _finished(plan, place, folder) is None]
     if missing:
-        writer = _Writer(
-            plan, [open_cells(paths[name], files) for name in plan.datasets], vocabulary, folder
-        )
-        todo = sum(place.last - place.first for place in missing)
-        for place in progress(missing, "shard", todo, size=lambda place: place.last - place.first):
+        files = OpenFiles()
+        sources = [open_cells(paths[name], files) for name in plan.datasets]
+        writer = _Writer(plan, sources, vocabulary, folder)
+        n_cells = sum(place.n_obs for place in missing)
+        for place in progress(missing, "shard", n_cells, size=attrgetter("n_obs")):
             writer.write(place)
     return len(places)
 
@@ -152,9 +148,9 @@ def _finished(plan: ShardPlan, place: ShardPlace, folder: Path) -> ShardEntry | 
     try:
         tree = read_json(_entry_path(plan, place))
         entry = ShardEntry.model_validate(tree["shard"])
-        is_whole = tree["plan"] == plan.key and (
-            tree["stamp"] == stamp(path) or sha256_file(path) == entry.sha256
-        )
+        if tree["plan"] != plan.key:
+            return None
+        is_whole = tree["stamp"] == stamp(path) or sha256_file(path) == entry.sha256
         return entry if is_whole else None
     except (DataError, KeyError, TypeError, ValueError):
         return None
@@ -175,16 +171,17 @@ class _Writer:
         self._folder = folder
         self._n_genes = vocabulary.n_genes
         self._weights = inverse_medians(vocabulary.medians)
-        genes = (read_names(source.path, "var").tolist() for source in sources)
-        self._target = np.concatenate([vocabulary.rows_of(gene_ids) for gene_ids in genes])
+        # row of the vocabulary of each column of all sources, one after another
+        targets = [vocabulary.rows_of(read_names(s.path, "var").tolist()) for s in sources]
+        self._target = np.concatenate(targets)
+        self._first_column = row_offsets([len(target) for target in targets])
         columns = {
             "symbol": vocabulary.symbols,
             "n_cells": vocabulary.n_cells,
             "median": vocabulary.medians,
         }
-        self._var = pd.DataFrame(
-            columns, index=pd.Index(vocabulary.gene_ids, name="gene_id", dtype=object)
-        )
+        gene_ids = pd.Index(vocabulary.gene_ids, name="gene_id", dtype=object)
+        self._var = pd.DataFrame(columns, index=gene_ids)
 
     def write(self, place: ShardPlace) -> None:
         """Write a shard, then its entry of the manifest beside the plan."""
@@ -210,9 +207,8 @@ class _Writer:
             )
             _narrow_indptr(temporary)
         with open_h5(path) as file:
-            genes_at, counts_at = (
-                Contiguous.of(file[f"X/{name}"]).offset for name in ("indices", "data")
-            )
+            genes_at = Contiguous.of(file["X/indices"]).offset
+            counts_at = Contiguous.of(file["X/data"]).offset
         entry = ShardEntry(
             name=path.name,
             n_obs=len(obs),
@@ -229,40 +225,37 @@ class _Writer:
     def _ordered_blocks(
         self, cells: np.ndarray, update: Callable[[Any], None]
     ) -> Iterator[sp.csr_matrix]:
-        """Rows of a shard over the vocabulary's genes, each in rank order, `BLOCK` at a time, which
-        `update` hashes. Sequences keep their own order.
+        """Rows of a shard over the vocabulary's genes, `BLOCK` at a time, which `update` hashes.
+
+        Rows are in rank order; sequences keep their own order.
         """
         ordered = self._plan.ordered
         starts, columns, counts = _gather(cells, self._sources)
-        first_column = np.cumsum([0, *(source.n_vars for source in self._sources)])[
-            cells["dataset"]
-        ]
         for first in range(0, len(cells), BLOCK):
+            in_block = cells[first : first + BLOCK]
             edges = starts[first : first + BLOCK + 1]
             nonzeros = slice(edges[0], edges[-1])
-            shape = (len(edges) - 1, len(self._target))
-            if len(self._sources) > 1:
-                columns[nonzeros] += np.repeat(first_column[first : first + BLOCK], np.diff(edges))
+            first_column = self._first_column[in_block["dataset"]]
+            columns[nonzeros] += np.repeat(first_column, np.diff(edges))
             block = sp.csr_matrix(
-                (counts[nonzeros], columns[nonzeros], edges - edges[0]), shape=shape
+                (counts[nonzeros], columns[nonzeros], edges - edges[0]),
+                shape=(len(in_block), len(self._target)),
             )
             block = select_genes(block, self._target, self._n_genes, ordered)
             if not ordered and not block.data.all():
                 block.eliminate_zeros()
-            if (np.diff(block.indptr) != cells["nnz"][first : first + BLOCK]).any():
+            if (np.diff(block.indptr) != in_block["nnz"]).any():
                 raise DataError(
                     f"{self._sources[0].path.parent}: a cells file changed while shards were written; run again"
                 )
-            starts_of_block = block.indptr.astype(np.int64)
+            block_starts = block.indptr.astype(np.int64)
             genes = block.indices
-            block_counts = block.data
+            values = block.data
             if not ordered:
-                genes, block_counts = rank_order_rows(
-                    starts_of_block, genes, block_counts, self._weights
-                )
-            for array, kind in ((starts_of_block, "<i8"), (genes, "<i4"), (block_counts, "<u4")):
-                update(array.astype(kind, copy=False).data)
-            yield sp.csr_matrix((block_counts, genes, starts_of_block), shape=block.shape)
+                genes, values = rank_order_rows(block_starts, genes, values, self._weights)
+            for array, dtype in ((block_starts, "<i8"), (genes, "<i4"), (values, "<u4")):
+                update(array.astype(dtype, copy=False).data)
+            yield sp.csr_matrix((values, genes, block_starts), shape=block.shape)
 
 
 def _narrow_indptr(path: Path) -> None:
@@ -275,63 +268,83 @@ def _narrow_indptr(path: Path) -> None:
         file["X"].create_dataset("indptr", data=indptr)
 
 
+class _Rows(NamedTuple):
+    """Rows of one file in disk order, `(rows,)` each."""
+
+    begins: np.ndarray  # first nonzero in the file
+    ends: np.ndarray
+    targets: np.ndarray  # position of the first nonzero in memory
+
+    def gaps(self) -> np.ndarray:
+        """Numbers of nonzeros between each row and the next."""
+        return self.begins[1:] - self.ends[:-1]
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Spans of rows that are read at once, as the gaps between them are short."""
+        borders = np.flatnonzero(self.gaps() > _MOST_GAP) + 1
+        return pairwise([0, *borders.tolist(), len(self.begins)])
+
+
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows of `cells` from their files: starts (int64), columns (int32) and counts (of the widest
     dtype).
     """
     dataset = np.ascontiguousarray(cells["dataset"])
     rows = np.ascontiguousarray(cells["row"])
-    numbers = np.unique(dataset).tolist()
+    chosen = {number: np.flatnonzero(dataset == number) for number in np.unique(dataset).tolist()}
     # nonzero of each row in its file, and the end
-    first, last = np.empty((2, len(cells)), np.int64)
-    for number in numbers:
-        chosen = dataset == number
+    begins = np.empty(len(cells), np.int64)
+    ends = np.empty(len(cells), np.int64)
+    for number, positions in chosen.items():
         indptr = sources[number].indptr
-        first[chosen], last[chosen] = indptr[rows[chosen]], indptr[rows[chosen] + 1]
-    starts = np.concatenate([[0], np.cumsum(last - first)])
+        begins[positions] = indptr[rows[positions]]
+        ends[positions] = indptr[rows[positions] + 1]
+    starts = row_offsets(ends - begins)
     columns = np.empty(starts[-1], np.int32)
-    counts = np.empty(starts[-1], np.result_type(*(sources[number].dtype for number in numbers)))
-
-    def read(task: tuple[int, np.ndarray]) -> None:
-        source = sources[task[0]]
-        chosen = task[1]
-        begins = first[chosen]
-        ends = last[chosen]
-        targets = starts[chosen]
-        gaps = begins[1:] - ends[:-1]
-        edges = [0, *(np.flatnonzero(gaps > _MOST_GAP) + 1).tolist(), len(chosen)]
-        contiguous = all(isinstance(stored, Contiguous) for stored in (source.genes, source.counts))
-        if contiguous and source.dtype == counts.dtype:
-            skipped = [np.empty(_MOST_GAP, into.dtype) for into in (columns, counts)]
-            tables = []
-            for into, between in zip((columns, counts), skipped):
-                # each row, then what lies before the next one
-                table = np.empty((2 * len(chosen), 2), np.uint64)
-                table[::2] = iovecs(into, targets, ends - begins)
-                table[1:-1:2] = iovecs(between, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
-                tables.append(table)
-            for low, high in pairwise(edges):
-                source.scatter(
-                    int(begins[low]), *(table[2 * low : 2 * high - 1] for table in tables)
-                )
-            return
-        for low, high in pairwise(edges):
-            start = int(begins[low])
-            stop = int(ends[high - 1])
-            genes = source.read_genes(start, stop)
-            values = source.read_counts(start, stop)
-            for target, begin, end in zip(
-                *(array[low:high].tolist() for array in (targets, begins, ends))
-            ):
-                stored = slice(begin - start, end - start)
-                columns[target : target + end - begin] = genes[stored]
-                counts[target : target + end - begin] = values[stored]
-
+    counts = np.empty(starts[-1], np.result_type(*(sources[number].dtype for number in chosen)))
     tasks = []
-    for number in numbers:
-        chosen = np.flatnonzero(dataset == number)
-        chosen = chosen[np.argsort(rows[chosen])]  # in disk order, for read-ahead
-        tasks += [(number, chosen[first : first + BLOCK]) for first in range(0, len(chosen), BLOCK)]
     with ThreadPoolExecutor(_READ_THREADS) as pool:
-        list(pool.map(read, tasks))
+        for number, positions in chosen.items():
+            in_order = positions[np.argsort(rows[positions])]  # disk order, for read-ahead
+            for first in range(0, len(in_order), BLOCK):
+                part = in_order[first : first + BLOCK]
+                to_read = _Rows(begins[part], ends[part], starts[part])
+                tasks.append(pool.submit(_read_rows, sources[number], to_read, columns, counts))
+    for task in tasks:
+        task.result()
     return starts, columns, counts
+
+
+def _read_rows(source: RowFile, rows: _Rows, columns: np.ndarray, counts: np.ndarray) -> None:
+    """Read rows into `columns` and `counts`, straight from the disk if the file allows it."""
+    is_contiguous = all(isinstance(array, Contiguous) for array in (source.genes, source.counts))
+    if is_contiguous and source.dtype == counts.dtype:
+        _scatter_rows(source, rows, columns, counts)
+        return
+    for low, high in rows.groups():
+        start = int(rows.begins[low])
+        stop = int(rows.ends[high - 1])
+        genes = source.read_genes(start, stop)
+        values = source.read_counts(start, stop)
+        for begin, end, target in zip(*(array[low:high].tolist() for array in rows)):
+            stored = slice(begin - start, end - start)
+            columns[target : target + end - begin] = genes[stored]
+            counts[target : target + end - begin] = values[stored]
+
+
+def _scatter_rows(source: RowFile, rows: _Rows, columns: np.ndarray, counts: np.ndarray) -> None:
+    gaps = rows.gaps()
+    lengths = rows.ends - rows.begins
+    # memory for what lies in the gaps; keep it alive: iovecs hold raw addresses
+    ignored = [np.empty(_MOST_GAP, memory.dtype) for memory in (columns, counts)]
+    tables = []
+    for memory, rest in zip((columns, counts), ignored):
+        # each row, then what lies before the next one
+        table = np.empty((2 * len(lengths), 2), np.uint64)
+        table[::2] = iovecs(memory, rows.targets, lengths)
+        table[1:-1:2] = iovecs(rest, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
+        tables.append(table)
+    genes, values = tables
+    for low, high in rows.groups():
+        part = slice(2 * low, 2 * high - 1)
+        source.scatter(int(rows.begins[low]), genes[part], values[part])
