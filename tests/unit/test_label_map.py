@@ -68,7 +68,7 @@ def test_mapped_labels_have_the_name_of_the_table(raw: Path, tmp_path: Path) -> 
     assert set(choice.obs["cell_type_original"]) == {"x"}  # a column of that name, as for roles
     assert list(chosen(raw, ["cluster"], **columns).obs) == ["cluster", "cell_type"]
     counted = {"renamed": {"T": 4}, "kept": {"B": 2, "HSC": 2}, "made_missing": {"junk": 2}}
-    assert choice.label_report(np.arange(N) < 12) == {"labels": {"cell_type": counted}}
+    assert choice.report(np.arange(N) < 12, np.zeros(N)) == {"labels": {"cell_type": counted}}
 
 
 def test_one_column_may_be_two_labels_with_separate_maps(raw: Path, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from cellmill.data.prepare.perturbations import TargetNames, describe_merged, merge_names
+from cellmill.data.prepare.perturbations import TargetNames, merge_names
+from cellmill.data.prepare.qc_lines import describe_merged
 from cellmill.report.collect import read_corpus
 from cellmill.report.page import render
 from tests.unit.small_corpus import prepare_by_commands

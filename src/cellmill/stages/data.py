@@ -14,8 +14,6 @@ from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.prepare.demo import read_demo
-from cellmill.data.prepare.obs import sentence, sentence_of_empty
-from cellmill.data.prepare.perturbations import describe_controls, describe_merged
 from cellmill.data.prepare.preprocess import (
     QUALITY,
     preprocess_cells,
@@ -23,6 +21,12 @@ from cellmill.data.prepare.preprocess import (
     strictest,
 )
 from cellmill.data.prepare.proteins import write_sequences
+from cellmill.data.prepare.qc_lines import (
+    describe_controls,
+    describe_label_map,
+    describe_merged,
+    describe_no_label,
+)
 from cellmill.data.prepare.simulate import Simulation
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
@@ -126,9 +130,9 @@ def preprocess(
             f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}"
         )
     for name, labels in qc.get("labels", {}).items():
-        print(f"{dataset}: {sentence(name, labels)}")
+        print(f"{dataset}: {describe_label_map(name, labels)}")
     for name, n_cells in qc.get("no_label", {}).items():
-        print(f"{dataset}: {sentence_of_empty(name, n_cells, dataset)}")
+        print(f"{dataset}: {describe_no_label(name, n_cells, dataset)}")
     for line in notes:
         print(f"{dataset}: {line}")
     if dropped:

@@ -19,6 +19,7 @@ from cellmill.data.inputs.derived.grouped import MODES
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
 from cellmill.data.prepare.obs import check_labels, name_columns
+from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError, require_known
 from cellmill.files import read_json, special_kind
 
@@ -27,21 +28,17 @@ _SHOWN = 3  # datasets that a line names
 
 
 def check_datasets(pipeline: Workflow) -> None:
-    """Raise ConfigError or DataError for the first column that no file has, of all datasets that
-    the workflow reads.
-    """
-    tables = {name: pipeline.datasets(name) for name in pipeline.corpora}
-    check_walk(
-        Path(table[dataset].path)
-        for name, table in tables.items()
-        for dataset in read_by_runs(pipeline, name)
-    )
+    """Raise ConfigError or DataError for the first column that a dataset of the workflow lacks."""
+    rows: dict[str, dict[str, Dataset]] = {}  # by corpus and dataset
+    for name in pipeline.corpora:
+        table = pipeline.datasets(name)
+        rows[name] = {dataset: table[dataset] for dataset in read_by_runs(pipeline, name)}
+    check_walk(Path(row.path) for table in rows.values() for row in table.values())
     for name, corpus in pipeline.corpora.items():
         columns: dict[str, set[str]] = {}
-        for dataset in read_by_runs(pipeline, name):
-            row = tables[name][dataset]
+        for dataset, row in rows[name].items():
             for label_map in map(Path, row.label_maps.values()):
-                # a missing one is named once rules are known that may make it
+                # a missing map is named once rules are known that may make it
                 if label_map.is_file():
                     read_label_map(label_map)
             with declared_names(Path(row.path)) as names:
@@ -78,19 +75,13 @@ def _check_names(
     if dataset.control is not None and dataset.controlled is not None:
         column = dataset.roles[dataset.controlled]
         values = [str(value) for value in names.categories_of(column) or ()]
-        if values:
-            for control in dataset.controls_in(values):
-                require_known(
-                    control,
-                    values,
-                    f"{where} has no {control!r} (control) in obs column {column!r}",
-                )
+        for control in dataset.controls_in(values) if values else ():
+            fault = f"{where} has no {control!r} (control) in obs column {column!r}"
+            require_known(control, values, fault)
     labels = dict(zip(dataset.label_names, dataset.labels))
     for name, label_map in dataset.label_maps.items():
-        if (
-            Path(label_map).is_file()
-            and (categories := names.categories_of(labels[name])) is not None
-        ):
+        categories = names.categories_of(labels[name])
+        if categories is not None and Path(label_map).is_file():
             check_labels(Path(label_map), map(as_text, categories), path, labels[name])
     columns = name_columns(known, kept, dataset, corpus.preprocess.organism_column)
     return {*columns.kept, *columns.roles, *columns.labels, *columns.originals.values()}
@@ -99,33 +90,32 @@ def _check_names(
 def _check_options(pipeline: Workflow, name: str, columns: list[set[str]]) -> None:
     """Refuse a split or a run of corpus `name` by an obs column that its shards will not have."""
     split_by = pipeline.corpora[name].shard.split_by
-    every = {DATASET} | set.intersection(*columns)
-    some = {DATASET, f"{DATASET}_original"} | set.union(*columns)
     if split_by is not None:
+        in_all = {DATASET} | set.intersection(*columns)
         fault = f"corpora.{name}.shard.split_by: not all datasets have an obs column {split_by!r}"
-        require_known(split_by, sorted(every), fault)
+        require_known(split_by, sorted(in_all), fault)
+    in_any = {DATASET, f"{DATASET}_original"} | set.union(*columns)
     for run, options in pipeline.runs.items():
-        read = options.obs_columns() | options.number_columns() if options.corpus == name else {}
-        for column, option in read.items():
+        if options.corpus != name:
+            continue
+        for column, option in (options.obs_columns() | options.number_columns()).items():
             fault = f"runs.{run}.{option}: no dataset of its corpus has an obs column {column!r}"
-            require_known(column, sorted(some), fault)
+            require_known(column, sorted(in_any), fault)
 
 
 def check_inputs(
     pipeline: Workflow, is_made: Callable[[str], bool] = lambda path: False
 ) -> list[str]:
-    """Look for each file that options and tables name, and that no rule makes (`is_made` of a
-    path).
+    """Look for each file that options and tables name, unless a rule makes it (`is_made` of a path).
 
     Returns lines on what is allowed: datasets that are gone since their cells were made, and tasks
     that will be skipped. Raises ConfigError or DataError for a file that is missing, a FIFO, a
     socket or a device, or a package that is not installed.
     """
-    packages = [
-        (f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg")
-        for name, corpus in pipeline.corpora.items()
-        if corpus.vocabulary.select == "seurat_v3"
-    ]
+    packages = []  # option, module and extra
+    for name, corpus in pipeline.corpora.items():
+        if corpus.vocabulary.select == "seurat_v3":
+            packages.append((f"corpora.{name}.vocabulary.select seurat_v3", "skmisc", "hvg"))
     for name, run in pipeline.runs.items():
         for task in run.evaluate.tasks.values():
             option = f"runs.{name}.evaluate.tasks.{task.name}"
@@ -136,82 +126,74 @@ def check_inputs(
                 f"{option} requires {module}, which is missing: pip install 'cellmill[{extra}]'"
             )
     for option, text in _files_of_options(pipeline):
-        if not is_made(text) and not Path(text).is_file():
-            kind = special_kind(Path(text)) or ("folder" if Path(text).is_dir() else None)
-            fault = "no such file" if kind is None else f"expected a file, got a {kind}"
-            raise ConfigError(f"{option}: {text}: {fault}")
-    gone = [cells for name in pipeline.corpora for cells in _gone(pipeline, name, is_made)]
-    lines = [f"used as they are, since their inputs are gone: {_first(gone)}"] if gone else []
+        path = Path(text)
+        if is_made(text) or path.is_file():
+            continue
+        kind = "folder" if path.is_dir() else special_kind(path)
+        fault = "no such file" if kind is None else f"expected a file, got a {kind}"
+        raise ConfigError(f"{option}: {text}: {fault}")
+    gone: list[str] = []
+    for name in pipeline.corpora:
+        gone += _gone(pipeline, name, is_made)
+    lines = (
+        [f"used as they are, since their inputs are gone: {list_first(gone, _SHOWN)}"]
+        if gone
+        else []
+    )
     for name, run in pipeline.runs.items():
         table = pipeline.datasets(run.corpus)
         evaluated = pipeline.evaluated_on(name)
         unlabelled = [dataset for dataset in evaluated if not table[dataset].labels]
-        if unlabelled and (
-            tasks := [task for task, options in run.evaluate.tasks.items() if options.reads_label]
-        ):
+        tasks = [task for task, options in run.evaluate.tasks.items() if options.reads_label]
+        if unlabelled and tasks:
             fill = f"fill column label of {pipeline.corpora[run.corpus].table}"
             lines.append(
-                f"{_first(unlabelled)}: no label, so {', '.join(tasks)} will be skipped; {fill}"
+                f"{list_first(unlabelled, _SHOWN)}: no label, so {', '.join(tasks)} will be skipped; {fill}"
             )
     return list(dict.fromkeys(lines))
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (
-        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    )
-
-
 def _files_of_options(pipeline: Workflow) -> Iterator[tuple[str, str]]:
-    """Option and path of every file but the datasets of tables."""
+    """Option and path of every file, except the datasets of tables."""
     for name, corpus in pipeline.corpora.items():
         table = pipeline.datasets(name)
         for dataset in read_by_runs(pipeline, name):
             for label_map in table[dataset].label_maps.values():
                 yield f"{corpus.table}: dataset {dataset}: label_map", label_map
-        options = {
-            "preprocess.orthologs": corpus.preprocess.orthologs,
-            "vocabulary.genes": corpus.vocabulary.genes,
-        }
-        yield from (
-            (f"corpora.{name}.{key}", path) for key, path in options.items() if path is not None
-        )
-        source = corpus.vocabulary.medians
-        if source is not None:
-            yield from _files_of_model(f"corpora.{name}.vocabulary.medians", source, source)
+        if corpus.preprocess.orthologs is not None:
+            yield f"corpora.{name}.preprocess.orthologs", corpus.preprocess.orthologs
+        vocabulary = corpus.vocabulary
+        if vocabulary.genes is not None:
+            yield f"corpora.{name}.vocabulary.genes", vocabulary.genes
+        if vocabulary.medians is not None:
+            option = f"corpora.{name}.vocabulary.medians"
+            yield from _files_of_model(option, vocabulary.medians, vocabulary.medians)
     for name, run in pipeline.runs.items():
-        path = getattr(run.model, "gene_vectors", None)
-        if path is not None:
-            yield f"runs.{name}.model.gene_vectors", path
-        yield from (
-            (f"runs.{name}.objective.teacher", path) for path in pipeline.teacher_files(name)
-        )
+        gene_vectors = getattr(run.model, "gene_vectors", None)
+        if gene_vectors is not None:
+            yield f"runs.{name}.model.gene_vectors", gene_vectors
+        for path in pipeline.teacher_files(name):
+            yield f"runs.{name}.objective.teacher", path
         for task in run.evaluate.tasks.values():
-            yield from (
-                (f"runs.{name}.evaluate.tasks.{task.name}.{key}", path)
-                for key, path in task.paths().items()
-            )
+            for key, path in task.paths().items():
+                yield f"runs.{name}.evaluate.tasks.{task.name}.{key}", path
         for external, model in run.evaluate.external.items():
-            yield from (
-                (f"runs.{name}.evaluate.external.{external}.files", path) for path in model.files
-            )
-            yield from _files_of_model(
-                f"runs.{name}.evaluate.external.{external}.model", model.model
-            )
+            option = f"runs.{name}.evaluate.external.{external}"
+            for path in model.files:
+                yield f"{option}.files", path
+            yield from _files_of_model(f"{option}.model", model.model)
         if run.init_from not in pipeline.runs:
             yield from _files_of_model(f"runs.{name}.init_from", run.init_from)
-    yield from (
-        (f"bridges.{package}", python)
-        for package, python in pipeline.bridges.items()
-        if "/" in python
-    )
+    for package, python in pipeline.bridges.items():
+        if "/" in python:
+            yield f"bridges.{package}", python
 
 
 def _files_of_model(
     option: str, model: str | None, file: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Option and path of each file of a published folder, or of `file`, by default the weights, of
-    a model folder.
+    """Option and path of each file of a published folder, or of `file` of a model folder, by
+    default the weights.
     """
     if model is None:
         return
@@ -224,23 +206,25 @@ def _files_of_model(
             )
         return
     published = PublishedFolder.named_by(model)
-    file = file or str(Path(model) / "model.safetensors")
+    if published is None:
+        yield option, file or str(Path(model) / "model.safetensors")
+        return
     try:
-        yield from (
-            (option, str(path)) for path in ([file] if published is None else published.files())
-        )
+        for path in published.files():
+            yield option, str(path)
     except DataError as error:
         raise DataError(f"{option}: {error}") from None
 
 
 def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Preprocessed cells of datasets whose input is missing. Raises DataError without such cells,
-    or for others'.
+    """Preprocessed cells of datasets whose input is missing. Raises DataError if there are none, or
+    if they come from another file.
     """
     table = pipeline.datasets(corpus)
     read = read_by_runs(pipeline, corpus)
     for name in table:
-        path = Path(text := table[name].path)
+        text = table[name].path
+        path = Path(text)
         cells = Path(CELLS.format(corpus=corpus, dataset=name))
         where = f"{pipeline.corpora[corpus].table}: dataset {name}: {text}"
         if is_url(text) or is_made(text):
@@ -252,10 +236,10 @@ def _gone(pipeline: Workflow, corpus: str, is_made: Callable[[str], bool]) -> It
             continue
         # Snakemake names it only if no later output stands, such as the report of other runs
         if not cells.exists():
-            command = (
-                source if (source := table[name].source or "").startswith("cellmill ") else None
-            )
-            advice = f"make it: {command}" if command else "correct the path, or put the file there"
+            advice = "correct the path, or put the file there"
+            source = table[name].source or ""
+            if source.startswith("cellmill "):
+                advice = f"make it: {source}"
             raise DataError(f"{where}: no such file; {advice}")
         report = cells.with_suffix(".json")
         origin = read_json(report)["source"]["file"] if report.exists() else None

@@ -26,9 +26,10 @@ from cellmill.data.prepare.perturbations import (
     find_guides,
     merge_names,
 )
+from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import DataError, require_known
 
-_VALUES = 8  # of a column, in a message
+_VALUES = 8  # values of a column in a message
 
 
 class MappedLabels(NamedTuple):
@@ -40,32 +41,38 @@ class MappedLabels(NamedTuple):
 
     def column(self) -> pd.Categorical:
         """(cells,): labels after the map."""
-        texts = [
-            self.by_label[label].to if label in self.by_label else label for label in self.before
-        ]
-        return pd.Categorical(np.array([*texts, None], object)[self.codes])
+        after = []
+        for label in self.before:
+            after.append(self.by_label[label].to if label in self.by_label else label)
+        return pd.Categorical(np.array([*after, None], object)[self.codes])
 
     def report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Number of the cells `cells`, bool, by label: of renamed ones, of others, and of those
-        made missing.
+        """Numbers of the cells of mask `cells` by label, for labels that are renamed, kept and made
+        missing.
         """
-        codes = self.codes[cells]
-        n_cells = np.bincount(codes[codes >= 0], minlength=len(self.before)).tolist()
-        found: dict[str, Any] = {"renamed": {}, "kept": {}, "made_missing": {}}
-        for label, n in sorted(zip(self.before, n_cells), key=lambda one: (-one[1], one[0])):
+        report: dict[str, Any] = {"renamed": {}, "kept": {}, "made_missing": {}}
+        for label, n in _count_codes(self.codes[cells], self.before).items():
             mapped = self.by_label.get(label)
-            kind = "kept" if mapped is None else "made_missing" if mapped.to is None else "renamed"
-            if n:
-                found[kind][label] = n
-        return found
+            if mapped is None:
+                report["kept"][label] = n
+            elif mapped.to is None:
+                report["made_missing"][label] = n
+            else:
+                report["renamed"][label] = n
+        return report
+
+
+def _count_codes(codes: np.ndarray, texts: list[str]) -> dict[str, int]:
+    """Number of each text, the most frequent first; -1 is no text."""
+    n_cells = np.bincount(codes[codes >= 0], minlength=len(texts)).tolist()
+    counts = {text: n for text, n in zip(texts, n_cells) if n}
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def check_labels(
     label_map: Path, labels: Iterable[str], file: Path, column: str
 ) -> dict[str, MappedLabel]:
-    """Read a label map. Raises DataError for a line of it whose label is not in `labels`, the
-    labels of the file.
-    """
+    """Read a label map. Raises DataError for a line whose label is not in `labels` of the file."""
     known = sorted({*labels})
     by_label = read_label_map(label_map)
     for label, mapped in by_label.items():
@@ -81,98 +88,67 @@ class EmptyLabels(NamedTuple):
     texts: list[str]
 
     def report(self, cells: np.ndarray) -> dict[str, int]:
-        """Number of the cells `cells`, bool, by text, the most frequent first."""
-        codes = self.codes[cells]
-        n_cells = np.bincount(codes[codes >= 0], minlength=len(self.texts)).tolist()
-        found = {text: n for text, n in zip(self.texts, n_cells) if n}
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        """Number of the cells of mask `cells` by text, the most frequent first."""
+        return _count_codes(self.codes[cells], self.texts)
 
 
 def remove_empty_labels(
     labels: pd.Series, columns: ObsColumns
 ) -> tuple[pd.Series, EmptyLabels | None]:
-    """A label with missing values for texts that mean none, and these texts; None if it has none of
-    them.
-    """
+    """Labels with missing values for texts that mean no label, and these texts, if there are any."""
     codes, values = pd.factorize(labels)
-    is_text = [isinstance(value, str) for value in values]
     texts = [as_text(value) for value in values]
     # `none` may be a control of a perturbation that is also a label
     controls = columns.controls_in(texts)
-    empty = [
-        at
-        for at, text in enumerate(texts)
-        if is_text[at] and text not in controls and columns.means_no_label(text)
-    ]
+    empty = []  # codes
+    for code, text in enumerate(texts):
+        is_text = isinstance(values[code], str)
+        if is_text and text not in controls and columns.means_no_label(text):
+            empty.append(code)
     if not empty:
         return labels, None
     position = np.full(len(values) + 1, -1, np.int64)  # the last is for missing values
     position[empty] = np.arange(len(empty))
-    found = EmptyLabels(position[codes], [texts[at] for at in empty])
-    kept = np.array([*texts, None], object)[np.where(found.codes >= 0, -1, codes)]
-    return pd.Series(pd.Categorical(kept), index=labels.index), found
-
-
-def sentence_of_empty(name: str, counts: dict[str, int], dataset: str, most: int = 10) -> str:
-    """Which texts of a label were taken for none, for the log."""
-    shown = ", ".join(f"{text!r} {n:,}" for text, n in [*counts.items()][:most])
-    more = f" and {len(counts) - most:,} more" if len(counts) > most else ""
-    return (
-        f"label {name}: {sum(counts.values()):,} cells have a text that means no label, and get none: {shown}{more}; "
-        f"set no_label of dataset {dataset} in the table if these are classes"
-    )
-
-
-def sentence(name: str, report: dict[str, Any], most: int = 20) -> str:
-    """What a map did to the kept cells, for the log."""
-
-    def cells(counts: dict[str, int]) -> str:
-        shown = ", ".join(f"{label!r} {n:,}" for label, n in [*counts.items()][:most])
-        more = f" and {len(counts) - most:,} more" if len(counts) > most else ""
-        return f"{sum(counts.values()):,} cells of {len(counts):,} labels" + (
-            f" ({shown}{more})" if counts else ""
-        )
-
-    renamed = f"{sum(report['renamed'].values()):,} cells of {len(report['renamed']):,} labels"
-    words = f"label {name}: renamed {renamed}; left as they are {cells(report['kept'])}"
-    return words + (
-        f"; without a label now {cells(report['made_missing'])}" if report["made_missing"] else ""
-    )
+    removed = EmptyLabels(position[codes], [texts[code] for code in empty])
+    kept = np.array([*texts, None], object)[np.where(removed.codes >= 0, -1, codes)]
+    return pd.Series(pd.Categorical(kept), index=labels.index), removed
 
 
 class ColumnNames(NamedTuple):
     """obs columns of preprocessed cells by their origin."""
 
-    kept: list[str]  # of the file
-    roles: list[str]  # that the table gives, `organism` and `is_control`
-    labels: list[str]  # that are renamed or mapped
+    kept: list[str]  # columns of the file
+    roles: list[str]  # roles that the table gives, `organism` and `is_control`
+    labels: list[str]  # labels that are renamed or mapped
     originals: dict[str, str]  # new names of kept columns that have the name of a role or label
 
 
 def name_columns(
     known: Iterable[str], keep_obs: list[str] | None, columns: ObsColumns, organism: bool
 ) -> ColumnNames:
-    """Names of the columns that a file with the columns `known` will have; with `organism`, one for
-    that.
+    """Names of the columns that a file with the columns `known` will have; with `organism`, also
+    that column.
     """
-    labels = dict(zip(columns.label_names, columns.labels))
-    changed = list(
-        dict.fromkeys([*(name for name in labels if labels[name] != name), *columns.label_maps])
-    )
-    unchanged = [name for name in labels if name not in changed]
+    changed: list[str] = []
+    unchanged: list[str] = []
+    for name, source in zip(columns.label_names, columns.labels):
+        if source != name or name in columns.label_maps:
+            changed.append(name)
+        else:
+            unchanged.append(name)
     kept = list(known) if keep_obs is None else list(dict.fromkeys([*keep_obs, *unchanged]))
-    roles = [
-        *columns.roles,
-        *([ORGANISM] if organism else []),
-        *([IS_CONTROL] if columns.control else []),
-    ]
+    roles = list(columns.roles)
+    if organism:
+        roles.append(ORGANISM)
+    if columns.control:
+        roles.append(IS_CONTROL)
     taken = [role for role in roles if role in kept and columns.roles.get(role) != role]
     taken += [name for name in changed if name in kept]
     return ColumnNames(kept, roles, changed, {name: f"{name}_original" for name in taken})
 
 
 class Treated(NamedTuple):
-    """What was done to the cells of a file."""
+    """Perturbations or conditions of the cells of a file."""
 
     # perturbation or condition of each cell, one name for each combination of genes
     column: pd.Series
@@ -182,9 +158,13 @@ class Treated(NamedTuple):
 
     def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
         """Entries `perturbations` and `controls` of the QC report on the cells of mask `cells`."""
+        entries = {}
         merged = self.merged.report(self.texts[cells])
-        controls = {} if self.controls is None else {"controls": self.controls.report(cells, depth)}
-        return ({"perturbations": merged} if merged else {}) | controls
+        if merged:
+            entries["perturbations"] = merged
+        if self.controls is not None:
+            entries["controls"] = self.controls.report(cells, depth)
+        return entries
 
 
 class ObsChoice(NamedTuple):
@@ -203,21 +183,17 @@ class ObsChoice(NamedTuple):
             frame[name] = frame[name].cat.remove_unused_categories()
         return frame
 
-    def treatment_report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
-        """Entries of the QC report about perturbations and controls; `depth` are counts of all
-        cells.
-        """
-        return {} if self.treated is None else self.treated.report(cells, depth)
+    def report(self, cells: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
+        """Entries of the QC report on the cells of mask `cells`; `depth` are counts of all cells.
 
-    def label_report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Entries `labels`, of label maps, and `no_label` of the QC report, on some cells (bool);
-        absent if empty.
+        They are `labels` (label maps), `no_label`, `perturbations` and `controls`; absent if empty.
         """
-        reports = {name: mapped.report(cells) for name, mapped in self.mapped.items()}
-        without = {
-            name: counts for name, empty in self.empty.items() if (counts := empty.report(cells))
-        }
-        return ({"labels": reports} if reports else {}) | ({"no_label": without} if without else {})
+        labels = {name: mapped.report(cells) for name, mapped in self.mapped.items()}
+        no_label = {name: empty.report(cells) for name, empty in self.empty.items()}
+        no_label = {name: counts for name, counts in no_label.items() if counts}
+        entries = {"labels": labels, "no_label": no_label}
+        entries = {key: entry for key, entry in entries.items() if entry}
+        return entries if self.treated is None else entries | self.treated.report(cells, depth)
 
 
 def choose_obs(
@@ -229,15 +205,16 @@ def choose_obs(
 ) -> ObsChoice:
     """Evaluate the filter and name the roles. Reads no counts.
 
-    `keep_obs` are columns to write beside labels and roles; None is all. `organism` is one more
-    role, `gene_organism` the one whose genes perturbations name. Raises DataError when a column is
-    missing, a dose is no number, no cell has the control's value, or the filter keeps no cell.
+    `keep_obs` are columns to write in addition to labels and roles; None is all. `organism` is one
+    more role, `gene_organism` the one whose genes perturbations name. Raises DataError when a
+    column is missing, a dose is not a number, no cell has the control's value, or the filter keeps
+    no cell.
     """
     for name in keep_obs or ():
         reader.obs_column(name, "preprocess.keep_obs")
     for name, owner in columns.read_columns.items():
         reader.obs_column(name, f"the dataset's {owner}")
-    keep = _kept_cells(reader, columns.filter)
+    keep = _filter_cells(reader, columns.filter)
     names = name_columns(reader.obs, keep_obs, columns, organism is not None)
     for name in columns.label_names:
         if name in names.roles and (name in names.labels or name in names.originals):
@@ -254,7 +231,7 @@ def choose_obs(
     if organism is not None:
         new[ORGANISM] = pd.Series(pd.Categorical([organism] * reader.n_obs), index=reader.obs.index)
     if "dose" in new:
-        new["dose"] = _numbers(reader, new["dose"])
+        new["dose"] = _parse_doses(reader, new["dose"])
     treated = None
     if columns.controlled is not None:
         treated = choose_controls(reader, columns, keep, gene_organism)
@@ -292,10 +269,10 @@ def _remove_empty_labels(
     removed = {}
     for name, column in zip(columns.label_names, columns.labels):
         labels = new[name] if name in new else reader.obs[column]
-        cleaned, found = remove_empty_labels(labels, columns)
-        if found is not None:
+        cleaned, empty = remove_empty_labels(labels, columns)
+        if empty is not None:
             new[name] = cleaned
-            removed[name] = found
+            removed[name] = empty
     return removed
 
 
@@ -308,8 +285,7 @@ def choose_controls(
     """
     source = reader.obs[columns.roles[str(columns.controlled)]]
     missing = source.isna().to_numpy()
-    # so that a table can name missing values as controls
-    texts = text_values(source, missing="nan")
+    texts = text_values(source, missing="nan")  # a table can name missing values as controls
     present = {*texts[keep]}
     values = columns.controls_in(present)
     for control in values:
@@ -325,21 +301,16 @@ def choose_controls(
         column = pd.Series(pd.Categorical(names), index=source.index)
     controls = None
     if values:
-        is_control = np.array(
-            [text in values or merged.names[text] == values[0] for text in texts], bool
-        )
+        is_control = np.isin(texts.astype(str), values) | (names == values[0])
+        is_perturbed = ~is_control & ~missing
         perturbation = names.copy()
-        perturbation[is_control | missing] = None
-        controls = Controls(
-            is_control,
-            ~is_control & ~missing,
-            texts,
-            find_guides(reader.obs, perturbation, columns.guide),
-        )
+        perturbation[~is_perturbed] = None
+        guides = find_guides(reader.obs, perturbation, columns.guide)
+        controls = Controls(is_control, is_perturbed, texts, guides)
     return Treated(column, texts, merged, controls)
 
 
-def _kept_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
+def _filter_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
     if condition is None:
         return np.ones(reader.n_obs, bool)
     names = filter_columns(condition)
@@ -373,7 +344,7 @@ def _comparable(column: pd.Series) -> pd.Series:
     return column
 
 
-def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
+def _parse_doses(reader: CountsReader, column: pd.Series) -> pd.Series:
     numbers = pd.to_numeric(column.astype(object), errors="coerce").astype(np.float64)
     wrong = numbers.isna() & column.notna()
     if wrong.any():
@@ -385,9 +356,5 @@ def _numbers(reader: CountsReader, column: pd.Series) -> pd.Series:
 
 
 def _examples(column: pd.Series) -> str:
-    values = column.dropna().unique()
-    shown = ", ".join(repr(str(value)) for value in sorted(values, key=str)[:_VALUES])
-    return (
-        f"{shown}{f' and {len(values) - _VALUES:,} more' if len(values) > _VALUES else ''}"
-        or "empty"
-    )
+    values = sorted(map(str, column.dropna().unique()))
+    return list_first([*map(repr, values)], _VALUES) or "empty"

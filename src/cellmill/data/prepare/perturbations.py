@@ -23,52 +23,20 @@ from cellmill.data.inputs.reader import CountsReader
 
 DELIMITERS = (" || ", SEPARATOR, "|", ";", ",", "_")
 """Between the genes of a combination; the first at which a name can be split counts."""
-OTHER_DELIMITERS = (
-    " and ",
-    " & ",
-    " ",
-    "::",
-    ":",
-    "//",
-    "/",
-    "&",
-    "--",
-    "-",
-    "*",
-    "^",
-    "~",
-    "=",
-    "#",
-    "@",
-    ".",
-)
-"""Delimiters of names that look like combinations and are named in the log, but are left as they
-are.
-"""
+OTHER_DELIMITERS = (" and ", " & ", " ", "::", ":", "//", *"/&", "--", *"-*^~=#@.")
+"""Delimiters of names that look like combinations: the log names these, which stay as they are."""
 CONTROL_WORD = re.compile(
     r"(ctrl|control|non[-_ ]?target(ing|ed)?|ntc?|neg(ative)?[-_ ]?(ctrl|control)|safe[-_ ]?target(ing)?"
     r"|scrambled?|intergenic|mock|untreated|unperturbed)[-_ ]?\d*",
     re.IGNORECASE,
 )
 """Parts of a combination that stand for a control guide, besides the table's control values."""
-SHOWN = 10  # names in a line of the log
 GUIDE_NAME = re.compile(r"guide|grna|protospacer", re.IGNORECASE)  # in names of obs columns
-NO_GUIDE = (
-    "",
-    "none",
-    "nan",
-    "na",
-    "no guide",
-    "negative",
-    "unassigned",
-    "unknown",
-    "no_guide",
-    "0",
+# texts of a column of guides that mean none
+NO_GUIDE = frozenset(
+    ("", "none", "nan", "na", "no guide", "negative", "unassigned", "unknown", "no_guide", "0")
 )
-# share of perturbed cells whose guide stands for one perturbation, in a column of guides
-ONE_TARGET = 0.9
-# ratio of median counts above which controls and perturbed cells differ by more than noise
-DEEPER = 1.5
+ONE_TARGET = 0.9  # share of perturbed cells whose guide, in a column of guides, has one target
 
 
 class TargetNames:
@@ -115,14 +83,10 @@ class Merged(NamedTuple):
         sources: dict[str, dict[str, int]] = {}
         for text in sorted(counted):
             sources.setdefault(self.names[text], {})[text] = int(counted[text])
-        changed = {name: of for name, of in sources.items() if list(of) != [name]}
-        undivided = {
-            text: delimiter for text, delimiter in self.undivided.items() if text in counted
-        }
-        reordered = [
-            texts for texts in self.reordered if sum(text in counted for text in texts) > 1
-        ]
-        entries = {"merged": changed, "undivided": undivided, "reordered": reordered}
+        merged = {name: texts for name, texts in sources.items() if list(texts) != [name]}
+        undivided = {text: self.undivided[text] for text in self.undivided if text in counted}
+        reordered = [group for group in self.reordered if len(counted.keys() & group) > 1]
+        entries = {"merged": merged, "undivided": undivided, "reordered": reordered}
         return {key: value for key, value in entries.items() if value}
 
 
@@ -132,14 +96,18 @@ def merge_names(texts: Iterable[str], controls: Sequence[str], genes: TargetName
     names = {}
     undivided = {}
     for text in unique:
+        names[text] = text
         if text in controls:
             names[text] = controls[0]
-        elif genes.has(text):
-            names[text] = text
-        elif (parts := _divide(text, DELIMITERS, controls, genes)) is not None:
-            names[text] = SEPARATOR.join(parts) or (controls[0] if controls else text)
-        else:
-            names[text] = text
+            continue
+        if genes.has(text):
+            continue
+        parts = _divide(text, DELIMITERS, controls, genes)
+        if parts:
+            names[text] = SEPARATOR.join(parts)
+        elif parts is not None and controls:  # a combination of controls
+            names[text] = controls[0]
+        elif parts is None:
             for delimiter in OTHER_DELIMITERS:
                 if _divide(text, [delimiter], controls, genes):
                     undivided[text] = delimiter
@@ -152,31 +120,28 @@ def _find_reordered(texts: Iterable[str], controls: Sequence[str]) -> list[list[
     """Groups of texts that have the same parts in different orders."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for text in texts:
-        delimiter = next((each for each in DELIMITERS if each in text), None)
+        delimiter = next((delimiter for delimiter in DELIMITERS if delimiter in text), None)
         if delimiter is not None:
-            groups.setdefault(tuple(sorted(_split(text, delimiter, controls))), []).append(text)
+            parts = sorted(_split(text, delimiter, controls))
+            groups.setdefault(tuple(parts), []).append(text)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def _divide(
     text: str, delimiters: Sequence[str], controls: Sequence[str], genes: TargetNames
 ) -> list[str] | None:
-    """Genes of a combination, sorted, without controls; None if `text` is none at any of the
-    delimiters.
-    """
+    """Genes of a combination, sorted, without controls; None if no delimiter makes one of `text`."""
     for delimiter in delimiters:
         parts = _split(text, delimiter, controls)
         if len(parts) < 2:
             continue
-        found = [
-            part for part in parts if part not in controls and not CONTROL_WORD.fullmatch(part)
-        ]
-        # `_` and the delimiters that are not split at are in many other names, and aliases are
-        # short
+        targets = set(parts) - {*controls}
+        targets = {part for part in targets if not CONTROL_WORD.fullmatch(part)}
+        # many other names have `_` and the delimiters that are not split at, and aliases are short
         is_gene = genes.has if delimiter in DELIMITERS[:-1] else genes.has_current
-        if found and all(map(is_gene, found)):
-            return sorted({*found})
-        if not found and all(part in controls for part in parts):
+        if targets and all(map(is_gene, targets)):
+            return sorted(targets)
+        if {*parts} <= {*controls}:
             return []
     return None
 
@@ -187,72 +152,31 @@ def _split(text: str, delimiter: str, controls: Sequence[str]) -> list[str]:
     """
     if delimiter not in text:
         return [text]
-    words = [re.escape(control) for control in sorted(controls, key=len, reverse=True)] + [
-        CONTROL_WORD.pattern
-    ]
+    longest_first = sorted(controls, key=len, reverse=True)
+    words = "|".join([*map(re.escape, longest_first), CONTROL_WORD.pattern])
     between = re.escape(delimiter)
-    token = rf"(?P<part>(?i:{'|'.join(words)})|(?:(?!{between}).)*)(?:{between}|$)"
+    token = rf"(?P<part>(?i:{words})|(?:(?!{between}).)*)(?:{between}|$)"
     parts = [match["part"].strip() for match in re.finditer(token, text, re.DOTALL)]
     return parts[:-1]  # the last match is the empty one at the end of the text
-
-
-def describe_merged(report: dict[str, Any]) -> list[str]:
-    """Lines for the log about an entry `perturbations` of the QC report."""
-    lines = []
-    merged = report.get("merged")
-    if merged:
-        n_cells = sum(sum(sources.values()) for sources in merged.values())
-        shown = [
-            f"{', '.join(f'{text!r} {n:,}' for text, n in sources.items())} as {name!r}"
-            for name, sources in [*merged.items()][:SHOWN]
-        ]
-        more = f"; and {len(merged) - SHOWN:,} more" if len(merged) > SHOWN else ""
-        lines.append(
-            f"perturbation: {n_cells:,} cells have one name for each combination: {'; '.join(shown)}{more}"
-        )
-    undivided = report.get("undivided")
-    if undivided:
-        named = ", ".join(
-            f"{text!r} ({delimiter!r})" for text, delimiter in [*undivided.items()][:SHOWN]
-        )
-        more = f" and {len(undivided) - SHOWN:,} more" if len(undivided) > SHOWN else ""
-        lines.append(
-            f"warning: perturbation: {named}{more} may be genes joined by a delimiter that is not known; the order of "
-            "the genes then makes two perturbations of one: join them by +"
-        )
-    reordered = report.get("reordered")
-    if reordered:
-        named = "; ".join(" and ".join(map(repr, texts)) for texts in reordered[:SHOWN])
-        more = f"; and {len(reordered) - SHOWN:,} more" if len(reordered) > SHOWN else ""
-        lines.append(
-            f"warning: perturbation: {named}{more} have the same parts in another order, not all of them genes: they "
-            "stay different perturbations; give them one name if they are one"
-        )
-    return lines
 
 
 def find_guides(
     obs: pd.DataFrame, perturbation: np.ndarray, named: str | None
 ) -> tuple[str, np.ndarray] | None:
-    """Name of the column of guides, and the guide of each cell, None without one; None if there is
-    no such column.
+    """Name of the column of guides, and the guide of each cell, None for a cell without; None if
+    there is no such column.
 
-    `named` is the column of the table. Else a column of text counts whose name says that it has
+    `named` is the column of the table. Without it, a column counts whose name says that it has
     guides, if nearly each of its values belongs to one value of `perturbation`, (cells,) with None
     for controls, and it has more values.
     """
-    candidates = (
-        [named] if named is not None else [name for name in obs if GUIDE_NAME.search(str(name))]
-    )
-    perturbed = ~pd.isna(perturbation)
-    for name in candidates:
-        guides = text_values(obs[name])
-        guides[[text.strip().lower() in NO_GUIDE for text in guides]] = None
-        if named is not None:
-            return name, guides
-        pairs = pd.DataFrame(
-            {"guide": guides[perturbed], "target": perturbation[perturbed]}
-        ).dropna()
+    if named is not None:
+        return named, _read_guides(obs[named])
+    for name in obs:
+        if not GUIDE_NAME.search(str(name)):
+            continue
+        guides = _read_guides(obs[name])
+        pairs = pd.DataFrame({"guide": guides, "target": perturbation}).dropna()
         targets = pairs.groupby("guide")["target"].value_counts()
         share = targets.groupby("guide").max().sum() / max(len(pairs), 1)
         if share >= ONE_TARGET and pairs["guide"].nunique() > pairs["target"].nunique():
@@ -260,8 +184,14 @@ def find_guides(
     return None
 
 
+def _read_guides(column: pd.Series) -> np.ndarray:
+    guides = text_values(column)
+    guides[[text.strip().lower() in NO_GUIDE for text in guides]] = None
+    return guides
+
+
 class Controls(NamedTuple):
-    """Control cells of a file, and what a table's word does not tell about them."""
+    """Control cells of a file, with their depth and guides, by which a table may be wrong."""
 
     is_control: np.ndarray  # (cells,) bool
     is_perturbed: np.ndarray  # (cells,) bool; a cell may be neither
@@ -275,63 +205,26 @@ class Controls(NamedTuple):
         control = cells & self.is_control
         perturbed = cells & self.is_perturbed
         report: dict[str, Any] = {
-            "values": {
-                str(value): int(n)
-                for value, n in pd.Series(self.value[control]).value_counts().items()
-            },
+            "values": _count(self.value[control]),
             "n_controls": int(control.sum()),
             "n_perturbed": int(perturbed.sum()),
+            "median_counts_controls": _median(depth[control]),
+            "median_counts_perturbed": _median(depth[perturbed]),
         }
-        for name, mask in (
-            ("median_counts_controls", control),
-            ("median_counts_perturbed", perturbed),
-        ):
-            report[name] = float(np.median(depth[mask])) if mask.any() else None
         if self.guides is not None:
             column, guides = self.guides
             has_guide = ~pd.isna(guides)
-            targeting = (
-                np.isin(guides.astype(str), guides[perturbed & has_guide].astype(str)) & has_guide
-            )
+            is_targeting = pd.Series(guides).isin(guides[perturbed & has_guide]).to_numpy()
             report["guide_column"] = column
             report["controls_without_guide"] = int((control & ~has_guide).sum())
-            counted = pd.Series(guides[control & targeting]).value_counts()
-            report["controls_with_targeting_guide"] = {
-                str(guide): int(n) for guide, n in counted.items()
-            }
+            report["controls_with_targeting_guide"] = _count(guides[control & is_targeting])
         return report
 
 
-def describe_controls(report: dict[str, Any]) -> list[str]:
-    """Lines for the log about an entry `controls` of the QC report."""
-    control = report["median_counts_controls"]
-    perturbed = report["median_counts_perturbed"]
-    values = ", ".join(f"{value!r} {n:,}" for value, n in [*report["values"].items()][:SHOWN])
-    lines = [
-        f"controls: {report['n_controls']:,} cells ({values}), median counts {_depth(control)}; perturbed: "
-        f"{report['n_perturbed']:,} cells, median counts {_depth(perturbed)}"
-    ]
-    if control and perturbed and max(control, perturbed) > DEEPER * min(control, perturbed):
-        lines.append(
-            f"warning: controls: their median counts are {control / perturbed:.2g} times the perturbed cells': "
-            "measured changes include this difference"
-        )
-    column = report.get("guide_column")
-    n = report.get("controls_without_guide")
-    if n:
-        lines.append(
-            f"warning: controls: {n:,} of {report['n_controls']:,} have no guide in obs column {column!r}: their "
-            "perturbation is unknown; leave them out by the dataset's filter"
-        )
-    targeting = report.get("controls_with_targeting_guide")
-    if targeting:
-        shown = ", ".join(f"{guide!r} {n:,}" for guide, n in [*targeting.items()][:SHOWN])
-        lines.append(
-            f"warning: controls: {sum(targeting.values()):,} of {report['n_controls']:,} have a guide in obs column "
-            f"{column!r} that perturbed cells have too: {shown}; leave them out by the dataset's filter"
-        )
-    return lines
+def _count(texts: np.ndarray) -> dict[str, int]:
+    """Number of each text, the most frequent first."""
+    return {str(text): int(n) for text, n in pd.Series(texts).value_counts().items()}
 
 
-def _depth(median: float | None) -> str:
-    return "unknown" if median is None else f"{median:,.0f}"
+def _median(depth: np.ndarray) -> float | None:
+    return float(np.median(depth)) if len(depth) else None

@@ -138,10 +138,8 @@ def preprocess_cells(
             compression=gzip,
             recorded=recorded,
         )
-    report = _report(reader, options, genes, cells, keep_gene) | chosen.label_report(
-        cells.reason < 0
-    )
-    report |= chosen.treatment_report(cells.reason < 0, cells.measures["n_counts"])
+    report = _report(reader, options, genes, cells, keep_gene)
+    report |= chosen.report(cells.reason < 0, cells.measures["n_counts"])
     if full_length is not None:
         report["full_length"] = {
             "column": full_length.column,
@@ -409,12 +407,8 @@ def preprocess_sequences(
         "nnz": nnz,
         "dtype": dtype.name,
     }
-    return (
-        report
-        | distributions(options, {measure: lengths}, kept)
-        | chosen.label_report(kept)
-        | chosen.treatment_report(kept, lengths)
-    )
+    report |= distributions(options, {measure: lengths}, kept)
+    return report | chosen.report(kept, lengths)
 
 
 def _measure_sequences(
