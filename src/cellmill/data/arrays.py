@@ -243,6 +243,12 @@ def text_index(index: pd.Index) -> pd.Index:
     return texts.fillna("nan") if texts.hasnans else texts
 
 
+def named_frame(names: Any, columns: Any = None) -> pd.DataFrame:
+    """Data frame of `columns`, if any, indexed by `names` of dtype object."""
+    pd = import_module("pandas")
+    return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
+
+
 def plain_text(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the frame with text of dtype object in its index, columns and categories; columns with
     missing text become categories.

@@ -14,6 +14,7 @@ counts clipped: that takes a second pass over the cells.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +30,7 @@ from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
 from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.inputs.reader import refuse_duplicates
+from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
 from cellmill.data.inputs.source import optional_package
 from cellmill.data.split import (
     hash_cells,
@@ -41,9 +42,10 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import progress
 
 _BLOCK = 1024  # cells
-_PIECE = 1 << 16  # values at a time, and genes: those whose numbers fit into a core's cache
+# values and genes at a time: those whose numbers fit into a core's cache
+_PIECE = 1 << 16
 _GENES = 256
-_PARTS = 1000  # of the quantiles of a corpus
+_PARTS = 1000  # steps of the quantiles of a corpus
 
 # bins of ln(counts per 10,000), from 2^-10 (one count in a cell of 10 million) to 10,000 (a cell
 # with one gene)
@@ -80,25 +82,22 @@ class Medians:
         return self._bins.sum(axis=1, dtype=np.int64)
 
     def medians(self, rows: np.ndarray) -> np.ndarray:
-        """Median of each of the genes `rows`, which have values, float32; of an even number the
-        mean of the two in the middle.
+        """Median of each of the genes `rows`, which have values, float32.
+
+        The median of an even number of values is the mean of the two in the middle.
         """
-        result = np.empty(len(rows), np.float32)
+        medians = np.empty(len(rows), np.float32)
         for first in range(0, len(rows), _GENES):
-            bins = self._bins[rows[first : first + _GENES]]
-            # over all of these genes: one search finds the middle of each
-            total = np.cumsum(bins, dtype=np.int64)
+            part = slice(first, first + _GENES)
+            # cumulative over all of these genes: one search finds the middle of each
+            total = np.cumsum(self._bins[rows[part]], dtype=np.int64)
             ends = total[_BINS - 1 :: _BINS]
-            starts = np.concatenate([[0], ends[:-1]])
+            starts = np.append(0, ends[:-1])
             n = ends - starts
-            middle = (
-                np.searchsorted(
-                    total, np.stack([starts + (n + 1) // 2, starts + n // 2 + 1], axis=1)
-                )
-                % _BINS
-            )
-            result[first : first + _GENES] = np.exp(_LOW + (middle + 0.5) * _WIDTH).mean(axis=1)
-        return result
+            middle = np.stack([starts + (n + 1) // 2, starts + n // 2 + 1], axis=1)
+            bins = np.searchsorted(total, middle) % _BINS
+            medians[part] = _value_in_bin(bins).mean(axis=1)
+        return medians
 
     def quantiles(self, rows: np.ndarray) -> np.ndarray:
         """Quantiles of log(1 + value) over all values of the genes `rows` together, at per mille
@@ -108,8 +107,13 @@ class Medians:
         """
         total = np.cumsum(self._bins[rows].sum(axis=0, dtype=np.int64))
         # the smallest value that at least this part of all values does not exceed
-        at = np.searchsorted(total, np.maximum(1, -(-np.arange(_PARTS + 1) * total[-1] // _PARTS)))
-        return np.log1p(np.exp(_LOW + (at + 0.5) * _WIDTH)).astype(np.float32)
+        least = -(-np.arange(_PARTS + 1) * total[-1] // _PARTS)
+        bins = np.searchsorted(total, np.maximum(1, least))
+        return np.log1p(_value_in_bin(bins)).astype(np.float32)
+
+
+def _value_in_bin(bins: np.ndarray) -> np.ndarray:
+    return np.exp(_LOW + (bins + 0.5) * _WIDTH)
 
 
 class Moments:
@@ -131,7 +135,7 @@ class Moments:
         )
 
     def of_genes(self, genes: np.ndarray) -> Self:
-        """Sums of the genes at the positions `genes` alone."""
+        """Sums of only the genes at the positions `genes`."""
         chosen = copy(self)
         chosen.sums = self.sums[genes]
         chosen.squares = self.squares[genes]
@@ -144,9 +148,8 @@ class Moments:
     @property
     def variance(self) -> np.ndarray:
         """Unbiased variance over all cells, those without the gene included."""
-        return (self.squares / self.n_cells - self.mean**2) * (
-            self.n_cells / max(1, self.n_cells - 1)
-        )
+        biased = self.squares / self.n_cells - self.mean**2
+        return biased * (self.n_cells / max(1, self.n_cells - 1))
 
 
 def build_vocabulary(
@@ -155,8 +158,8 @@ def build_vocabulary(
     """Vocabulary of preprocessed .h5ad files, independent of their order; of sequences, all
     residues.
 
-    With `split`, cells of val and test have no part in it. Raises DataError when a file shares no
-    gene with the others, or no gene is left.
+    With `split`, only its training cells count. Raises DataError when a file shares no gene with
+    the others, or no gene is left.
     """
     paths = [Path(path) for path in paths]
     options = options or VocabularyConfig.model_validate({})
@@ -173,9 +176,8 @@ def build_vocabulary(
         per_10k = counts_per_10k(block.data, block.indptr)
         medians.add(genes, per_10k)
         if measured:
-            moments.add(
-                genes, block.data if options.select == "seurat_v3" else per_10k, block.shape[0]
-            )
+            values = block.data if options.select == "seurat_v3" else per_10k
+            moments.add(genes, values, block.shape[0])
     n_cells = medians.counts()
     keep = np.flatnonzero(allowed & (n_cells >= max(options.min_cells, 1)))
     if not len(keep):
@@ -190,68 +192,75 @@ def build_vocabulary(
     elif measured:
         scores = _standardised_dispersion(moments.of_genes(keep))
     if options.max_genes is not None:
-        chosen = np.sort(
-            _by_score(n_cells[keep] if options.select == "detected" else scores)[
-                : options.max_genes
-            ]
-        )
+        selected_by = n_cells[keep] if options.select == "detected" else scores
+        chosen = np.sort(_by_score(selected_by)[: options.max_genes])
         keep = keep[chosen]
         scores = scores[chosen]
     ids = [gene_ids[row] for row in keep]
     fitted = medians.quantiles(keep) if options.quantiles else None
     ranks = np.argsort(_by_score(scores)).astype(np.int32) if options.variability else None
-    own = medians.medians(keep)
+    medians_of_ids = medians.medians(keep)
     if options.medians is not None:
-        theirs = Vocabulary.read(path := Path(vocabulary_file(options.medians)))
-        rows = theirs.rows_of(ids)
+        path = Path(vocabulary_file(options.medians))
+        model = Vocabulary.read(path)
+        rows = model.rows_of(ids)
         if not (rows >= 0).any():
             raise DataError(
                 f"vocabulary.medians: {path}: it has no gene of the corpus; name another model"
             )
-        own = np.where(rows >= 0, theirs.medians[rows], own)
+        medians_of_ids = np.where(rows >= 0, model.medians[rows], medians_of_ids)
     return Vocabulary(
-        ids, [symbols[gene] for gene in ids], n_cells[keep], own, fitted, ranks, cells.training()
+        ids,
+        [symbols[gene] for gene in ids],
+        n_cells[keep],
+        medians_of_ids,
+        fitted,
+        ranks,
+        cells.training(),
     )
 
 
 class _Cells:
-    """Cells that a vocabulary is made of: all of the files, or with `split` those for training."""
+    """Cells that a vocabulary is made of: all cells of the files, or with `split` its training
+    cells.
+    """
 
     def __init__(self, paths: list[Path], gene_ids: list[str], split: Shard | None):
         self._paths = paths
         self.gene_ids = gene_ids
         self._split = split
         self._rows = {gene: row for row, gene in enumerate(gene_ids)}
-        self._gene_hashes = hash_genes(
-            gene_ids if split is not None and split.split_by is None else []
-        )
-        self._masks = (
-            {} if split is None or split.split_by is None else _training_masks(paths, split)
-        )
-        self._n_training = self._n_all = 0
+        self._gene_hashes = hash_genes([])
+        self._masks: dict[Path, np.ndarray] = {}  # training cells, if a column splits
+        if split is not None and split.split_by is not None:
+            self._masks = _training_masks(paths, split, split.split_by)
+        elif split is not None:
+            self._gene_hashes = hash_genes(gene_ids)
+        self._n_training = 0
+        self._n_all = 0
 
     def blocks(self) -> Iterator[tuple[np.ndarray, sp.csr_matrix]]:
         """Blocks of cells of all files, each with the row in `gene_ids` of every value."""
-        self._n_training = self._n_all = 0
+        self._n_training = 0
+        self._n_all = 0
         for path in progress(self._paths, "vocabulary", len(self._paths), "files"):
             with open_counts(path) as reader:
                 row_of_column = np.array([self._rows[gene] for gene in reader.var_names], np.int32)
                 first = 0
                 for block in progress(reader.rows(_BLOCK), f"vocabulary {path.stem}", reader.n_obs):
                     last = first + block.shape[0]
-                    if self._split is not None:
-                        is_training = self._is_training(
-                            path, block, row_of_column, slice(first, last)
-                        )
-                        block = select_rows(block, is_training)
+                    if path in self._masks:
+                        block = select_rows(block, self._masks[path][first:last])
+                    elif self._split is not None:
+                        block = self._select_by_content(block, row_of_column, self._split)
                     self._n_all += last - first
                     self._n_training += block.shape[0]
                     first = last
                     yield row_of_column.take(block.indices), block
 
     def training(self) -> VocabularyCells | None:
-        """The cells that `blocks` gave last; None for all cells. Raises DataError if there was
-        none.
+        """The training cells that `blocks` gave last; None without a split. Raises DataError if
+        there were none.
         """
         if self._split is None:
             return None
@@ -261,34 +270,31 @@ class _Cells:
             )
         return VocabularyCells(self._n_training, self._n_all, self._split.split_by or "")
 
-    def _is_training(
-        self, path: Path, block: sp.csr_matrix, row_of_column: np.ndarray, rows: slice
-    ) -> np.ndarray:
-        assert self._split is not None
-        if self._split.split_by is not None:
-            return self._masks[path][rows]
-        hashes = hash_cells(
-            block.indptr, row_of_column.take(block.indices), block.data, self._gene_hashes
-        )
-        split = split_of_hashes(
-            hashes[:, 0], self._split.seed, self._split.val_frac, self._split.test_frac
-        )
-        return split == SPLITS.index("train")
+    def _select_by_content(
+        self, block: sp.csr_matrix, row_of_column: np.ndarray, split: Shard
+    ) -> sp.csr_matrix:
+        genes = row_of_column.take(block.indices)
+        hashes = hash_cells(block.indptr, genes, block.data, self._gene_hashes)[:, 0]
+        number = split_of_hashes(hashes, split.seed, split.val_frac, split.test_frac)
+        return select_rows(block, number == SPLITS.index("train"))
 
 
-def _training_masks(paths: list[Path], split: Shard) -> dict[Path, np.ndarray]:
+def _training_masks(paths: list[Path], split: Shard, column: str) -> dict[Path, np.ndarray]:
     """Mask of the training cells of each file, by the values of an obs column."""
-    assert split.split_by is not None
-    values: list[np.ndarray] = []
+    values = []
     for path in paths:
         with open_counts(path) as reader:
-            values.append(reader.split_values(split.split_by))
-    joined = np.concatenate(values)
-    found = split_by_value(
-        joined, split.split_by, split.seed, split.val_frac, split.test_frac, split.train_values
+            values.append(reader.split_values(column))
+    number = split_by_value(
+        np.concatenate(values),
+        column,
+        split.seed,
+        split.val_frac,
+        split.test_frac,
+        split.train_values,
     )
-    ends = np.cumsum([len(own) for own in values])[:-1]
-    return dict(zip(paths, np.split(found == SPLITS.index("train"), ends)))
+    ends = np.cumsum(list(map(len, values)))[:-1]
+    return dict(zip(paths, np.split(number == SPLITS.index("train"), ends)))
 
 
 def _standardised_dispersion(per_10k: Moments) -> np.ndarray:
@@ -312,7 +318,7 @@ def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> 
     """Score of flavor `seurat_v3` of the genes `keep`, from moments of their counts and a second
     pass over the files.
 
-    The deviation that the mean of a gene predicts is a local regression of degree 2. Raises
+    A local regression of degree 2 predicts the deviation of a gene from its mean. Raises
     ConfigError without scikit-misc.
     """
     loess = optional_package("skmisc.loess", "hvg", "vocabulary.select seurat_v3").loess
@@ -324,9 +330,8 @@ def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> 
     expected = np.zeros(len(keep))
     expected[varies] = model.outputs.fitted_values
     deviation = np.sqrt(10**expected)
-    n_genes = len(cells.gene_ids)
-    limits = np.full(n_genes, np.inf)
-    clipped = Moments(n_genes)
+    clipped = Moments(len(cells.gene_ids))
+    limits = np.full(len(cells.gene_ids), np.inf)
     limits[keep] = deviation * np.sqrt(n) + mean
     for genes, block in cells.blocks():
         clipped.add(genes, np.minimum(block.data, limits[genes]), block.shape[0])
@@ -343,7 +348,7 @@ def _allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray
     """Genes of `gene_ids` that the options allow, bool. Raises DataError if there are none."""
     allowed = np.ones(len(gene_ids), bool)
     if options.genes is not None:
-        allowed &= _listed(gene_ids, Path(options.genes))
+        allowed &= _find_listed(gene_ids, Path(options.genes))
     if options.protein_coding:
         organisms = [organism_of(gene) for gene in gene_ids]
         if None in organisms:
@@ -351,15 +356,13 @@ def _allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray
                 f"vocabulary.protein_coding requires Ensembl ids, got gene {gene_ids[organisms.index(None)]!r}; set "
                 "preprocess.organism, or protein_coding to no"
             )
-        coding = [
-            gene in gene_table(str(organism)).protein_coding
-            for gene, organism in zip(gene_ids, organisms)
-        ]
-        if not any(coding):
+        tables = [gene_table(organism) for organism in {*map(str, organisms)}]
+        is_coding = [any(gene in t.protein_coding for t in tables) for gene in gene_ids]
+        if not any(is_coding):
             raise DataError(
                 f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding"
             )
-        allowed &= coding
+        allowed &= is_coding
     if not allowed.any():
         raise DataError(
             "no gene is left for the vocabulary: none in vocabulary.genes is protein coding"
@@ -367,21 +370,23 @@ def _allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray
     return allowed
 
 
-def _listed(gene_ids: list[str], path: Path) -> np.ndarray:
-    names = list(dict.fromkeys(name for line in read_lines(path) if (name := line.strip())))
+def _find_listed(gene_ids: list[str], path: Path) -> np.ndarray:
+    """Mask of the genes that a file lists by id or name, one a line."""
+    lines = map(str.strip, read_lines(path))
+    names = list(dict.fromkeys(filter(None, lines)))
     if not names:
         raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
-    organisms = sorted({organism for gene in gene_ids if (organism := organism_of(gene))})
-    tables = [map_names(names, organism).gene_ids for organism in organisms]
-    wanted = {*names, *(gene for table in tables for gene in table if gene)}
+    organisms = {*filter(None, map(organism_of, gene_ids))}
+    tables = [map_names(names, organism).gene_ids for organism in sorted(organisms)]
+    wanted = set(chain(names, *tables)) - {""}
     allowed = np.array([gene in wanted for gene in gene_ids])
     if not allowed.any():
         raise DataError(
             f"{path}: none of its {len(names):,} genes is in the corpus, the first is {names[0][:40]!r}; list Ensembl "
             "ids or current symbols, one a line (vocabulary.genes)"
         )
-    known = {gene for gene, keep in zip(gene_ids, allowed) if keep}
-    absent = [name for name, *ids in zip(names, *tables) if known.isdisjoint({name, *ids})]
+    present = wanted & {*gene_ids}
+    absent = [name for name, *ids in zip(names, *tables) if present.isdisjoint({name, *ids})]
     if absent:
         print(
             f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}"
@@ -393,28 +398,28 @@ def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
     """All residues, also those in no sequence, with the number of sequences that have each. Medians
     are 1.
 
-    Of ranked cells all genes of the file, with its symbols and medians, which all files share.
+    Ranked cells give all genes of the file, with its symbols and medians, which all files share.
     """
-    n_cells = np.zeros(0, np.int64)
-    residues = list[str]()
-    symbols = list[str]()
-    medians = np.ones(0, np.float32)
+    with open_counts(paths[0]) as reader:
+        residues = reader.var_names
+        medians = _medians_of(reader)
+        symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
+    n_residues = len(residues)
+    n_cells = np.zeros(n_residues, np.int64)
     for path in paths:
         with open_counts(path) as reader:
-            own = reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
-            if path == paths[0]:
-                n_cells = np.zeros(reader.n_vars, np.int64)
-                residues = reader.var_names
-                medians = own
-                symbols = [str(name) for name in reader.var.get("symbol", reader.var.index)]
-            if reader.var_names != residues or not np.array_equal(own, medians):
+            if reader.var_names != residues or not np.array_equal(_medians_of(reader), medians):
                 raise DataError(
                     f"{path}: its genes or medians are not those of {paths[0]}; convert both alike"
                 )
             for block in reader.rows():
-                pairs = row_numbers(block.indptr) * reader.n_vars + block.indices
-                n_cells += np.bincount(np.unique(pairs) % reader.n_vars, minlength=reader.n_vars)
+                pairs = row_numbers(block.indptr) * n_residues + block.indices
+                n_cells += np.bincount(np.unique(pairs) % n_residues, minlength=n_residues)
     return Vocabulary(residues, symbols, n_cells, medians)
+
+
+def _medians_of(reader: CountsReader) -> np.ndarray:
+    return reader.var.get("median", pd.Series(1.0, reader.var.index)).to_numpy(np.float32)
 
 
 def _read_symbols(paths: list[Path]) -> tuple[dict[str, str], bool]:
@@ -427,28 +432,29 @@ def _read_symbols(paths: list[Path]) -> tuple[dict[str, str], bool]:
     organisms: dict[Path, set[str]] = {}
     for path in paths:
         with open_counts(path) as reader:
-            known = (
-                set(map(str, reader.obs[ORGANISM].unique())) if ORGANISM in reader.obs else set()
-            )
-            # unknown: may be any
-            organisms[path] = known if known and known <= {*ORGANISMS} else {*ORGANISMS}
+            recorded = set[str]()
+            if ORGANISM in reader.obs:
+                recorded = set(map(str, reader.obs[ORGANISM].unique()))
+            is_known = recorded and recorded <= {*ORGANISMS}
+            organisms[path] = recorded if is_known else {*ORGANISMS}  # unknown: may be any
             refuse_duplicates(
                 path, "var", reader.var.index, "preprocess the file, which sums counts of one gene"
             )
-            genes[path], own = reader.var_names, reader.var.get("symbol", reader.var.index)
+            genes[path] = reader.var_names
+            symbols_of_file = reader.var.get("symbol", reader.var.index)
             kinds.setdefault(reader.ordered, path)
         if len(kinds) == 2:
             raise DataError(
                 f"{kinds[True]} has sequences, {kinds[False]} cells; put them in corpora of their own"
             )
-        for gene, symbol in zip(genes[path], map(str, own)):
+        for gene, symbol in zip(genes[path], map(str, symbols_of_file)):
             for text in (gene, symbol):
                 if text != " ".join(text.split()) or gene in SPECIAL:
                     raise DataError(
                         f"{path}: {text!r} cannot name a gene: a special token, or odd whitespace"
                     )
             symbols[gene] = min(symbols.get(gene, symbol), symbol)
-    n_files = Counter(gene for own in genes.values() for gene in own)
+    n_files = Counter(chain.from_iterable(genes.values()))
     for path in paths:
         same_organism = any(organisms[path] & organisms[other] for other in genes if other != path)
         if same_organism and all(n_files[gene] == 1 for gene in genes[path]):

@@ -22,10 +22,17 @@ import zarr
 from anndata.io import read_elem
 from zarr.storage import ZipStore
 
-from cellmill.data.arrays import text_index
-from cellmill.data.inputs.containers import add_columns, choose_part, is_anndata, parts_of
+from cellmill.data.arrays import named_frame, text_index
+from cellmill.data.inputs.containers import (
+    add_columns,
+    choose_part,
+    is_anndata,
+    members,
+    parts_of,
+    stored_index,
+)
 from cellmill.data.inputs.derived.recovered import RecoveredCounts, matrix_to_recover
-from cellmill.data.inputs.h5 import one_line
+from cellmill.data.inputs.h5 import decode, one_line
 from cellmill.data.inputs.matrices import (
     DenseMatrix,
     MemoryMatrix,
@@ -46,24 +53,24 @@ from cellmill.data.inputs.source import (
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
-ORDERED = "uns/cellmill/ordered"  # in a file whose rows of X are sequences, or genes in rank order
-NOTES = "uns/cellmill"  # of preprocessed cells: text on what was done to their counts
-RANKED = "uns/cellmill/ranked"  # in one whose rows are genes in rank order, without counts
+NOTES = "uns/cellmill"  # text on what preprocessing did to the counts
+ORDERED = f"{NOTES}/ordered"  # rows of X are sequences, or genes in rank order
+RANKED = f"{NOTES}/ranked"  # rows are genes in rank order, without counts
 _OF_PEGASUS = (
     "pegasusio wrote its names of cells, without the -1 of Cell Ranger, or with the number in front: tables of labels "
     "may have the suffix"
 )
-_LOOKED_AT = 100  # cells
+_SAMPLE = 100  # cells of a matrix that show what its values look like
 _MANY_FILES = 2_000
 _SMALL_FILE = 4_096  # bytes
 _BY_GENE = {"csr_matrix": False, "csc_matrix": True}
 
 
 def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
-    """The matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5 file or
-    Zarr group.
+    """Open the matrix `counts` (`X`, `raw`, the name of a layer, or `layers/X`) of an open HDF5
+    file or Zarr group.
 
-    Of a file of several AnnData one is read (`containers.py`). `expm1(raw)` recovers counts from
+    A file of several AnnData gives one of them (`containers.py`). `expm1(raw)` recovers counts from
     logarithms.
     """
     if not is_anndata(file):
@@ -88,17 +95,20 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
         raise DataError(
             f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again"
         )
-    others = [name for name in known if name != counts]
-    ranked = ordered and RANKED in file
-    notes = (
-        [_OF_PEGASUS]
-        if not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey"
-        else []
+    is_of_pegasus = not is_array(file["obs"]) and file["obs"].attrs.get("_index") == "barcodekey"
+    return CountSource(
+        path,
+        counts,
+        matrix,
+        obs,
+        var,
+        others=[name for name in known if name != counts],
+        ordered=ordered,
+        ranked=ordered and RANKED in file,
+        recorded=_read_record(file),
+        notes=[_OF_PEGASUS] if is_of_pegasus else [],
+        look=partial(_look, path, file),
     )
-    look = partial(_look, path, file)
-    recorded = _read_record(file)
-    more: dict[str, Any] = {"ranked": ranked, "recorded": recorded, "look": look, "notes": notes}
-    return CountSource(path, counts, matrix, obs, var, others, ordered, **more)
 
 
 def _read_record(file: Any) -> dict[str, str]:
@@ -110,8 +120,7 @@ def _read_record(file: Any) -> dict[str, str]:
     for name in (COUNTS_RULE, GENE_LENGTH):
         value: Any = group.get(name)
         if is_array(value) and value.shape == ():
-            text = value[()]
-            recorded[name] = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+            recorded[name] = decode(value[()])
     return recorded
 
 
@@ -119,10 +128,11 @@ def _open_part(path: Path, file: Any, counts: str) -> CountSource:
     """One AnnData of a file of several, whose part `counts` may name before a `#`."""
     part, mark, name = counts.rpartition("#")
     chosen = choose_part(path, file, part if mark else None)
-    source = open_anndata(Path(f"{path}#{chosen.rpartition('/')[2]}"), file[chosen], name)
-    places = file.get(f"obsmap/{chosen.rpartition('/')[2]}")
-    if "mod" in file and places is not None:
-        source.obs = add_columns(path, source.obs, _read_frame(path, file, "obs"), places)
+    part = chosen.rpartition("/")[2]
+    source = open_anndata(Path(f"{path}#{part}"), file[chosen], name)
+    obsmap = file.get(f"obsmap/{part}")
+    if "mod" in file and obsmap is not None:
+        source.obs = add_columns(path, source.obs, _read_frame(path, file, "obs"), obsmap)
     if not mark:
         source.notes.append(f"{chosen} is read, of {', '.join(parts_of(file))}")
     return source
@@ -133,7 +143,7 @@ def _look(path: Path, file: Any) -> dict[str, str]:
     looks = {}
     for name, (stored, _) in _matrices(file).items():
         try:
-            part = next(_matrix(path, name, file[stored]).parts(_LOOKED_AT))
+            part = next(_matrix(path, name, file[stored]).parts(_SAMPLE))
             looks[name] = look_at(part)
         except (DataError, StopIteration):
             looks[name] = "cannot be read"
@@ -148,54 +158,46 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
     columns = obs.attrs.get("column-order") if isinstance(obs, h5py.Group) else None
     if not isinstance(columns, np.ndarray) or columns.ndim != 1:
         return None
-    names = [
-        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        for value in columns
-    ]
-    categories = {
-        name: obs.get(f"{name}/categories")
-        for name in names
-        if isinstance(obs.get(name), h5py.Group)
-    }
+    names = list(map(decode, columns))
+    groups = [name for name in names if isinstance(obs.get(name), h5py.Group)]
+    categories = {name: obs.get(f"{name}/categories") for name in groups}
     return DeclaredNames(names, [*_matrices(file)], categories)
 
 
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
-    """Names in a Zarr folder, by its JSON files alone."""
+    """Names in a Zarr folder, by its folders and JSON files."""
     obs = path / "obs"
     layers = path / "layers"
     if (path / "mod").is_dir():
         return None
     try:
-        v3 = (obs / "zarr.json").exists()
-        attributes = (
-            read_json(obs / "zarr.json")["attributes"] if v3 else read_json(obs / ".zattrs")
-        )
+        if (obs / "zarr.json").exists():  # version 3
+            attributes = read_json(obs / "zarr.json")["attributes"]
+        else:
+            attributes = read_json(obs / ".zattrs")
         columns = [str(name) for name in attributes["column-order"]]
     except (DataError, KeyError, TypeError):
         return None
-    # raw may be null
-    counts = [name for name, place in (("X", "X"), ("raw", "raw/X")) if (path / place).is_dir()]
-    names = (
-        sorted(layer.name for layer in layers.iterdir() if layer.is_dir())
-        if layers.is_dir()
-        else []
-    )
+    counts = []
+    if (path / "X").is_dir():
+        counts.append("X")
+    if (path / "raw" / "X").is_dir():  # raw may be null
+        counts.append("raw")
+    names = sorted(layer.name for layer in layers.glob("*") if layer.is_dir())
     return DeclaredNames(columns, [*counts, *map(_layer_name, names)])
 
 
 def _matrices(file: Any) -> dict[str, tuple[str, str]]:
     """Where the matrices of a file and their var are, by the value of `counts`."""
-    layers = file.get("layers")
-    names = [] if layers is None or is_array(layers) else sorted(layers)
-    found = [
-        ("X", "X", "var"),
-        ("raw", "raw.X", "raw.var"),  # before anndata 0.7
-        ("raw", "raw/X", "raw/var"),
-        *((_layer_name(name), f"layers/{name}", "var") for name in names),
-    ]
+    matrices = {"X": ("X", "var"), "raw": ("raw/X", "raw/var")}
+    if "raw/X" not in file:
+        matrices["raw"] = ("raw.X", "raw.var")  # before anndata 0.7
+    for name in members(file, "layers"):
+        matrices[_layer_name(name)] = (f"layers/{name}", "var")
     return {
-        counts: (matrix, var) for counts, matrix, var in found if matrix in file and var in file
+        counts: (matrix, var)
+        for counts, (matrix, var) in matrices.items()
+        if matrix in file and var in file
     }
 
 
@@ -207,9 +209,10 @@ def _layer_name(layer: str) -> str:
 def _matrix(path: Path, counts: str, stored: Any) -> DenseMatrix | SparseMatrix:
     if is_array(stored):
         return DenseMatrix(path, counts, stored)
-    old = stored.attrs.get("h5sparse_format")  # before anndata 0.7
-    old = old.decode() if isinstance(old, bytes) else old
-    kind = stored.attrs.get("encoding-type", "unknown" if old is None else f"{old}_matrix")
+    kind = "unknown"
+    if "h5sparse_format" in stored.attrs:  # before anndata 0.7
+        kind = f"{decode(stored.attrs['h5sparse_format'])}_matrix"
+    kind = stored.attrs.get("encoding-type", kind)
     if kind not in _BY_GENE:
         raise DataError(
             f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array"
@@ -228,9 +231,7 @@ def _read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
                 frame = _plain_frame(file[name])
             else:
                 frame = read_elem(file[name])
-    except (
-        Exception
-    ) as error:  # anndata wraps whatever h5py, numpy or pandas raise on a damaged or foreign group
+    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
         raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
     if not isinstance(frame, pd.DataFrame):
         raise DataError(f"{path}: /{name} is not a data frame")
@@ -245,15 +246,13 @@ def _compound_frame(file: Any, name: str) -> pd.DataFrame:
     if records.dtype.names is None:
         raise ValueError("expected a data frame, got an array without fields")
     columns = {field: _decoded(records[field]) for field in records.dtype.names}
-    index = next(
-        (field for field in ("index", "_index") if field in columns), records.dtype.names[0]
-    )
+    index = [*(field for field in ("index", "_index") if field in columns), *columns][0]
     names = columns.pop(index)
     for field, codes in columns.items():
         categories = file.get(f"uns/{field}_categories")
         if categories is not None and np.issubdtype(codes.dtype, np.integer):
             columns[field] = pd.Categorical.from_codes(codes, _decoded(categories[()]))
-    return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
+    return named_frame(names, columns)
 
 
 def _plain_frame(group: Any) -> pd.DataFrame:
@@ -269,39 +268,31 @@ def _plain_frame(group: Any) -> pd.DataFrame:
             columns[str(name)] = pd.Categorical.from_codes(
                 item["codes"][()], _decoded(item["categories"][()])
             )
-    named = group.attrs.get("_index", "_index")
-    named = named.decode() if isinstance(named, bytes) else str(named)
-    texts = [
-        name
-        for name, values in columns.items()
-        if isinstance(values, np.ndarray) and values.dtype.kind == "O"
-    ]
+    declared = decode(group.attrs.get("_index", "_index"))
+    texts = [name for name in columns if columns[name].dtype == np.dtype(object)]
     unique = [name for name in texts if len({*columns[name]}) == len(columns[name])]
-    index = next(
-        (name for name in (named, "_index", "index", *unique, *texts) if name in columns), None
-    )
-    if index is None:
+    likely = (declared, "_index", "index", *unique, *texts)
+    found = [name for name in likely if name in columns]
+    if not found:
         raise ValueError("expected a data frame, got a group without a column of names")
-    names = columns.pop(index)
-    return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
+    names = columns.pop(found[0])
+    return named_frame(names, columns)
 
 
 def _decoded(values: Any) -> np.ndarray:
     values = np.atleast_1d(values)
     if values.dtype.kind not in "SO":
         return values.astype(values.dtype.newbyteorder("="))
-    return np.array(
-        [v.decode() if isinstance(v, bytes) else v for v in values.tolist()], dtype=object
-    )
+    texts = [text.decode() if isinstance(text, bytes) else text for text in values.tolist()]
+    return np.array(texts, dtype=object)
 
 
 def _is_zarr(path: Path, file: Any) -> bool:
     """True for a folder of Zarr and a .zarr.zip."""
-    if path.is_dir():
-        return path.suffix == ".zarr" or any(
-            (path / mark).exists() for mark in (".zgroup", "zarr.json", ".zmetadata")
-        )
-    return path.name.lower().endswith(".zip")
+    if not path.is_dir():
+        return path.name.lower().endswith(".zip")
+    marks = (".zgroup", "zarr.json", ".zmetadata")
+    return path.suffix == ".zarr" or any((path / mark).exists() for mark in marks)
 
 
 def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
@@ -316,12 +307,12 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
         try:
             group = zarr.open_group(store, mode="r")
         except (zarr.errors.GroupNotFoundError, FileNotFoundError):
-            remedy = (
-                "" if path.is_dir() else "; a zip of other files: unpack it, and give what is in it"
-            )
-            raise DataError(f"{path}: not a Zarr group: no .zgroup or zarr.json{remedy}") from None
+            fault = f"{path}: not a Zarr group: no .zgroup or zarr.json"
+            if not path.is_dir():
+                fault += "; a zip of other files: unpack it, and give what is in it"
+            raise DataError(fault) from None
         if not (is_anndata(group) or parts_of(group)):
-            raise DataError(f"{path}: not an AnnData: no obs and var groups{_of_pegasus(group)}")
+            raise DataError(f"{path}: not an AnnData: no obs and var groups{_hint(group)}")
         _check_sizes(path, group, counts)
         source = open_anndata(path, group, counts)
     if note is not None:
@@ -331,8 +322,8 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
     return source
 
 
-def _of_pegasus(group: Any) -> str:
-    """The way on for a Zarr of Pegasus, which stores cells and genes under other names."""
+def _hint(group: Any) -> str:
+    """Remedy for a Zarr of Pegasus, which stores cells and genes under other names; else empty."""
     for name in group:
         item = group.get(name)
         if item is not None and not is_array(item) and "barcode_metadata" in item:
@@ -377,21 +368,19 @@ def _check_sizes(path: Path, group: Any, counts: str) -> None:
         group = group[choose_part(path, group, part if mark else None)]
     counts = matrix_to_recover(counts) or counts
     obs = group["obs"]
-    index = obs.get(str(obs.attrs.get("_index", "_index"))) if isinstance(obs, zarr.Group) else None
-    if isinstance(index, zarr.Group):  # text of pandas 3: values and a mask
-        index = index.get("values")
+    index = stored_index(obs) if isinstance(obs, zarr.Group) else None
     n_obs = 0
     if isinstance(index, zarr.Array) and index.shape and index.nchunks_initialized == index.nchunks:
         n_obs = int(index.shape[0])
     for part in ("obs", "var", *_matrices(group).get(counts, ())):
         item = group.get(part)
-        members = item.members(max_depth=8) if isinstance(item, zarr.Group) else ()
-        arrays = {part: item} | {f"{part}/{name}": member for name, member in members}
+        arrays = {part: item}
+        if isinstance(item, zarr.Group):
+            arrays |= {f"{part}/{name}": member for name, member in item.members(max_depth=8)}
+        n_cells = n_obs if part == "obs" else 0
         for name, array in arrays.items():
             if isinstance(array, zarr.Array):
-                problem = size_problem(
-                    name, array, array.nbytes_stored, n_obs if part == "obs" else 0
-                )
+                problem = size_problem(name, array, array.nbytes_stored, n_cells)
                 if problem is not None:
                     raise DataError(f"{path}: {problem}")
 
@@ -406,20 +395,21 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
         raise DataError(
             f"{dataset}: it is backed by {adata.filename}; pass adata.to_memory(), or embed the file"
         )
-    found = {"X": adata.X, "raw": None if adata.raw is None else adata.raw.X}
-    found |= {
-        _layer_name(name): matrix for name, matrix in adata.layers.items() if name is not None
-    }
-    names = [name for name, matrix in found.items() if matrix is not None]
-    require_matrix(dataset, counts, names, option := "argument `counts`")
-    matrix = found[counts]
+    matrices = {"X": adata.X, "raw": None if adata.raw is None else adata.raw.X}
+    for name, matrix in adata.layers.items():
+        if name is not None:
+            matrices[_layer_name(name)] = matrix
+    names = [name for name, matrix in matrices.items() if matrix is not None]
+    option = "argument `counts`"
+    require_matrix(dataset, counts, names, option)
+    matrix = matrices[counts]
     if not (sp.issparse(matrix) or isinstance(matrix, np.ndarray)):
         kind = f"{type(matrix).__module__}.{type(matrix).__name__}"
         raise DataError(
             f"{dataset}: {counts} is a {kind}; expected a numpy array or a scipy matrix"
         )
-    tables = adata.obs, (adata.raw if counts == "raw" else adata).var
-    obs, var = (table.set_axis(text_index(table.index), axis=0) for table in tables)
+    var = adata.raw.var if counts == "raw" else adata.var
+    obs, var = (table.set_axis(text_index(table.index), axis=0) for table in (adata.obs, var))
     others = [name for name in names if name != counts]
     return CountSource(Path(dataset), counts, MemoryMatrix(matrix), obs, var, others, option=option)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import WHOLE, is_array
 from cellmill.errors import DataError, require_known
 
@@ -32,6 +33,12 @@ def split_part(path: Path, counts: str = "X") -> tuple[Path, str]:
     return Path(file), f"{part}#{counts}"
 
 
+def members(group: Any, name: str) -> list[str]:
+    """Sorted names in a group of `group`; none if it has no such group."""
+    item = group.get(name)
+    return [] if item is None or is_array(item) else sorted(map(str, item))
+
+
 def is_anndata(group: Any) -> bool:
     """True for a group with obs and var that is no MuData."""
     if group is None or is_array(group):
@@ -41,77 +48,75 @@ def is_anndata(group: Any) -> bool:
 
 def parts_of(group: Any) -> dict[str, str]:
     """Paths of the AnnData in a file of several, by name."""
-    found = {}
+    parts = {}
     for folder in _FOLDERS:
-        members = group.get(folder)
-        if members is None or is_array(members):
-            continue
-        for name in sorted(members):
-            if is_anndata(members.get(name)):
-                found[str(name)] = f"{folder}/{name}"
-    return found
+        for name in members(group, folder):
+            if is_anndata(group[folder].get(name)):
+                parts[name] = f"{folder}/{name}"
+    return parts
 
 
 def choose_part(path: Path, group: Any, wanted: str | None) -> str:
-    """Path of the AnnData `wanted`, by default the only one or the only one with RNA. Raises
-    DataError listing all.
+    """Path of the AnnData `wanted`, by default the only one or the only one with RNA.
+
+    Raises DataError listing all.
     """
-    found = parts_of(group)
-    if not found:
+    parts = parts_of(group)
+    if not parts:
         raise DataError(
             f"{path}: holds no AnnData: no group with obs and var in {', '.join(_FOLDERS)}"
         )
     if wanted is not None:
-        name = next((name for name, place in found.items() if place == wanted.strip("/")), wanted)
-        require_known(name, [*found], f"{path}: no modality or table {wanted!r}")
-        return found[name]
-    names = list(found)
+        by_path = {place: name for name, place in parts.items()}
+        name = by_path.get(wanted.strip("/"), wanted)
+        require_known(name, [*parts], f"{path}: no modality or table {wanted!r}")
+        return parts[name]
+    names = list(parts)
     if len(names) > 1:
-        names = [name for name in found if _RNA.fullmatch(name)] or [
-            n for n in found if _has_genes(group[found[n]])
-        ]
+        names = [name for name in parts if _RNA.fullmatch(name)]
+    if not names:
+        names = [name for name in parts if _has_genes(group[parts[name]])]
     if len(names) != 1:
-        listed = ", ".join(f"{name} ({_size(group[place])})" for name, place in found.items())
-        raise DataError(f"{path}: holds {listed}; name one, as in {path}#{next(iter(found))}")
-    return found[names[0]]
+        listed = ", ".join(f"{name} ({_size(group[place])})" for name, place in parts.items())
+        raise DataError(f"{path}: holds {listed}; name one, as in {path}#{next(iter(parts))}")
+    return parts[names[0]]
 
 
-def _names(frame: Any) -> Any:
+def stored_index(frame: Any) -> Any:
     """Stored index of a data frame; None if it has none."""
     if is_array(frame):
         return frame
     array = frame.get(str(frame.attrs.get("_index", "_index")))
-    return array.get("values") if array is not None and not is_array(array) else array
+    if array is None or is_array(array):
+        return array
+    return array.get("values")  # text of pandas 3: values and a mask
 
 
 def _size(group: Any) -> str:
-    lengths = [getattr(_names(group[name]), "shape", None) for name in ("obs", "var")]
+    lengths = [getattr(stored_index(group[name]), "shape", None) for name in ("obs", "var")]
     return " x ".join(f"{length[0]:,}" if length else "?" for length in lengths)
 
 
 def _has_genes(group: Any) -> bool:
     """True if most of the first names are Ensembl ids of genes."""
-    array = _names(group["var"])
+    array = stored_index(group["var"])
     if not is_array(array) or len(array.shape) != 1 or array.dtype.names is not None:
         return False
-    names = [
-        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-        for value in array[:100]
-    ]
+    names = list(map(decode, array[:100]))
     return 2 * sum(bool(_ENSEMBL.match(name)) for name in names) > len(names)
 
 
-def add_columns(path: Path, obs: pd.DataFrame, whole: pd.DataFrame, places: Any) -> pd.DataFrame:
+def add_columns(path: Path, obs: pd.DataFrame, whole: pd.DataFrame, obsmap: Any) -> pd.DataFrame:
     """obs of a modality with those columns of the whole file that it lacks.
 
-    `places` is MuData's obsmap: for each cell of the file its row in the modality, from 1, or 0.
+    MuData's `obsmap` has for each cell of the file its row in the modality, from 1, or 0.
     """
     names = [name for name in whole if name not in obs and ":" not in str(name)]
-    if not names or places is None or not is_array(places) or places.shape != (len(whole),):
+    if not names or not is_array(obsmap) or obsmap.shape != (len(whole),):
         return obs
-    if places.dtype.kind not in WHOLE:
+    if obsmap.dtype.kind not in WHOLE:
         return obs
-    rows = places[:].astype(np.int64).reshape(-1)
+    rows = obsmap[:].astype(np.int64)
     cells = np.flatnonzero(rows > 0)
     if len(cells) != len(obs) or sorted(rows[cells].tolist()) != list(range(1, len(obs) + 1)):
         raise DataError(f"{path}: damaged: obsmap does not name every cell of the modality once")

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import is_fasta
 from cellmill.config.parts.tokens import RESIDUES
-from cellmill.data.arrays import row_offsets
+from cellmill.data.arrays import named_frame, row_offsets
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.reader import refuse_duplicates
@@ -75,15 +75,13 @@ class _FastaMatrix(StoredMatrix):
         """As `StoredMatrix.parts`. Raises DataError at the first letter that is no residue, naming
         the record.
         """
-        records = _records(self._path)
-        while chosen := list(islice(records, block)):
-            parts = [self._columns(name, sequence) for name, _, sequence in chosen]
-            starts = row_offsets([len(part) for part in parts])
-            indices = np.concatenate(parts)
-            yield sp.csr_matrix(
-                (np.ones(len(indices), np.uint32), indices, starts),
-                shape=(len(parts), len(RESIDUES)),
-            )
+        records = (self._columns(name, sequence) for name, _, sequence in _records(self._path))
+        for rows in iter(lambda: list(islice(records, block)), []):
+            starts = row_offsets(list(map(len, rows)))
+            indices = np.concatenate(rows)
+            ones = np.ones(len(indices), np.uint32)
+            shape = (len(rows), len(RESIDUES))
+            yield sp.csr_matrix((ones, indices, starts), shape=shape)
 
     def _columns(self, name: str, sequence: bytes) -> np.ndarray:
         columns = _COLUMN[np.frombuffer(sequence.removesuffix(_STOP), np.uint8)]
@@ -139,7 +137,7 @@ def _obs(names: list[str], headers: list[str]) -> pd.DataFrame:
         for key, value in fields.items():
             columns.setdefault(key, [None] * len(names))[row] = value
     categories = {key: pd.Categorical(values) for key, values in columns.items()}
-    return pd.DataFrame(categories, index=pd.Index(names, dtype=object))
+    return named_frame(names, categories)
 
 
 FORMAT = Format(

@@ -28,7 +28,7 @@ from cellmill.files import atomic_path, named_errors, require_file
 if TYPE_CHECKING:
     import pandas as pd
 
-_GZIP = b"\x1f\x8b"  # the first bytes of its files
+_GZIP = b"\x1f\x8b"  # first bytes of a gzip file
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
 _MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")
 
@@ -54,6 +54,11 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         elif "signature not found" in text:
             fault = f"{path}: not an HDF5 file"
     raise DataError(f"{fault}{then}")
+
+
+def decode(value: Any) -> str:
+    """Text of a stored value, which may be bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def read_texts(item: h5py.Dataset | h5py.Group) -> np.ndarray:
@@ -202,15 +207,10 @@ def write_cells(
     layout: dict[str, Any] = {"shape": (nnz,)}
     if nnz is None:
         layout = {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
-    elif (
-        compression is not None
-    ):  # larger chunks are a tenth smaller, but a row is then read with many others
-        layout |= {
-            "chunks": (min(nnz, 4096),),
-            "compression": "gzip",
-            "compression_opts": 1,
-            "shuffle": True,
-        }
+    elif compression is not None:
+        # larger chunks are a tenth smaller, but a row is then read with many others
+        chunks = (min(nnz, 4096),)
+        layout |= {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
     # padding would be half of a compressed chunk
     with create_h5(path, 1 if compression else ALIGNMENT) as file:
         group = file.create_group("X")
@@ -241,10 +241,13 @@ def write_cells(
         group.attrs.update(
             {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
         )
-        kinds = dict(recorded) | {
-            name: True for name, holds in (("ordered", ordered), ("ranked", ranked)) if holds
-        }
-        _write_parts(file, {"obs": frame, "var": var, "uns": {"cellmill": kinds} if kinds else {}})
+        record = dict(recorded)
+        if ordered:
+            record["ordered"] = True
+        if ranked:
+            record["ranked"] = True
+        uns = {"cellmill": record} if record else {}
+        _write_parts(file, {"obs": frame, "var": var, "uns": uns})
 
 
 def write_anndata(file: h5py.File, adata: Any) -> None:

@@ -17,7 +17,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.data.arrays import named_frame
 from cellmill.data.fractions import describe_fractions
+from cellmill.data.inputs.h5 import decode
 from cellmill.data.inputs.matrices import MAX_LENGTH, StoredMatrix
 from cellmill.errors import ConfigError, require_known
 
@@ -134,10 +136,7 @@ def _values(array: Any) -> list[Any] | None:
     if array.dtype.kind not in "OSbiuf" or array.external or array.is_virtual:
         return None
     try:
-        return [
-            value.decode(errors="replace") if isinstance(value, bytes) else value
-            for value in array[:]
-        ]
+        return [decode(value) if isinstance(value, bytes) else value for value in array[:]]
     except (OSError, ValueError):
         return None
 
@@ -181,4 +180,4 @@ def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
         columns[str(name)] = (
             column.to_numpy() if plain else pd.Categorical(text.where(text.notna(), None))
         )
-    return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
+    return named_frame(names, columns)

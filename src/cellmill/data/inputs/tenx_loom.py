@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cellmill.data.arrays import named_frame
+from cellmill.data.inputs.containers import members
 from cellmill.data.inputs.derived.grouped import GroupedColumns
 from cellmill.data.inputs.matrices import (
     REAL,
@@ -46,12 +48,10 @@ _LOOM_SYMBOLS = ("Gene", "gene", "symbol")
 
 def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, with all genes (`X`) or the genes of genome `counts`."""
+    is_v3 = _is_v3(file)
     name = "matrix"
-    stored_as = _V3
-    v3 = _is_v3(file)
-    if not v3:
+    if not is_v3:
         known = _genomes(file)
-        stored_as = _V2
         if counts == "X" and len(known) > 1:
             raise DataError(
                 f"{path}: has {len(known)} genomes; set {COUNTS} to {' or '.join(known)}"
@@ -59,34 +59,30 @@ def _open_tenx(path: Path, file: Any, counts: str) -> CountSource:
         name = known[0] if counts == "X" else counts
         require_matrix(path, name, known)
     group = file[name]
-    n_vars, n_obs = checked_shape(
-        path, "matrix", require_kind(path, "shape", group.get("shape"), WHOLE)[:3]
-    )
+    shape = require_kind(path, "shape", group.get("shape"), WHOLE)
+    n_vars, n_obs = checked_shape(path, "matrix", shape[:3])
     barcodes = _read_texts(path, group.get("barcodes"), "barcodes", n_obs)
     # stored as genes x cells, by column
     matrix = SparseMatrix(path, "matrix", group, (n_obs, n_vars))
-    columns = {
-        column: _read_texts(path, group.get(array), array, n_vars)
-        for column, array in stored_as.items()
-        if column == "id" or array in group
-    }
+    columns = {}
+    for column, array in (_V3 if is_v3 else _V2).items():
+        if column == "id" or array in group:
+            columns[column] = _read_texts(path, group.get(array), array, n_vars)
     genomes = sorted({*columns.get("genome", ())} - {""})
     if len(genomes) > 1:  # Cell Ranger puts the genome before ids and symbols
         for column in columns.keys() & {"id", "symbol"}:
             texts = zip(columns[column], columns["genome"])
             columns[column] = [text.removeprefix(g).lstrip("_") if g else text for text, g in texts]
-    ids = columns.pop("id")
-    obs = pd.DataFrame(index=pd.Index(barcodes, dtype=object))
-    var = pd.DataFrame(columns, pd.Index(ids, dtype=object))
-    if counts == "X" or not v3:
+    obs = named_frame(barcodes)
+    var = named_frame(columns.pop("id"), columns)
+    if counts == "X" or not is_v3:
         return CountSource(path, counts, matrix, obs, var, genomes if len(genomes) > 1 else [])
     require_matrix(path, counts, ["X", *genomes])
     chosen = np.flatnonzero(var["genome"] == counts)
     target = np.full(n_vars, -1)
     target[chosen] = np.arange(len(chosen))
-    return CountSource(
-        path, counts, GroupedColumns(matrix, target, len(chosen)), obs, var.iloc[chosen]
-    )
+    genome = GroupedColumns(matrix, target, len(chosen))
+    return CountSource(path, counts, genome, obs, var.iloc[chosen])
 
 
 def _is_v3(file: Any) -> bool:
@@ -98,12 +94,7 @@ def _genomes(file: Any) -> list[str]:
     """Groups of a file of version 2."""
     # R's writeTENxMatrix has no gene_names
     arrays = {"barcodes", "data", "indices", "indptr", "shape", "genes"}
-    groups = {name: file.get(name) for name in file}
-    return [
-        n
-        for n, group in groups.items()
-        if group is not None and not is_array(group) and arrays <= {*group}
-    ]
+    return [name for name in file if arrays <= {*members(file, name)}]
 
 
 def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
@@ -111,24 +102,20 @@ def _read_texts(path: Path, array: Any, name: str, length: int) -> list[str]:
     if not is_array(array) or array.shape != (length,):
         got = array.shape if is_array(array) else None
         raise DataError(f"{path}: damaged: expected {length:,} {name}, got {got or 'none'}")
-    return [
-        value.decode() if isinstance(value, bytes) else str(value) for value in array[()].tolist()
-    ]
+    values = array[()].tolist()
+    return [value.decode() if isinstance(value, bytes) else str(value) for value in values]
 
 
 def _names_in_loom(path: Path, file: Any) -> DeclaredNames:
-    layers = file.get("layers")
-    names = [] if layers is None or is_array(layers) else sorted(layers)
-    return DeclaredNames([*file["col_attrs"]], ["X", *names])
+    return DeclaredNames([*file["col_attrs"]], ["X", *members(file, "layers")])
 
 
 def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
     """The matrix of an open HDF5 file, or its layer `counts`."""
     known = _names_in_loom(path, file).counts
     require_matrix(path, counts, known)
-    matrix = DenseMatrix(
-        path, counts, file["matrix"] if counts == "X" else file["layers"][counts], cells_axis=1
-    )
+    stored = file["matrix"] if counts == "X" else file["layers"][counts]
+    matrix = DenseMatrix(path, counts, stored, cells_axis=1)
     obs = _loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS)
     var = _loom_frame(path, file, "row_attrs", matrix.shape[1], _LOOM_GENES)
     symbols = next((name for name in _LOOM_SYMBOLS if name in var), None)
@@ -141,33 +128,29 @@ def _loom_frame(
     path: Path, file: Any, where: str, length: int, names: tuple[str, ...]
 ) -> pd.DataFrame:
     """Attributes of one number or text each, indexed by the first of `names` with unique values,
-    else that exists.
+    else by the first that exists.
 
-    Without any of `names`, by the first text whose values differ: the other texts stay columns, of
-    which the best one names the genes.
+    Without any of `names`, the index is the first text whose values differ: the other texts stay
+    columns, of which the best one names the genes.
     """
-    columns = {}
+    columns: dict[str, Any] = {}
     for name, array in file[where].items():
-        if is_array(array) and array.shape is not None and len(array.shape) == 1:
-            is_number = array.dtype.kind in REAL and array.shape == (length,)
-            columns[name] = (
-                native(array[()])
-                if is_number
-                else _read_texts(path, array, f"{where}/{name}", length)
-            )
-    there = [name for name in names if name in columns]
-    if not there:
-        texts = [name for name, values in columns.items() if isinstance(values, list)]
-        there = [name for name in texts if len({*columns[name]}) == length]
-    if not there:
+        if not is_array(array) or array.shape is None or len(array.shape) != 1:
+            continue
+        if array.dtype.kind in REAL and array.shape == (length,):
+            columns[name] = native(array[()])
+        else:
+            columns[name] = _read_texts(path, array, f"{where}/{name}", length)
+    unique = [name for name in columns if len(np.unique(columns[name])) == length]
+    texts = [name for name in unique if isinstance(columns[name], list)]
+    present = [name for name in names if name in columns]
+    candidates = [*(name for name in present if name in unique), *present] or texts
+    if not candidates:
         raise DataError(
             f"{path}: {where} has no names; expected one of {', '.join(names)}, or an attribute of text whose values "
             f"differ, got {', '.join(columns) or 'none'}"
         )
-    index = next((name for name in there if len(np.unique(columns[name])) == length), there[0])
-    return pd.DataFrame(
-        columns, index=pd.Index([str(text) for text in columns[index]], dtype=object)
-    )
+    return named_frame(list(map(str, columns[candidates[0]])), columns)
 
 
 TENX = Format(

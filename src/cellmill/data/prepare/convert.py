@@ -31,7 +31,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_offsets
+from cellmill.data.arrays import named_frame, row_offsets
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, reading, write_cells
 from cellmill.data.inputs.matrices import REAL, WHOLE, StoredMatrix, native, require_kind
@@ -191,7 +191,7 @@ def open_shard_folder(folder: Path, genes: Path) -> CountSource:
     names, row_of_index = _genes(genes, made_with)
     matrix = _PaddedShards(folder, sizes, row_of_index, len(names))
     obs = _shard_obs(folder, sizes)
-    return CountSource(folder, "X", matrix, obs, pd.DataFrame(index=pd.Index(names, dtype=object)))
+    return CountSource(folder, "X", matrix, obs, named_frame(names))
 
 
 class _PaddedShards(StoredMatrix):

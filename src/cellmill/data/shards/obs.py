@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import DATASET, MISSING, as_text, row_offsets, text_values
+from cellmill.data.arrays import DATASET, MISSING, as_text, named_frame, row_offsets, text_values
 from cellmill.data.shards.index import new_array
 from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.errors import DataError
@@ -189,7 +189,7 @@ class JointObs:
         for number, cells in _by_dataset(dataset):
             texts = self._load(f"{number}-names")[row[cells]].tolist()
             names[cells] = [f"{self.datasets[number]}:{text.decode()}" for text in texts]
-        return pd.DataFrame(columns, index=pd.Index(names, dtype=object))
+        return named_frame(names, columns)
 
     def column(
         self, name: str, dataset: np.ndarray, row: np.ndarray

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.matrices import Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource, Format, require_matrix
 from cellmill.data.inputs.text.layout import CELL, GENE, TableLayout, read_layout
@@ -44,7 +45,7 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     name, *described = rows.columns
     columns = [layout.header[column] for column in layout.numbers]
     genes_in_rows = layout.names is not None and _are_genes(rows[name].tolist(), columns, name)
-    named_by_column = pd.DataFrame(index=pd.Index(columns, dtype=object))
+    named_by_column = named_frame(columns)
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *described], axis=1))
         obs = named_by_column

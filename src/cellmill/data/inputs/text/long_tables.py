@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_numbers
+from cellmill.data.arrays import named_frame, row_numbers
 from cellmill.data.inputs.matrices import Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.inputs.text.layout import CELL, COUNT, GENE, MOST_LONG, TableLayout
@@ -67,10 +66,10 @@ def open_long_table(
         notes.append(
             "gene '-' has the reads that STARsolo gave to no gene, as it marks them in its BAM file"
         )
-    var = pd.DataFrame(index=pd.Index(list(genes), dtype=object))
-    obs = pd.DataFrame(index=pd.Index(list(cells), dtype=object))
     matrix = _LongMatrix(layout, columns, genes, cells)
-    return CountSource(path, counts, matrix, obs, var, notes=notes)
+    return CountSource(
+        path, counts, matrix, named_frame(list(cells)), named_frame(list(genes)), notes=notes
+    )
 
 
 class _LongMatrix(StoredMatrix):

@@ -9,10 +9,12 @@ import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
+from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH
 from cellmill.errors import DataError
@@ -78,17 +80,17 @@ class TextTable:
 
     def role(self) -> str | None:
         """GENES or CELLS by the file's name, else by its first rows; None if neither says."""
-        words = name_words(self.path)[::-1]
-        named = next(
-            (role for word in words for role, known in _WORDS.items() if word in known), None
-        )
-        return named or self.content()
+        for word in reversed(name_words(self.path)):
+            for role, words in _WORDS.items():
+                if word in words:
+                    return role
+        return self.content()
 
     def content(self) -> str | None:
         """GENES or CELLS by Ensembl ids and barcodes in the first rows."""
         rows = self.first[1:] or self.first
         for role, pattern in ((GENES, ENSEMBL), (CELLS, BARCODE)):
-            if rows and 2 * sum(any(map(pattern.search, row)) for row in rows) > len(rows):
+            if 2 * sum(_has_match(row, pattern) for row in rows) > len(rows):
                 return role
         return None
 
@@ -138,7 +140,7 @@ def peek(path: Path, most: int) -> TextTable | None:
     head = b""
     tail = b""
     with open_bytes(path) as file, reading(path):
-        while chunk := file.read(_CHUNK):
+        for chunk in iter(partial(file.read, _CHUNK), b""):
             if chunk.endswith(b"\r"):
                 chunk += file.read(1)
             if len(head) < _CHUNK:
@@ -174,12 +176,8 @@ def find_separator(lines: Sequence[str]) -> str:
         widths = {len(fields) for fields in split_lines(body, separator)}
         if separator == "\t" and min(widths, default=1) > 1:
             return separator
-        if (
-            widths
-            and widths != {1}
-            and len(widths) == 1
-            and not (separator == "|" and any("ENS" in b for b in body))
-        ):
+        has_ids = separator == "|" and any("ENS" in line for line in body)
+        if len(widths) == 1 and widths != {1} and not has_ids:
             return separator
     return ""
 
@@ -190,8 +188,7 @@ def split_lines(lines: Sequence[str], separator: str) -> list[list[str]]:
     """
     if not separator:
         return [[_unquoted(line)] for line in lines]
-    quoted = any('"' in line for line in lines)
-    if quoted:
+    if any('"' in line for line in lines):
         rows = list(csv.reader(lines, delimiter=separator))
         if len(rows) == len(lines):
             return rows
@@ -200,6 +197,14 @@ def split_lines(lines: Sequence[str], separator: str) -> list[list[str]]:
 
 def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def _has_match(row: Sequence[str], pattern: re.Pattern[str]) -> bool:
+    return any(map(pattern.search, row))
+
+
+def _all_match(rows: Sequence[Sequence[str]], pattern: re.Pattern[str]) -> bool:
+    return all(_has_match(row, pattern) for row in rows)
 
 
 def _columns(lines: list[str], separator: str) -> list[list[str]]:
@@ -212,29 +217,22 @@ def _columns(lines: list[str], separator: str) -> list[list[str]]:
 
 
 def _is_numbering(column: pd.Series) -> bool:
-    for start in (0, 1):
-        if (
-            column.iloc[0] == str(start)
-            and len(column) > 1
-            and column.iloc[-1] == str(start + len(column) - 1)
-        ):
-            return bool((column == pd.Series(range(start, start + len(column))).astype(str)).all())
-    return False
+    """True for numbers from 0 or 1 on."""
+    if len(column) < 2 or column.iloc[0] not in ("0", "1"):
+        return False
+    start = int(column.iloc[0])
+    return column.tolist() == [str(start + row) for row in range(len(column))]
 
 
 def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
     """True if `first` has a usual name of a column, or is the only line without an Ensembl id or
     barcode.
     """
-    for pattern in (ENSEMBL, BARCODE):
-        if any(map(pattern.search, first)):
-            return False
+    if _has_match(first, ENSEMBL) or _has_match(first, BARCODE):
+        return False
     if {text.strip().lower() for text in _only_in_first(first, others)} & _HEADERS:
         return True
-    return any(
-        len(others) > 2 and all(any(map(pattern.search, row)) for row in others)
-        for pattern in (ENSEMBL, BARCODE)
-    )
+    return len(others) > 2 and (_all_match(others, ENSEMBL) or _all_match(others, BARCODE))
 
 
 def names_row_names(header: Sequence[str]) -> bool:
@@ -247,21 +245,18 @@ def names_row_names(header: Sequence[str]) -> bool:
 
 def _only_in_first(first: Sequence[str], others: Sequence[Sequence[str]]) -> list[str]:
     """Fields of the first row that no other row has: `Gene` in every row is a type and no header."""
-    return [
-        text
-        for column, text in enumerate(first)
-        if not any(column < len(row) and row[column] == text for row in others)
-    ]
+    repeated = {(column, text) for row in others for column, text in enumerate(row)}
+    return [text for column, text in enumerate(first) if (column, text) not in repeated]
 
 
 def _has_header_words(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
-    if any(pattern.search(text) for pattern in (ENSEMBL, BARCODE) for text in first):
+    if _has_match(first, ENSEMBL) or _has_match(first, BARCODE):
         return False
     if len(first) > 1 and first[0] == "":
         return True
-    fields = _only_in_first(first, others)
-    words = (word.lower() for text in fields for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text))
-    return not _HEADER_WORDS.isdisjoint(words)
+    fields = " ".join(_only_in_first(first, others))
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", fields)
+    return not _HEADER_WORDS.isdisjoint(map(str.lower, words))
 
 
 def gene_frame(
@@ -299,12 +294,9 @@ def gene_frame(
             columns.setdefault(
                 key if key not in columns else f"{key}_2", values.astype(str).tolist()
             )
-    index = next(
-        (key for key, texts in columns.items() if _share(texts, ENSEMBL) > 0.5), next(iter(columns))
-    )
-    return pd.DataFrame(columns, index=pd.Index(columns[index], dtype=object)).drop(
-        columns=index
-    ), sentence
+    with_ids = [key for key, texts in columns.items() if _share(texts, ENSEMBL) > 0.5]
+    names = columns.pop([*with_ids, *columns][0])
+    return named_frame(names, columns), sentence
 
 
 def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
@@ -312,20 +304,19 @@ def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
     headers are kept.
     """
     names = list(table)
-    barcodes = (
-        name for name in names if _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) > 0.5
-    )
-    unique = (name for name in names if table[name].is_unique)
-    index = next(barcodes, next(unique, names[0]))
+    shares = {name: _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) for name in names}
+    barcodes = [name for name in names if shares[name] > 0.5]
+    unique = [name for name in names if table[name].is_unique]
+    index = [*barcodes, *unique, names[0]][0]
     kept = [name for name in names if name != index and isinstance(name, str) and name]
     texts = {name: pd.Categorical(table[name].astype(str)) for name in kept}
     # a header, or the number of a column without one, is no name of the index of an AnnData
-    return pd.DataFrame(texts, index=pd.Index(table[index].astype(str).tolist(), dtype=object))
+    return named_frame(table[index].astype(str).tolist(), texts)
 
 
 def _share(texts: Sequence[str], pattern: re.Pattern[str]) -> float:
     sample = texts[:_SAMPLE]
-    return sum(map(bool, map(pattern.search, sample))) / max(1, len(sample))
+    return sum(bool(pattern.search(text)) for text in sample) / max(1, len(sample))
 
 
 def _listed(texts: Sequence[str]) -> str:
