@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +22,8 @@ PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
 """Beginning of the Ensembl ids of each organism."""
 ORGANISMS = tuple(PREFIXES)
 
-_IDS = {
-    organism: re.compile(rf"({prefix}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?")
-    for organism, prefix in PREFIXES.items()
-}
+_ID = r"({}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?"
+_IDS = {organism: re.compile(_ID.format(prefix)) for organism, prefix in PREFIXES.items()}
 _NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA
     organism: re.compile(rf"\S.*[_|:]{pattern.pattern}|{pattern.pattern}[_|:]+[A-Za-z].*")
     for organism, pattern in _IDS.items()
@@ -44,20 +43,16 @@ class GeneTable(NamedTuple):
 
 
 def gene_id(name: str, organism: str) -> str:
-    """The Ensembl id that `name` is, without a version such as `.12`; empty if it is none of the
-    organism.
-    """
+    """Ensembl id without a version such as `.12`; empty if `name` is not an id of the organism."""
     match = _IDS[organism].fullmatch(name)
     return match[1] if match else ""
 
 
 def gene_id_within(name: str, organism: str) -> str:
-    """The Ensembl id before or after a symbol in `name`, such as `HLA-DRA_ENSG00000204287`; empty
-    if it has none.
-    """
-    match = (
-        _NAMES_WITH_ID[organism].fullmatch(name) if name.count(PREFIXES[organism]) == 1 else None
-    )
+    """Ensembl id before or after a symbol in `name`, as in `HLA-DRA_ENSG00000204287`; else empty."""
+    if name.count(PREFIXES[organism]) != 1:
+        return ""
+    match = _NAMES_WITH_ID[organism].fullmatch(name)
     return match[1] or match[2] if match else ""
 
 
@@ -76,19 +71,14 @@ def gene_table(organism: str) -> GeneTable:
         symbols[gene] = symbol
         if biotype == "protein_coding":
             coding.append(gene)
-        # C1orf159 is often spelled C1ORF159
-        frames = (
-            filter(_OPEN_FRAME.fullmatch, (symbol, *previous.split("|"))) if "orf" in line else ()
-        )
-        capitals = "|".join(frames).upper()
-        for kind, names in (
-            ("symbol", symbol),
-            ("previous", previous),
-            ("alias", aliases),
-            ("alias", capitals),
-        ):
+        names = {"symbol": [symbol], "previous": previous.split("|"), "alias": aliases.split("|")}
+        if "orf" in line:  # C1orf159 is often spelled C1ORF159
+            for name in (symbol, *names["previous"]):
+                if _OPEN_FRAME.fullmatch(name):
+                    names["alias"].append(name.upper())
+        for kind, names_of_kind in names.items():
             known = ids[kind]
-            for name in names.split("|") if names else ():
+            for name in filter(None, names_of_kind):
                 known[name] = gene if known.get(name, gene) == gene else ""
     return GeneTable(symbols, ids, frozenset(coding))
 
@@ -110,9 +100,7 @@ def gene_lengths(organism: str) -> dict[str, int]:
 
 
 class CellOntology:
-    """Terms and their is_a edges. `parents` are the ids of the direct superclasses of each term, by
-    id.
-    """
+    """Terms and their is_a edges: `parents` maps an id to those of its direct superclasses."""
 
     def __init__(self, parents: Mapping[str, tuple[str, ...]]) -> None:
         self.parents = parents
@@ -161,14 +149,12 @@ def is_term_id(text: str) -> bool:
 
 @cache
 def cell_ontology() -> CellOntology:
-    with gzip.open(
-        Path(__file__).parents[1] / "ontology" / "cell_ontology.tsv.gz", "rt", encoding="utf-8"
-    ) as file:
-        next(file)
-        rows = [line.rstrip("\n").split("\t") for line in file]
-    return CellOntology(
-        {term: tuple(parents.split("|")) if parents else () for term, _, parents in rows}
-    )
+    _, *lines = read_lines(Path(__file__).parents[1] / "ontology" / "cell_ontology.tsv.gz")
+    parents = {}
+    for line in lines:
+        term, _, ids = line.split("\t")
+        parents[term] = tuple(filter(None, ids.split("|")))
+    return CellOntology(parents)
 
 
 @cache
@@ -186,27 +172,26 @@ def orthologs(organism: str, reference: str, table: Path | None = None) -> dict[
         raise DataError(
             f"{path}: expected a header with {wanted}; {missing[0]} is not there (preprocess.orthologs)"
         )
-    columns = {kind: header.index(kind) for kind in (organism, reference)}
     pairs: set[tuple[str, ...]] = set()
     for number, line in enumerate(lines, start=2):
-        # a line may be shorter than the header
-        cells = [*map(str.strip, line.split("\t")), *[""] * len(header)]
-        names = {kind: cells[column] for kind, column in columns.items()}
-        if not all(names.values()):
+        fields = dict(zip(header, map(str.strip, line.split("\t"))))
+        names = [fields.get(kind, "") for kind in (organism, reference)]
+        if not all(names):
             continue  # a gene without an ortholog, as BioMart lists it
-        for kind, name in names.items():
-            if not gene_id(name, kind):
+        pair = []
+        for name, kind in zip(names, (organism, reference)):
+            pair.append(gene_id(name, kind))
+            if not pair[-1]:
                 wanted = f"an Ensembl id of {kind} ({PREFIXES[kind]}...)"
                 raise DataError(f"{path}, line {number}: expected {wanted}, got {name[:40]!r}")
-        pairs.add(tuple(gene_id(name, kind) for kind, name in names.items()))
-    ours = Counter(own for own, _ in pairs)
-    theirs = Counter(other for _, other in pairs)
-    kept = {own: other for own, other in pairs if ours[own] == theirs[other] == 1}
-    if not kept:
+        pairs.add(tuple(pair))
+    n_pairs = Counter(chain(*pairs))
+    one_to_one = {gene: other for gene, other in pairs if n_pairs[gene] == n_pairs[other] == 1}
+    if not one_to_one:
         raise DataError(
             f"{path}: has no pair of genes that occur in no other pair (preprocess.orthologs)"
         )
-    return kept
+    return one_to_one
 
 
 def read_lines(path: Path) -> Iterator[str]:

@@ -13,11 +13,10 @@ last line, with quantiles of all nonzero values at equal steps of probability.
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -33,9 +32,7 @@ TRAINING = "#training_cells"
 
 @dataclass(frozen=True)
 class VocabularyCells:
-    """The cells that chose the genes of a vocabulary and gave their medians: the training cells of
-    a split.
-    """
+    """The training cells of a split, which chose the genes of a vocabulary and gave its medians."""
 
     n_training: int
     n_all: int
@@ -43,11 +40,9 @@ class VocabularyCells:
     split_by: str
 
     def __str__(self) -> str:
-        how = (
-            f"shard.split_by {self.split_by}"
-            if self.split_by
-            else "split by their content over all genes"
-        )
+        how = "split by their content over all genes"
+        if self.split_by:
+            how = f"shard.split_by {self.split_by}"
         return f"{self.n_training:,} training cells of {self.n_all:,} cells ({how})"
 
 
@@ -78,7 +73,7 @@ class Vocabulary:
     n_cells: np.ndarray  # number of cells of the corpus in which each gene is detected; int64
     # median counts per 10,000 over the cells in which a gene is detected; float32
     medians: np.ndarray
-    # of all nonzero log(1 + counts per 10,000), ascending; float32
+    # quantiles of all nonzero log(1 + counts per 10,000), ascending; float32
     quantiles: np.ndarray | None = None
     variability: np.ndarray | None = None  # place of each gene from 0, the most variable one; int32
     # cells that were read; None for all cells of the corpus
@@ -123,50 +118,51 @@ class Vocabulary:
             raise DataError(
                 f"{path}: not a complete vocabulary: expected columns {', '.join(COLUMNS)}"
             )
-        quantiles: Any = None
+        quantiles = None
         variability = None
+        training = None
         if lines[-1].startswith(QUANTILES):
-            with suppress(ValueError):
-                quantiles = np.array(lines.pop().split("\t")[1:], np.float32)
-            ascending = (
-                quantiles is not None
-                and np.isfinite(quantiles).all()
-                and (np.diff(quantiles) >= 0).all()
-            )
-            if not ascending or len(quantiles) < 2:
-                raise DataError(
-                    f"{path}, last line: expected {QUANTILES} and at least two ascending numbers"
-                )
+            quantiles = _read_quantiles(lines.pop(), f"{path}, last line")
         if lines[-1].startswith(VARIABILITY):
             try:
                 variability = as_places(lines.pop().split("\t")[1:], _n_genes(lines))
             except ValueError:
                 fault = f"expected {VARIABILITY} and a place for each gene"
                 raise DataError(f"{path}, line {len(lines) + 1}: {fault}") from None
-        training = None
         if lines[-1].startswith(TRAINING):
             training = _read_training(lines.pop(), f"{path}, line {len(lines) + 1}")
-        rows = []
+        gene_ids = list[str]()
+        symbols = list[str]()
+        n_cells = list[int]()
+        medians = list[np.float32]()
         for token, line in enumerate(lines[1:]):
-            special = token < len(SPECIAL)
+            is_special = token < len(SPECIAL)
             try:
                 number, gene, symbol, count, median = line.split("\t")
-                if (
-                    int(number) != token
-                    or (special and gene != SPECIAL[token])
-                    or not 0 <= int(count or 0) < 2**63
-                ):
+                if int(number) != token or not 0 <= int(count or 0) < 2**63:
                     raise ValueError
-                rows += [] if special else [(gene, symbol, int(count), np.float32(median))]
+                if is_special and gene != SPECIAL[token]:
+                    raise ValueError
+                if not is_special:
+                    n_cells.append(int(count))
+                    medians.append(np.float32(median))
+                    gene_ids.append(gene)
+                    symbols.append(symbol)
             except ValueError:
-                fields = SPECIAL[token] if special else "gene id, symbol, n_cells, median"
+                fields = SPECIAL[token] if is_special else "gene id, symbol, n_cells, median"
                 raise DataError(
                     f"{path}, line {token + 2}: expected token {token}: {fields}"
                 ) from None
-        gene_ids, symbols, n_cells, medians = map(list, zip(*rows)) if rows else ([], [], [], [])
-        numbers = np.array(n_cells, np.int64), np.array(medians, np.float32)
-        vocabulary = cls(gene_ids, symbols, *numbers, quantiles, variability, training)
-        if not rows or len(vocabulary._rows) != len(rows):
+        vocabulary = cls(
+            gene_ids,
+            symbols,
+            np.array(n_cells, np.int64),
+            np.array(medians, np.float32),
+            quantiles,
+            variability,
+            training,
+        )
+        if not gene_ids or len(vocabulary._rows) != len(gene_ids):
             raise DataError(f"{path}: not a vocabulary: no genes, or a duplicate")
         if not (np.isfinite(vocabulary.medians) & (vocabulary.medians > 0)).all():
             raise DataError(f"{path}: not a vocabulary: a median is not a positive number")
@@ -178,36 +174,37 @@ class Vocabulary:
 
     @cached_property
     def _text(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            COLUMNS,
-            *((str(token), name, "", "", "") for token, name in enumerate(SPECIAL)),
-        ]
-        columns = (
-            self.gene_ids,
-            self.symbols,
-            map(str, self.n_cells.tolist()),
-            _texts_of(self.medians),
-        )
-        rows += [(str(row), *fields) for row, fields in enumerate(zip(*columns), len(SPECIAL))]
-        if self.training is not None:
-            training = self.training
-            rows.append(
-                (TRAINING, str(training.n_training), str(training.n_all), training.split_by)
-            )
+        rows: list[tuple[str, ...]] = [COLUMNS]
+        for token, name in enumerate(SPECIAL):
+            rows.append((str(token), name, "", "", ""))
+        n_cells = map(str, self.n_cells.tolist())
+        columns = (self.gene_ids, self.symbols, n_cells, _decimals(self.medians))
+        for token, fields in enumerate(zip(*columns), len(SPECIAL)):
+            rows.append((str(token), *fields))
+        cells = self.training
+        if cells is not None:
+            rows.append((TRAINING, str(cells.n_training), str(cells.n_all), cells.split_by))
         if self.variability is not None:
             rows.append((VARIABILITY, *map(str, self.variability.tolist())))
         if self.quantiles is not None:
-            rows.append((QUANTILES, *_texts_of(self.quantiles)))
+            rows.append((QUANTILES, *_decimals(self.quantiles)))
         return "".join("\t".join(row) + "\n" for row in rows)
 
 
-def _texts_of(numbers: np.ndarray) -> list[str]:
+def _decimals(numbers: np.ndarray) -> list[str]:
     """The shortest decimals that are `numbers`, float32, without an exponent."""
-    texts = [text.removesuffix(".0") for text in numbers.astype(str).tolist()]
-    return [
-        np.format_float_positional(n, unique=True, trim="-") if "e" in t else t
-        for t, n in zip(texts, numbers)
-    ]
+    return [np.format_float_positional(n, unique=True, trim="-") for n in numbers]
+
+
+def _read_quantiles(line: str, where: str) -> np.ndarray:
+    try:
+        quantiles = np.array(line.split("\t")[1:], np.float32)
+    except ValueError:
+        quantiles = np.empty(0, np.float32)
+    is_ascending = np.isfinite(quantiles).all() and (np.diff(quantiles) >= 0).all()
+    if len(quantiles) < 2 or not is_ascending:
+        raise DataError(f"{where}: expected {QUANTILES} and at least two ascending numbers")
+    return quantiles
 
 
 def _n_genes(lines: list[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_offsets
+from cellmill.data.arrays import row_numbers, row_offsets
 from cellmill.data.inputs.derived.row_order import OrderedRows
 from cellmill.data.inputs.h5 import reading
 from cellmill.errors import DataError
@@ -27,9 +27,9 @@ WHOLE = "ui"
 MAX_LENGTH = 2**31 - 1  # cells, and genes: indices of scipy are int32 here
 LARGE = 1 << 26  # bytes; smaller arrays may be declared by any file
 _MOST_CHUNK = 1 << 32  # bytes, as in HDF5
-# of declared to stored bytes; the filters that h5py and hdf5plugin have stay below
+# ratio of declared to stored bytes; the filters of h5py and hdf5plugin stay below
 _MOST_RATIO = 100_000
-_PER_CELL = 16  # bytes of an obs column: Zarr stores one value of all cells as nothing
+_PER_CELL = 16  # bytes of an obs column: Zarr stores one value for all cells as nothing
 
 Pieces = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 """Rows and columns, int within the shape, and values, each `(n,)`."""
@@ -65,10 +65,12 @@ class StoredMatrix:
 
     def blocks(self, block: int) -> Iterator[sp.csr_matrix]:
         """The rows of `parts` in order, `block` cells at a time (the last may be shorter)."""
-        if self._buckets is None and (pieces := self.pieces()) is not None:
-            self._buckets = RowBuckets(self.shape, pieces)
+        if self._buckets is None:
+            pieces = self.pieces()
+            if pieces is not None:
+                self._buckets = RowBuckets(self.shape, pieces)
         held: list[sp.csr_matrix] = []
-        missing = block
+        missing = block  # cells until the next block is complete
         for part in self.parts(block) if self._buckets is None else self._buckets.parts(block):
             start = 0
             n = part.shape[0]
@@ -78,16 +80,20 @@ class StoredMatrix:
                 missing -= stop - start
                 start = stop
                 if not missing:
-                    yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
+                    yield _stack(held)
                     held = []
                     missing = block
         if held:
-            yield held[0] if len(held) == 1 else sp.vstack(held, format="csr")
+            yield _stack(held)
 
     def close(self) -> None:
         """Drop the temporary file, if any."""
         if self._buckets is not None:
             self._buckets.close()
+
+
+def _stack(parts: list[sp.csr_matrix]) -> sp.csr_matrix:
+    return parts[0] if len(parts) == 1 else sp.vstack(parts, format="csr")
 
 
 def is_array(item: Any) -> bool:
@@ -105,9 +111,7 @@ def native(values: Any) -> np.ndarray:
 
 
 def require_kind(path: Path, name: str, array: Any, kinds: str, n_dims: int = 1) -> Any:
-    """Return `array`. Raises DataError unless it is an array of `n_dims` dimensions whose dtype is
-    of `kinds`.
-    """
+    """Return `array`. Raises DataError unless it has `n_dims` dimensions and a dtype of `kinds`."""
     if not is_array(array) or array.shape is None:
         raise DataError(f"{path}: {name} is {'missing' if array is None else 'not an array'}")
     if len(array.shape) != n_dims:
@@ -121,10 +125,8 @@ def require_kind(path: Path, name: str, array: Any, kinds: str, n_dims: int = 1)
 
 
 def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int = 0) -> str | None:
-    """Fault of an HDF5 or Zarr array that declares far more bytes than it has `stored`; `n_cells`
-    of a column of obs.
-
-    Such an array, or a single chunk of it, would fill the memory.
+    """Fault of an HDF5 or Zarr array that declares far more bytes than it has `stored`, as it would
+    fill the memory; a column of obs has `n_cells`.
     """
     size = max(1, array.dtype.itemsize)
     declared = math.prod(array.shape) * size
@@ -132,14 +134,16 @@ def size_problem(name: str, array: Any, stored: Callable[[], int], n_cells: int 
     if max(declared, chunk) <= LARGE:
         return None
     n_stored = stored()
-    if chunk <= _MOST_CHUNK and declared <= max(LARGE, _MOST_RATIO * n_stored, _PER_CELL * n_cells):
+    most = max(LARGE, _MOST_RATIO * n_stored, _PER_CELL * n_cells)
+    if chunk <= _MOST_CHUNK and declared <= most:
         return None
     return f"{name} is damaged: it declares {declared:,} bytes in shape {array.shape} and stores {n_stored:,}"
 
 
 class SequentialArray:
-    """One-dimensional stored array, read in ascending slices; what was read last is kept, so no
-    chunk is decoded twice.
+    """One-dimensional stored array, read in ascending slices.
+
+    What was read last is kept, so no chunk is decoded twice.
     """
 
     def __init__(self, path: Path, array: Any):
@@ -224,17 +228,16 @@ class RowBuckets:
         records["row"] = rows % self._rows
         records["column"] = columns
         records["value"] = values
-        start = 0
-        for segments, size in zip(
-            self._segments, np.bincount(bucket, minlength=len(self._segments)).tolist()
-        ):
+        start = self._n_values
+        sizes = np.bincount(bucket, minlength=len(self._segments))
+        for segments, size in zip(self._segments, sizes.tolist()):
             if size:
-                segments.append((self._n_values + start, size))
+                segments.append((start, size))
             start += size
         with named_errors(Path(tempfile.gettempdir())):
             self._file.seek(self._n_values * self._record.itemsize)
             self._file.write(records.data)
-        self._n_values += len(rows)
+        self._n_values = start
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         """The rows bucket by bucket, or `block` at a time; entries of a row in the order of the
@@ -244,24 +247,21 @@ class RowBuckets:
             yield from self._ordered.parts(block)
             return
         for number, segments in enumerate(self._segments):
-            found = [np.empty(0, self._record)]
+            pieces = [np.empty(0, self._record)]
             for start, size in segments:
                 self._file.seek(start * self._record.itemsize)
-                found.append(
-                    np.frombuffer(self._file.read(size * self._record.itemsize), self._record)
-                )
-            records = np.concatenate(found)
+                stored = self._file.read(size * self._record.itemsize)
+                pieces.append(np.frombuffer(stored, self._record))
+            records = np.concatenate(pieces)
             n_rows = min(self._rows, self.shape[0] - number * self._rows)
+            # 16-bit integers are sorted fast
             rows: Any = records["row"].astype(np.uint16 if n_rows <= 1 << 16 else np.uint32)
-            columns = records["column"]
-            values = records["value"]
             if (rows[1:] < rows[:-1]).any():
-                order = np.argsort(rows, kind="stable")
-                columns = columns[order]
-                values = values[order]
+                records = records[np.argsort(rows, kind="stable")]
+            values = np.ascontiguousarray(records["value"])
+            columns = records["column"].astype(np.int32)
             indptr = row_offsets(np.bincount(rows, minlength=n_rows))
-            whole = np.ascontiguousarray(values), columns.astype(np.int32), indptr
-            yield sp.csr_matrix(whole, shape=(n_rows, self.shape[1]))
+            yield sp.csr_matrix((values, columns, indptr), shape=(n_rows, self.shape[1]))
 
 
 def checked_shape(path: Path, name: str, shape: Any) -> tuple[int, int]:
@@ -297,23 +297,20 @@ class SparseMatrix(StoredMatrix):
             require_kind(path, f"{name}/{key}", array, REAL if key == "data" else WHOLE)
         self._data = SequentialArray(path, stored["data"])
         self._indices = SequentialArray(path, stored["indices"])
-        fits = stored["indptr"].shape[0] == shape[by_gene] + 1 and len(self._indices) == len(
-            self._data
-        )
-        if fits:
+        n = len(self._data)
+        fits = len(stored["indptr"]) == shape[by_gene] + 1 and len(self._indices) == n
+        if fits:  # before memory is taken for it: a damaged file may declare any size
             with reading(path):
-                self._indptr = np.asarray(stored["indptr"][:]).astype(np.int64)
-            fits = (
-                self._indptr[0] == 0
-                and self._indptr[-1] == len(self._data)
-                and (np.diff(self._indptr) >= 0).all()
-            )
+                indptr = np.asarray(stored["indptr"][:]).astype(np.int64)
+            fits = indptr[0] == 0 and indptr[-1] == n and bool((np.diff(indptr) >= 0).all())
         if not fits:
             raise DataError(f"{path}: {name} is damaged: indptr does not match data and indices")
+        self._indptr = indptr
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for first in range(0, self.shape[0], block):
-            indptr, indices, data = self._read(first, last := min(first + block, self.shape[0]))
+            last = min(first + block, self.shape[0])
+            indptr, indices, data = self._read(first, last)
             yield sp.csr_matrix((data, indices, indptr), shape=(last - first, self.shape[1]))
 
     def pieces(self) -> Pieces | None:
@@ -326,7 +323,7 @@ class SparseMatrix(StoredMatrix):
             high = int(np.searchsorted(self._indptr, self._indptr[low] + _PIECE, side="right")) - 1
             high = min(max(high, low + 1), self.shape[1])
             indptr, rows, values = self._read(low, high)
-            yield rows, np.repeat(np.arange(low, high, dtype=np.int32), np.diff(indptr)), values
+            yield rows, (low + row_numbers(indptr)).astype(np.int32), values
             low = high
 
     def _read(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -353,8 +350,7 @@ class DenseMatrix(StoredMatrix):
         self._path = path
         self._cells_axis = cells_axis
         self._array = require_kind(path, name, array, REAL, 2)
-        n_obs, n_vars = (int(n) for n in (array.shape if cells_axis == 0 else array.shape[::-1]))
-        self.shape = (n_obs, n_vars)
+        self.shape = (int(array.shape[cells_axis]), int(array.shape[1 - cells_axis]))
 
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         for cells in self._slabs(axis=0):
@@ -364,11 +360,12 @@ class DenseMatrix(StoredMatrix):
         chunk, fit = self._lengths(axis=0)
         if min(chunk, self.shape[0]) <= _TALL * fit:
             return None
-        parts = (
-            (genes.start, sp.coo_matrix(self._read(slice(None), genes)))
-            for genes in self._slabs(axis=1)
-        )
-        return ((part.row, part.col + first, part.data) for first, part in parts)
+        return self._columns()
+
+    def _columns(self) -> Pieces:
+        for genes in self._slabs(axis=1):
+            part = sp.coo_matrix(self._read(slice(None), genes))
+            yield part.row, part.col + genes.start, part.data
 
     def _slabs(self, axis: int) -> Iterator[slice]:
         """Ranges of cells (axis 0) or genes (1): as many whole chunks as fit in memory, at least
@@ -376,17 +373,15 @@ class DenseMatrix(StoredMatrix):
         """
         chunk, fit = self._lengths(axis)
         step = max(chunk, fit // chunk * chunk)
-        return (
-            slice(start, min(start + step, self.shape[axis]))
-            for start in range(0, self.shape[axis], step)
-        )
+        for start in range(0, self.shape[axis], step):
+            yield slice(start, min(start + step, self.shape[axis]))
 
     def _lengths(self, axis: int) -> tuple[int, int]:
         """Length of a chunk along cells (axis 0) or genes (1), and the length of a slab."""
-        chunk = max(1, self._array.chunks[axis ^ self._cells_axis]) if self._array.chunks else 1
-        return chunk, max(
-            1, _SLAB_BYTES // max(1, self.shape[1 - axis] * self._array.dtype.itemsize)
-        )
+        chunks = self._array.chunks or (1, 1)
+        line_bytes = self.shape[1 - axis] * self._array.dtype.itemsize
+        fit = max(1, _SLAB_BYTES // max(1, line_bytes))
+        return max(1, chunks[axis ^ self._cells_axis]), fit
 
     def _read(self, cells: slice, genes: slice) -> np.ndarray:
         with reading(self._path):

@@ -40,45 +40,51 @@ _SUMS = {
 def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     """Open a folder, or the matrix file of one."""
     if path.is_dir():
-        found = _matrices_in(path)
-        notes: list[str] = []
+        matrices = _matrices_in(path)
+        option = COUNTS
     else:
-        found = {"X": [path]}
-        notes = []
-        beside = [
-            other.name for other in _files_in(path.parent) if _is_main(other) and other != path
-        ]
-    if path.is_dir() and counts not in found and "X" not in found:
+        matrices = {"X": [path]}
+        option = "the path to that file"
+    if counts not in matrices and "X" not in matrices:
         listed = ", ".join(file.name for file in _files_in(path))
         raise DataError(
-            f"{path}: has {len(found)} matrices ({listed}); name one of the files instead of the folder, or set "
-            f"{COUNTS} to {' or '.join(sorted(found))}"
+            f"{path}: has {len(matrices)} matrices ({listed}); name one of the files instead of the folder, or set "
+            f"{COUNTS} to {' or '.join(sorted(matrices))}"
         )
-    require_matrix(path, counts, sorted(found))
-    files = found[counts]
+    require_matrix(path, counts, sorted(matrices))
+    files = matrices.pop(counts)
+    others = list(matrices)
+    if not path.is_dir():
+        others = [file.name for file in _files_in(path.parent) if _is_main(file) and file != path]
+    notes: list[str] = []
     if len(files) > 1:
-        summed = " + ".join(_last_word(file) for file in files)
-        others = ", ".join(sorted(set(found) - {counts}))
-        notes.append(f"{counts} is {summed}; set {COUNTS} to another one: {others}")
-    matrices = [MtxMatrix(file) for file in files]
-    sizes = {matrix.stored_shape for matrix in matrices}
-    if len(sizes) > 1:
-        raise DataError(
-            f"{path}: expected matrices of one shape, got {' and '.join(map(str, sorted(sizes)))}"
+        summed = " + ".join(map(_last_word, files))
+        notes.append(
+            f"{counts} is {summed}; set {COUNTS} to another one: {', '.join(sorted(others))}"
         )
-    names = find_companions(files[0], *matrices[0].stored_shape)
-    for matrix in matrices:
-        matrix.orient(names.cells_in_rows)
+    parts = [MtxMatrix(file) for file in files]
+    shapes = {part.stored_shape for part in parts}
+    if len(shapes) > 1:
+        raise DataError(
+            f"{path}: expected matrices of one shape, got {' and '.join(map(str, sorted(shapes)))}"
+        )
+    names = find_companions(files[0], *parts[0].stored_shape)
+    for part in parts:
+        part.orient(names.cells_in_rows)
     var, sentence = gene_frame(names.genes, names.more_genes)
     if sentence is not None:
         notes.append(f"{names.gene_file.name}: {sentence}")
-    whole = matrices[0] if len(matrices) == 1 else _SummedMatrix(matrices)
-    source = CountSource(path, counts, whole, cell_frame(names.cells), var, notes=notes)
-    if path.is_dir():
-        source.others = [name for name in found if name != counts]
-    elif beside:
-        source.others = beside
-        source.option = "the path to that file"
+    source = CountSource(
+        path,
+        counts,
+        parts[0] if len(parts) == 1 else _SummedMatrix(parts),
+        cell_frame(names.cells),
+        var,
+        others,
+        notes=notes,
+    )
+    if others:
+        source.option = option
     return source
 
 
@@ -103,23 +109,23 @@ def _matrices_in(folder: Path) -> dict[str, list[Path]]:
     files = _files_in(folder)
     if len(files) == 1:
         return {"X": files}
-    found = {_last_word(file): [file] for file in files}
-    if len(found) < len(files):  # matrix.mtx and matrix.mtx.gz, or samples that end alike
-        found = {file.name: [file] for file in files}
+    matrices = {_last_word(file): [file] for file in files}
+    if len(matrices) < len(files):  # matrix.mtx and matrix.mtx.gz, or samples that end alike
+        matrices = {file.name: [file] for file in files}
     main = [file for file in files if _is_main(file)]
     if len(main) == 1:
-        found = {name: files for name, files in found.items() if files != main}
-        return {"X": main, **found}
-    if {*_PARTS} <= {*found}:
-        sums = {name: [found[part][0] for part in parts] for name, parts in _SUMS.items()}
-        return sums | found
-    return found
+        others = {name: files for name, files in matrices.items() if files != main}
+        return {"X": main} | others
+    if {*_PARTS} <= {*matrices}:
+        sums = {}
+        for name, parts in _SUMS.items():
+            sums[name] = [matrices[part][0] for part in parts]
+        return sums | matrices
+    return matrices
 
 
 class MtxMatrix(StoredMatrix):
-    """Coordinates in a text file; sorted by cell on disk. `stored_shape` is that of the file's
-    second line.
-    """
+    """Coordinates in a text file, sorted by cell on disk; `stored_shape` is that of the file."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -136,10 +142,9 @@ class MtxMatrix(StoredMatrix):
         """dtype, shape and number of the values; leaves `text` at the first of them."""
         with reading(self._path):
             first = text.readline(_LINE).decode("utf-8", "replace").lower().split()
-            known = [
-                ["%%matrixmarket", "matrix", "coordinate", field, "general"] for field in _FIELDS
-            ]
-            if first not in known:
+            field = first[3] if len(first) > 3 else ""
+            wanted = ["%%matrixmarket", "matrix", "coordinate", field, "general"]
+            if field not in _FIELDS or first != wanted:
                 raise DataError(f"{self._path}: {_explain_header(first)}")
             line = b"%"
             while line.startswith(b"%") or (line and not line.strip()):
@@ -150,15 +155,16 @@ class MtxMatrix(StoredMatrix):
             raise DataError(
                 f"{self._path}: damaged: expected a line of rows, columns and values, got {line[:80]!r}"
             )
-        return _FIELDS[first[3]], (sizes[0], sizes[1]), sizes[2]
+        return _FIELDS[field], (sizes[0], sizes[1]), sizes[2]
 
     def pieces(self) -> Pieces:
         n_values = 0
         with open_bytes(self._path) as text:
             self._header(text)
-            for row, column, values in lines.read_triples(
+            triples = lines.read_triples(
                 self._path, text, self._dtype, self.stored_shape, self._n_values
-            ):
+            )
+            for row, column, values in triples:
                 if values.dtype.kind == "f" and len(values) and values.max() >= _MISSING:
                     raise DataError(
                         f"{self._path}: has the value 1e308, which R's writeMM writes for NA, NaN and Inf; set these "
@@ -200,14 +206,14 @@ def _explain_header(first: list[str]) -> str:
         "complex": "complex numbers",
         "symmetric": "a symmetric matrix, which has no cells",
     }
-    reason = next((text for word, text in reasons.items() if word in first), None)
-    return f"{wanted}, got {got!r}" + (f": {reason}" if reason else "")
+    for word, reason in reasons.items():
+        if word in first:
+            return f"{wanted}, got {got!r}: {reason}"
+    return f"{wanted}, got {got!r}"
 
 
 FORMAT = Format(
     "Matrix Market (.mtx, .mtx.gz or their folder)",
-    lambda path, file: (
-        (is_matrix(path) and not path.is_dir()) or (path.is_dir() and bool(_files_in(path)))
-    ),
+    lambda path, file: bool(_files_in(path)) if path.is_dir() else is_matrix(path),
     _open_mtx,
 )

@@ -26,18 +26,16 @@ from cellmill.data.inputs.source import CountSource
 from cellmill.errors import DataError, require_known
 
 _CELLS = 4096
-_FEWEST = 20  # cells; fewer say nothing
+_FEWEST = 20  # cells; fewer show nothing
 _GENES = 50
-# log(1 + counts per 10,000) is at most 9.2
 _MANY_GENES = 300
-_LOW_COUNT = 10
+_LOW_COUNT = 10  # log(1 + counts per 10,000) is at most 9.2
 _SPREAD = 1.3  # 95th percentile of the cells' sums over the 5th
-_ELSEWHERE = "<elsewhere>"  # where counts may be, which takes reading other matrices to say
 OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
 
 class RoundedCounts:
-    """Collector of the first cells that are read, and what they show."""
+    """The first cells that are read, and whether they look like rounded values."""
 
     def __init__(self) -> None:
         # sum, smallest and largest count, and number of genes
@@ -48,13 +46,14 @@ class RoundedCounts:
         rows = np.flatnonzero(np.diff(counts.indptr) >= _GENES)[: _CELLS - self._cells.shape[1]]
         if len(rows):
             block = counts[rows]
-            ends = (
-                extreme.reduceat(block.data, block.indptr[:-1])
-                for extreme in (np.minimum, np.maximum)
-            )
-            self._cells = np.hstack(
-                [self._cells, [row_sums(block.data, block.indptr), *ends, np.diff(block.indptr)]]
-            )
+            starts = block.indptr[:-1]
+            measures = [
+                row_sums(block.data, block.indptr),
+                np.minimum.reduceat(block.data, starts),
+                np.maximum.reduceat(block.data, starts),
+                np.diff(block.indptr),
+            ]
+            self._cells = np.hstack([self._cells, measures])
 
     def sign(self) -> str | None:
         """The sign that the cells show, in words; None if none."""
@@ -66,9 +65,10 @@ class RoundedCounts:
         above_one = float((smallest > 1).mean())
         if above_one > 0.5:
             return f"{above_one:.0%} of cells have no gene with a count of 1"
-        if len(largest) >= _FEWEST and (low_counts := float((largest <= _LOW_COUNT).mean())) > 0.95:
+        with_low_counts = float((largest <= _LOW_COUNT).mean()) if len(largest) >= _FEWEST else 0.0
+        if with_low_counts > 0.95:
             return (
-                f"{low_counts:.0%} of cells of {_MANY_GENES} genes have no count above "
+                f"{with_low_counts:.0%} of cells of {_MANY_GENES} genes have no count above "
                 f"{_LOW_COUNT}, as in logarithms"
             )
         if high < _SPREAD * low:
@@ -84,9 +84,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     their own order and may repeat, or, if `ranked` too, genes in rank order, without counts.
     """
 
-    dataset: str | None = None  # its name, where the stem of `path` is another
-    # set before `rows`: what becomes of estimated counts, which have fractions
-    counts_rule: CountsRule = "refuse"
+    dataset: str | None = None  # its name, if it is not the stem of `path`
+    counts_rule: CountsRule = "refuse"  # treatment of estimated counts; set before `rows`
     n_rounded = 0  # number of values with fractions in the rows that were read last
 
     def __init__(self, source: CountSource, close: Callable[[], None] | None = None):
@@ -95,7 +94,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.obs = source.obs
         self.var = source.var
         self.var_names: list[str] = list(self.var.index)
-        self.n_obs, self.n_vars = len(self.obs), len(self.var)
+        self.n_obs = len(self.obs)
+        self.n_vars = len(self.var)
         self.ordered = source.ordered
         self.ranked = source.ranked
         self.recorded = source.recorded
@@ -122,9 +122,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         self.var = self.var[kept].set_axis(pd.Index(self.var_names, dtype=object), axis=0)
 
     def obs_column(self, name: str, owner: str) -> pd.Series:
-        """Column `name` of obs. Raises DataError, naming the option `owner` that asks for it, when
-        it is missing.
-        """
+        """Column `name` of obs, which option `owner` names. Raises DataError when it is missing."""
         require_known(name, [*map(str, self.obs)], f"{self.path}: no obs column {name!r} ({owner})")
         return self.obs[name]
 
@@ -151,7 +149,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         May be called again. Raises DataError naming cell and gene of the first value that is not a
         count, or damage.
         """
-        first = self.n_rounded = 0
+        first = 0
+        self.n_rounded = 0
         for matrix in self._source.matrix.blocks(block):
             values = self._whole_numbers(matrix, first)
             counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
@@ -170,7 +169,8 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """Print one line on stderr if the cells that were read look like normalised values that
         were rounded.
         """
-        if not self.ordered and (sign := self._rounded.sign()):
+        sign = None if self.ordered else self._rounded.sign()
+        if sign is not None:
             print(
                 f"warning: {self.path}: {self.counts} may hold normalised values that were rounded: {sign}; "
                 f"{self._elsewhere()}",
@@ -183,59 +183,50 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         are not counts.
         """
         values = matrix.data
-        hint = f"; {_ELSEWHERE}"
         if values.dtype in (np.float32, np.float64):
-            # NaN and others out of range become any number, which is another
+            # NaN and values out of range become some other number
             with np.errstate(invalid="ignore"):
                 counts = values.astype(np.uint32)
             if (counts.astype(values.dtype) == values).all():
                 return counts
-        if values.dtype.kind not in "buif":
+        kind = values.dtype.kind
+        if kind not in "buif":
             raise DataError(f"{self.path}: {self.counts} expected counts, got {values.dtype}")
-        if values.dtype.kind == "f":
-            self._refuse(
-                ~np.isfinite(values),
-                "is not finite",
-                "; counts are whole numbers from 0",
-                matrix,
-                first,
-            )
-        if values.dtype.kind in "if" and (values < 0).any():
-            self._refuse(
-                values < 0,
-                "is negative",
-                f": it looks {describe_negatives(matrix)}{hint}",
-                matrix,
-                first,
-            )
-        if values.dtype.kind == "f":
-            fractional = values != np.floor(values)
-            if fractional.any():
-                values = self._rounded_values(matrix, fractional, first)
+        if kind == "f" and not np.isfinite(values).all():
+            remedy = "; counts are whole numbers from 0"
+            raise self._fault(~np.isfinite(values), "is not finite", remedy, matrix, first)
+        if kind in "if" and (values < 0).any():
+            remedy = f": it looks {describe_negatives(matrix)}; {self._elsewhere()}"
+            raise self._fault(values < 0, "is negative", remedy, matrix, first)
+        if kind == "f":
+            is_fractional = values != np.floor(values)
+            if is_fractional.any():
+                values = self._rounded_values(matrix, is_fractional, first)
         if len(values) and values.max() > MAX_COUNT:
-            self._refuse(
-                values == values.max(), "is too large", "; the limit is 2^32 - 1", matrix, first
-            )
+            is_largest = values == values.max()
+            remedy = "; the limit is 2^32 - 1"
+            raise self._fault(is_largest, "is too large", remedy, matrix, first)
         return values.astype(np.uint32)
 
     def _rounded_values(
-        self, matrix: sp.csr_matrix, fractional: np.ndarray, first: int
+        self, matrix: sp.csr_matrix, is_fractional: np.ndarray, first: int
     ) -> np.ndarray:
         """Whole numbers for estimated counts. Raises DataError for other values, and if
         `counts_rule` is refuse.
         """
         looks = describe_fractions(matrix)
         if self.counts_rule == "refuse":
+            fault = "is fractional"
             remedy = f": it looks {looks.text}"
             if looks.may_be_counts:
                 remedy += "; set counts_rule to stochastic or round, if they are counts"
             if self._source.others or not looks.may_be_counts:
                 remedy += f"; {self._elsewhere()}"
-            self._refuse(fractional, "is fractional", remedy, matrix, first)
+            raise self._fault(is_fractional, fault, remedy, matrix, first)
         if not looks.may_be_counts:
             fault = f"is fractional, and counts_rule {self.counts_rule} is for estimated counts: it looks {looks.text}"
-            self._refuse(fractional, fault, f"; {self._elsewhere()}", matrix, first)
-        self.n_rounded += int(fractional.sum())
+            raise self._fault(is_fractional, fault, f"; {self._elsewhere()}", matrix, first)
+        self.n_rounded += int(is_fractional.sum())
         if self.counts_rule == "round":
             return np.rint(matrix.data)  # halves to even
         return self._draw.round(matrix, first)
@@ -244,19 +235,19 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def _draw(self) -> StochasticRounding:
         return StochasticRounding(self.dataset or self.path.name, self.var_names)
 
-    def _refuse(
+    def _fault(
         self, bad: np.ndarray, fault: str, remedy: str, matrix: sp.csr_matrix, first: int
-    ) -> None:
-        if not bad.any():
-            return
-        remedy = remedy.replace(_ELSEWHERE, self._elsewhere())
+    ) -> DataError:
+        """Error that names the first of the `bad` values, with its cell and gene."""
         index = int(bad.argmax())
-        cell = self.obs.index[first + int(np.searchsorted(matrix.indptr, index, side="right")) - 1]
+        row = int(np.searchsorted(matrix.indptr, index, side="right")) - 1
+        cell = self.obs.index[first + row]
         gene = self.var_names[matrix.indices[index]]
         value = matrix.data[index]
-        short = f"{value:g}"  # unless it would look like a whole number that the value is not
-        digits = short if float(short) == value or not float(short).is_integer() else str(value)
-        raise DataError(
+        digits = f"{value:g}"
+        if float(digits) != value and float(digits).is_integer():  # it must not look whole
+            digits = str(value)
+        return DataError(
             f"{self.path}: {self.counts} does not hold counts: {digits} (cell {cell!r}, gene {gene!r}) {fault}{remedy}"
         )
 
@@ -265,7 +256,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
 
 
 def keep_apart(names: pd.Index) -> tuple[pd.Index, str | None]:
-    """Names of cells of which no two are equal, and a sentence if some were: every copy gets the
+    """Make names of cells unique, and return a sentence if some were equal: every copy gets the
     number of its row.
     """
     is_repeated = names.duplicated(keep=False)

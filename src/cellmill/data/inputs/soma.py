@@ -31,17 +31,16 @@ _PUBLIC_CONFIG = {"vfs.s3.region": "us-west-2", "vfs.s3.no_sign_request": "true"
 
 
 def open_query(uri: str, name: Path, counts: str, value_filter: str | None = None) -> CountSource:
-    """Open the cells of the experiment at `uri`, of those that fulfil a filter of SOMA, such as
+    """Open the cells of the experiment at `uri` that pass a filter of SOMA, such as
     `tissue == 'lung'`.
 
-    `name` stands for the input in messages. Raises DataError when it is no experiment, the filter
-    is none or keeps no cell, and ConfigError without tiledbsoma.
+    `name` stands for the input in messages. Raises DataError when it is not an experiment, or the
+    filter is invalid or keeps no cell, and ConfigError without tiledbsoma.
     """
     soma = optional_package("tiledbsoma", "soma")
     with reading(name), ExitStack() as stack:
-        context = soma.SOMATileDBContext(
-            tiledb_config=_PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {}
-        )
+        config = _PUBLIC_CONFIG if uri.startswith(_PUBLIC) else {}
+        context = soma.SOMATileDBContext(tiledb_config=config)
         experiment = stack.enter_context(soma.open(uri, context=context))
         if not isinstance(experiment, soma.Experiment):
             raise DataError(
@@ -59,13 +58,16 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
         if not len(obs):
             raise DataError(f"{name}: no cell fulfils the filter {value_filter!r}")
         matrix = _SomaMatrix(name, array, obs[_ROWS].to_numpy(), var[_ROWS].to_numpy())
-        others = [
-            other
-            for other in _layers(experiment.ms)
-            if other != counts and (other, counts) != (layer, "X")
-        ]
-        tables = _named(obs, experiment.obs, _CELLS), _named(var, measurement.var, _GENES)
-        return CountSource(name, counts, matrix, *tables, others, close_file=stack.pop_all().close)
+        read_as = layer if counts == "X" else counts
+        return CountSource(
+            name,
+            counts,
+            matrix,
+            _named(obs, experiment.obs, _CELLS),
+            _named(var, measurement.var, _GENES),
+            others=[other for other in _layers(experiment.ms) if other not in (counts, read_as)],
+            close_file=stack.pop_all().close,
+        )
 
 
 def _choose_layer(name: Path, measurements: Any, counts: str) -> tuple[Any, str]:
@@ -74,14 +76,14 @@ def _choose_layer(name: Path, measurements: Any, counts: str) -> tuple[Any, str]
     tiledbsoma.io keeps the `raw` of an AnnData as a measurement `raw`, with one layer and genes of
     its own.
     """
-    measurement = _chosen(name, measurements, "RNA", "measurement")
+    measurement = _choose_measurement(name, measurements)
     layers = sorted(measurement.X)
     if counts == "X" and len(layers) == 1:
         return measurement, layers[0]
     if counts == _RAW and _RAW not in layers and _RAW in measurements:
         raw = measurements[_RAW]
-        [layer] = [*raw.X] if len(raw.X) == 1 else [_RAW]
-        return raw, layer
+        layers = list(raw.X)
+        return raw, layers[0] if len(layers) == 1 else _RAW
     wanted = _RAW if counts == "X" else counts
     require_known(wanted, _layers(measurements), f"{name}: no layer {wanted!r}")
     return measurement, wanted
@@ -89,9 +91,11 @@ def _choose_layer(name: Path, measurements: Any, counts: str) -> tuple[Any, str]
 
 def _layers(measurements: Any) -> list[str]:
     """Values of `counts` other than X."""
-    chosen = measurements["RNA"] if "RNA" in measurements else measurements[sorted(measurements)[0]]
-    layers = sorted(chosen.X)
-    return [*layers, *({_RAW} - {*layers} if _RAW in measurements else ())]
+    chosen = "RNA" if "RNA" in measurements else min(measurements)
+    layers = sorted(measurements[chosen].X)
+    if _RAW in measurements and _RAW not in layers:
+        layers.append(_RAW)
+    return layers
 
 
 class _SomaMatrix(StoredMatrix):
@@ -114,34 +118,34 @@ class _SomaMatrix(StoredMatrix):
                 if not parts:
                     yield sp.csr_matrix((len(cells), self.shape[1]), dtype=np.float32)
                     continue
-                rows, columns, values = (
-                    np.concatenate([part.column(name).to_numpy() for part in parts])
-                    for name in ("soma_dim_0", "soma_dim_1", "soma_data")
-                )
+                rows = _join(parts, "soma_dim_0")
+                columns = _join(parts, "soma_dim_1")
+                values = _join(parts, "soma_data")
                 cell = np.searchsorted(cells, rows)
                 gene = np.searchsorted(self._genes, columns)
-                if (self._genes[np.minimum(gene, len(self._genes) - 1)] != columns).any():
+                if (self._genes.take(gene, mode="clip") != columns).any():
                     raise DataError(
                         f"{self._name}: damaged: a count of a gene that var does not have"
                     )
                 yield sp.csr_matrix((values, (cell, gene)), shape=(len(cells), self.shape[1]))
 
 
-def _chosen(name: Path, collection: Any, wanted: str, kind: str, only: bool = True) -> Any:
-    """Item `wanted` of a collection; if `only`, its single item."""
-    known = sorted(collection)
-    if only and len(known) == 1:
-        return collection[known[0]]
-    require_known(wanted, known, f"{name}: no {kind} {wanted!r}")
-    return collection[wanted]
+def _join(parts: list[Any], column: str) -> np.ndarray:
+    return np.concatenate([part.column(column).to_numpy() for part in parts])
+
+
+def _choose_measurement(name: Path, measurements: Any) -> Any:
+    """The only measurement, or RNA."""
+    known = sorted(measurements)
+    wanted = known[0] if len(known) == 1 else "RNA"
+    require_known(wanted, known, f"{name}: no measurement {wanted!r}")
+    return measurements[wanted]
 
 
 def _table(name: Path, frame: Any, value_filter: str | None = None) -> pd.DataFrame:
     try:
         table = frame.read(value_filter=value_filter).concat().to_pandas()
-    except (
-        Exception
-    ) as error:  # tiledbsoma raises errors of many kinds, some with a traceback in their text
+    except Exception as error:  # of many kinds, some with a traceback in their text
         if value_filter is None:
             raise
         words = one_line(error).split(" At: ")[0].removeprefix("SOMAError: ").strip("' ")
@@ -156,9 +160,10 @@ def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFr
     written = frame.metadata.get("soma_dataframe_original_index_name")
     original = json.loads(written) if isinstance(written, str) else None
     index = next((name for name in (*names, original) if name in table), _ROWS)
-    kept = table.drop(columns=[index, *({_ROWS} - {index})])
-    symbols = {"symbol": kept["feature_name"]} if "feature_name" in kept else {}
-    return as_obs(kept.assign(**symbols), table[index].astype(str).tolist())
+    columns = table.drop(columns={index, _ROWS})
+    if "feature_name" in columns:
+        columns = columns.assign(symbol=columns["feature_name"])
+    return as_obs(columns, table[index].astype(str).tolist())
 
 
 FORMAT = Format(

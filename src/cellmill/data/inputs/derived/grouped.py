@@ -8,7 +8,7 @@ single-cell data, and `counts` chooses among MODES.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -52,9 +52,7 @@ class GroupedColumns(StoredMatrix):
 
 
 def group_probes(source: CountSource) -> CountSource:
-    """The input with probes summed into genes, and a note that says how many; as it is if its rows
-    are genes.
-    """
+    """Sum probes into genes, with a note that says how many; an input whose rows are genes stays."""
     var = source.var
     n_probes = len(var)
     is_kept = np.ones(n_probes, dtype=bool)
@@ -63,8 +61,8 @@ def group_probes(source: CountSource) -> CountSource:
         if values.dtype == bool:
             is_kept = values.to_numpy()
         else:
-            is_kept = np.isin(
-                pd.Series(text_values(values), dtype=object).str.strip().str.lower(), _TRUE
+            is_kept = np.array(
+                [text.strip().lower() in _TRUE for text in text_values(values)], bool
             )
     genes = _genes_of_probes(var)
     if genes is None:
@@ -84,16 +82,13 @@ def group_probes(source: CountSource) -> CountSource:
     if "gene_name" in rows:
         rows = rows.assign(symbol=rows["gene_name"])
     rows = rows.drop(columns=[_FILTERED, "gene_id", "gene_name"], errors="ignore")
-    n_excluded = int((~is_kept).sum())
-    excluded = (
-        f"{n_excluded:,} of {n_probes:,} probes are excluded ({_FILTERED} is false), the other "
-    )
-    note = (
-        f"{excluded if _FILTERED in var else ''}{n_probes - n_excluded:,} probes are "
-        f"summed into {len(names):,} genes"
-    )
+    n_kept = int(is_kept.sum())
+    note = f"{n_kept:,} probes are summed into {len(names):,} genes by {by}"
+    if _FILTERED in var:
+        excluded = f"{n_probes - n_kept:,} of {n_probes:,} probes are excluded"
+        note = f"{excluded} ({_FILTERED} is false), the other {note}"
     matrix = GroupedColumns(source.matrix, target, len(names))
-    return replace(source, matrix=matrix, var=rows, notes=[*source.notes, f"{note} by {by}"])
+    return replace(source, matrix=matrix, var=rows, notes=[*source.notes, note])
 
 
 def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
@@ -101,63 +96,60 @@ def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
     within the name.
     """
     if _FILTERED in var and "gene_id" in var:
-        return np.asarray(text_values(var["gene_id"]), dtype=object)
+        return text_values(var["gene_id"])
     if not len(var) or "|" not in str(var.index[0]) + str(var.index[-1]):
         return None
     names = [str(name) for name in var.index]
-    found = [_IN_NAME.search(name) for name in names]
-    if 2 * sum(map(bool, found)) <= len(names):
-        return None
-    return np.array(
-        [match[1] if match else name for match, name in zip(found, names)], dtype=object
-    )
+    genes = []
+    n_ids = 0
+    for name in names:
+        match = _IN_NAME.search(name)
+        genes.append(match[1] if match else name)
+        n_ids += match is not None
+    return np.array(genes, dtype=object) if 2 * n_ids > len(names) else None
 
 
 def is_split(names: pd.Index) -> bool:
     """True if every gene has the three names of USA mode: its own, and with -U and -A."""
-    if len(names) < 3 or len(names) % 3:
-        return False
-    if 3 * sum(str(name).endswith(_ENDS["U"]) for name in names) != len(names):
-        return False
-    known = {str(name) for name in names}
-    stems = [name.removesuffix(_ENDS["U"]) for name in known if name.endswith(_ENDS["U"])]
-    if 3 * len(stems) != len(known) or len(known) != len(names):
+    known = set(map(str, names))
+    stems = _stems(known)
+    if not stems or not 3 * len(stems) == len(known) == len(names):
         return False
     return all(stem in known and f"{stem}{_ENDS['A']}" in known for stem in stems)
 
 
+def _stems(names: Iterable[str]) -> set[str]:
+    """Names of genes that have unspliced counts."""
+    end = _ENDS["U"]
+    return {name.removesuffix(end) for name in names if name.endswith(end)}
+
+
 def choose_mode(source: CountSource, counts: str) -> CountSource:
-    """The input with the columns of `counts` (X or one of MODES) summed by gene; as it is without
-    USA mode.
-    """
+    """Sum the columns of `counts` (X or one of MODES) by gene; an input without USA mode stays."""
     if not is_split(source.var.index):
         return source
     mode = counts if counts in MODES else "S+A"
-    names = [str(name) for name in source.var.index]
-    stems = {name.removesuffix(_ENDS["U"]) for name in names if name.endswith(_ENDS["U"])}
-    genes = [name for name in names if name in stems]
-    row_of = {gene: row for row, gene in enumerate(genes)}
-    wanted = [_ENDS.get(letter, "") for letter in mode.split("+")]
-    target = np.full(len(names), -1)
-    for column, name in enumerate(names):
-        for end in wanted:
-            stem = name.removesuffix(end) if end and name.endswith(end) else name
-            if (stem != name or not end) and stem in row_of:
-                target[column] = row_of[stem]
-    rows = source.var.iloc[[column for column, name in enumerate(names) if name in stems]]
+    letters = mode.split("+")
+    names = list(map(str, source.var.index))
+    stems = _stems(names)
+    genes = [column for column, name in enumerate(names) if name in stems]
+    row_of_column = {}  # row of the gene by the name of each column to sum
+    for row, column in enumerate(genes):
+        for letter in letters:
+            row_of_column[names[column] + _ENDS.get(letter, "")] = row
+    target = np.array([row_of_column.get(name, -1) for name in names])
     parts = {"S": "spliced", "U": "unspliced", "A": "ambiguous"}
-    summed = " + ".join(parts[letter] for letter in mode.split("+"))
+    summed = " + ".join(parts[letter] for letter in letters)
     others = [other for other in MODES if other != mode]
     note = (
         f"three columns a gene (USA mode of alevin-fry): {mode} is read, {summed}; set {COUNTS} to "
         f"{' or '.join(others)} for others"
     )
-    matrix = GroupedColumns(source.matrix, target, len(genes))
     return replace(
         source,
         counts=counts,
-        matrix=matrix,
-        var=rows,
+        matrix=GroupedColumns(source.matrix, target, len(genes)),
+        var=source.var.iloc[genes],
         others=[*source.others, *others],
         notes=[*source.notes, note],
     )

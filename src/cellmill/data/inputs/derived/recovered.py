@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.data.arrays import row_numbers
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.source import TOTALS
 from cellmill.errors import DataError
@@ -32,9 +33,10 @@ def matrix_to_recover(counts: str) -> str | None:
 
 def find_totals(obs: pd.DataFrame) -> str | None:
     """The first of TOTALS that obs has as numbers."""
-    return next(
-        (name for name in TOTALS if name in obs and pd.api.types.is_numeric_dtype(obs[name])), None
-    )
+    for name in TOTALS:
+        if name in obs and pd.api.types.is_numeric_dtype(obs[name]):
+            return name
+    return None
 
 
 class RecoveredCounts(StoredMatrix):
@@ -60,32 +62,30 @@ class RecoveredCounts(StoredMatrix):
     def parts(self, block: int) -> Iterator[sp.csr_matrix]:
         first = 0
         for part in self._logs.blocks(block):
-            totals = self._totals[first : first + part.shape[0]]
-            values = np.expm1(part.data.astype(np.float64)) * np.repeat(
-                totals, np.diff(part.indptr)
-            )
+            totals = self._totals[first : first + part.shape[0]][row_numbers(part.indptr)]
+            values = np.expm1(part.data.astype(np.float64)) * totals
             if len(values):
                 values = self._whole(values)
             yield sp.csr_matrix((values, part.indices, part.indptr), shape=part.shape)
             first += part.shape[0]
 
     def _whole(self, values: np.ndarray) -> np.ndarray:
-        targets = (
-            (*_TARGETS, float(np.median(self._totals[self._totals > 0])))
-            if self._target is None
-            else (self._target,)
-        )
-        present = values != 0
+        """Counts from expm1 of values times depth. Raises DataError unless they are whole."""
+        if self._target is None:
+            targets = [*_TARGETS, float(np.median(self._totals[self._totals > 0]))]
+        else:
+            targets = [self._target]
         for target in targets:
-            counts = np.rint(values / target)
-            is_whole = (np.abs(values / target - counts) < _CLOSE).all() and (
-                counts[present] >= 1
-            ).all()
+            exact = values / target
+            counts = np.rint(exact)
+            is_whole = (np.abs(exact - counts) < _CLOSE).all()
+            is_whole = is_whole and (counts[values != 0] >= 1).all()
             if is_whole and (self._target is not None or (counts == 1).any()):
                 self._target = target
                 return counts
         usual = self._target or 1e4
-        shown = values[np.argmax(np.abs(values / usual - np.rint(values / usual)))] / usual
+        exact = values / usual
+        shown = exact[np.abs(exact - np.rint(exact)).argmax()]
         raise DataError(
             f"{self._path}: expm1({self._name}) * {self._column} / {usual:,.0f} gives no whole numbers, such as "
             f"{shown:.4g}: {self._name} does not hold log(1 + counts per 10,000) of these cells"

@@ -12,7 +12,7 @@ in one folder are not mixed.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import permutations, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import pandas as pd
 from cellmill.data.inputs.text.tables import CELLS, GENES, TextTable, is_table, name_words, peek
 from cellmill.errors import DataError
 
-_MOST_TABLES = 40  # that one matrix may have beside it
+_MOST_TABLES = 40  # tables of one matrix
 
 
 class Companions(NamedTuple):
@@ -75,17 +75,17 @@ def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
 
 
 def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
-    """Tables beside a matrix that share more words with no other matrix; longer ones than it are of
-    something else.
+    """Tables in the folder of a matrix that share more words with no other matrix. Tables that are
+    longer than the matrix hold something else.
     """
     files = sorted(matrix.parent.iterdir())
     others = [file for file in files if is_matrix(file) and file != matrix]
     candidates = [file for file in files if is_table(file) and file.is_file()]
-    own = [
-        file
-        for file in candidates
-        if _shared(file, matrix) >= max((_shared(file, o) for o in others), default=0)
-    ]
+    own = []
+    for file in candidates:
+        most = max((_shared(file, other) for other in others), default=0)
+        if _shared(file, matrix) >= most:
+            own.append(file)
     own.sort(key=lambda file: -_shared(file, matrix))
     for file in own[:_MOST_TABLES]:
         table = peek(file, 2 * longest + 2)
@@ -95,12 +95,8 @@ def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
 
 def _shared(table: Path, matrix: Path) -> int:
     """Number of words from the first on that the names of two files have in common."""
-    n = 0
-    for one, other in zip(name_words(table), name_words(matrix)):
-        if one != other:
-            break
-        n += 1
-    return n
+    pairs = zip(name_words(table), name_words(matrix))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _choices(
@@ -125,32 +121,18 @@ def _choices(
 
 
 def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int) -> str:
-    """Which table is missing, or how many names each has and which is short."""
-    by_role = {
-        role: max(
-            (t for t in tables if t.role() == role),
-            key=lambda t: _shared(t.path, matrix),
-            default=None,
-        )
-        for role in (GENES, CELLS)
-    }
-    missing = [role for role, table in by_role.items() if table is None]
-    if missing:
+    """Say which table is missing, or how many names each has and which is short."""
+    genes = _likeliest(matrix, tables, GENES)
+    cells = _likeliest(matrix, tables, CELLS)
+    if genes is None or cells is None:
         stem = matrix.name.lower().removesuffix(".gz").removesuffix(".mtx")
         prefix = matrix.name[: len(stem)].removesuffix("matrix")
-        wanted = f"{prefix}{'features' if missing[0] == GENES else 'barcodes'}.tsv"
-        there = (
-            ", ".join(f"{table.path.name} with {table.n_rows():,}" for table in tables[:4])
-            or "no text table"
-        )
+        wanted = f"{prefix}{'features' if genes is None else 'barcodes'}.tsv"
+        present = [f"{table.path.name} with {table.n_rows():,}" for table in tables[:4]]
         return (
             f"{matrix.parent}: no {wanted}; expected it beside {matrix.name}, plain or as .gz, with {n_rows:,} or "
-            f"{n_columns:,} names; there is {there}"
+            f"{n_columns:,} names; there is {', '.join(present) or 'no text table'}"
         )
-    genes = by_role[GENES]
-    cells = by_role[CELLS]
-    assert genes is not None
-    assert cells is not None
     n_genes = n_rows
     n_cells = n_columns
     if genes.fits(n_columns) or cells.fits(n_rows):
@@ -168,3 +150,9 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
         f"and {cells.path.name} {cells.n_rows():,} cells: {' and '.join(faults)}; is it from another matrix, such as "
         "the raw or the filtered one?"
     )
+
+
+def _likeliest(matrix: Path, tables: Sequence[TextTable], role: str) -> TextTable | None:
+    """The table of a role whose name shares most words with the matrix's."""
+    candidates = [table for table in tables if table.role() == role]
+    return max(candidates, key=lambda table: _shared(table.path, matrix), default=None)
