@@ -28,8 +28,9 @@ BINS = 15
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """(cells, labels) float -> probabilities. scipy.special takes a sixth of a second to import."""
-    shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return shifted / shifted.sum(axis=1, keepdims=True)
+    largest = logits.max(axis=1, keepdims=True)
+    powers = np.exp(logits - largest)
+    return powers / powers.sum(axis=1, keepdims=True)
 
 
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
@@ -50,7 +51,9 @@ def error_of_logits(logits: np.ndarray, labels: np.ndarray, temperature: float =
 def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each cell's highest probability, and whether its label is right, 0 or 1."""
     probabilities = softmax(logits)
-    return probabilities.max(axis=1), (probabilities.argmax(axis=1) == labels).astype(np.float64)
+    highest = probabilities.max(axis=1)
+    is_right = probabilities.argmax(axis=1) == labels
+    return highest, is_right.astype(np.float64)
 
 
 class Classification(LabelObjective):
@@ -73,16 +76,20 @@ class Classification(LabelObjective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         prepared = super().prepare(batch, seed=seed, step=step)
-        weights = torch.tensor(self._weights if self.training else [1.0] * len(self._weights))
-        return replace(prepared, weights=weights.to(prepared.targets.device)[prepared.targets])
+        targets = prepared.targets
+        weights = torch.tensor(self._weights, device=targets.device)
+        if not self.training:
+            weights = torch.ones_like(weights)
+        return replace(prepared, weights=weights[targets])
 
-    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
-        logits = self.predict_targets(model, states, prepared)
+    def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
+        targets = prepared.targets
         assert prepared.weights is not None
         if self.kept_sums is not None:
-            n_right = (logits.argmax(1) == prepared.targets).sum()
-            self.kept_sums.append(torch.stack([n_right, n_right.new_tensor(len(logits))]).double())
-        losses = F.cross_entropy(logits, prepared.targets, reduction="none")
+            n_right = (predicted.argmax(1) == targets).sum()
+            n_cells = n_right.new_tensor(len(targets))
+            self.kept_sums.append(torch.stack([n_right, n_cells]).double())
+        losses = F.cross_entropy(predicted, targets, reduction="none")
         return (losses * prepared.weights).sum()
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
@@ -103,13 +110,15 @@ class Classification(LabelObjective):
             return {"n_targets": 0}, []
         log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
         loss = float(-log_probabilities[np.arange(n_cells), labels].mean())
-        frequencies = np.unique(labels, return_counts=True)[1] / n_cells
+        is_right = log_probabilities.argmax(1) == labels
+        _, counts = np.unique(labels, return_counts=True)
+        frequencies = counts / n_cells
         entropy = float(-(frequencies * np.log(frequencies)).sum())
         metrics = {
             "n_targets": n_cells,
             "cross_entropy": loss,
             "cross_entropy_frequencies": entropy,
-            "accuracy": float((log_probabilities.argmax(1) == labels).mean()),
+            "accuracy": float(is_right.mean()),
             "accuracy_largest_label": float(frequencies.max()),
         }
         logits = logits.astype(np.float64)

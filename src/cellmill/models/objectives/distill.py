@@ -43,9 +43,8 @@ class Distill(CellObjective):
         predicted: Tensor = getattr(model, self.head)(vectors)
         return predicted.float()
 
-    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
-        errors = self.predict_targets(model, states, prepared) - prepared.targets
-        return errors.square().mean(1).sum()
+    def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
+        return (predicted - prepared.targets).square().mean(1).sum()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         return {}, []

@@ -92,6 +92,13 @@ class CellObjective(Objective):
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
 
+    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
+        return self.target_loss(self.predict_targets(model, states, prepared), prepared)
+
+    def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
+        """Return the summed loss of predictions of the targets."""
+        raise NotImplementedError
+
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
         """Return the part of these rows in the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:

@@ -11,6 +11,7 @@ Legend: C cells with targets, H width of a cell's vector, D width of the decoder
 genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0 is an unknown level.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -55,10 +56,9 @@ class PerturbationResponse(CellDecoding):
         genes = config.perturbed_genes or {}
         # by level number; the unknown level has no genes
         self._genes = [[], *(genes.get(level, []) for level in levels)]
-        self._control = 1 + levels.index(config.control) if config.control in levels else 0
-        self._excluded = [0]  # cells of these levels have no target
-        if MISSING in levels:
-            self._excluded.append(1 + levels.index(MISSING))
+        self._control = _number_of(config.control, levels)
+        # cells of these levels have no target
+        self._excluded = [0, _number_of(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
@@ -84,7 +84,8 @@ class PerturbationResponse(CellDecoding):
         """(C, H) -> (C, D), with the response of each cell to its perturbation."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
-        changed = vectors + response * (prepared.perturbation > 0)[:, None]
+        is_perturbed = (prepared.perturbation > 0)[:, None]
+        changed = vectors + response * is_perturbed
         return super().decode(model, changed.to(vectors.dtype), prepared)
 
     def log_profile(
@@ -96,13 +97,19 @@ class PerturbationResponse(CellDecoding):
         as they are. `genes` are token ids of its genes, maybe none.
         """
         if perturbation is not None:
-            levels = [*self.levels[self.config.perturbation_column]]
-            number = 1 + levels.index(perturbation) if perturbation in levels else 0
-            numbers = torch.tensor([number], device=vectors.device)
-            vectors = vectors + _respond(model, numbers, _pad_genes([genes]).to(vectors.device))
+            levels = self.levels[self.config.perturbation_column]
+            device = vectors.device
+            numbers = torch.tensor([_number_of(perturbation, levels)], device=device)
+            perturbed = _pad_genes([genes]).to(device)
+            vectors = vectors + _respond(model, numbers, perturbed)
         decoded = model.decoder(vectors)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
+
+
+def _number_of(level: str, levels: Sequence[str]) -> int:
+    """Return the number of a level, 0 if it is unknown."""
+    return 1 + levels.index(level) if level in levels else 0
 
 
 def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
@@ -110,7 +117,8 @@ def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
     flat = embed_tokens(perturbed.flatten(), model.profile_genes.weight)
     embedded = flat.unflatten(0, perturbed.shape)  # (C, M, D)
     is_gene = (perturbed != PAD_TOKEN)[..., None]
-    mean = (embedded * is_gene).sum(1) / is_gene.sum(1).clamp(min=1)
+    n_genes = is_gene.sum(1).clamp(min=1)
+    mean = (embedded * is_gene).sum(1) / n_genes
     of_genes = model.response_genes(mean.to(embedded.dtype))
     response: Tensor = of_genes + model.response_terms(perturbation)
     return response

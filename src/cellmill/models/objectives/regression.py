@@ -48,18 +48,20 @@ class Regression(CellObjective):
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:
-            numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
+            column = self.number_columns.index(self.config.target_column)
+            numbers = batch.numbers[:, column]
         std, mean = self._scale
-        return ((numbers - mean) / std).float(), numbers.isfinite()
+        targets = (numbers - mean) / std
+        return targets.float(), numbers.isfinite()
 
-    def loss(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
-        predicted = self.predict_targets(model, states, prepared)
+    def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
         if self.kept_sums is not None:
             x = predicted.double()
             y = targets.double()
-            sums = [column.sum() for column in (x, y, x * x, y * y, x * y)]
-            self.kept_sums.append(torch.stack([x.new_tensor(len(x)), *sums]))
+            columns = [torch.ones_like(x), x, y, x * x, y * y, x * y]
+            sums = [column.sum() for column in columns]
+            self.kept_sums.append(torch.stack(sums))
         if self.config.loss == "pearson":
             return self.coupled_loss(_rows(predicted, targets), prepared)
         if self.config.loss == "huber":
@@ -68,7 +70,8 @@ class Regression(CellObjective):
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> tuple[Tensor, ...]:
         """(C, 3): 1, prediction and number."""
-        return (_rows(self.predict_targets(model, states, prepared), prepared.targets),)
+        predicted = self.predict_targets(model, states, prepared)
+        return (_rows(predicted, prepared.targets),)
 
     def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
         return tuple(anticorrelation(table) for table in tables)
@@ -94,13 +97,15 @@ class Regression(CellObjective):
         if len(numbers) < 2 or not numbers.std() or not predicted.std():
             return metrics, []
         name = f"regression of {self.config.target_column}"
-        pearson = float(np.corrcoef(numbers, predicted)[0, 1])
+        pearson = _correlate(numbers, predicted)
         metrics["pearson"] = pearson
-        metrics["spearman"] = float(np.corrcoef(_ranks(numbers), _ranks(predicted))[0, 1])
+        metrics["spearman"] = _correlate(_rank(numbers), _rank(predicted))
         if self.config.loss == "pearson":
             return metrics, [compare(name, "no correlation", "Pearson's r", pearson)]
-        r2 = float(1 - np.square(numbers - predicted).mean() / numbers.var())
-        errors = (numbers - predicted) * self._scale[0]  # in the unit of the column
+        errors = numbers - predicted
+        r2 = float(1 - np.square(errors).mean() / numbers.var())
+        std, _ = self._scale
+        errors = errors * std  # in the unit of the column
         metrics["r2"] = r2
         metrics["mean_absolute_error"] = float(np.abs(errors).mean())
         metrics["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
@@ -128,8 +133,13 @@ def anticorrelation(table: Tensor) -> Tensor:
     return n_cells * (1 - correlation)
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks of numbers; equal numbers share their mean rank. scipy.stats takes a second to import."""
+def _correlate(x: np.ndarray, y: np.ndarray) -> float:
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def _rank(values: np.ndarray) -> np.ndarray:
+    """Return ranks, the mean rank for equal numbers. scipy.stats takes a second to import."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[group]
-    return ranks
+    last_rank = counts.cumsum()
+    group_rank: np.ndarray = last_rank - (counts - 1) / 2
+    return group_rank[group]

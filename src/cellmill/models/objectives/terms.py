@@ -38,9 +38,11 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     n = n_cells.clamp(min=1)
     invariance, variance, covariance = weights
     shown, hidden = views
-    loss = invariance * (shown - hidden).square().sum() / (n * width)
+    distance = (shown - hidden).square().sum()
+    loss = invariance * distance / (n * width)
     for z in views:
-        centered = z - filled * (z.sum(0) / n)
+        mean = z.sum(0) / n
+        centered = z - filled * mean
         matrix = centered.T @ centered / (n - 1).clamp(min=1)
         variances = matrix.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
@@ -67,8 +69,11 @@ class LevelTerms(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         """(C,) int64 -> (C, width)."""
-        terms = self.weight - self.weight.mean(0) if self.centered else self.weight
-        return F.embedding(numbers, F.pad(terms, (0, 0, 1, 0)))
+        terms: Tensor = self.weight
+        if self.centered:
+            terms = terms - terms.mean(0)
+        with_unknown = F.pad(terms, (0, 0, 1, 0))
+        return F.embedding(numbers, with_unknown)
 
 
 class Adversary(nn.Module):
@@ -82,6 +87,8 @@ class Adversary(nn.Module):
 
     def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
         """(C, H) and (C,) int64 -> float32 scalar: cross-entropy summed over cells of known level."""
-        hidden = F.gelu(self.inner(Reversed.apply(vectors, self.scale)))
+        vectors = Reversed.apply(vectors, self.scale)
+        hidden = F.gelu(self.inner(vectors))
         logits = self.out(hidden).float()
-        return F.cross_entropy(logits, numbers - 1, ignore_index=-1, reduction="sum")
+        labels = numbers - 1
+        return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
