@@ -1,5 +1,4 @@
-"""What the author of a plug-in calls in his own test: the promises that cellmill keeps for its own
-parts.
+"""Checks for the author of a plug-in: the promises that cellmill keeps for its own parts.
 
 def test_my_family_keeps_the_promises(tmp_path):
     model = {"family": "mine", "hidden": 16}
@@ -59,7 +58,7 @@ def check_plugin(
     layouts: Mapping[str, dict[str, Any]] = LAYOUTS,
     **sections: Any,
 ) -> None:
-    """Train small models on 240 simulated cells, on the CPU, and assert that
+    """Train small models on 240 simulated cells, on the CPU, and assert the promises:
 
     - each of `layouts` has the losses and gradient norms of one process,
     - a run that is resumed has the curve and the exported model of an uninterrupted one: to the bit in one process, and
@@ -95,7 +94,8 @@ def check_plugin(
         )
     expected = exported(corpus, folder / "alone")
     train(corpus, folder / "half", changed(options, "train.steps", STEPS // 2))
-    for name, parallel in [("one process", {}), *[*layouts.items()][-1:]]:
+    last_layout = list(layouts.items())[-1:]
+    for name, parallel in [("one process", {}), *last_layout]:
         resumed = shutil.copytree(folder / "half", folder / f"resumed, {name}")
         curve = train(
             corpus, resumed, options | {"parallel": parallel}, processes=2 if parallel else 1
@@ -108,10 +108,11 @@ def check_plugin(
         np.testing.assert_allclose(
             found["embeddings"], expected["embeddings"], rtol=1e-3, atol=1e-4
         )
-        different = [
-            tensor for tensor in found if not np.array_equal(found[tensor], expected[tensor])
-        ]
-        assert parallel or not different, f"the export of a resumed run has another {different}"
+        if not parallel:
+            for tensor, values in found.items():
+                assert np.array_equal(values, expected[tensor]), (
+                    f"the export of a resumed run has another {tensor}"
+                )
     for path, value in changes.items():
         curve = train(corpus, folder / f"changed {path}", changed(options, path, value))
         assert not np.array_equal(curve, alone), (
@@ -120,9 +121,7 @@ def check_plugin(
 
 
 def added_options(section: BaseModel, path: str = "") -> Iterator[str]:
-    """Paths of the options that classes of other packages add, without the one that names the
-    choice.
-    """
+    """Yield paths of the options that other packages add, without the option that names a choice."""
     bases = [base for base in type(section).__mro__ if issubclass(base, BaseModel)]
     ours = next(base for base in bases if base.__module__.split(".")[0] in ("cellmill", "pydantic"))
     for name, field in type(section).model_fields.items():
@@ -147,9 +146,7 @@ def run(folder: Path, words: str) -> None:
 
 
 def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
-    """Write sim.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw` in `folder`, which
-    is returned.
-    """
+    """Write sim.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw`; return `folder`."""
     (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
     (folder / "config.yaml").write_text(config.replace("TABLE", str(folder / "datasets.tsv")))
     given = "--config @/config.yaml --corpus sim"
@@ -164,21 +161,10 @@ def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
 
 
 def train(corpus: Path, out: Path, options: dict[str, Any], processes: int = 1) -> np.ndarray:
-    """Loss and gradient norm of each step, `(steps, 2)`. A run that has begun in `out` is resumed."""
-    words = [
-        "--options",
-        json.dumps(options),
-        "--nproc-per-node",
-        str(processes),
-        "--out",
-        str(out),
-    ]
-    words += [
-        "--manifest",
-        f"{corpus}/shards/manifest.json",
-        "--vocabulary",
-        f"{corpus}/vocabulary.tsv",
-    ]
+    """Return loss and gradient norm of each step, (steps, 2), resuming a run that has begun in `out`."""
+    words = ["--options", json.dumps(options), "--nproc-per-node", str(processes)]
+    words += ["--manifest", f"{corpus}/shards/manifest.json"]
+    words += ["--vocabulary", f"{corpus}/vocabulary.tsv", "--out", str(out)]
     command = [sys.executable, "-m", "cellmill.cli", "train", *words]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -189,22 +175,13 @@ def train(corpus: Path, out: Path, options: dict[str, Any], processes: int = 1) 
 
 
 def exported(corpus: Path, out: Path) -> dict[str, np.ndarray]:
-    """Tensors of the model of the last checkpoint, and the embeddings of the corpus under the name
-    `embeddings`.
-    """
+    """Return tensors of the exported last checkpoint, and embeddings of the corpus as `embeddings`."""
     model = out.with_name(f"{out.name}, model")
     last = '{"consolidate":{"checkpoint":"last"}}'
     consolidate = ["consolidate", "--options", last, "--vocabulary", f"{corpus}/vocabulary.tsv"]
     assert main([*consolidate, "--train", str(out), "--out", str(model)]) == 0
-    embed = [
-        "embed",
-        "--options",
-        '{"embed":{}}',
-        "--model",
-        str(model),
-        "--input",
-        f"{corpus}/sim.h5ad",
-    ]
-    assert main([*embed, "--out", f"{model}/embedded.h5ad"]) == 0
+    embed = ["embed", "--options", '{"embed":{}}', "--model", str(model)]
+    embed += ["--input", f"{corpus}/sim.h5ad", "--out", f"{model}/embedded.h5ad"]
+    assert main(embed) == 0
     vectors = ad.read_h5ad(model / "embedded.h5ad").obsm["X_cellmill"]
     return load_file(model / "model.safetensors") | {"embeddings": vectors}

@@ -251,7 +251,7 @@ def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Te
     materialize(
         model,
         torch.device("cpu"),
-        initial_tensors(model, 0, None, VOCABULARY, given={TABLE: table}),
+        initial_tensors(model, 0, None, VOCABULARY, fixed={TABLE: table}),
     )
     return model, table
 

@@ -35,7 +35,8 @@ from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import load_for_inference, tokens_of
 from cellmill.models.batch import EncoderBatch, with_ends
-from cellmill.models.published import import_geneformer, import_scgpt, read_numbers
+from cellmill.models.pickled_numbers import read_numbers
+from cellmill.models.published import import_geneformer, import_scgpt
 from tests.unit.published import geneformer_folder, geneformer_medians, scgpt_folder
 from tests.unit.small_corpus import write_dataset
 

@@ -19,7 +19,7 @@ from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
-from cellmill.train.loop import LossParts
+from cellmill.train.step_report import LossParts
 from tests.checks import gradients_by_name, refused
 from tests.models import KEYS, initialized, prepare, random_cells, spec
 

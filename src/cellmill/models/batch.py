@@ -1,5 +1,4 @@
-"""Packed batches of cells as tensors, as read and as an encoder sees them, and tokens at the ends
-of a cell.
+"""Packed batches of cells as tensors, as read and as an encoder sees them.
 
 <cls> stands before the first gene and <eos> after the last. Their ids are negative, so they are in
 no vocabulary, are never masked, and need no row in a table with one row per gene. They are added to

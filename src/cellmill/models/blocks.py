@@ -1,9 +1,9 @@
-"""Layers of all families: packed attention, pre-norm transformer block (Xiong et al. 2020),
-feed-forward layer.
+"""Layers of all families: packed attention, transformer block, feed-forward layer.
 
-Attention has two backends, neither of which pads: variable-length flash attention on GPUs that have
-it, in half precision; otherwise scaled-dot-product attention over runs of cells of equal length.
-Linear layers are torch's, or transformers' Conv1D of GPT-2, whose weight is transposed.
+The block has norms before its layers (Xiong et al. 2020). Attention has two backends, neither of
+which pads: variable-length flash attention on GPUs that have it, in half precision; otherwise
+scaled-dot-product attention over runs of cells of equal length. Linear layers are torch's, or
+transformers' Conv1D of GPT-2, whose weight is transposed.
 
 Legend: T tokens of the batch, R rows (cells or queries), H hidden, h heads, d width of a head.
 """

@@ -42,8 +42,9 @@ class ModelSpec:
 
 
 def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> Model:
-    """Return the whole model on the meta device, changed by `transform`. Raises ConfigError for
-    impossible sizes.
+    """Return the whole model on the meta device, changed by `transform`.
+
+    Raise ConfigError for impossible sizes.
     """
     try:
         with torch.device("meta"), WithoutCompiler():
@@ -51,9 +52,8 @@ def build(spec: ModelSpec, transform: Callable[[Model], None] | None = None) -> 
             objective.levels = spec.levels
             model: Model = spec.model.load()(spec.model, spec.n_genes, spec.tokens, objective)
             if model.heads is None:
-                model.heads = tuple(
-                    name for name in model.plan.finish if name not in model.plan.begin
-                )
+                plan = model.plan
+                model.heads = tuple(name for name in plan.finish if name not in plan.begin)
             if transform is not None:
                 transform(model)
     except RuntimeError as error:

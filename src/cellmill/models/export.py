@@ -227,14 +227,14 @@ def initial_tensors(
     init_from: Path | None,
     vocabulary: Vocabulary,
     only: Collection[str] | None = None,
-    given: Mapping[str, Tensor] = MappingProxyType({}),
+    fixed: Mapping[str, Tensor] = MappingProxyType({}),
     new_genes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and initial value, a CPU tensor, of every parameter and buffer, one at a time.
 
     Of a DTensor the value is the part of this rank. A tensor's generator is seeded with the CRC-32
     of seed and name, so values depend on no order and no layout. With `only`, just these names are
-    yielded. `given` are values by name that replace drawn values.
+    yielded. `fixed` are values by name that replace drawn values.
 
     With `init_from`, an exported model, its tensors are used instead, of which each rank reads its
     part. Tensors with a row per gene are matched by Ensembl id, tensors with a row per level by the
@@ -251,8 +251,8 @@ def initial_tensors(
         if source is not None and rows is not None and (rows >= 0).all():
             yield name, source.read(name, rows, part, empty.dtype)
             continue
-        if name in given:
-            value = given[name][part].to(empty.dtype, copy=True)
+        if name in fixed:
+            value = fixed[name][part].to(empty.dtype, copy=True)
         else:
             # a 32-bit number from both: torch's CPU generator ignores the upper half of a seed
             generator = torch.Generator().manual_seed(crc32(f"{seed}:{name}".encode()))

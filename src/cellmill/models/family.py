@@ -23,18 +23,18 @@ from cellmill.models.objective import Objective
 class ParallelPlan:
     """Module names to which parallel layouts are applied."""
 
-    # path of the ModuleList of identical blocks, which are sharded and recomputed one by one
     blocks: str
+    """Path of the ModuleList of identical blocks, which are sharded and recomputed one by one."""
     compiled: tuple[str, ...] = ()
     """Methods of a block to compile: functions of tensors only, whose first dimension may vary."""
     tensor: Mapping[str, Style] = field(default_factory=dict)
-    """Tensor-parallel style of each module by path, with `*` for any block; empty if not supported.
-    """
-    # modules and parameters that `Model.begin` reads; empty if pipelines are not supported
+    """Tensor-parallel style of each module by path, `*` for any block; empty if not supported."""
     begin: tuple[str, ...] = ()
+    """Modules and parameters that `Model.begin` reads; empty if pipelines are not supported."""
     finish: tuple[str, ...] = ()
-    """Modules and parameters that `Model.finish` reads; names in both are tied between first and
-    last stage.
+    """Modules and parameters that `Model.finish` reads.
+
+    Names in `begin` and `finish` are tied between the first and the last pipeline stage.
     """
 
 
@@ -48,46 +48,36 @@ class Model(nn.Module):
     width: int  # H, the width of the residual stream
     gene_rows: frozenset[str] = frozenset()
     """Parameters with one row per token of the vocabulary, which `init_from` matches by gene."""
-    # parameters that are never trained, whatever the fine-tuning method says
     frozen: frozenset[str] = frozenset()
+    """Parameters that are never trained, whatever the fine-tuning method says."""
     level_rows: Mapping[str, str] = MappingProxyType({})
-    """Parameters with one row per level of an obs column, and the column; `init_from` matches rows
-    by level.
+    """Column of each parameter with a row per level of an obs column.
+
+    `init_from` matches rows by level.
     """
     heads: tuple[str, ...] | None = None
-    """Modules and parameters that the objective added; the rest is the trunk, whose rate a
-    fine-tuning method may set.
+    """Modules and parameters that the objective added.
 
-    Of a family that leaves it None, `models.build` takes what `plan.finish` names and `plan.begin`
-    does not.
+    The rest is the trunk, whose rate a fine-tuning method may set. If a family leaves it None,
+    `models.build` takes what is in `plan.finish` and not in `plan.begin`.
     """
-    # activation of an objective's heads between linear layer and norm
     head_activation: type[nn.Module] = nn.GELU
+    """Activation of an objective's heads between linear layer and norm."""
     head_norm_eps: float = 1e-5  # epsilon of the norms of an objective's heads
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
         self.objective = objective
         self.fills: dict[str, Fill] = {}
-        """Functions that fill parameters and buffers, by name; set by `models.build`, before any
-        layout is applied.
-        """
+        """Functions that fill parameters and buffers, by name; set by `models.build`."""
         self.kept_vectors: list[Tensor] | None = None
-        """If not None, `finish` appends the vectors of each batch, (cells, vector width): those of
-        `keep_vectors`.
-        """
+        """If not None, `finish` appends each batch's vectors, (cells, width), by `keep_vectors`."""
         self.kept_rows: list[tuple[Tensor, ...]] | None = None
-        """If not None, `finish` appends the objective's `rows` of each batch, and returns 0 instead
-        of the loss.
-        """
+        """If not None, `finish` appends the objective's `rows` and returns 0 instead of the loss."""
 
     def after_blocks(self) -> frozenset[str]:
-        """Return the paths of the trunk's modules and parameters behind the blocks, such as the
-        last norm.
-        """
-        return (
-            frozenset(self.plan.finish) - frozenset(self.plan.begin) - frozenset(self.heads or ())
-        )
+        """Return paths of the trunk's modules and parameters after the blocks, as of the last norm."""
+        return frozenset(self.plan.finish) - {*self.plan.begin, *(self.heads or ())}
 
     @property
     def vector_width(self) -> int:
@@ -99,11 +89,10 @@ class Model(nn.Module):
         return self.objective.view(batch, seed=seed, step=step)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> Any:
-        """Draw masks and targets in a `view`: a pure function of (seed, step, cell, place), without
-        parameters.
+        """Draw masks and targets in a `view`.
 
-        The result has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or
-        (parts,)).
+        It is a pure function of (seed, step, cell, position), and reads no parameters. The result
+        has `lengths` (tokens of each cell, list[int]) and `n_targets` (int64 scalar, or (parts,)).
         """
         self.objective.training = self.training
         return self.objective.prepare(batch, seed=seed, step=step)
@@ -125,9 +114,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def keep_vectors(self, vectors: Callable[[], Tensor]) -> None:
-        """Append the result of `vectors` to `kept_vectors` while that is a list; called by
-        `finish`.
-        """
+        """Append the result of `vectors` to `kept_vectors` if that is a list; called by `finish`."""
         if self.kept_vectors is not None:
             self.kept_vectors.append(vectors().detach())
 
@@ -136,11 +123,10 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
-        """As `embed`, of padded cells, in operations that other runtimes have; cells have at least
-        one gene.
+        """Return `embed` of padded cells, in operations that other runtimes have.
 
-        `genes` and `values`, (cells, tokens), are padded with `<pad>` and 0. Families without it
-        cannot be exported.
+        `genes` and `values`, (cells, tokens), are padded with `<pad>` and 0; cells have at least one
+        gene. Families without it cannot be exported.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Model folders on the Hugging Face hub, by the package huggingface_hub (extra `hub`).
 
 Only the files in FILES go either way: JSON, text and safetensors. A token comes from the
-environment (HF_TOKEN) alone, and HF_ENDPOINT names another hub.
+environment only (HF_TOKEN), and HF_ENDPOINT names another hub.
 """
 
 import os

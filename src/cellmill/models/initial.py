@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from cellmill.parallel.materialize import Part
 
-STD = 0.02  # of weights, unless a module sets `initial_std` (Radford et al. 2019)
+STD = (
+    0.02  # standard deviation of weights, unless a module sets `initial_std` (Radford et al. 2019)
+)
 PIECE = 1 << 20  # elements made at once of a tensor of which a rank keeps a part
 GROUP = 16  # torch draws normal values in groups of 16, and makes the last group of a tensor again
 Fill = Callable[[Tensor, torch.Generator], object]
-"""Function that fills a full CPU tensor in place; its generator depends only on seed and name."""
+"""Function that fills a full CPU tensor; its generator depends only on seed and name."""
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
@@ -102,6 +104,6 @@ def default_fill(module: nn.Module, name: str, std: float = STD) -> Fill | None:
     kind = type(module).__name__
     if kind.endswith("Norm"):
         return {"weight": ones, "bias": zeros}.get(name)
-    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":  # of transformers
+    if isinstance(module, nn.Linear | nn.Embedding) or kind == "Conv1D":
         return normal(getattr(module, "initial_std", std)) if name == "weight" else zeros
     return None

@@ -126,20 +126,18 @@ class Objective:
         raise NotImplementedError
 
     def rows(self, model: Any, states: Tensor, prepared: Any) -> tuple[Tensor, ...]:
-        """Return the rows of a micro-batch for each table, (n, width) float32, with at most one row
-        per cell.
+        """Return the rows of a micro-batch for each table, (n, width) float32.
 
-        The first number of a row is not 0. Training gathers the rows of the global batch, and what
-        `prepare` returned gets the attribute `shares`, a `RowShare` for each table: `loss` adds
-        `share.loss(rows)`. See `train.batch_rows`.
+        A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
+        the global batch, and what `prepare` returned gets the attribute `shares`, a `RowShare` for
+        each table: `loss` adds `share.loss(rows)`. See `train.batch_rows`.
         """
         raise NotImplementedError
 
     def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss of each table, a float scalar, summed over its rows; rows of zeros are no
-        cells.
+        """Return the loss of each table, a float scalar, summed over its rows.
 
-        It depends on no order of the rows.
+        Rows of zeros are empty slots. The order of rows has no effect.
         """
         raise NotImplementedError
 

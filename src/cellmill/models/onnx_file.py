@@ -108,7 +108,7 @@ def _trace(model: Model, example: tuple[Tensor, Tensor], out: Path) -> None:
     quiet.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of torch's exporter about itself
+            warnings.simplefilter("ignore")  # torch's exporter warns about itself
             torch.onnx.export(
                 Padded(model).eval(),
                 example,

@@ -1,3 +1,1 @@
-"""Parallel layouts of a model. Knows nn.Module, device meshes and parameter names, but no model
-family.
-"""
+"""Parallel layouts of a model: modules, device meshes and names of parameters, but no family."""

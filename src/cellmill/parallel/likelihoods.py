@@ -181,11 +181,10 @@ class _Targets(ABC):
 
     @abstractmethod
     def loss(self, start: int, logits: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        """Return the summed loss of the targets from `start` on, and its gradient to each of
-        `vectors`, (V,).
+        """Return the summed loss of a chunk of targets from `start` on, and its gradients.
 
-        The float32 `logits` (n, V) of these targets become their own gradient, in place. Collective
-        over `group`.
+        Gradients are with respect to each of `vectors`, (V,). The float32 `logits` (n, V) of these
+        targets become their own gradient, in place. Collective over `group`.
         """
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:

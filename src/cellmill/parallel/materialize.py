@@ -62,7 +62,7 @@ class WithoutCompiler(TorchFunctionMode):
 
 
 def to_empty(model: AnyModule, device: torch.device | str) -> AnyModule:
-    """Give every parameter and buffer of `model` memory on `device`, in place; returns the model."""
+    """Give every parameter and buffer of `model` memory on `device`, in place, and return the model."""
     with WithoutCompiler():
         return model.to_empty(device=device)
 

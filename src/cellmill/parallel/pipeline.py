@@ -48,7 +48,7 @@ class PipelineModel(StepModel):
                 f"parallel.schedule {parallel.schedule} requires torch 2.12 between CPUs, this is {torch.__version__}; "
                 "install a later one, or set schedule to InterleavedZeroBubble"
             )
-        self.dtype = torch.float32  # of activations that are sent
+        self.dtype = torch.float32  # dtype of activations between stages
         if isinstance(stages.parts[0], FSDPModule):
             self.dtype = COMPUTE_DTYPE.get(parallel.precision, torch.float32)
         for number, part in zip(stages.numbers, stages.parts):
@@ -91,7 +91,7 @@ class PipelineModel(StepModel):
         """
         self._begin(micro_batches)
         sending: list[dist.Work] = []
-        outputs: list[Tensor] = []  # of the previous stage, if this rank has it
+        outputs: list[Tensor] = []  # outputs of the previous stage, if this rank has it
         for number, part in zip(self.stages.numbers, self.stages.parts):
             sender = self._find_process(number - 1)
             receiver = self._find_process(number + 1)

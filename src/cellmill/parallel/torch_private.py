@@ -1,5 +1,4 @@
-"""Private names of torch that cellmill uses: the first file to read when a new version of torch
-fails.
+"""Private names of torch that cellmill uses: read this first when a new version of torch fails.
 
 Public torch has no equal of these. Each has its reason and the tests that fail without it.
 `tools/house.py` refuses private names of other packages everywhere else.
@@ -119,8 +118,9 @@ def overload_packet(operator: Any) -> Any:
 
 
 def record_memory(max_entries: int | None) -> None:
-    """Record allocations on a GPU, or with None stop. Documented by torch in spite of its name; no
-    test has a GPU.
+    """Record allocations on a GPU, or stop with None.
+
+    torch documents it in spite of its name. No test has a GPU.
     """
-    given: Any = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
-    torch.cuda.memory._record_memory_history(**given)
+    options: Any = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
+    torch.cuda.memory._record_memory_history(**options)

@@ -11,11 +11,11 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from cellmill.launch.signals import StopFlag
 from cellmill.models.batch import on_device, padded, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
-from cellmill.models.objective import Objective
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
@@ -47,104 +46,12 @@ from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.hang_watch import HangWatch
 from cellmill.train.optimizer import WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_if, to_device
+from cellmill.train.step_report import LossParts, StepReport, StepScalars
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
 from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric
 
 VALIDATION = -1
 """Step that keys the masks of validation: the same each time, and never those of training."""
-
-
-class LossParts:
-    """Weights and names of the parts of an objective's loss; no names if the loss has no parts."""
-
-    def __init__(self, objective: Objective, device: torch.device) -> None:
-        self.names = list(objective.parts)
-        self.labelled: dict[str, int] = {}
-        """Index of each part with a target per cell, by name."""
-        for index, (name, leaf) in enumerate(objective.leaves().items()):
-            if leaf.has_target_per_cell:
-                self.labelled[name] = index
-        self.weights: Tensor | float = 1.0
-        if self.names:
-            self.weights = torch.tensor(list(objective.parts.values()), device=device)
-
-    def divisors(self, targets: Tensor) -> Tensor:
-        """Return the divisors of the losses, () or (parts,).
-
-        A part without targets has loss 0, but a loss without any target is 0 / 0.
-        """
-        return targets.clamp(min=1) if self.names and targets.any() else targets
-
-    def total(self, losses: Tensor) -> Tensor:
-        return (losses * self.weights).sum()
-
-    def name_losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
-        """Return the unweighted loss of each part, by its name in metrics.jsonl."""
-        return {f"{prefix}_{name}": loss for name, loss in zip(self.names, losses)}
-
-    def labelled_fracs(self, targets: Sequence[float], cells: float) -> dict[str, float]:
-        """Return the fraction of a step's cells with a target, by its name in metrics.jsonl."""
-        fracs = {}
-        for name, index in self.labelled.items():
-            key = f"labelled_frac_{name}" if name else "labelled_frac"
-            fracs[key] = targets[index] / cells
-        return fracs
-
-
-class StepScalars(NamedTuple):
-    """Numbers of a step that are known on the device: global, and equal on all ranks."""
-
-    norm: float  # gradient norm
-    loss_scale: float  # of the next step; 0 without a scale
-    loss: float
-    bad_norms: float  # ranks whose gradient norm is not finite
-    stops: float  # ranks that got a stop signal
-    checkpoints_due: float  # data-parallel ranks 0 for which a checkpoint is due
-    cells: float
-    tokens: float
-    flops: float
-    part_losses: list[float]
-    readings: list[float]  # `local_readings`, in a logged step
-    targets: list[float]  # by part
-
-    @staticmethod
-    def pack(norm: Tensor, loss_scale: Tensor, summed: Tensor, targets: Tensor) -> Tensor:
-        """Return all numbers in one tensor; `summed` are those from the loss to the readings."""
-        first = torch.stack([norm.detach().to(summed), loss_scale.to(summed)])
-        return torch.cat([first, summed, targets.reshape(-1).to(summed)])
-
-    @classmethod
-    def unpack(cls, numbers: list[float], n_losses: int) -> Self:
-        """Return the numbers of `pack`; `n_losses` is the number of parts, 0 for one loss."""
-        norm, loss_scale, loss, bad_norms, stops, due, cells, tokens, flops, *rest = numbers
-        n_targets = max(n_losses, 1)
-        return cls(
-            norm,
-            loss_scale,
-            loss,
-            bad_norms,
-            stops,
-            due,
-            cells,
-            tokens,
-            flops,
-            part_losses=rest[:n_losses],
-            readings=rest[n_losses:-n_targets],
-            targets=rest[-n_targets:],
-        )
-
-
-@dataclass
-class StepReport:
-    """A step whose scalars are being copied from the device."""
-
-    step: int
-    scalars: AsyncScalars  # `StepScalars.pack`
-    lr: float
-    waited_s: float
-    ended: float  # time of its last call, so that rates do not depend on when the report is read
-    local_loss: Tensor  # this rank's share of the loss
-    cells: list[np.ndarray]  # ids of this rank's cells
 
 
 class Trainer:

@@ -7,7 +7,7 @@ reads the step's report, one step late, and only then collects the cells of the 
 
 Loss scaling keeps small gradients above the smallest float16 number. The loss is multiplied before
 the backward pass and gradients are divided after it, so norm and clipping see true gradients. The
-scale halves after a skipped step and doubles after `GROWTH_STEPS` applied ones. Source:
+scale halves after a skipped step and doubles after `GROWTH_STEPS` applied steps. Source:
 Micikevicius et al. 2018 (mixed precision training), section 3.2.
 """
 

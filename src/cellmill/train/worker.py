@@ -179,8 +179,8 @@ def build_model(
     mean_rows = {}
     if weights is not None:
         if dist.get_rank() == 0:
-            known = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
-            print(f"initial weights from {weights}, which has {known}", flush=True)
+            genes = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
+            print(f"initial weights from {weights}, which has {genes}", flush=True)
         if options.finetune.new_genes == "mean":
             mean_rows = mean_gene_rows(spec, weights, mesh.device)
     parts: dict[int, Model] = {}
@@ -190,11 +190,11 @@ def build_model(
         parts[stage] = part
         check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
         parallelize(part, parallel, mesh, stage=stage, trains=trained_names(method, part))
-    given = {}
+    fixed = {}
     path = getattr(options.model, "gene_vectors", None)
     if path is not None:
         table, n_found = read_gene_vectors(Path(path), vocabulary, options.model.gene_vector_dim)  # type: ignore[attr-defined]
-        given = {TABLE: table}
+        fixed = {TABLE: table}
         if dist.get_rank() == 0:
             print(
                 f"gene vectors from {path}, which has {n_found:,} of {vocabulary.n_genes:,} genes; the others have "
@@ -204,7 +204,7 @@ def build_model(
     parameter_device = torch.device("cpu") if parallel.cpu_offload == "full" else mesh.device
     for part in parts.values():
         tensors = initial_tensors(
-            part, options.train.seed, weights, vocabulary, given=given, new_genes=mean_rows
+            part, options.train.seed, weights, vocabulary, fixed=fixed, new_genes=mean_rows
         )
         materialize(part, parameter_device, tensors, buffer_device=mesh.device)
     return parts[0] if parallel.pp == 1 else PipelineStages(parts, parallel.stages)

@@ -14,27 +14,26 @@ tokens, H hidden.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from cellmill.config.parts.families import HfConfig, model_folder
+from cellmill.config.parts.families import HfConfig
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import atomic_path, read_json, require_file
+from cellmill.files import atomic_path
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.cell_encoder import CellEncoder, mean_state
 from cellmill.models.export import load_model
+from cellmill.models.families.hf_weights import FolderWeights
 from cellmill.models.family import ParallelPlan
 from cellmill.models.initial import Fill, default_fill
 from cellmill.models.objective import Objective
@@ -42,14 +41,6 @@ from cellmill.models.objective import Objective
 UNUSED = ("pooler", "contact_head")
 """Modules that no objective reads: DistributedDataParallel refuses parameters without a gradient."""
 PAD = SPECIAL.index("<pad>")
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
-HEADS = (
-    ("lm_head.dense", "lm_head.layer_norm", "lm_head"),
-    ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions"),
-)
-"""Modules of ESM and RoBERTa, and of BERT, for masked_gene's head.0, head.2 and gene_bias."""
 FILES = ("model.safetensors", "tokens.tsv", "config.json")
 
 
@@ -66,124 +57,6 @@ def values_of_buffers(config: Any) -> dict[str, Tensor]:
             return dict(AutoModel.from_config(config).named_buffers())
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-class FolderWeights:
-    """Tensors of a configuration's folder, read when needed.
-
-    `prefix` is the prefix of the body's names in a model with a head.
-    """
-
-    def __init__(self, config: HfConfig, prefix: str) -> None:
-        self.config = config
-        self.prefix = prefix
-
-    @cached_property
-    def folder(self) -> Path:
-        try:
-            return model_folder(self.config.path or "", self.config.revision)
-        except ValueError as error:
-            raise DataError(f"model.{error}") from None
-
-    def fill_head(self, name: str, random: Fill, rows: Tensor | None = None) -> Fill:
-        """Return a fill that copies a parameter of masked_gene's head, or its `rows`.
-
-        If the folder has no such head, it fills with `random`.
-        """
-
-        def fill(tensor: Tensor, generator: torch.Generator) -> object:
-            if name not in self.head:
-                return random(tensor, generator)
-            stored = self.read(self.head[name])
-            return tensor.copy_(stored if rows is None else stored[rows])
-
-        return fill
-
-    def fill(self, name: str) -> Fill:
-        """Return a fill that copies a tensor of the body, or raises DataError if the folder lacks it."""
-
-        def fill(tensor: Tensor, generator: torch.Generator) -> object:
-            stored = self._stored(name) or self._stored(f"{self.prefix}.{name}")
-            if stored is None:
-                raise DataError(
-                    f"{self.folder}: no tensor {name!r}; save it again with this version of transformers"
-                )
-            value = self.read(stored)
-            if value.shape != tensor.shape:
-                raise DataError(
-                    f"{self.folder}: {stored}: expected shape {tuple(tensor.shape)}, got {tuple(value.shape)}"
-                )
-            return tensor.copy_(value)
-
-        return fill
-
-    def _stored(self, name: str) -> str | None:
-        """Return the tensor's name in the folder, None if missing.
-
-        Norms may have TensorFlow's names there.
-        """
-        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-        old = old.replace("LayerNorm.bias", "LayerNorm.beta")
-        if name in self._files:
-            return name
-        return old if old in self._files else None
-
-    def read(self, stored: str) -> Tensor:
-        """Return the tensor with this name in the folder, float32."""
-        with _open_weights(self._files[stored]) as file:
-            return file.get_tensor(stored).float()
-
-    @cached_property
-    def _files(self) -> dict[str, Path]:
-        index = self.folder / INDEX
-        if index.is_file():
-            tree = read_json(index)
-            files = tree.get("weight_map") if isinstance(tree, dict) else None
-            if not isinstance(files, dict) or not all(
-                Path(str(file)).name == file for file in files.values()
-            ):
-                raise DataError(
-                    f"{index}: expected weight_map, names of files by tensor; download the folder again"
-                )
-            return {name: self.folder / file for name, file in files.items()}
-        path = self.folder / WEIGHTS
-        if path.is_file():
-            with _open_weights(path) as file:
-                return dict.fromkeys(file.keys(), path)
-        if (self.folder / PICKLE).is_file():
-            raise DataError(
-                f"{self.folder}: {PICKLE} is a pickle, which is never opened; where you trust it, convert it with "
-                "transformers: AutoModelForMaskedLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
-        raise DataError(
-            f"{self.folder}: no {WEIGHTS}; set model.weights to random, or download the folder again"
-        )
-
-    @cached_property
-    def head(self) -> dict[str, str]:
-        """Names in the folder of the parameters of masked_gene's head; empty without such a head."""
-        for dense, norm, last in HEADS:
-            names = {
-                "head.0.weight": self._stored(f"{dense}.weight"),
-                "head.0.bias": self._stored(f"{dense}.bias"),
-                "head.2.weight": self._stored(f"{norm}.weight"),
-                "head.2.bias": self._stored(f"{norm}.bias"),
-                "gene_bias": self._stored(f"{last}.bias"),
-            }
-            stored = {ours: name for ours, name in names.items() if name is not None}
-            if len(stored) == len(names):
-                return stored
-        return {}
-
-
-@contextmanager
-def _open_weights(path: Path) -> Iterator[Any]:
-    require_file(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise DataError(f"{path}: damaged: {error}") from None
 
 
 def _make_architecture(config: HfConfig, n_tokens: int, ids: dict[str, int] | None) -> Any:

@@ -141,8 +141,8 @@ class NextGene(Objective):
             genes = prepared.genes[start:end]
             logits = self.gene_logits(model, before[start:end])  # (n, V)
             position = torch.arange(len(genes), device=genes.device)
-            # (V,): position of each token in the cell, behind the cell for others; special tokens
-            # and genes that the cell has by then are no candidates
+            # (V,): position of each gene in the cell, and the cell's length for other genes; special
+            # tokens and genes that the cell has by then are no candidates
             position_of = torch.full((logits.shape[1],), len(genes), device=genes.device)
             position_of = position_of.index_put((genes,), position)
             position_of[: len(SPECIAL)] = -1

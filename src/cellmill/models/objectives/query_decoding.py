@@ -125,7 +125,7 @@ class QueryDecoding(Objective):
         keys = torch.from_numpy((bits >> np.uint64(1)).view(np.int64))
         is_hidden = torch.from_numpy(uniform(bits)) < hidden_frac[cell]
         n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
-        # queried tokens: in each cell the hidden ones with the lowest keys
+        # queried tokens: in each cell the hidden tokens with the lowest keys
         by_key = is_hidden.nonzero().flatten()
         by_key = by_key[keys[by_key].argsort()]
         by_key = by_key[cell[by_key].argsort(stable=True)]
