@@ -77,11 +77,22 @@ class StepScalars(NamedTuple):
     @classmethod
     def unpack(cls, numbers: list[float], n_losses: int) -> Self:
         """Return the numbers of `pack`; `n_losses` is the number of parts, 0 for one loss."""
-        n_scalars = cls._fields.index("part_losses")
-        lists = numbers[n_scalars:]
         n_targets = max(n_losses, 1)
-        readings = lists[n_losses:-n_targets]
-        return cls._make([*numbers[:n_scalars], lists[:n_losses], readings, lists[-n_targets:]])
+        norm, loss_scale, loss, bad_norms, stops, due, cells, tokens, flops, *lists = numbers
+        return cls(
+            norm,
+            loss_scale,
+            loss,
+            bad_norms,
+            stops,
+            due,
+            cells,
+            tokens,
+            flops,
+            part_losses=lists[:n_losses],
+            readings=lists[n_losses:-n_targets],
+            targets=lists[-n_targets:],
+        )
 
 
 @dataclass
