@@ -114,7 +114,8 @@ def _flag(name: str) -> str:
 def count(text: str) -> int:
     """A whole number from 1, which may be written as 1e6."""
     with suppress(ValueError, OverflowError):
-        if 1 <= (number := int(float(text))) <= 10**12:
+        number = int(float(text))
+        if 1 <= number <= 10**12:
             return number
     raise argparse.ArgumentTypeError(f"expected a number from 1 to 10^12, got {text!r}")
 

@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ MODULES = {
     "commands.translate": "translate",
 }
 """Functions that run sub-commands, by module; a function is called like its sub-command."""
-MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
+MODULE_OF: dict[str, str] = {}
+for _module, _names in MODULES.items():
+    MODULE_OF |= dict.fromkeys(_names.split(), _module)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,23 +54,19 @@ def main(argv: list[str] | None = None) -> int:
     message: object
     try:
         _check_paths(arguments)
-        flags = {name: arguments.pop(name) for name in [*arguments] if "." in name}
+        flags = _pop(arguments, [name for name in arguments if "." in name])
         if stage in OPTIONS:
             arguments["options"] = _with_flags(_options(stage, arguments), flags)
         if stage == "preprocess":
-            given = {
-                name: value
-                for name in ObsColumns.model_fields
-                if (value := arguments.pop(name)) is not None
-            }
-            arguments["columns"] = check_options(ObsColumns, given, "the dataset's columns")
+            columns = _pop(arguments, ObsColumns.model_fields)
+            columns = {name: value for name, value in columns.items() if value is not None}
+            arguments["columns"] = check_options(ObsColumns, columns, "the dataset's columns")
         if "nproc_per_node" in arguments:
-            names = PLANNED if stage == "plan" else Machine.model_fields
-            given = {name: arguments.pop(name) for name in names if name in arguments}
+            machine = _pop(arguments, PLANNED if stage == "plan" else Machine.model_fields)
             if stage == "plan":  # which takes a range of nodes, as launcher slurm does
-                given["launcher"] = "slurm"
+                machine["launcher"] = "slurm"
             arguments["machine"] = check_options(
-                Machine, given, "the machine (profile, set-resources)"
+                Machine, machine, "the machine (profile, set-resources)"
             )
         name = {
             "profiles": f"profiles_{arguments.pop('what', None)}",
@@ -94,6 +93,11 @@ def main(argv: list[str] | None = None) -> int:
         code = 130
     print(f"cellmill {stage}: {message}", file=sys.stderr)
     return code
+
+
+def _pop(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Take those of `names` that are there out of the arguments."""
+    return {name: arguments.pop(name) for name in names if name in arguments}
 
 
 def _check_paths(arguments: dict[str, Any]) -> None:
@@ -126,12 +130,10 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         written = text.lstrip().startswith(("{", "["))
         tree = parse_json(text, "--options") if written else read_json(Path(text))
         return check_options(OPTIONS[stage], tree, "--options" if written else text)
-    if (
-        stage in ("embed", "knock_out", "predict") and name is None and config is CONFIG
-    ):  # not given: the model is enough
-        return check_options(
-            OPTIONS[stage], {section: {} for section in OPTIONS[stage].model_fields}, stage
-        )
+    if stage in ("embed", "knock_out", "predict") and name is None and config is CONFIG:
+        # not given: the model is enough
+        defaults: dict[str, Any] = {section: {} for section in OPTIONS[stage].model_fields}
+        return check_options(OPTIONS[stage], defaults, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)
     if owners and name is None and len(owners) == 1:

@@ -1,8 +1,7 @@
-"""Checks across sections, of a run against the processes it gets, and of a tokenizer against the
-cells. Torch-free.
+"""Checks across sections, of a run against its processes, and of a tokenizer against the cells.
 
-`snakemake -n` and each stage that takes options call them once; behind them the options are
-asserted. All raise ConfigError.
+`snakemake -n` and each stage that takes options call them once; after them the options are
+asserted. All raise ConfigError. Torch-free.
 """
 
 import math
@@ -44,10 +43,9 @@ def _problems_of_objective(options: TrainOptions) -> Iterator[str]:
         )
     if tokens.covariates and not model.covariates:
         yield f"tokens.covariates: family {model.family} has no tokens of obs columns; leave them out, or use encoder"
-    if tokens.zero_frac and (
-        without := [part.name for part in objective.each() if not part.reads_zeros]
-    ):
-        yield f"tokens.zero_frac: objective {without[0]} has no use for genes without counts; set it to 0"
+    without_zeros = [part.name for part in objective.each() if not part.reads_zeros]
+    if tokens.zero_frac and without_zeros:
+        yield f"tokens.zero_frac: objective {without_zeros[0]} has no use for genes without counts; set it to 0"
     if all(getattr(part, "adversarial_scale", None) for part in objective.each()):
         yield "objective.adversarial_scale: expected another objective beside it; make it a part of objective sum"
     labels = sorted({*objective.supervised_by} & {*tokens.covariates})
@@ -166,7 +164,7 @@ def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
 
 
 def check_rows(tokens: Tokens, rows: Any, source: str, counted: bool = False) -> None:
-    """Refuse a tokenizer of other rows; for ranks also one, or an objective (`counted`), that needs
+    """Refuse a tokenizer of other rows; for ranks also a tokenizer or objective (`counted`) that needs
     counts.
 
     `rows` is a file or shards: `ordered` if sequences or genes in rank order, `ranked` if the
@@ -176,11 +174,14 @@ def check_rows(tokens: Tokens, rows: Any, source: str, counted: bool = False) ->
         have = "ranks without counts"
         choose = "rank"
         suits = tokens.value_kind in ("none", "place") and not tokens.sequences
+    elif rows.ordered:
+        have = "sequences"
+        choose = "sequence"
+        suits = tokens.sequences
     else:
-        have, choose = (
-            ("sequences", "sequence") if rows.ordered else ("cells", "one of cells, such as rank")
-        )
-        suits = tokens.sequences == rows.ordered
+        have = "cells"
+        choose = "one of cells, such as rank"
+        suits = not tokens.sequences
     if not suits:
         raise ConfigError(
             f"{source}: it has {have}, tokens.tokenizer is {tokens.tokenizer}; set {choose}"

@@ -47,9 +47,7 @@ _QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")
 
 
 def check_name(name: Any) -> str:
-    """Return the name of a corpus, run or dataset. Raises ValueError for one that no path or option
-    can have.
-    """
+    """Return the name of a corpus, run or dataset. Raise ValueError if no path or option can have it."""
     if isinstance(name, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ValueError(
             f"{shown(name)} is no name; use letters, digits, '_', '.' and '-', first a letter or digit"
@@ -70,19 +68,14 @@ def plain_label(text: str) -> str:
     A last word such as cells is left out if it has another before it: `Unknown cells` is `unknown`.
     """
     words = re.findall(r"\w+", text.replace("_", " ").casefold())
-    while (
-        len(words) > 1
-        and words[-1] in ("cell", "cells", "type", "celltype")
-        and " ".join(words) not in NO_LABEL
-    ):
+    kinds = ("cell", "cells", "type", "celltype")
+    while len(words) > 1 and words[-1] in kinds and " ".join(words) not in NO_LABEL:
         words.pop()
     return " ".join(words)
 
 
 class ObsColumns(Section):
-    """Columns of the table that are about obs: each obs column is looked for before anything is
-    computed.
-    """
+    """Columns of the table about obs; each obs column must exist before anything is computed."""
 
     filter: str | None = None
     """Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in
@@ -133,9 +126,9 @@ class ObsColumns(Section):
         if self.filter is not None:
             filter_columns(self.filter)
         for key in ("label_name", "label_map"):
-            given = getattr(self, key)
-            if given is not None and (n := len(given.split("|"))) != len(labels):
-                yield f"{key}: expected one for each label, {len(labels)}, got {n}; separate them by |"
+            given = (getattr(self, key) or "").split("|")
+            if getattr(self, key) is not None and len(given) != len(labels):
+                yield f"{key}: expected one for each label, {len(labels)}, got {len(given)}; separate them by |"
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             yield f"label_name: two labels are called {twice[0]!r}; rename one"
@@ -154,17 +147,13 @@ class ObsColumns(Section):
     @property
     def label_names(self) -> list[str]:
         """Names of the labels in preprocessed cells, in the order of `labels`."""
-        return (
-            self.labels
-            if self.label_name is None
-            else [name.strip() for name in self.label_name.split("|")]
-        )
+        if self.label_name is None:
+            return self.labels
+        return [name.strip() for name in self.label_name.split("|")]
 
     @property
     def label_maps(self) -> dict[str, str]:
-        """Path of the label map by name of the label in preprocessed cells, of the labels that have
-        one.
-        """
+        """Path of the label map, of labels that have one, by name of the label in preprocessed cells."""
         paths = map(str.strip, (self.label_map or "").split("|"))
         return {name: path for name, path in zip(self.label_names, paths) if path}
 
@@ -182,41 +171,39 @@ class ObsColumns(Section):
 
     @property
     def roles(self) -> dict[str, str]:
-        return {role: column for role in ROLES if (column := getattr(self, role)) is not None}
+        return {role: getattr(self, role) for role in ROLES if getattr(self, role) is not None}
 
     @property
     def controlled(self) -> str | None:
         """The role whose value `control` is."""
         return next((role for role in ("perturbation", "condition") if role in self.roles), None)
 
-    def controls_in(self, values: Collection[str]) -> list[str]:
-        """The values of `control`. A text with | that is itself one of `values` is one value."""
+    def controls_in(self, known: Collection[str]) -> list[str]:
+        """The values of `control`. A text with | that is itself one of `known` is one value."""
         if self.control is None:
             return []
-        if self.control in values:
+        if self.control in known:
             return [self.control]
-        return [
-            value for value in map(str.strip, re.split(r"(?<!\|)\|(?!\|)", self.control)) if value
-        ]
+        values = re.split(r"(?<!\|)\|(?!\|)", self.control)
+        return [value.strip() for value in values if value.strip()]
 
     @property
     def read_columns(self) -> dict[str, str]:
-        """Every obs column of the file that the row names, and the columns of the table that name
-        it.
-        """
-        read = [(name, "label") for name in self.labels] + [
-            (column, role) for role, column in self.roles.items()
-        ]
-        read += [(self.guide, "guide")] if self.guide is not None else []
-        if self.filter is not None:
-            read += [(name, "filter") for name in filter_columns(self.filter)]
+        """obs columns of the file that the row names, with the columns of the table that name each."""
         owners: dict[str, list[str]] = {}
-        for name, owner in read:
-            owners.setdefault(name, []).append(owner)
-        return {name: ", ".join(named) for name, named in owners.items()}
+        for name in self.labels:
+            owners.setdefault(name, []).append("label")
+        for role, column in self.roles.items():
+            owners.setdefault(column, []).append(role)
+        if self.guide is not None:
+            owners.setdefault(self.guide, []).append("guide")
+        if self.filter is not None:
+            for name in filter_columns(self.filter):
+                owners.setdefault(name, []).append("filter")
+        return {name: ", ".join(columns) for name, columns in owners.items()}
 
 
-NO_COLUMNS = ObsColumns.model_validate({})  # of a dataset without filter, labels and roles
+NO_COLUMNS = ObsColumns.model_validate({})  # a dataset without filter, labels and roles
 
 
 def is_url(text: str) -> bool:
@@ -242,18 +229,18 @@ def check_url(text: str | None) -> str | None:
     if text is None or not is_url(text):
         return text
     parts = urlsplit(text)
-    secrets = [
-        f"parameter {name}" for name, _ in parse_qsl(parts.query, True) if _SECRET.search(name)
-    ]
+    secrets = []
+    for name, _ in parse_qsl(parts.query, True):
+        if _SECRET.search(name):
+            secrets.append(f"parameter {name}")
     user = parts.netloc.rpartition("@")[0]
     # abfss://CONTAINER@ACCOUNT…
     if user and (":" in user or parts.scheme not in ("abfs", "abfss")):
         secrets.append("a user before @")
     if secrets:
-        problem = (
-            f"has credentials ({secrets[0]}), which logs would show; give them by the environment"
+        raise ConfigError(
+            f"{redacted(text)}: has credentials ({secrets[0]}), which logs would show; give them by the environment"
         )
-        raise ConfigError(f"{redacted(text)}: {problem}")
     if "::" in text:
         raise ConfigError(
             f"{redacted(text)}: chains protocols with '::'; expected one, as in s3://bucket/cells.h5ad"
@@ -302,11 +289,9 @@ class Dataset(ObsColumns):
     def _part_is_of_counts(cls, row: Any) -> Any:
         """`cells.h5mu#rna` is a file and a part of it: the rules need the path of the file."""
         path = row.get("path") if isinstance(row, dict) else None
-        match = (
-            _PART.fullmatch(path.strip())
-            if isinstance(path, str) and not is_url(path.strip())
-            else None
-        )
+        if not isinstance(path, str) or is_url(path.strip()):
+            return row
+        match = _PART.fullmatch(path.strip())
         if match is None:
             return row
         return row | {"path": match[1], "counts": f"{match[2]}#{row.get('counts') or 'X'}"}
@@ -316,11 +301,12 @@ class Dataset(ObsColumns):
 
     def preprocess(self, section: Preprocess) -> Preprocess:
         """The corpus's options, overridden by the dataset's."""
-        names = ("organism", "min_genes", "min_counts", "max_mito_frac")
-        own = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return section.model_copy(
-            update={name: None if value == "none" else value for name, value in own.items()}
-        )
+        changes = {}
+        for name in ("organism", "min_genes", "min_counts", "max_mito_frac"):
+            value = getattr(self, name)
+            if value is not None:
+                changes[name] = None if value == "none" else value
+        return section.model_copy(update=changes)
 
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
@@ -402,13 +388,15 @@ def filter_columns(condition: str) -> list[str]:
     """obs columns that a filter names, in order. Raises ValueError for text that is no expression."""
     quoted: dict[str, str] = {}
 
-    def plain(match: re.Match[str]) -> str:
-        if match[2]:
-            quoted[name := f"__column_{len(quoted)}"] = match[2]
-        return name if match[2] else match[1]
+    def replace_quoted(match: re.Match[str]) -> str:
+        if not match[2]:
+            return match[1]
+        name = f"__column_{len(quoted)}"
+        quoted[name] = match[2]
+        return name
 
     try:
-        tree = ast.parse(_QUOTED.sub(plain, condition).strip(), mode="eval")
+        tree = ast.parse(_QUOTED.sub(replace_quoted, condition).strip(), mode="eval")
     except SyntaxError as error:
         example = """is_primary_data and assay == "10x 3' v3\""""
         raise ValueError(

@@ -1,12 +1,11 @@
-"""Input files, options and arguments of the jobs of the workflow, by their wildcards: what
-workflow/rules/ call.
-"""
+"""Input files, options and arguments of the workflow's jobs by their wildcards, for workflow/rules."""
 
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from cellmill.errors import ConfigError, did_you_mean, one_line
 from cellmill.files import digest, write_json
 
 SHOWN_CHANGES = 5  # options in a line about a stage that would run again
-MOST_CHARACTERS = 40  # of a value in it
+MOST_CHARACTERS = 40  # characters of a value in it
 Wildcards = Any  # Snakemake's wildcards of a job, as attributes
 
 
@@ -29,14 +28,16 @@ def sized(base: int, mb_per_unit: float | None = None) -> Callable[..., int]:
     def resource(wildcards: Wildcards, input: Iterable[str], attempt: int) -> int:
         # not input.size_mb, which warns, is unknown in a dry run, and is nothing for folders and
         # URLs
-        more = sum(map(_bytes_of, input)) / 2**20 / mb_per_unit if mb_per_unit else 0
+        more = 0.0
+        if mb_per_unit:
+            more = sum(map(_bytes_of, input)) / 2**20 / mb_per_unit
         return int(base + more) * attempt
 
     return resource
 
 
 def _bytes_of(path: str) -> int:
-    """Bytes of an input: of a folder its files, of a fetched URL its copy."""
+    """Bytes of an input; for a folder of its files, for a fetched URL of its copy."""
     if path.endswith(".fetched.json"):
         return int(json.loads(Path(path).read_text())["bytes"])
     if os.path.isdir(path):
@@ -48,62 +49,57 @@ def values_by_path(tree: Any, path: str = "") -> dict[str, Any]:
     """Values of nested options by their keys joined with dots; an empty mapping is a value."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= values_by_path(value, f"{path}.{key}" if path else str(key))
-    return found
+        values |= values_by_path(value, f"{path}.{key}" if path else str(key))
+    return values
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """A value of an option in few characters, as JSON."""
     text = json.dumps(value)
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
 
 
 class JobFiles:
-    """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule
-    as it is.
-    """
+    """Files and arguments of jobs. A method of `wildcards` can be an input or a parameter of a rule."""
 
     def __init__(self, workflow: Workflow, writes: Callable[[], bool]) -> None:
         self.workflow = workflow
         self.corpora = workflow.corpora
         self.runs = workflow.runs
-        # true if jobs run, so that files of options are written; known only once all rules are
+        # true if jobs run, so that files of options are written; known only after all rules
         self.writes = writes
-        self._told: set[Path] = set()  # files of options whose changes were printed
+        self._reported: set[Path] = set()  # files of options whose changes were printed
         self.datasets = {corpus: workflow.datasets(corpus) for corpus in workflow.corpora}
         self.swept = workflow.swept()
-        models = [run.init_from for run in self.runs.values()]
-        models += [corpus.vocabulary.medians for corpus in self.corpora.values()]
-        models += [
-            external.model
-            for run in self.runs.values()
-            for external in run.evaluate.external.values()
-        ]
-        named = [PublishedFolder.named_by(model or "") for model in models]
-        self.published = {folder.name: folder for folder in named if folder is not None}
+        models = [corpus.vocabulary.medians for corpus in self.corpora.values()]
+        for run in self.runs.values():
+            models.append(run.init_from)
+            models += [external.model for external in run.evaluate.external.values()]
+        folders = [PublishedFolder.named_by(model) for model in models if model is not None]
+        self.published = {folder.name: folder for folder in folders if folder is not None}
 
     def check_targets(self, words: Iterable[str]) -> None:
-        """Raise ConfigError for a file of an unknown run or corpus among the words of the command:
-        Snakemake would miss a rule for it.
+        """Raise ConfigError if a target on the command line names an unknown run or corpus.
+
+        Snakemake would miss a rule for the file.
         """
+        known = {"runs": ("run", list(self.runs)), "corpora": ("corpus", list(self.corpora))}
         for word in words:
-            path = Path(word).parts
-            for folder, kind, names in (
-                ("runs", "run", [*self.runs]),
-                ("corpora", "corpus", [*self.corpora]),
-            ):
-                if path[:2] == ("results", folder) and len(path) > 3 and path[2] not in names:
-                    raise ConfigError(
-                        f"{word}: no {kind} {path[2]!r}; {did_you_mean(path[2], names)}"
-                    )
+            match Path(word).parts:
+                case ("results", "runs" | "corpora" as folder, name, _, *_):
+                    kind, names = known[folder]
+                    if name not in names:
+                        raise ConfigError(
+                            f"{word}: no {kind} {name!r}; {did_you_mean(name, names)}"
+                        )
 
     # options
 
     def section(self, stage: str, wildcards: Wildcards) -> dict[str, Any]:
-        """Sections of the configuration that `stage` reads; with a dataset's own options where it
-        preprocesses one.
+        """Sections of the configuration that `stage` reads; for preprocess with the dataset's own
+        options.
         """
         name = wildcards.get("run") or wildcards.get("corpus")
         dataset = self.dataset(wildcards) if stage == "preprocess" else None
@@ -120,46 +116,51 @@ class JobFiles:
 
         @one_line()
         def file(wildcards: Wildcards) -> str:
-            tree = (
-                self.swept[wildcards.sweep] if stage == "sweep" else self.section(stage, wildcards)
-            )
-            name = wildcards.get("run") or wildcards.get("corpus") or wildcards.get("sweep")
-            path = Path(
-                "results/options", stage, f"{name + '.' if name else ''}{digest(tree)[:12]}.json"
-            )
-            if not path.exists() and not self.writes():
-                self._tell_changes(stage, name, path, tree)
-            if self.writes() and not path.exists():
-                try:
-                    write_json(path, tree)
-                except OSError as error:  # the first file that a workflow writes
-                    problem = f"{error.filename or path}: {error.strerror}"
-                    raise ConfigError(
-                        f"{problem}; the workflow writes to its working directory"
-                    ) from None
+            if stage == "sweep":
+                tree = self.swept[wildcards.sweep]
+            else:
+                tree = self.section(stage, wildcards)
+            owner = wildcards.get("run") or wildcards.get("corpus") or wildcards.get("sweep")
+            prefix = f"{owner}." if owner else ""
+            path = Path("results/options", stage, f"{prefix}{digest(tree)[:12]}.json")
+            if path.exists():
+                return str(path)
+            if not self.writes():
+                self._report_changes(stage, owner, path, tree)
+                return str(path)
+            try:
+                write_json(path, tree)
+            except OSError as error:  # the first file that a workflow writes
+                problem = f"{error.filename or path}: {error.strerror}"
+                raise ConfigError(
+                    f"{problem}; the workflow writes to its working directory"
+                ) from None
             return str(path)
 
         return file
 
-    def _tell_changes(self, stage: str, name: str | None, path: Path, tree: dict[str, Any]) -> None:
-        """Print once which options differ from the newest file of the stage: Snakemake names files
-        by their digests.
+    def _report_changes(
+        self, stage: str, owner: str | None, path: Path, tree: dict[str, Any]
+    ) -> None:
+        """Print once which options differ from the stage's newest file: Snakemake would only name
+        digests.
         """
-        pattern = re.compile(rf"{re.escape(f'{name}.' if name else '')}[0-9a-f]{{12}}\.json")
+        pattern = re.compile(rf"{re.escape(f'{owner}.' if owner else '')}[0-9a-f]{{12}}\.json")
         written = [file for file in path.parent.glob("*.json") if pattern.fullmatch(file.name)]
-        if not written or path in self._told:
+        if not written or path in self._reported:
             return
-        self._told.add(path)
+        self._reported.add(path)
         before = values_by_path(json.loads(max(written, key=os.path.getmtime).read_text()))
         now = values_by_path(tree)
-        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        shown = [
-            f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}"
-            for key in changed[:SHOWN_CHANGES]
-        ]
-        more = f" and {len(changed) - SHOWN_CHANGES} more" if len(changed) > SHOWN_CHANGES else ""
-        owner = f" of {name}" if name else ""
-        print(f"cellmill: {stage}{owner}: {', '.join(shown)}{more}", file=sys.stderr, flush=True)
+        changes = []
+        for key in before | now:
+            if before.get(key) != now.get(key):
+                changes.append(f"{key} {_shorten(before.get(key))} -> {_shorten(now.get(key))}")
+        text = ", ".join(changes[:SHOWN_CHANGES])
+        if len(changes) > SHOWN_CHANGES:
+            text += f" and {len(changes) - SHOWN_CHANGES} more"
+        whose = f" of {owner}" if owner else ""
+        print(f"cellmill: {stage}{whose}: {text}", file=sys.stderr, flush=True)
 
     def of_sweep(self, pattern: str) -> Callable[[Wildcards], list[str]]:
         return lambda wildcards: [pattern.format(run=run) for run in self.swept[wildcards.sweep]]
@@ -168,12 +169,12 @@ class JobFiles:
 
     @one_line()
     def dataset(self, wildcards: Wildcards) -> Dataset:
-        known = self.datasets[wildcards.corpus]
+        datasets = self.datasets[wildcards.corpus]
         name = wildcards.dataset
-        if name not in known:
+        if name not in datasets:
             table = self.corpora[wildcards.corpus].table
-            raise ConfigError(f"{table}: no dataset {name!r}; {did_you_mean(name, known)}")
-        return known[name]
+            raise ConfigError(f"{table}: no dataset {name!r}; {did_you_mean(name, datasets)}")
+        return datasets[name]
 
     def raw(self, wildcards: Wildcards) -> str:
         """Path of the dataset, or the record of its copy if it is a URL."""
@@ -186,12 +187,11 @@ class JobFiles:
         preprocess`.
         """
         dataset = self.dataset(wildcards)
-        given = {name: getattr(dataset, name) for name in ObsColumns.model_fields}
-        words = [
-            f"--{name.replace('_', '-')}={value}"
-            for name, value in given.items()
-            if value is not None
-        ]
+        words = []
+        for name in ObsColumns.model_fields:
+            value = getattr(dataset, name)
+            if value is not None:
+                words.append(f"--{name.replace('_', '-')}={value}")
         if dataset.counts_rule != "refuse":
             words.append(f"--counts-rule={dataset.counts_rule}")
         if dataset.gene_column is not None:
@@ -216,14 +216,15 @@ class JobFiles:
         return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))
 
     def option_file(self, section: str, key: str) -> Callable[[Wildcards], list[str]]:
-        """The file that an option of the corpus names, if any; of a published model its vocabulary."""
-        named = {
-            name: getattr(getattr(corpus, section), key) for name, corpus in self.corpora.items()
-        }
-        files = {
-            name: [] if path is None else [vocabulary_file(path)] for name, path in named.items()
-        }
-        return lambda wildcards: files[wildcards.corpus]
+        """The file that an option of the corpus names, if any; for a published model its
+        vocabulary.
+        """
+
+        def files(wildcards: Wildcards) -> list[str]:
+            path = getattr(getattr(self.corpora[wildcards.corpus], section), key)
+            return [] if path is None else [vocabulary_file(path)]
+
+        return files
 
     def cells(self, wildcards: Wildcards) -> list[str]:
         """Preprocessed cells of every dataset of the corpus."""
@@ -233,12 +234,10 @@ class JobFiles:
     def parts(self, wildcards: Wildcards) -> list[str]:
         """Parts of the shards that jobs of their own write; none if one job writes all."""
         jobs = self.corpora[wildcards.corpus].shard.jobs
+        if jobs == 1:
+            return []
         folder = f"results/corpora/{wildcards.corpus}/shards/parts"
-        return (
-            [f"{folder}/{number}-of-{jobs}.json" for number in range(1, jobs + 1)]
-            if jobs > 1
-            else []
-        )
+        return [f"{folder}/{number}-of-{jobs}.json" for number in range(1, jobs + 1)]
 
     def reported_corpora(self) -> list[str]:
         """Corpora used by any run, in the order of the configuration."""
@@ -247,14 +246,12 @@ class JobFiles:
 
     def quality_reports(self) -> list[str]:
         """Reports on quality control of the datasets that runs are trained or evaluated on."""
-        used: dict[str, None] = {}  # in order, each once
+        reports: dict[str, None] = {}  # in order, each once
         for name, run in self.runs.items():
-            for dataset in [
-                *self.workflow.trained_on(run.corpus),
-                *self.workflow.evaluated_on(name),
-            ]:
-                used[f"results/corpora/{run.corpus}/cells/{dataset}.json"] = None
-        return list(used)
+            trained = self.workflow.trained_on(run.corpus)
+            for dataset in [*trained, *self.workflow.evaluated_on(name)]:
+                reports[f"results/corpora/{run.corpus}/cells/{dataset}.json"] = None
+        return list(reports)
 
     # runs
 
@@ -269,46 +266,47 @@ class JobFiles:
         """Files of a published folder that rule `import` reads."""
         return [str(path) for path in self.published[wildcards.published].files()]
 
-    def _parents(self, wildcards: Wildcards) -> list[tuple[str, str, str]]:
-        """What a training reads of others: a file, and flag and argument of `cellmill train`."""
+    def _parents(self, wildcards: Wildcards) -> list[tuple[str, list[str]]]:
+        """Files that a training reads of other runs, each with its arguments of `cellmill train`."""
         run = self.runs[wildcards.run]
-        found = []
-        parent = run.init_from
-        if parent is not None:
-            folder = (
-                f"results/runs/{parent}/model" if parent in self.runs else model_folder_of(parent)
-            )
-            found.append((f"{folder}/model.safetensors", "--init-from", folder))
+        parents = []
+        if run.init_from is not None:
+            folder = f"results/runs/{run.init_from}/model"
+            if run.init_from not in self.runs:
+                folder = model_folder_of(run.init_from)
+            parents.append((f"{folder}/model.safetensors", ["--init-from", folder]))
         if run.trunk is not None:
             train = f"results/runs/{run.trunk}/train"
-            found.append(
-                (f"{train}/status.json", "--trunk", f"{train}/checkpoints/step-{run.trunk_step:08}")
-            )
+            checkpoint = f"{train}/checkpoints/step-{run.trunk_step:08}"
+            parents.append((f"{train}/status.json", ["--trunk", checkpoint]))
         if run.teacher is not None:
             folder = f"results/runs/{wildcards.run}/teacher"
-            found.append((f"{folder}/vectors.json", "--teacher", folder))
-        return found
+            parents.append((f"{folder}/vectors.json", ["--teacher", folder]))
+        return parents
 
     def parents(self, wildcards: Wildcards) -> list[str]:
+        files = [file for file, _ in self._parents(wildcards)]
         # its path is among the options
         vectors = getattr(self.runs[wildcards.run].model, "gene_vectors", None)
-        return [file for file, _, _ in self._parents(wildcards)] + (
-            [] if vectors is None else [vectors]
-        )
+        return files if vectors is None else [*files, vectors]
 
     def parent_arguments(self, wildcards: Wildcards) -> list[str]:
-        return [word for _, *words in self._parents(wildcards) for word in words]
+        return [*chain.from_iterable(words for _, words in self._parents(wildcards))]
 
     def ancestor_manifests(self, wildcards: Wildcards) -> list[str]:
         """Manifests of the runs that the run began with or learnt from: their cells are not held
         out either.
         """
-        ancestors = [self.runs[wildcards.run]]
-        for run in ancestors:  # which grows; a parent may also be None, or the path of a folder
-            ancestors += [
-                self.runs[parent] for parent in (run.init_from, run.teacher) if parent in self.runs
-            ]
-        return [f"results/corpora/{run.corpus}/shards/manifest.json" for run in ancestors[1:]]
+        manifests = []
+        runs = [self.runs[wildcards.run]]
+        while runs:
+            run = runs.pop(0)
+            # a parent may also be None, or the path of a folder
+            parents = [name for name in (run.init_from, run.teacher) if name in self.runs]
+            runs += [self.runs[name] for name in parents]
+            corpora = [self.runs[name].corpus for name in parents]
+            manifests += [f"results/corpora/{corpus}/shards/manifest.json" for corpus in corpora]
+        return manifests
 
     # evaluation
 
@@ -319,41 +317,36 @@ class JobFiles:
         ]
 
     def evaluated_steps(self) -> list[str]:
-        return [
-            f"results/runs/{name}/steps/{step}/evaluate/metrics.json"
-            for name, run in self.runs.items()
-            for step in run.evaluate_steps
-        ]
+        files = []
+        for name, run in self.runs.items():
+            for step in run.evaluate_steps:
+                files.append(f"results/runs/{name}/steps/{step}/evaluate/metrics.json")
+        return files
 
     def label_columns(self, wildcards: Wildcards) -> list[str]:
         """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
-        table = self.datasets[self.runs[wildcards.run].corpus]
-        return [
-            "|".join(table[name].label_names) or "-"
-            for name in self.workflow.evaluated_on(wildcards.run)
-        ]
+        datasets = self.datasets[self.runs[wildcards.run].corpus]
+        names = self.workflow.evaluated_on(wildcards.run)
+        return ["|".join(datasets[name].label_names) or "-" for name in names]
 
     def task_files(self, wildcards: Wildcards) -> list[str]:
         """Files that the options of the run's evaluation tasks name."""
-        return [
-            path
-            for task in self.runs[wildcards.run].evaluate.tasks.values()
-            for path in task.paths().values()
-        ]
+        tasks = self.runs[wildcards.run].evaluate.tasks.values()
+        return [*chain.from_iterable(task.paths().values() for task in tasks)]
 
     def external_embeddings(self, wildcards: Wildcards) -> list[str]:
-        """Embeddings by the models of `evaluate.external`: of the first dataset, then of the next
-        one.
-        """
+        """Embeddings by the models of `evaluate.external` of the first dataset, then of the next."""
         corpus = self._corpus(wildcards)
         models = self.runs[wildcards.run].evaluate.external.items()
-        return [
-            f"{corpus}/zoo/{model.preset}/{dataset}.h5ad"
-            if model.preset
-            else f"{corpus}/external/{name}/{dataset}-{model.digest[:12]}.h5ad"
-            for dataset in self.workflow.evaluated_on(wildcards.run)
-            for name, model in models
-        ]
+        files = []
+        for dataset in self.workflow.evaluated_on(wildcards.run):
+            for name, model in models:
+                if model.preset:
+                    files.append(f"{corpus}/zoo/{model.preset}/{dataset}.h5ad")
+                else:
+                    digest = model.digest[:12]
+                    files.append(f"{corpus}/external/{name}/{dataset}-{digest}.h5ad")
+        return files
 
     @one_line()
     def external_model(self, wildcards: Wildcards) -> ExternalModel:
@@ -373,11 +366,12 @@ class JobFiles:
 
         @one_line()
         def file(wildcards: Wildcards) -> str:
-            known = self.workflow.evaluated_on(wildcards.run)
+            evaluated = self.workflow.evaluated_on(wildcards.run)
             name = wildcards.dataset
-            if name not in known:
+            if name not in evaluated:
+                hint = did_you_mean(name, evaluated)
                 raise ConfigError(
-                    f"run {wildcards.run} is not evaluated on dataset {name!r}; {did_you_mean(name, known)}"
+                    f"run {wildcards.run} is not evaluated on dataset {name!r}; {hint}"
                 )
             return pattern.format(corpus=self._corpus(wildcards), **wildcards)
 
@@ -387,12 +381,11 @@ class JobFiles:
     def bridge_label(self, wildcards: Wildcards) -> str:
         """obs column of the first label of a dataset."""
         corpus = self.runs[wildcards.run].corpus
-        name = wildcards.dataset
-        labels = self.datasets[corpus][name].label_names
+        labels = self.datasets[corpus][wildcards.dataset].label_names
         if not labels:
             table = self.corpora[corpus].table
             raise ConfigError(
-                f"{table}: dataset {name} has no label, which bridges read; name an obs column in label"
+                f"{table}: dataset {wildcards.dataset} has no label, which bridges read; name an obs column in label"
             )
         return labels[0]
 

@@ -31,9 +31,7 @@ INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses a key that a mapping has twice, of which PyYAML keeps the last, and 010,
-    0x10 and 1:30.
-    """
+    """Loader that refuses 010, 0x10, 1:30, and a key that a mapping has twice: PyYAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -48,13 +46,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
-        value, text, line = self.construct_yaml_int(node), node.value, node.start_mark.line + 1
+        text = node.value
+        value = int(self.construct_yaml_int(node))
         digits = text.replace("_", "").lstrip("+-")
         if not digits.isdigit() or int(digits) != abs(value):
+            line = node.start_mark.line + 1
             raise ConfigError(
                 f"line {line}: {text} is {value} in YAML 1.1; write {value}, or '{text}' in quotes"
             )
-        return int(value)
+        return value
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
@@ -64,7 +64,7 @@ def read_yaml(path: Path) -> Any:
     """The tree in a YAML file. Raises ConfigError, or DataError for a FIFO, with one line."""
     refuse_special(path)
     try:
-        # a subclass of SafeLoader, which makes texts, numbers, lists and mappings alone
+        # a subclass of SafeLoader, which makes only texts, numbers, lists and mappings
         return yaml.load(Path(path).read_text(encoding="utf-8-sig"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -76,46 +76,46 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def with_parents(runs: Mapping[str, Tree], own: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Runs, in which `init_from` supplies the sections of model and tokens that do not match the
+def with_parents(runs: Mapping[str, Tree], written: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Runs in which `init_from` supplies the sections of model and tokens that do not match the
     parent's.
 
-    Keys that the run itself sets (`own`) stay. A section that suits the model stays whole: free
+    Keys that the run itself sets (`written`) stay. A section that suits the model stays whole: free
     options, such as dropout, are those at the top.
     """
     done: dict[str, Tree] = {}
 
-    def resolved(name: str, above: tuple[str, ...]) -> Tree:
-        if name in done:
-            return done[name]
-        run = runs[name]
-        parent = runs[name].get("init_from")
-        theirs = None
-        if isinstance(parent, str) and parent not in (*above, name):  # a circle is refused later
-            if parent in runs:
-                theirs = resolved(parent, (*above, name))
-            elif not parent.startswith(
-                "hf://"
-            ):  # which may not be here yet, and options must not change when it comes
-                theirs = stored_sections(parent)
-        if theirs is not None:
-            with suppress(ValidationError):  # the check of the whole reports the error
-                unlike = {option.partition(".")[0] for option in unequal_options(theirs, run)}
-                taken = {
-                    key: INHERITED[key].override(theirs[key], own[name].get(key) or {})
-                    for key in unlike
-                }
-                run = run | taken
-        done[name] = run
-        return run
+    def resolve(name: str, above: tuple[str, ...]) -> Tree:
+        if name not in done:
+            parent = runs[name].get("init_from")
+            sections = None
+            # a circle is refused later
+            if isinstance(parent, str) and parent not in (*above, name):
+                if parent in runs:
+                    sections = resolve(parent, (*above, name))
+                elif not parent.startswith("hf://"):
+                    # a model of the hub may not be here yet, and options must not change when it is
+                    sections = stored_sections(parent)
+            done[name] = runs[name] | _inherited(runs[name], written[name], sections)
+        return done[name]
 
-    return {name: resolved(name, ()) for name in runs}
+    return {name: resolve(name, ()) for name in runs}
+
+
+def _inherited(run: Tree, written: Tree, parent: Tree | None) -> Tree:
+    """Sections that a run takes from those of its parent."""
+    if parent is None:
+        return {}
+    try:
+        unequal = unequal_options(parent, run)
+    except ValidationError:  # the check of the whole reports the error
+        return {}
+    sections = {option.partition(".")[0] for option in unequal}
+    return {key: INHERITED[key].override(parent[key], written.get(key) or {}) for key in sections}
 
 
 def stored_sections(parent: str) -> Tree | None:
-    """Sections of the model of a folder, published folder or model of the hub; None if it is not
-    there (yet).
-    """
+    """Sections of a model folder, published folder or model of the hub; None if it is not there."""
     published = PublishedFolder.named_by(parent)
     if published is not None:
         try:
@@ -127,37 +127,36 @@ def stored_sections(parent: str) -> Tree | None:
     if not path.is_file():
         return None
     config = read_json(path)
-    if not isinstance(config, dict) or any(
-        not isinstance(config.get(key), dict) for key in INHERITED
-    ):
+    if not isinstance(config, dict):
+        return None
+    sections = {key: config.get(key) for key in INHERITED}
+    if not all(isinstance(options, dict) for options in sections.values()):
         return None  # stage train reports the error
     # the file of the vectors is where the model was trained; the model has them
-    return {
-        "tokens": config["tokens"],
-        "model": {k: v for k, v in config["model"].items() if k != "gene_vectors"},
-    }
+    model = {key: value for key, value in config["model"].items() if key != "gene_vectors"}
+    return {"tokens": config["tokens"], "model": model}
 
 
 def unequal_options(
     before: Mapping[str, Any], now: Mapping[str, Any], parent: Path | str = ""
 ) -> dict[str, str]:
     """Options of the sections model and tokens that must equal those of the model `parent` to start
-    from but differ, and a message on each. Raises ValidationError.
+    from but differ, with a message on each. Raise ValidationError.
     """
-    model, new_model = (
-        FamilyConfig.model_validate(sections["model"]) for sections in (before, now)
-    )
-    tokens, new_tokens = (Tokens.model_validate(sections["tokens"]) for sections in (before, now))
+    model = FamilyConfig.model_validate(before["model"])
+    tokens = Tokens.model_validate(before["tokens"])
+    new_model = FamilyConfig.model_validate(now["model"])
+    new_tokens = Tokens.model_validate(now["tokens"])
     bins = ("bins",) if tokens.value_kind == "class" else ()  # rows of the embedding of values
-    compared: tuple[tuple[str, Section, Section, tuple[str, ...]], ...] = (
-        ("model", model, new_model, ("family", *new_model.weight_keys)),
-        ("tokens", tokens, new_tokens, ("tokenizer", *bins, *model.token_keys)),
-    )
+    compared: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
+        "model": (model, new_model, ("family", *new_model.weight_keys)),
+        "tokens": (tokens, new_tokens, ("tokenizer", *bins, *model.token_keys)),
+    }
     unequal = {}
-    for section, theirs, ours, keys in compared:
+    for section, (stored, options, keys) in compared.items():
         for key in keys:
-            old = getattr(theirs, key, None)
-            new = getattr(ours, key, None)
+            old = getattr(stored, key, None)
+            new = getattr(options, key, None)
             if old != new:
                 had = f"the model to start from ({parent}) has {old!r}"
                 unequal[f"{section}.{key}"] = f"{section}.{key} is {new!r}, {had}; make them equal"
@@ -178,16 +177,9 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
         checked = Workflow.model_validate(with_defaults(tree))
     except ValidationError as error:
         where, message = explain(error, Workflow)
-        for name, given in tree["runs"].items():  # without its parent's sections a run may be wrong
-            published = PublishedFolder.named_by(
-                str(_mapping(given, f"runs.{name}").get("init_from"))
-            )
-            if published is not None and where[-1:] != ["init_from"]:
-                try:
-                    published.files()
-                except DataError as missing:
-                    where = ["runs", name, "init_from"]
-                    message = str(missing)
+        missing = _missing_parent(tree)
+        if missing is not None and where[-1:] != ["init_from"]:
+            where, message = missing
         raise ConfigError(f"{source}: {error_line(_as_written(where, tree), message)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -199,11 +191,26 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
         if before is None:
             continue
         with suppress(ValidationError):  # of the model's own file: stage train reports the error
-            unequal = [*unequal_options(before, vars(run), parent).values()]
-            if unequal:
-                raise ConfigError(f"{source}: runs.{name}: {unequal[0]}")
+            for message in unequal_options(before, vars(run), parent).values():
+                raise ConfigError(f"{source}: runs.{name}: {message}")
     checked.check_datasets(source)
     return checked
+
+
+def _missing_parent(tree: Tree) -> tuple[list[str], str] | None:
+    """The last run whose published folder is missing, and the message: without its parent's
+    sections a run may be wrong.
+    """
+    missing = None
+    for name, run in tree["runs"].items():
+        parent = _mapping(run, f"runs.{name}").get("init_from")
+        published = PublishedFolder.named_by(str(parent))
+        if published is not None:
+            try:
+                published.files()
+            except DataError as error:
+                missing = (["runs", name, "init_from"], str(error))
+    return missing
 
 
 def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
@@ -220,21 +227,20 @@ def stored_options(options: Tree, source: str) -> TrainOptions:
 
 
 def top_level() -> dict[str, type[Section] | None]:
-    """Keys of a configuration file: every section, and None for the mappings of corpora and runs
-    and single keys.
-    """
-    inherited = {
-        name: section for owner in ENTRIES.values() for name, section in sections_of(owner).items()
-    }
-    return {**inherited, **dict.fromkeys(Workflow.model_fields), **sections_of(Workflow)}
+    """Keys of a configuration file: sections with their class, None for mappings and single keys."""
+    keys: dict[str, type[Section] | None] = {}
+    for owner in ENTRIES.values():
+        keys |= sections_of(owner)
+    return keys | dict.fromkeys(Workflow.model_fields) | sections_of(Workflow)
 
 
 def with_sweeps(tree: Any) -> Any:
     """The tree with the runs of its sweeps among the others."""
     if not isinstance(tree, dict) or tree.get("sweep") is None:
         return tree
-    own = _mapping(tree.get("runs"), "runs")
-    return {**tree, "runs": {**own, **expand(tree["sweep"], own)[0]}}
+    runs = _mapping(tree.get("runs"), "runs")
+    swept, _ = expand(tree["sweep"], runs)
+    return tree | {"runs": runs | swept}
 
 
 def with_defaults(tree: Any) -> Tree:
@@ -249,12 +255,12 @@ def with_defaults(tree: Any) -> Tree:
     merged |= {name: _mapping(tree.get(name), name) for name in sections_of(Workflow)}
     entries = {kind: _entries(kind, tree.get(kind)) for kind in ENTRIES}
     for kind, owner in ENTRIES.items():
-        merged[kind] = {name: dict(own) for name, own in entries[kind].items()}
+        merged[kind] = {name: dict(options) for name, options in entries[kind].items()}
         for section, options in sections_of(owner).items():
             defaults = _mapping(tree.get(section), section)
-            for name, own in entries[kind].items():
-                if isinstance(own.get(section), dict | None):
-                    merged[kind][name][section] = options.override(defaults, own.get(section) or {})
+            for entry in merged[kind].values():
+                if isinstance(entry.get(section), dict | None):
+                    entry[section] = options.override(defaults, entry.get(section) or {})
     merged["runs"] = with_parents(merged["runs"], entries["runs"])
     return merged
 
@@ -272,7 +278,7 @@ def _entries(kind: str, given: Any) -> dict[str, Tree]:
             raise ConfigError(
                 f"{kind}: {name} is the name of a file; set {name.removesuffix('.h5ad')}, without .h5ad"
             )
-    return {name: _mapping(own, f"{kind}.{name}") for name, own in given.items()}
+    return {name: _mapping(options, f"{kind}.{name}") for name, options in given.items()}
 
 
 def _mapping(value: Any, where: str) -> Tree:
@@ -281,18 +287,18 @@ def _mapping(value: Any, where: str) -> Tree:
 
 
 def _as_written(where: list[str], tree: Tree) -> list[str]:
-    """`where`, or the place at the top of the file that a run or corpus inherited the value from."""
+    """`where`, or the key at the top of the file that a run or corpus inherited the value from."""
     if len(where) > 2 and where[0] in ENTRIES and where[2] in tree:
-        here: Any = tree[where[0]].get(where[1])
+        value: Any = tree[where[0]].get(where[1])
         for part in where[2:]:
-            if not isinstance(here, dict) or part not in here:
+            if not isinstance(value, dict) or part not in value:
                 return where[2:]
-            here = here[part]
+            value = value[part]
     return where
 
 
 class ModelFile(BaseModel):
-    """Keys of config.json of an exported model that are read; it has others beside them."""
+    """Keys of config.json of an exported model that are read; the file has more."""
 
     model_config = ConfigDict(strict=True)
 

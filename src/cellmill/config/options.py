@@ -1,6 +1,4 @@
-"""Sections of the configuration that each stage reads. A new section is its class and one line
-here.
-"""
+"""Sections of the configuration that each stage reads. A new section is a class and a line here."""
 
 from typing import Self
 
@@ -47,31 +45,28 @@ class TrainOptions(Section):
 
     @model_validator(mode="after")
     def _stream_of_objective(self) -> Self:
-        if "weight_by" in self.stream.model_fields_set or not (suiting := self.objective.stream()):
+        defaults = self.objective.stream()
+        if "weight_by" in self.stream.model_fields_set or not defaults:
             return self
-        stream = Stream.model_validate(suiting | self.stream.model_dump(exclude_unset=True))
+        stream = Stream.model_validate(defaults | self.stream.model_dump(exclude_unset=True))
         return self.model_copy(update={"stream": stream})
 
     def obs_columns(self) -> dict[str, str]:
-        """obs columns whose levels batches carry, in the order of the batches, and the option that
-        names each.
-        """
+        """Option by obs column whose levels batches carry, in the order of the batches."""
         covariates = dict.fromkeys(self.tokens.covariates, "tokens.covariates")
         return dict(sorted((covariates | self.objective.columns().levels).items()))
 
     def number_columns(self) -> dict[str, str]:
-        """obs columns whose numbers batches carry, in the order of the batches, and the option that
-        names each.
-        """
+        """Option by obs column whose numbers batches carry, in the order of the batches."""
         return dict(sorted(self.objective.columns().numbers.items()))
 
     @property
     def teacher(self) -> str | None:
         """Run, or folder of embeddings, whose vectors batches carry."""
-        return next(
-            (part.teacher for part in self.objective.each() if isinstance(part, DistillConfig)),
-            None,
-        )
+        for part in self.objective.each():
+            if isinstance(part, DistillConfig):
+                return part.teacher
+        return None
 
     def read_columns(self) -> dict[str, str]:
         """obs columns that the run depends on: the batch columns and `stream.weight_by`'s."""

@@ -32,10 +32,8 @@ BUILT_IN: dict[str, dict[str, type[Plugin]]] = {"input": {}, "classifier": {}}
 
 def names(kind: str) -> list[str]:
     """Every available name of `kind`, built-ins first."""
-    return [
-        *BUILT_IN[kind],
-        *(p.name for p in entry_points(group=f"cellmill.{kind}") if p.name not in BUILT_IN[kind]),
-    ]
+    installed = [point.name for point in entry_points(group=f"cellmill.{kind}")]
+    return [*BUILT_IN[kind], *(name for name in installed if name not in BUILT_IN[kind])]
 
 
 def unknown(kind: str, name: str) -> ConfigError:
@@ -44,16 +42,16 @@ def unknown(kind: str, name: str) -> ConfigError:
 
 
 def load(kind: str, name: str, contract: Any = None) -> Any:
-    """The options class `name`. Raises ConfigError if it is unknown, not importable, or no
-    `contract`.
+    """The options class `name`. Raise ConfigError if it is unknown, not importable, or does not
+    fulfil `contract`.
     """
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
-    points = [point for point in entry_points(group=f"cellmill.{kind}") if point.name == name]
-    found = {
-        f"{p.value} of {p.dist.name if p.dist is not None else 'an installed package'}": p
-        for p in points
-    }
+    found = {}
+    for point in entry_points(group=f"cellmill.{kind}"):
+        if point.name == name:
+            package = point.dist.name if point.dist is not None else "an installed package"
+            found[f"{point.value} of {package}"] = point
     if not found:
         raise unknown(kind, name)
     if len(found) > 1:
@@ -64,10 +62,7 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
     try:
         options = point.load()
         problem = _misfit(options, contract, name) if contract is not None else ""
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # of somebody else's package: the user has to know which
+    except (Exception, SystemExit) as error:  # of a package that the user has to know
         problem = f"cannot be imported ({in_one_line(error)})"
     if problem:
         raise ConfigError(f"{kind} {name!r}: {where} {problem}; repair or remove the package")
@@ -75,9 +70,7 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
 
 
 def _misfit(options: Any, contract: Any, name: str) -> str:
-    """Reason why an installed object cannot be the options class of the choice `name`; empty if
-    there is none.
-    """
+    """Why an installed object cannot be the options class of the choice `name`; empty if it can."""
     if not isinstance(options, type) or not issubclass(options, contract) or options is contract:
         return f"is no subclass of {contract.__module__}.{contract.__name__}"
     field = options.model_fields[contract.key]  # type: ignore[attr-defined]
@@ -136,14 +129,11 @@ class Plugin(Section):
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """Another choice than the one at the top inherits the options of the contract alone."""
+        """Another choice than the one at the top inherits only the options of the contract."""
         name = defaults.get(cls.key, cls.default)
         if own.get(cls.key, name) != name:
-            defaults = {
-                key: value
-                for key, value in defaults.items()
-                if key in cls.model_fields and key != cls.key
-            }
+            shared = cls.model_fields.keys() - {cls.key}
+            defaults = {key: value for key, value in defaults.items() if key in shared}
         return defaults | own
 
     @model_validator(mode="wrap")
@@ -154,9 +144,9 @@ class Plugin(Section):
             return handler(value)
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping with `{cls.key}`, got {value!r}")
-        if value.get(cls.key, "null") == "null":  # Snakemake's --config makes text of null
-            value = {key: option for key, option in value.items() if key != cls.key}
         name = value.get(cls.key, cls.default)
+        if name == "null":  # Snakemake's --config makes text of null
+            name = cls.default
         if name is None:
             raise ValueError(
                 f"expected `{cls.key}`, one of: {', '.join(names(cls.kind)) or 'none installed'}"
@@ -167,8 +157,10 @@ class Plugin(Section):
 def by_name(
     contract: type[Plugin], value: Any, choice: Callable[[str], type[Plugin]] | None = None
 ) -> Any:
-    """Validated `{name: options}` of several choices of a contract; with `choice`, which gives the
-    class of a choice, a name may be any, if the options have `contract.key`.
+    """Validated `{name: options}` of several choices of a contract.
+
+    With `choice`, which gives the class of a choice, any name may be used if the options have
+    `contract.key`.
     """
     value = {} if value in (None, "null") else value
     if not isinstance(value, dict):
@@ -192,9 +184,7 @@ def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
     """
     try:
         return model.model_validate(value)
-    except (
-        KeyError
-    ) as error:  # a validator of an installed package; pydantic reports ValueErrors alone
+    except KeyError as error:  # a validator of an installed package; pydantic expects ValueErrors
         raise ValueError(f"{model.__module__}.{model.__name__}: {in_one_line(error)}") from None
     except ValidationError as error:
         where, message = explain(error, model)

@@ -1,5 +1,4 @@
-"""Folders of published models, by layout: their files, and the sections of a run that starts from
-them.
+"""Folders of published models: their files, and the sections of a run that starts from them.
 
 A run names one as `init_from: geneformer:FOLDER` or `scgpt:FOLDER`; rule `import` makes a model
 folder of it. A dry run reads the layout's own JSON, so nothing here imports torch or unpickles: the
@@ -37,10 +36,10 @@ HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"
 
 
 def published_file(folder: Path, *names: str) -> Path:
-    """The file of the first of these names or patterns that has one. Raises DataError for none, or
-    for several.
-    """
-    found = next((paths for name in names if (paths := sorted(folder.glob(name)))), [])
+    """The file of the first name or pattern that has any. Raise DataError unless it is exactly one."""
+    found: list[Path] = []
+    for name in names:
+        found = found or sorted(folder.glob(name))
     if len(found) != 1:
         got = ", ".join(path.name for path in found) or "none"
         raise DataError(
@@ -65,9 +64,10 @@ def require(path: Path, mapping: Mapping[str, Any], name: str) -> Any:
 
 
 def _whole(path: Path, config: Json, name: str, least: int = 1) -> int:
-    if type(value := require(path, config, name)) is not int or value < least:
+    value = require(path, config, name)
+    if type(value) is not int or value < least:
         raise DataError(f"{path}: {name}: expected a whole number from {least}, got {value!r}")
-    return value
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,19 @@ class PublishedFolder:
 
     def sections(self) -> dict[str, Json]:
         """Sections `model` and `tokens`, by name. Raises DataError for files of another model."""
-        return (
-            geneformer_sections(self.folder)
-            if self.kind == "geneformer"
-            else scgpt_sections(self.folder)
-        )
+        if self.kind == "geneformer":
+            return geneformer_sections(self.folder)
+        return scgpt_sections(self.folder)
 
 
 def model_folder_of(parent: str) -> str:
-    """The model folder that an `init_from` other than a run names: of a published folder and the
-    hub, the rule's.
-    """
+    """The model folder that an `init_from` other than a run names, or that a rule makes of it."""
     published = PublishedFolder.named_by(parent)
     if published is not None:
         return published.model
-    return (
-        f"results/hub/{parent.removeprefix('hf://')}"
-        if parent.startswith("hf://")
-        else str(Path(parent))
-    )
+    if parent.startswith("hf://"):
+        return f"results/hub/{parent.removeprefix('hf://')}"
+    return str(Path(parent))
 
 
 def vocabulary_file(model: str) -> str:
@@ -182,11 +176,9 @@ def scgpt_sections(folder: Path) -> dict[str, Json]:
     path = published_file(folder, "args.json")
     config = {"n_bins": 51, "input_emb_style": "continuous", "pre_norm": False} | read_mapping(path)
     if config["input_emb_style"] != "continuous" or config["pre_norm"]:
-        problem = (
-            "pre_norm is set"
-            if config["pre_norm"]
-            else f"input_emb_style is {config['input_emb_style']!r}"
-        )
+        problem = f"input_emb_style is {config['input_emb_style']!r}"
+        if config["pre_norm"]:
+            problem = "pre_norm is set"
         raise DataError(f"{path}: expected post-norm blocks over continuous values, but {problem}")
     options = {
         **{ours: _whole(path, config, name) for ours, name in zip(SIZES, SCGPT)},

@@ -111,7 +111,8 @@ class Plan(Section):
     """GB/s one process can send to other nodes; null takes it from the profile's device."""
 
 
-AUTO_EPOCHS, AUTO_MIN_STEPS = 3, 1600
+AUTO_EPOCHS = 3
+AUTO_MIN_STEPS = 1600
 """Length of `train.steps: auto`, from benchmarks/lengths.py: docs/quality.md has its table.
 Larger numbers continue finished runs, smaller ones refuse them.
 """
@@ -215,9 +216,8 @@ class Train(Section):
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """A length given by the run replaces the one at the top."""
         if own.get("steps") is not None or own.get("epochs") is not None:
-            defaults = {
-                key: value for key, value in defaults.items() if key not in ("steps", "epochs")
-            }
+            length = ("steps", "epochs")
+            defaults = {key: value for key, value in defaults.items() if key not in length}
         return defaults | own
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -231,10 +231,8 @@ class Train(Section):
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"
             yield f"expected one of steps and epochs, got {both}; set one of them, and the other to null"
-        if (
-            self.profile_steps is not None
-            and not 1 <= self.profile_steps[0] <= self.profile_steps[1]
-        ):
+        first, last = self.profile_steps or (1, 1)
+        if not 1 <= first <= last:
             yield f"profile_steps: expected [first, last] with 1 <= first <= last, got {self.profile_steps}"
 
 

@@ -37,9 +37,12 @@ from cellmill.errors import did_you_mean
 
 @cache
 def other_words(kind: Literal["keys", "values"]) -> dict[str, str]:
-    """Names in other tools, and what does the same here (other_words.yaml)."""
+    """Our name by the name in other tools of what does the same (other_words.yaml)."""
     text = Path(__file__).with_name("other_words.yaml").read_text(encoding="utf-8")
-    return {name: here for here, names in yaml.safe_load(text)[kind].items() for name in names}
+    words: dict[str, str] = {}
+    for ours, names in yaml.safe_load(text)[kind].items():
+        words |= dict.fromkeys(names, ours)
+    return words
 
 
 def _each_once(values: list[Any]) -> list[Any]:
@@ -55,9 +58,7 @@ Counts = Annotated[list[Annotated[int, Field(ge=1)]], EachOnce]
 
 
 def one_message(expected: str) -> WrapValidator:
-    """Annotation of numbers and words: one message that says what is `expected`, instead of one for
-    each of them.
-    """
+    """Annotation of numbers and words, with one message on what is `expected` instead of one each."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         if not isinstance(value, bool):
@@ -69,18 +70,18 @@ def one_message(expected: str) -> WrapValidator:
 
 
 def leaving_out(*names: str) -> Any:
-    """Serializer without these options where they are empty or the default: results from before
-    there were such options stay valid.
+    """Serializer that drops these options if empty or the default, so that results written before
+    they existed stay valid.
     """
 
     def dump(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields = type(self).model_fields
-        is_new = {
-            name
-            for name in names
-            if not getattr(self, name) or getattr(self, name) == fields[name].default
-        }
-        return {name: value for name, value in handler(self).items() if name not in is_new}
+        values = handler(self)
+        for name in names:
+            value = getattr(self, name)
+            if not value or value == fields[name].default:
+                del values[name]
+        return values
 
     return model_serializer(mode="wrap")(dump)
 
@@ -106,18 +107,21 @@ def summary(section: type[BaseModel]) -> str:
 
 
 def description(section: type[BaseModel], name: str) -> str:
-    """Meaning, unit and default of a field: its `description`, or the text below it; of a part's
+    """Meaning, unit and default of a field: its `description`, or the text below it; for a part's
     name, its class's.
 
-    That text is read for help and documents alone; pydantic would read it at each start, in .2 s.
+    The text below is read only for help and documents; pydantic would read it at each start, in
+    0.2 s.
     """
     if name == getattr(section, "key", None):
         return summary(section)
     given = section.model_fields[name].description
     if given is not None:
         return given
-    owner = next(base for base in section.__mro__ if name in vars(base).get("__annotations__", ()))
-    return _texts_below(owner.__module__).get((owner.__name__, name), "")
+    for base in section.__mro__:
+        if name in vars(base).get("__annotations__", ()):
+            return _texts_below(base.__module__).get((base.__name__, name), "")
+    raise AssertionError(f"no class of {section.__name__} declares {name}")
 
 
 class Section(BaseModel):
@@ -134,21 +138,19 @@ class Section(BaseModel):
         cls, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, of_field in schema.get("properties", {}).items():
-            of_field |= {"description": text} if (text := description(cls, name)) else {}
+        for name, field in schema.get("properties", {}).items():
+            text = description(cls, name)
+            if text:
+                field["description"] = text
         return schema
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """The section as a run or corpus has it: keys of its `own`, then keys of the section at the
-        top.
-        """
+        """The section of a run or corpus: its own keys over those of the section at the top."""
         return defaults | own
 
     def problems(self) -> Iterator[str]:
-        """Messages about options that do not fit together. Each class yields those on its own, and
-        no base class's.
-        """
+        """Messages about options that do not fit together. A class does not yield its bases'."""
         yield from ()
 
     @model_validator(mode="after")
@@ -164,7 +166,7 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ValueError("expected a number, got a boolean")
-        if isinstance(value, list) and any(isinstance(one, bool) for one in value):
+        if isinstance(value, list) and any(isinstance(item, bool) for item in value):
             raise ValueError("expected a list of numbers or words, got a boolean in it")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"expected an integer of 64 bits, got {shown(value)}")
@@ -179,40 +181,36 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], 
     """
     # a misspelled key is also a missing one; the misspelled one is what to correct
     errors = error.errors()
-    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    unknown = [problem for problem in errors if problem["type"] == "extra_forbidden"]
+    first = (unknown or errors)[0]
     where = [str(part) for part in first["loc"]]
-    if first["type"] == "extra_forbidden":
-        section: Any = model
-        for part in where[:-1]:
-            section = (
-                get_args(section)[-1]
-                if get_origin(section)
-                else section.model_fields[part].annotation
+    if unknown:
+        *sections, key = where
+        owner: Any = model
+        for part in sections:
+            owner = (
+                get_args(owner)[-1] if get_origin(owner) else owner.model_fields[part].annotation
             )
-        return where[:-1], unknown_key(
-            where[-1], section.model_fields, getattr(section, "kind", None), model
-        )
+        kind = getattr(owner, "kind", None)
+        return sections, unknown_key(key, owner.model_fields, kind, model)
     if first["type"] == "missing":
         return where, "is missing"
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] != "value_error" and not isinstance(first["input"], dict):
-        here = other_words("values").get(str(first["input"]).lower())
-        hint = (
-            f"; {first['input']} is {here} here"
-            if here is not None and repr(here) in message
-            else ""
-        )
-        message += f", got {shown(first['input'])}{hint}"
+    given = first["input"]
+    if first["type"] != "value_error" and not isinstance(given, dict):
+        message += f", got {shown(given)}"
+        ours = other_words("values").get(str(given).lower())
+        if ours is not None and repr(ours) in first["msg"]:
+            message += f"; {given} is {ours} here"
     return where, message[0].lower() + message[1:]
 
 
 def _sections_with(key: str, owner: type[BaseModel]) -> Iterator[str]:
+    """Sections of `owner`, at any depth, that have the key."""
     for name, field in owner.model_fields.items():
-        part = (
-            get_args(field.annotation)[-1]
-            if get_origin(field.annotation) is dict
-            else field.annotation
-        )
+        part = field.annotation
+        if get_origin(part) is dict:
+            part = get_args(part)[-1]
         if isinstance(part, type) and issubclass(part, BaseModel):
             yield from [name] if key in part.model_fields else _sections_with(key, part)
 
@@ -234,11 +232,14 @@ def error_line(where: list[str], message: str) -> str:
 def unknown_key(
     key: str, known: Iterable[str], kind: str | None = None, whole: type[BaseModel] | None = None
 ) -> str:
-    """Message for a key that does not exist, of a section or of a `kind` of parts: the sections of
-    `whole` that have it, ours for a word of another tool, or the nearest name.
+    """Message for a key that a section, or a `kind` of parts, does not have.
+
+    It names the sections of `whole` that have the key, our word for a word of another tool, or the
+    nearest name.
     """
-    if whole is not None and (owners := dict.fromkeys(_sections_with(key, whole))):
+    owners = dict.fromkeys(_sections_with(key, whole)) if whole is not None else {}
+    if owners:
         return f"unknown key {key!r}; it is an option of {' and of '.join(owners)}"
-    here = other_words("keys").get(key)
-    hint = f"set {here}" if here and here != f"{kind}.{key}" else did_you_mean(key, known)
+    ours = other_words("keys").get(key)
+    hint = f"set {ours}" if ours and ours != f"{kind}.{key}" else did_you_mean(key, known)
     return f"unknown key {key!r}; {hint}"

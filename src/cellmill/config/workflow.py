@@ -66,8 +66,8 @@ class Sweep(Section):
 def expand(
     sweeps: Any, taken: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
-    """Runs of all sweeps, and each one's values by axis; `taken` are other runs. Raises
-    ConfigError.
+    """Runs of all sweeps, and the values of each by axis. Raise ConfigError, also for a name in
+    `taken`.
     """
     runs: dict[str, Any] = {}
     values: dict[str, dict[str, dict[str, Any]]] = {}
@@ -111,11 +111,10 @@ def expand(
                         )
                         tree = tree[section]
                     tree[key] = value
-            shown = {
-                axis: _shown(axis, label, options)
-                for axis, (label, options) in zip(axes, combination)
-            }
-            values.setdefault(name, {})[run] = shown
+            by_axis = {}
+            for axis, (label, options) in zip(axes, combination):
+                by_axis[axis] = _axis_value(axis, label, options)
+            values.setdefault(name, {})[run] = by_axis
     return runs, values
 
 
@@ -125,24 +124,20 @@ def _points(axis: str, given: Any, where: str) -> list[tuple[str, dict[str, Any]
         return [
             (str(label), mapping(options, f"{where}.{label}")) for label, options in given.items()
         ]
-    if (
-        not isinstance(given, list)
-        or not given
-        or any(isinstance(value, dict | list) for value in given)
-    ):
+    is_list = isinstance(given, list) and given
+    if not is_list or any(isinstance(value, dict | list) for value in given):
         raise ConfigError(
             f"{where}: expected a list of values, or {{NAME: {{OPTION: VALUE}}}}, got {given!r}"
         )
-    known = {"True": "yes", "False": "no", "None": "null"}  # by repr: 1 equals True
-    return [
-        (f"{axis.rsplit('.', 1)[-1]}{known.get(repr(value), value)}", {axis: value})
-        for value in given
-    ]
+    words = {"True": "yes", "False": "no", "None": "null"}  # by repr: 1 equals True
+    option = axis.rsplit(".", 1)[-1]
+    return [(f"{option}{words.get(repr(value), value)}", {axis: value}) for value in given]
 
 
-def _shown(axis: str, label: str, options: dict[str, Any]) -> Any:
+def _axis_value(axis: str, label: str, options: dict[str, Any]) -> Any:
     """Value of an axis in tables and figures: its option's value, or the point's name."""
-    if list(options) != [axis] or isinstance(value := options[axis], dict | list):
+    value = options[axis] if list(options) == [axis] else None
+    if list(options) != [axis] or isinstance(value, dict | list):
         return label
     if isinstance(value, str):
         with suppress(ValueError):
@@ -216,10 +211,11 @@ ENTRIES: dict[str, type[Section]] = {"corpora": CorpusConfig, "runs": RunConfig}
 
 def sections_of(owner: type[BaseModel]) -> dict[str, type[Section]]:
     """Sections of a corpus, a run or the whole workflow by name."""
-    annotations = {name: field.annotation for name, field in owner.model_fields.items()}
-    return {
-        name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, Section)
-    }
+    sections = {}
+    for name, field in owner.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            sections[name] = field.annotation
+    return sections
 
 
 class Workflow(Section):
@@ -244,16 +240,12 @@ class Workflow(Section):
     """
 
     def problems(self) -> Iterator[str]:
-        empty = [name for name, corpus in self.corpora.items() if corpus.datasets == []]
-        yield from (
-            f"corpora.{name}.datasets: expected names of datasets, got none; null takes all"
-            for name in empty
-        )
-        yield from (
-            f"bridges: no bridge {n!r}; {did_you_mean(n, BRIDGES)}"
-            for n in self.bridges
-            if n not in BRIDGES
-        )
+        for name, corpus in self.corpora.items():
+            if corpus.datasets == []:
+                yield f"corpora.{name}.datasets: expected names of datasets, got none; null takes all"
+        for name in self.bridges:
+            if name not in BRIDGES:
+                yield f"bridges: no bridge {name!r}; {did_you_mean(name, BRIDGES)}"
         for name, run in self.runs.items():
             if run.corpus not in self.corpora:
                 yield f"runs.{name}.corpus: no corpus {run.corpus!r}; there are: {', '.join(self.corpora)}"
@@ -262,31 +254,24 @@ class Workflow(Section):
                 yield f"runs.{name}.tokens: its bins are fitted to the corpus; set vocabulary.quantiles or tokens.edges"
             if run.tokens.truncation == "variable" and not vocabulary.variability:
                 yield f"runs.{name}.tokens.truncation: variable requires vocabulary.variability; set it to yes"
-            for key, parent in (
-                ("init_from", run.init_from or "/"),
-                ("objective.teacher", run.teacher or "/"),
-            ):
-                if (
-                    parent not in self.runs
-                    and "/" not in parent
-                    and PublishedFolder.named_by(parent) is None
-                ):
-                    known = did_you_mean(parent, self.runs)
-                    yield f"runs.{name}.{key}: no run {parent!r}; {known}; a folder has a `/`, such as ./NAME"
-            yield from (f"runs.{name}{problem}" for problem in self._trunk_problems(run))
-        waits_for = {
-            name: {run.init_from, run.trunk, run.teacher} & {*self.runs}
-            for name, run in self.runs.items()
-        }
+            for key, parent in (("init_from", run.init_from), ("objective.teacher", run.teacher)):
+                if not parent or parent in self.runs or "/" in parent:
+                    continue
+                if PublishedFolder.named_by(parent) is None:
+                    hint = did_you_mean(parent, self.runs)
+                    yield f"runs.{name}.{key}: no run {parent!r}; {hint}; a folder has a `/`, such as ./NAME"
+            for problem in self._trunk_problems(run):
+                yield f"runs.{name}{problem}"
+        waits_for = {}
+        for name, run in self.runs.items():
+            waits_for[name] = {run.init_from, run.trunk, run.teacher} & {*self.runs}
         try:
             TopologicalSorter(waits_for).prepare()
         except CycleError as error:
             yield f"runs: init_from, trunk and objective.teacher are a circle: {' -> '.join(reversed(error.args[1]))}"
 
     def _trunk_problems(self, run: RunConfig) -> Iterator[str]:
-        """Why a run cannot continue from its trunk: it is not a run, or will not have the
-        checkpoint.
-        """
+        """Why a run cannot continue from its trunk, each after the run's name."""
         step = run.trunk_step
         if run.trunk is None or step is None:
             if run.trunk != step:
@@ -304,9 +289,10 @@ class Workflow(Section):
         if isinstance(run.train.steps, int) and run.train.steps <= step:
             yield f".train.steps: expected more than its trunk_step, {step}, got {run.train.steps}"
         for key in ("corpus", "init_from"):
-            own = getattr(run, key)
-            if own != (expected := getattr(trunk, key)):
-                yield f".{key}: expected {expected}, as its trunk {run.trunk}, got {own}"
+            value = getattr(run, key)
+            expected = getattr(trunk, key)
+            if value != expected:
+                yield f".{key}: expected {expected}, as its trunk {run.trunk}, got {value}"
 
     def swept(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Values by axis of each run of each sweep."""
@@ -324,42 +310,55 @@ class Workflow(Section):
             check_transfer(run.evaluate, self.evaluated_on(name), f"{source}: runs.{name}.evaluate")
 
     def _table_problems(self) -> Iterator[str]:
-        chosen = [
-            (f"corpora.{name}", name, corpus.datasets) for name, corpus in self.corpora.items()
-        ]
-        chosen += [
-            (f"runs.{name}.evaluate", run.corpus, run.evaluate.datasets)
-            for name, run in self.runs.items()
-        ]
-        for where, corpus, names in chosen:
-            known = self.datasets(corpus)
-            table = self.corpora[corpus].table
-            for name in names or ():
-                if name not in known:
-                    yield f"{where}.datasets: no dataset {name!r} in {table}; {did_you_mean(name, known)}"
+        for name, corpus in self.corpora.items():
+            yield from self._unknown_datasets(f"corpora.{name}", name, corpus.datasets)
         for name, run in self.runs.items():
-            known = self.datasets(run.corpus)
-            trained = self.trained_on(run.corpus)
-            for external, model in run.evaluate.external.items():
-                where = f"runs.{name}.evaluate.external.{external}: preset {model.preset}"
-                for dataset in self.evaluated_on(name) if model.preset else ():
-                    if dataset not in trained:
-                        yield f"{where} is fitted on training cells; add {dataset} to corpora.{run.corpus}.datasets"
-                    if model.preset == "harmony" and known[dataset].batch is None:
-                        table = self.corpora[run.corpus].table
-                        yield f"{where} corrects batches; name those of {dataset} in column batch of {table}"
-            preprocess = self.corpora[run.corpus].preprocess
-            if preprocess.keep_obs is None:
-                continue
-            rows = [known[dataset] for dataset in trained]
-            own = {column for row in rows for column in (*row.roles, *row.label_names)}
-            own |= {IS_CONTROL} if any(row.control for row in rows) else set()
-            own |= {ORGANISM} if preprocess.organism_column else set()
-            kept = ["dataset", *preprocess.keep_obs, *sorted(own - {*preprocess.keep_obs})]
-            for column, option in (run.read_columns() | run.number_columns()).items():
-                # a column `dataset` of the file is in shards as `dataset_original`
-                if column not in (*kept, "dataset_original"):
-                    yield f"runs.{name}.{option}: no obs column {column!r}; keep_obs keeps: {', '.join(kept)}"
+            where = f"runs.{name}.evaluate"
+            yield from self._unknown_datasets(where, run.corpus, run.evaluate.datasets)
+        for name, run in self.runs.items():
+            yield from self._preset_problems(name, run)
+            yield from self._obs_problems(name, run)
+
+    def _unknown_datasets(self, where: str, corpus: str, names: list[str] | None) -> Iterator[str]:
+        datasets = self.datasets(corpus)
+        table = self.corpora[corpus].table
+        for name in names or ():
+            if name not in datasets:
+                hint = did_you_mean(name, datasets)
+                yield f"{where}.datasets: no dataset {name!r} in {table}; {hint}"
+
+    def _preset_problems(self, name: str, run: RunConfig) -> Iterator[str]:
+        """Datasets that a preset of `evaluate.external` cannot embed."""
+        datasets = self.datasets(run.corpus)
+        trained = self.trained_on(run.corpus)
+        for external, model in run.evaluate.external.items():
+            where = f"runs.{name}.evaluate.external.{external}: preset {model.preset}"
+            for dataset in self.evaluated_on(name) if model.preset else ():
+                if dataset not in trained:
+                    yield f"{where} is fitted on training cells; add {dataset} to corpora.{run.corpus}.datasets"
+                if model.preset == "harmony" and datasets[dataset].batch is None:
+                    table = self.corpora[run.corpus].table
+                    yield f"{where} corrects batches; name those of {dataset} in column batch of {table}"
+
+    def _obs_problems(self, name: str, run: RunConfig) -> Iterator[str]:
+        """obs columns that a run reads and preprocess does not keep."""
+        preprocess = self.corpora[run.corpus].preprocess
+        if preprocess.keep_obs is None:
+            return
+        datasets = self.datasets(run.corpus)
+        added = set[str]()
+        for dataset in self.trained_on(run.corpus):
+            row = datasets[dataset]
+            added |= {*row.roles, *row.label_names}
+            if row.control:
+                added.add(IS_CONTROL)
+        if preprocess.organism_column:
+            added.add(ORGANISM)
+        kept = ["dataset", *preprocess.keep_obs, *sorted(added - {*preprocess.keep_obs})]
+        for column, option in (run.read_columns() | run.number_columns()).items():
+            # a column `dataset` of the file is in shards as `dataset_original`
+            if column not in (*kept, "dataset_original"):
+                yield f"runs.{name}.{option}: no obs column {column!r}; keep_obs keeps: {', '.join(kept)}"
 
     def trained_on(self, corpus: str) -> list[str]:
         """Names of the corpus's datasets, in the table's order."""
@@ -374,26 +373,24 @@ class Workflow(Section):
     def teacher_files(self, run: str) -> list[str]:
         """Embeddings of the datasets of the run's corpus by its teacher; none without one."""
         teacher = self.runs[run].teacher
-        folder = Path(
-            f"results/runs/{teacher}/embeddings" if teacher in self.runs else teacher or ""
-        )
-        names = [] if teacher is None else self.trained_on(self.runs[run].corpus)
+        if teacher is None:
+            return []
+        folder = Path(f"results/runs/{teacher}/embeddings" if teacher in self.runs else teacher)
+        names = self.trained_on(self.runs[run].corpus)
         return [str(folder / f"{name}.h5ad") for name in names]
 
     def entries(self, stage: str) -> Mapping[str, Section]:
         """Corpora or runs, whichever `stage` is run for; empty for a stage over all of them."""
         for kind, owner in ENTRIES.items():
             if issubclass(owner, OPTIONS[stage]):
-                found: Mapping[str, Section] = getattr(self, kind)
-                return found
+                entries: Mapping[str, Section] = getattr(self, kind)
+                return entries
         return {}
 
     def section(
         self, stage: str, name: str | None = None, dataset: Dataset | None = None
     ) -> dict[str, Any]:
-        """JSON-able {section: options} that `stage` reads, of the corpus or run `name`, or of a
-        dataset.
-        """
+        """JSON-able {section: options} that `stage` reads for a corpus or run `name`, or a dataset."""
         owner = self.entries(stage).get(name or "", self)
         sections = {section: getattr(owner, section) for section in OPTIONS[stage].model_fields}
         if dataset is not None and "preprocess" in sections:

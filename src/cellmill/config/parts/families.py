@@ -53,8 +53,12 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
     implementation = "cellmill.models.families.encoder:EncoderModel"
     value_kinds = ("class", "scalar", "place")
     objectives: ClassVar[tuple[str, ...]] = (
-        *("cell_decoding", "denoise", "query_decoding"),
-        *("masked_value", "masked_gene", "supervised_contrastive"),
+        "cell_decoding",
+        "denoise",
+        "query_decoding",
+        "masked_value",
+        "masked_gene",
+        "supervised_contrastive",
     )
     covariates = True
     family: Literal["encoder"] = "encoder"
@@ -211,12 +215,10 @@ class HfConfig(FamilyConfig):
             raise ValueError(
                 f"model.path {self.path}: no vocab.txt with a letter per residue; set model.residue_ids"
             )
-        needed = {"pad", "mask", *RESIDUES}
-        if (
-            tokens.sequences
-            and self.residue_ids is not None
-            and (lacking := sorted(needed - self.residue_ids.keys()))
-        ):
+        lacking = []
+        if tokens.sequences and self.residue_ids is not None:
+            lacking = sorted({"pad", "mask", *RESIDUES} - self.residue_ids.keys())
+        if lacking:
             raise ValueError(
                 f"model.residue_ids: no id of {', '.join(lacking)}; add it, or choose another model"
             )
@@ -225,11 +227,8 @@ class HfConfig(FamilyConfig):
         if places is None:
             return
         offset = given.get("pad_token_id", 1) + 1 if given.get("model_type") in OFFSET_TYPES else 0
-        longest = (
-            int(places)
-            - offset
-            - sum(name in (self.residue_ids or {}) for name in ("begin", "end"))
-        )
+        n_ends = len({"begin", "end"} & (self.residue_ids or {}).keys())
+        longest = int(places) - offset - n_ends
         if tokens.max_tokens > longest:
             raise ValueError(
                 f"tokens.max_tokens: expected at most {longest} for model.path, got {tokens.max_tokens}"
@@ -242,17 +241,12 @@ def model_folder(path: str, revision: str | None) -> Path:
     if folder.is_dir():
         return folder
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = (
-        Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-        / f"models--{path.replace('/', '--')}"
-    )
+    hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    cache = hub / f"models--{path.replace('/', '--')}"
     name = revision or "main"
     pointer = cache / "refs" / name
-    snapshot = (
-        cache
-        / "snapshots"
-        / (pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name)
-    )
+    commit = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name
+    snapshot = cache / "snapshots" / commit
     if not snapshot.is_dir():
         raise ValueError(
             f"path: {path!r} is no folder, and {snapshot} does not exist; run: hf download {path}"

@@ -47,7 +47,7 @@ class GeneVectorsConfig(Section):
     init_from.
     """
     train_gene_vectors: bool = False
-    """Also train the vectors; otherwise their projection alone."""
+    """Also train the vectors; otherwise only their projection."""
 
     def problems(self) -> Iterator[str]:
         if self.gene_vector_dim is None and (
@@ -136,7 +136,8 @@ class TransformerConfig(ResidualConfig):
     @classmethod
     def _expand_size(cls, value: Any) -> Any:
         # before validation, so that a run by name is the run with these numbers
-        if not isinstance(value, dict) or (numbers := SIZES.get(str(value.get("size")))) is None:
+        numbers = SIZES.get(str(value.get("size"))) if isinstance(value, dict) else None
+        if numbers is None:
             return value
         return numbers | {key: option for key, option in value.items() if key != "size"}
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cache, partial, reduce
+from itertools import chain
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -354,14 +355,14 @@ class SumConfig(ObjectiveConfig):
 
     @property
     def supervised_by(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(column for part in self.each() for column in part.supervised_by))
+        columns = chain.from_iterable(part.supervised_by for part in self.each())
+        return tuple(dict.fromkeys(columns))
 
     def warnings(self, option: str = "objective") -> list[str]:
-        return [
-            line
-            for name, part in self.parts.items()
-            for line in part.warnings(f"{option}.parts.{name}")
-        ]
+        lines = []
+        for name, part in self.parts.items():
+            lines += part.warnings(f"{option}.parts.{name}")
+        return lines
 
     def check_tokens(self, tokens: Tokens) -> None:
         for part in self.each():
@@ -416,15 +417,13 @@ class DecodingConfig(HiddenShareConfig):
 
     def problems(self) -> Iterator[str]:
         vicreg = ("invariance_weight", "variance_weight", "covariance_weight")
-        unread = {"weights": "likelihood softmax, got nb"} if self.likelihood == "nb" else {}
-        unread |= (
-            dict.fromkeys(vicreg, "view_loss vicreg, got null") if self.view_loss is None else {}
-        )
-        unread |= (
-            {"batch_adversary_scale": "batch_adversary, got null"}
-            if self.batch_adversary is None
-            else {}
-        )
+        unread = {}
+        if self.likelihood == "nb":
+            unread["weights"] = "likelihood softmax, got nb"
+        if self.view_loss is None:
+            unread |= dict.fromkeys(vicreg, "view_loss vicreg, got null")
+        if self.batch_adversary is None:
+            unread["batch_adversary_scale"] = "batch_adversary, got null"
         for name, required in unread.items():
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield f"{name} requires {required}; leave {name} out"

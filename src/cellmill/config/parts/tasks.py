@@ -28,9 +28,8 @@ class TaskConfig(Plugin):
 
     def paths(self) -> dict[str, str]:
         """Files that the options name, by option."""
-        return {
-            option: path for option in self.files if (path := getattr(self, option)) is not None
-        }
+        paths = {option: getattr(self, option) for option in self.files}
+        return {option: path for option, path in paths.items() if path is not None}
 
     def packages(self) -> dict[str, str]:
         """Modules beside the core that the task imports, and the extra of cellmill that each comes
