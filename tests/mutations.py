@@ -57,7 +57,7 @@ FAULTS = [
     Fault("the adversary's gradient is not reversed", "models/blocks.py", "-ctx.scale * grad", "ctx.scale * grad", "unit/test_cell_decoding.py"),
     Fault("covariance of VICReg divided by n", "models/objectives/terms.py", "(n - 1).clamp(min=1)", "n", "unit/test_views.py"),
     Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths = segment_sum(", "_ = segment_sum(", "unit/test_cell_encoder.py"),
-    Fault("a claim is never silent for too long", "runs/lock.py", "(modified == first and silent_s >= LEASE_S)", "False", "unit/test_jobs.py"),
+    Fault("a claim is never silent for too long", "runs/lock.py", "(modified_ns == first_ns and silent_s >= LEASE_S)", "False", "unit/test_jobs.py"),
     Fault("another job's claim is not noticed", "runs/lock.py", "if newest is not None and newest != self.file:", "if False:", "unit/test_jobs.py"),
     Fault("last node of a range is lost", "launch/queue.py", "int(high or low) + 1", "int(high or low)", "unit/test_node.py"),
     Fault("a causal cell sees what follows", "models/blocks.py", "is_causal=causal", "is_causal=False", "unit/test_attention.py"),

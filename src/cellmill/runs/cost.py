@@ -56,14 +56,15 @@ class Start:
 
 def _start(state: str, queued_at: float, started_at: float, ended_at: float, **held: Any) -> Start:
     """A start by the run's own files; `held` has the other fields."""
-    waited_s = max(0.0, started_at - queued_at)
-    elapsed_s = ended_at - started_at
-    times: dict[str, Any] = {
-        "submitted_at": queued_at,
-        "started_at": started_at,
-        "ended_at": ended_at,
-    }
-    return Start(state=state, queue_wait_s=waited_s, elapsed_s=elapsed_s, **times, **held)
+    return Start(
+        state=state,
+        submitted_at=queued_at,
+        started_at=started_at,
+        ended_at=ended_at,
+        queue_wait_s=max(0.0, started_at - queued_at),
+        elapsed_s=ended_at - started_at,
+        **held,
+    )
 
 
 def attempt_starts(record: JobRecord, now: float) -> list[Start]:
@@ -72,43 +73,55 @@ def attempt_starts(record: JobRecord, now: float) -> list[Start]:
         attempts = record.attempts()
     except DataError:  # truncated by a full disk
         attempts = []
-    starts = list[Start]()
+    if not attempts:
+        return [_start_without_attempt(record, now)]
+    starts = []
     queued_at = record.submitted_at
-    job: dict[str, Any] = {"job_id": record.job_id, "partition": record.slurm_partition}
     for attempt in attempts:
-        ended = attempt["ended_at"]
+        ended_at = attempt["ended_at"]
         state = record.state
-        nodes = len(attempt["hosts"])
         if attempt is not attempts[-1]:
             state = "REQUEUED"
-        elif record.ended_at is None and ended is None:
+        elif record.ended_at is None and ended_at is None:
             state = "RUNNING"
-        ended_at = float(attempt["seen_at"] if ended is None else ended)
-        held = {name: attempt[name] for name in ("processes", "gpus")}
-        held |= {"nodes": nodes, "cpus": nodes * record.cpus_per_node}
-        starts.append(
-            _start(state, queued_at, float(attempt["started_at"]), ended_at, **job, **held)
+        if ended_at is None:
+            ended_at = attempt["seen_at"]
+        nodes = len(attempt["hosts"])
+        start = _start(
+            state,
+            queued_at,
+            float(attempt["started_at"]),
+            float(ended_at),
+            job_id=record.job_id,
+            partition=record.slurm_partition,
+            nodes=nodes,
+            processes=attempt["processes"],
+            gpus=attempt["gpus"],
+            cpus=nodes * record.cpus_per_node,
         )
-        queued_at = ended_at  # a requeued job waits again from its end
-    if starts:
-        return starts
+        starts.append(start)
+        queued_at = float(ended_at)  # a requeued job waits again from its end
+    return starts
+
+
+def _start_without_attempt(record: JobRecord, now: float) -> Start:
+    """A job's wait in the queue; how long it ran is unknown if it did."""
     nodes = int(record.nodes.partition("-")[0])
-    # how long a job ran is unknown without attempt files
-    waited = record.state not in RAN
-    held = {
-        "processes": record.nproc_per_node,
-        "gpus": record.gpus_per_node,
-        "cpus": record.cpus_per_node,
-    }
-    held = {name: nodes * number for name, number in held.items()}
-    times: dict[str, Any] = {
-        "submitted_at": queued_at,
-        "started_at": None,
-        "ended_at": record.ended_at,
-    }
-    times["queue_wait_s"] = (record.ended_at or now) - queued_at if waited else None
-    times["elapsed_s"] = 0.0 if waited else None
-    return [Start(**job, state=record.state, nodes=nodes, **times, **held)]
+    has_run = record.state in RAN
+    return Start(
+        job_id=record.job_id,
+        partition=record.slurm_partition,
+        state=record.state,
+        submitted_at=record.submitted_at,
+        started_at=None,
+        ended_at=record.ended_at,
+        queue_wait_s=None if has_run else (record.ended_at or now) - record.submitted_at,
+        elapsed_s=None if has_run else 0.0,
+        nodes=nodes,
+        processes=nodes * record.nproc_per_node,
+        gpus=nodes * record.gpus_per_node,
+        cpus=nodes * record.cpus_per_node,
+    )
 
 
 # the name is last: it may hold a |
@@ -126,32 +139,31 @@ def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]
         return {}, "only SLURM's accounting has it"
     if shutil.which("sacct") is None:
         return {}, "sacct is not on PATH"
+    jobs = ",".join(record.job_id for record in records)
+    command = ["sacct", "-P", "-n", "--duplicates", "-j", jobs, "-o", ",".join(_FIELDS)]
+    newest = records[-1]
     deadline = time.monotonic() + LAG_S
     while True:
         try:
-            jobs = ",".join(record.job_id for record in records)
-            command = ["sacct", "-P", "-n", "--duplicates", "-j", jobs, "-o", ",".join(_FIELDS)]
-            starts = parse_sacct(
-                ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC"), records
-            )
+            answer = ask(command, ANSWER_WITHIN_S, SLURM_TIME_FORMAT="%s", TZ="UTC")
+            starts = parse_sacct(answer, records)
         except (CommandError, ValueError) as error:
             return {}, str(error)
-        newest = records[-1]
-        lags = newest.ended_at is not None and any(
-            s.state in ALIVE for s in starts.get(newest.job_id, [])[-1:]
-        )
-        if not lags or time.monotonic() > deadline:
+        last = starts.get(newest.job_id, [])[-1:]
+        is_late = newest.ended_at is not None and any(start.state in ALIVE for start in last)
+        if not is_late or time.monotonic() > deadline:
             break
         time.sleep(0.5)
-    if lags:
+    if is_late:
         del starts[newest.job_id]
     return starts, "" if len(starts) == len(records) else "sacct does not know the job"
 
 
 def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]:
-    """Starts by job id. Raises ValueError if a line is not sacct's. Left out are rows of another
-    job that had the same id (its name differs), and a job that a training shares with other work,
-    as under `allocation` (likewise).
+    """Starts by job id. Raise ValueError if a line is not sacct's.
+
+    Left out are rows of another job that had the same id (its name differs), and a job that a
+    training shares with other work, as under `allocation` (likewise).
     """
     by_job = {(record.job_id, record.name): record for record in records}
     starts = defaultdict[str, list[Start]](list)
@@ -165,40 +177,50 @@ def parse_sacct(answer: str, records: list[JobRecord]) -> dict[str, list[Start]]
         rows[-1].append(dict(zip(_FIELDS, cells)))
     for row, *steps in rows:
         record = by_job.get((row["JobID"], row["JobName"]))
-        if record is None:
-            continue
-        times = (row[name] for name in ("Submit", "Start", "End"))
-        # Unknown, None
-        submitted, started, ended = (float(text) if text.isdigit() else None for text in times)
-        nodes = int(_number(row["NNodes"]))
-        gpus = re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
-        if not row["AllocTRES"]:  # ended in the queue: SLURM reports a start it never had
-            started = None
-        memory = [_number(step["MaxRSS"]) for step in steps if step["MaxRSS"]]
-        until = ended if started is None else started
-        start = Start(
-            job_id=record.job_id,
-            partition=row["Partition"],
-            state=row["State"].split()[0],  # "CANCELLED by 1000"
-            submitted_at=submitted,
-            started_at=started,
-            ended_at=ended,
-            queue_wait_s=None
-            if submitted is None or until is None
-            else max(0.0, until - submitted),
-            elapsed_s=_number(row["ElapsedRaw"]),
-            nodes=nodes,
-            processes=nodes * record.nproc_per_node,
-            # a site may not account for GPUs
-            gpus=int(gpus[1]) if gpus else nodes * record.gpus_per_node,
-            cpus=int(_number(row["AllocCPUS"])),
-            # 0 if it was not gathered
-            cpu_s=parse_duration(row["TotalCPU"]) if ended is not None and memory else None,
-            max_memory_gb=max(memory) / 1e9 if memory else None,
-            source="sacct",
-        )
-        starts[record.job_id].append(start)
+        if record is not None:
+            starts[record.job_id].append(_sacct_start(row, steps, record))
     return dict(starts)
+
+
+def _sacct_start(row: dict[str, str], steps: list[dict[str, str]], record: JobRecord) -> Start:
+    """One start of a job by its row and those of its steps."""
+    submitted = _seconds(row["Submit"])
+    ended = _seconds(row["End"])
+    # a job that ended in the queue has no resources: SLURM reports a start it never had
+    started = _seconds(row["Start"]) if row["AllocTRES"] else None
+    nodes = int(_number(row["NNodes"]))
+    gpus = nodes * record.gpus_per_node  # a site may not account for GPUs
+    counted = re.search(r"gres/gpu=(\d+)", row["AllocTRES"])
+    if counted:
+        gpus = int(counted[1])
+    memory = [_number(step["MaxRSS"]) for step in steps if step["MaxRSS"]]
+    waited_until = ended if started is None else started
+    queue_wait_s = None
+    if submitted is not None and waited_until is not None:
+        queue_wait_s = max(0.0, waited_until - submitted)
+    return Start(
+        job_id=record.job_id,
+        partition=row["Partition"],
+        state=row["State"].split()[0],  # "CANCELLED by 1000"
+        submitted_at=submitted,
+        started_at=started,
+        ended_at=ended,
+        queue_wait_s=queue_wait_s,
+        elapsed_s=_number(row["ElapsedRaw"]),
+        nodes=nodes,
+        processes=nodes * record.nproc_per_node,
+        gpus=gpus,
+        cpus=int(_number(row["AllocCPUS"])),
+        # 0 if it was not gathered
+        cpu_s=parse_duration(row["TotalCPU"]) if ended is not None and memory else None,
+        max_memory_gb=max(memory) / 1e9 if memory else None,
+        source="sacct",
+    )
+
+
+def _seconds(text: str) -> float | None:
+    """A time in seconds since 1970; None for Unknown and None."""
+    return float(text) if text.isdigit() else None
 
 
 def _number(text: str) -> float:
@@ -260,11 +282,11 @@ def local_starts(train: Path) -> list[Start]:
     """Starts of the run in `train` on this machine."""
     starts = []
     for entry in read_local(train):
-        began = entry["started_at"]
-        ended = entry["ended_at"] or _last_sign_of_life(entry, train)
+        began_at = entry["started_at"]
+        ended_at = entry["ended_at"] or _last_sign_of_life(entry, train)
         held = {name: entry[name] for name in ("processes", "gpus", "cpus", "cpu_s")}
         held |= {"job_id": "", "partition": LOCAL, "nodes": 1}
-        starts.append(_start(entry["how"] or "RUNNING", began, began, ended, **held))
+        starts.append(_start(entry["how"] or "RUNNING", began_at, began_at, ended_at, **held))
     return starts
 
 
@@ -275,14 +297,13 @@ def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs this process may use, without importing torch or asking the driver."""
-    devices = sum(
-        bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*")
-    )
+    names = [path.name for path in Path("/dev").glob("nvidia*")]
+    devices = len([name for name in names if re.fullmatch(r"nvidia\d+", name)])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
     return min(
-        devices, sum(bool(word.strip()) and word.strip() != "-1" for word in visible.split(","))
+        devices, len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
     )
 
 
@@ -303,8 +324,10 @@ def write_cost(train: Path, show: bool = True) -> None:
     warning.
     """
     try:
-        # a deleted one stays away
-        if train.is_dir() and (value := cost(train, training_seconds(train), time.time())):
+        if not train.is_dir():  # a deleted run is not made again
+            return
+        value = cost(train, training_seconds(train), time.time())
+        if value is not None:
             write_json(train / "cost.json", value)
             if show:
                 print(sentence(value), flush=True)
@@ -342,21 +365,22 @@ def sentence(cost: dict[str, Any]) -> str:
     """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
     totals = cost["totals"]
     starts = cost["jobs"]
-    on_gpus = any(start["gpus"] for start in starts)
-    hours, unit = (
-        (totals["gpu_hours"], "GPU-hours") if on_gpus else (totals["cpu_core_hours"], "core-hours")
-    )
+    unit = "core-hours"
+    hours = totals["cpu_core_hours"]
+    if any(start["gpus"] for start in starts):
+        unit = "GPU-hours"
+        hours = totals["gpu_hours"]
+    if hours is None:
+        amount = "an unknown number of"
+    else:
+        amount = f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
     jobs = len({start["job_id"] for start in starts if start["job_id"]})
-    local = sum(not start["job_id"] for start in starts)
-    where = [f"{jobs} {'job' if jobs == 1 else 'jobs'}"] if jobs else []
-    where += [f"{local} {'start' if local == 1 else 'starts'} on this machine"] if local else []
-    amount = (
-        "an unknown number of"
-        if hours is None
-        else f"{hours:.3g}"
-        if hours < 100
-        else f"{hours:,.0f}"
-    )
+    local = len([start for start in starts if not start["job_id"]])
+    where = []
+    if jobs:
+        where.append(f"{jobs} {'job' if jobs == 1 else 'jobs'}")
+    if local:
+        where.append(f"{local} {'start' if local == 1 else 'starts'} on this machine")
     parts = [f"{amount} {unit} in {' and '.join(where)}"]
     if jobs and totals["queue_wait_s"] is not None:
         parts.append(f"waited {span(totals['queue_wait_s'])} in the queue")
@@ -368,20 +392,21 @@ def sentence(cost: dict[str, Any]) -> str:
 def _totals(
     starts: list[Start], training_s: float | None, why_not: str
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Totals over starts, and the reason for each that is unknown; `why_not`: why accounting lacks
-    a job.
+    """Totals over starts, and the reason for each that is unknown.
+
+    `why_not` is the reason why accounting lacks a job.
     """
     unknown = dict[str, str]()
     totals = dict[str, float | None]()
 
     def hours(start: Start, number: float | None) -> float | None:
-        return (
-            None if number is None or start.elapsed_s is None else number * start.elapsed_s / 3600
-        )
+        if number is None or start.elapsed_s is None:
+            return None
+        return number * start.elapsed_s / 3600
 
     ran = [start for start in starts if start.elapsed_s]
     why_not = why_not or "not in its accounting"
-    for name, found, reason in (
+    for name, values, reason in (
         ("gpu_hours", [(start, hours(start, start.gpus)) for start in starts], LOST),
         ("cpu_core_hours", [(start, hours(start, start.cpus)) for start in starts], LOST),
         ("elapsed_s", [(start, start.elapsed_s) for start in starts], LOST),
@@ -389,14 +414,17 @@ def _totals(
         ("cpu_efficiency_frac", [(start, start.cpu_s) for start in ran], why_not),
         ("max_memory_gb", [(start, start.max_memory_gb) for start in ran], why_not),
     ):
-        known = [value for _, value in found if value is not None]
-        if len(known) < len(found):
-            lacking = dict.fromkeys(
-                start.job_id or "a start on this machine" for start, each in found if each is None
-            )
-            unknown[name], totals[name] = f"unknown for {', '.join(lacking)}: {reason}", None
+        lacking = [
+            start.job_id or "a start on this machine" for start, value in values if value is None
+        ]
+        known = [value for _, value in values if value is not None]
+        if lacking:
+            unknown[name] = f"unknown for {', '.join(dict.fromkeys(lacking))}: {reason}"
+            totals[name] = None
+        elif name == "max_memory_gb":
+            totals[name] = max(known, default=0.0)
         else:
-            totals[name] = max(known, default=0.0) if name == "max_memory_gb" else sum(known)
+            totals[name] = sum(known)
     elapsed = totals["elapsed_s"]
     cores = totals["cpu_core_hours"]
     cpu_s = totals["cpu_efficiency_frac"]
@@ -409,9 +437,9 @@ def _totals(
     # two clocks, the curve's and the cluster's: the quotient may exceed 1 by a hair
     trained_frac = min(1.0, training_s / elapsed) if training_s is not None and elapsed else None
     used_frac = cpu_s / 3600 / cores if cpu_s is not None and cores else None
-    own = {
+    fractions = {
         "training_s": training_s,
         "training_efficiency_frac": trained_frac,
         "cpu_efficiency_frac": used_frac,
     }
-    return totals | own, unknown
+    return totals | fractions, unknown

@@ -1,5 +1,4 @@
-"""The folder of a training run: its files, its checkpoints, and which of them a resume may start
-from.
+"""The folder of a training run: its files, and the checkpoints that a resume may start from.
 
     status.json     written once, after the last step: the output the workflow waits for
     state.json      running, stopped or done, and the step: rewritten during training
@@ -32,8 +31,8 @@ from cellmill.runs.lock import locked, user_name
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
 REPLACED = ".replaced"
-DIGEST = ".sha256"  # of a file that its rank has hashed
-# hashed even if hashing the tensors would take too long
+DIGEST = ".sha256"  # suffix of the digest of a file that its rank has hashed
+# files that are hashed even if hashing the tensors would take too long
 SMALL = ("state.json", "index.json", ".metadata")
 TAIL_BYTES = 1 << 16  # end of a curve or a log, enough for status and attach
 COLLAPSED = 1.5  # `effective_rank` below which the embedding is nearly one direction
@@ -45,7 +44,7 @@ class Checkpoint:
     step: int
 
     def state(self) -> dict[str, Any]:
-        """Progress, identity, options and data fingerprint saved beside the tensors."""
+        """Progress, identity, options and data fingerprint saved with the tensors."""
         return read_json(self.path / "state.json")
 
     def best_step(self) -> int | None:
@@ -57,31 +56,30 @@ class Checkpoint:
         return None
 
     def damage(self, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-        """The first missing, truncated or changed file, as an error; None without one. Hashes
-        tensors only with `contents`. `share` is rank and number of ranks: of as many equal parts of
-        the files, this rank's is checked.
+        """The first missing, truncated or changed file, as an error; None if there is none.
+
+        Tensors are hashed only with `contents`. `share` is rank and number of ranks, each of which
+        checks its share of the files.
         """
-        manifest, (rank, world) = self.path / "manifest.json", share
+        manifest = self.path / "manifest.json"
+        rank, world = share
         try:
-            files = [
-                (name, entry["bytes"], entry["sha256"])
-                for name, entry in read_json(manifest)["files"].items()
-            ]
-            own = files[rank::world]
-            megabytes = sum(size for _, size, _ in own) / 1e6
+            entries = list(read_json(manifest)["files"].items())[rank::world]
+            files = [(name, entry["bytes"], entry["sha256"]) for name, entry in entries]
+            megabytes = sum(size for _, size, _ in files) / 1e6
         except DataError as error:
             return f"{error}; the checkpoint is damaged"
         except (KeyError, TypeError, AttributeError):
             return f"{manifest}: not a checkpoint's manifest; the checkpoint is damaged"
         for name, size, sha256 in progress(
-            own, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6
+            files, "hashing a checkpoint", megabytes, "MB", lambda file: file[1] / 1e6
         ):
             file = self.path / name
             if not file.is_file():
                 return f"{file}: missing; the checkpoint is damaged"
-            found = file.stat().st_size
-            if found != size:
-                return f"{file}: expected {size} bytes, got {found}; the checkpoint is damaged"
+            stored = file.stat().st_size
+            if stored != size:
+                return f"{file}: expected {size} bytes, got {stored}; the checkpoint is damaged"
             if (contents or name in SMALL) and sha256_file(file) != sha256:
                 return f"{file}: changed since it was written (SHA-256 differs); the checkpoint is damaged"
         return None
@@ -107,27 +105,22 @@ class TrainFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints that were completed, oldest first; any may be damaged since."""
-        names = [
-            path.name
-            for path in self.checkpoint_folder.glob("step-*")
-            if re.fullmatch(r"step-\d{8,}", path.name)
-        ]
-        return sorted(map(self.checkpoint, names), key=lambda checkpoint: checkpoint.step)
+        names = [path.name for path in self.checkpoint_folder.glob("step-*")]
+        complete = [name for name in names if re.fullmatch(r"step-\d{8,}", name)]
+        return sorted(map(self.checkpoint, complete), key=lambda checkpoint: checkpoint.step)
 
     def checkpoint(self, name: str) -> Checkpoint:
         """The checkpoint of that name, such as step-00000100."""
         return Checkpoint(self.checkpoint_folder / name, int(name.removeprefix("step-")))
 
     def set_damaged_aside(self, step: int) -> None:
-        """Rename checkpoints later than `step`, which a resume has found damaged, so that they do
-        not count.
-        """
-        for path in (
-            checkpoint.path for checkpoint in self.checkpoints() if checkpoint.step > step
-        ):
-            aside = path.with_name(path.name + DAMAGED)
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+        """Rename checkpoints later than `step`, which are damaged, so that they do not count."""
+        for checkpoint in self.checkpoints():
+            if checkpoint.step > step:
+                path = checkpoint.path
+                aside = path.with_name(path.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
 
     def newest_whole(
         self,
@@ -198,8 +191,8 @@ class TrainFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def finish(self, path: Path, keep: int, keep_steps: Sequence[int] = ()) -> None:
-        """Make the checkpoint in `path` (from `begin`) final; remove all but `keep` newest,
-        `keep_steps` and best ones. Hashes files without a digest beside them.
+        """Make the checkpoint in `path` (from `begin`) final; remove all but the `keep` newest,
+        `keep_steps` and the best. Hashes files that have no file with their digest.
         """
         entries = {}
         for file in sorted(path.iterdir()):
@@ -221,41 +214,33 @@ class TrainFolder:
         fsync(final.parent)
         shutil.rmtree(earlier, ignore_errors=True)
         complete = self.checkpoints()
-        chosen = complete[-keep:] + [
-            checkpoint for checkpoint in complete if checkpoint.step in keep_steps
-        ]
+        kept = set[int | None](keep_steps)
+        kept |= {checkpoint.step for checkpoint in complete[-keep:]}
         # a run resumed from any of them takes its best step for the run's best
-        kept = {checkpoint.step for checkpoint in chosen} | {
-            checkpoint.best_step() for checkpoint in chosen
-        }
+        kept |= {each.best_step() for each in complete if each.step in kept}
         for checkpoint in complete:
-            if checkpoint.step not in kept:
-                # a damaged one may be a file
-                (shutil.rmtree if checkpoint.path.is_dir() else os.unlink)(checkpoint.path)
+            if checkpoint.step in kept:
+                continue
+            if checkpoint.path.is_dir():
+                shutil.rmtree(checkpoint.path)
+            else:  # a damaged one
+                checkpoint.path.unlink()
 
     def set_aside(self) -> Path:
-        """Move checkpoints, curve and status into a new `superseded-…` folder beside them, and
-        return it.
-        """
+        """Move checkpoints, curve and status into a new `superseded-…` folder, and return it."""
         number = 1 + sum(1 for _ in self.path.glob("superseded-*"))
         aside = self.path / f"superseded-{number:03}"
         aside.mkdir()
-        for name in (
-            "status.json",
-            "state.json",
-            "run.json",
-            "metrics.jsonl",
-            "checkpoints",
-            "track",
-        ):
+        for name in "status.json state.json run.json metrics.jsonl checkpoints track".split():
             if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
         return aside
 
     @contextmanager
     def locked(self, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
-        """Hold this folder's lock, as `runs.lock.locked` does. Creates the folder, for this user
-        alone: a resume trusts its files. Raises DataError naming another owner.
+        """Hold this folder's lock, as `runs.lock.locked` does. Raise DataError naming another owner.
+
+        Creates the folder, only for this user: a resume trusts its files.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         owner = self.path.stat().st_uid
@@ -280,9 +265,7 @@ def cut_back(path: Path, step: int, copy: Path | None = None) -> int:
 
 
 def is_of_a_step(line: Mapping[str, Any]) -> bool:
-    """True for a line of metrics.jsonl about a training step, False for one about a validation,
-    skipped or not.
-    """
+    """True for a line of metrics.jsonl about a training step, False for a validation."""
     return "skipped_steps" in line
 
 
@@ -299,9 +282,7 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]
 
 
 def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The JSON objects with a step; what a kill truncated, is being written or is damaged is left
-    out.
-    """
+    """The JSON objects with a step, without truncated, unfinished or damaged lines."""
     lines = []
     for text in texts:
         with suppress(ValueError, RecursionError):
@@ -344,13 +325,12 @@ def training_seconds(train: Path) -> float | None:
         cells = read_json(record)["options"]["train"]["global_batch"]
     else:
         return None
-    before = [0, *(line["step"] for line in lines)]
-    return float(
-        sum(
-            max(0, line["step"] - last) * cells / line["cells_per_s"]
-            for line, last in zip(lines, before)
-        )
-    )
+    total_s = 0.0
+    last = 0
+    for line in lines:
+        total_s += max(0, line["step"] - last) * cells / line["cells_per_s"]
+        last = line["step"]
+    return total_s
 
 
 def status(name: str, state: dict[str, Any]) -> dict[str, Any]:

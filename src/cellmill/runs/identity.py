@@ -1,5 +1,4 @@
-"""Identity of a run: the options that define its numbers, its data and its initial weights; and
-branches of a run.
+"""Identity of a run (the options that define its numbers, data and initial weights), and branches.
 
 A run whose options or data changed is another run, and is refused in a folder that holds the
 earlier one until `--restart` allows setting the earlier training aside: nobody's training of days
@@ -8,11 +7,10 @@ checkpoint, with the schedule of the new length. Options that affect only speed 
 (layout, token budget, checkpoints, logging) are not part of the identity and may change between
 resumes.
 
-A branch continues from a checkpoint of another run, its trunk, as if it had made those steps
-itself. A schedule such as wsd has the same learning rates at its beginning whatever the length:
+A branch continues from a checkpoint of another run, its trunk, with the same numbers as a run from
+step 0. A schedule such as wsd has the same learning rates at its beginning whatever the length:
 runs of several lengths share these steps (Hu et al. 2024, MiniCPM; Hägele et al. 2024). The trunk's
-checkpoint and its curve up to there become the branch's own: its numbers are the same as for a run
-of its length from step 0. Torch-free.
+checkpoint and its curve up to there become the branch's own. Torch-free.
 """
 
 import re
@@ -50,9 +48,10 @@ FREE = {
 def identity(
     options: TrainOptions, init_from: str | None, gene_vectors: str | None = None
 ) -> dict[str, Any]:
-    """Return the options that define a run's numbers, as {section.key: value}. `init_from` is the
-    SHA-256 of the initial weights, None for random ones; `gene_vectors` that of the file
-    `model.gene_vectors`, which it replaces.
+    """Return the options that define a run's numbers, as {section.key: value}.
+
+    `init_from` is the SHA-256 of the initial weights, None for random weights; `gene_vectors` is
+    the SHA-256 of the file `model.gene_vectors`, which it replaces.
     """
     values = dict[str, Any]()
     for section, keys in options.model_dump(mode="json").items():
@@ -64,8 +63,7 @@ def identity(
 
 
 def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> dict[str, str]:
-    """Return {section.key: `before -> now`}, sorted, of the options that differ between `stored`
-    and `now`.
+    """Return the options that differ between `stored` and `now`: {section.key: `before -> now`}.
 
     `now` is from `identity`, `stored` is run.json, or the state.json of a checkpoint. Stored
     options are validated by this version first, so an option added since then has its default and
@@ -89,12 +87,9 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
 
 
 def _trained_with(stored: dict[str, Any], source: str) -> TrainOptions:
-    """The stored options but for trackers: they are not part of the identity, and their package may
-    be gone.
-    """
-    return stored_options(
-        {key: keys for key, keys in stored["options"].items() if key != "track"}, source
-    )
+    """The stored options without trackers, whose package may be gone."""
+    options = {section: keys for section, keys in stored["options"].items() if section != "track"}
+    return stored_options(options, source)
 
 
 def check_data(folder: str, before: str, now: str) -> None:
@@ -107,7 +102,7 @@ def check_data(folder: str, before: str, now: str) -> None:
 
 
 def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bool = False) -> bool:
-    """Return whether nothing is left to do in `folder`; False also if it holds no checkpoint.
+    """Return True if nothing is left to do in `folder`; False also if it holds no checkpoint.
 
     `record` is run.json of the requested training, `steps` its optimizer steps. Raises ConfigError
     if the folder holds another training, unless `restart` is set, which sets that one aside. The
@@ -221,52 +216,54 @@ def begin_branch(
 
 
 def check_branches(workflow: Workflow, source: str) -> None:
-    """Raise ConfigError for a run of the configuration `source` that its trunk cannot be the
-    beginning of, before the trunk trains. What depends on the data is seen when the branch begins.
+    """Raise ConfigError if a run of the configuration `source` cannot continue from its trunk.
+
+    This is before the trunk trains; what depends on the data is checked when the branch begins.
     """
     for name, run in workflow.runs.items():
         if run.trunk is None or run.trunk_step is None:
             continue
-        own, of_trunk = (
-            check_options(TrainOptions, workflow.section("train", which), source)
-            for which in (name, run.trunk)
-        )
+        own = check_options(TrainOptions, workflow.section("train", name), source)
+        of_trunk = check_options(TrainOptions, workflow.section("train", run.trunk), source)
         now = identity(own, None)
         before = identity(of_trunk, None)
         for key in sorted((now.keys() & before.keys()) - LENGTH - RATE):
             # null may be what train takes from the data, and so equal
-            if now[key] != before[key] and (
-                key.startswith("train.") or None not in (now[key], before[key])
-            ):
+            may_be_equal = not key.startswith("train.") and None in (now[key], before[key])
+            if now[key] != before[key] and not may_be_equal:
                 raise ConfigError(
                     f"{source}: runs.{name}.{key}: expected {before[key]}, as its trunk {run.trunk}, got {now[key]}; "
                     "make them equal, or set init_from in place of trunk"
                 )
-        steps = [options.train.steps for options in (of_trunk, own)]
-        if isinstance(steps[0], int) and isinstance(steps[1], int):
+        steps = own.train.steps
+        trunk_steps = of_trunk.train.steps
+        if isinstance(steps, int) and isinstance(trunk_steps, int):
             _check_rates(
                 f"{source}: runs.{name}",
                 run.trunk_step,
-                (of_trunk.train, steps[0]),
-                (own.train, steps[1]),
+                (of_trunk.train, trunk_steps),
+                (own.train, steps),
             )
 
 
 def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Train, int]) -> None:
     """Raise ConfigError naming `run` unless it and its trunk have the same learning rate in every
-    step up to `last`. `before` and `now` are options and number of steps of the trunk and of the
-    run.
+    step up to `last`. `before` and `now` are options and number of steps of the trunk and the run.
     """
-    if now[1] <= last:
+    train, steps = now
+    trunk_train, trunk_steps = before
+    if steps <= last:
         raise ConfigError(
-            f"{run}: it goes on from step {last} of its trunk and has {now[1]} steps in all; set train.steps above that"
+            f"{run}: it goes on from step {last} of its trunk and has {steps} steps in all; set train.steps above that"
         )
     for step in range(last):
-        given, own = (learning_rate(train, step, steps) for train, steps in (before, now))
-        if given != own:
+        rate = learning_rate(train, step, steps)
+        trunk_rate = learning_rate(trunk_train, step, trunk_steps)
+        if rate != trunk_rate:
             raise ConfigError(
-                f"{run}: step {step + 1} has learning rate {own:g}, in its trunk {given:g}: expected the same until "
-                f"step {last}, the branch; set schedule wsd or constant for both, or a trunk_step of at most {step}"
+                f"{run}: step {step + 1} has learning rate {rate:g}, in its trunk {trunk_rate:g}: expected the same "
+                f"until step {last}, the branch; set schedule wsd or constant for both, or a trunk_step of at most "
+                f"{step}"
             )
 
 

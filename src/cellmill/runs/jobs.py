@@ -37,7 +37,7 @@ from cellmill.files import fsync, read_json, write_json
 if TYPE_CHECKING:  # the agent of a node needs no configuration
     from cellmill.config.machine import Machine
 
-NAME = "id.json"
+ID_FILE = "id.json"
 CONNECTION = "connection.txt"  # the first collective that failed
 LATE = "late.txt"  # nodes that have not joined
 HANG = "hang.txt"  # the rank that hung in the latest start
@@ -46,7 +46,7 @@ CANCELLED = "cancelled"
 
 def folder_id(folder: Path) -> str | None:
     """The identity of `folder`, 12 hexadecimal digits; None if it has none yet. Changes no file."""
-    file = folder / NAME
+    file = folder / ID_FILE
     with suppress(DataError, FileNotFoundError, KeyError, TypeError):
         value = read_json(file)
         if value["inode"] == file.stat().st_ino or value["path"] == str(file.resolve()):
@@ -55,30 +55,30 @@ def folder_id(folder: Path) -> str | None:
 
 
 def make_folder_id(folder: Path) -> str:
-    """The identity of `folder`, created if it has none: one for all processes that call this at
-    once.
+    """The identity of `folder`, created if it has none: the same for all processes that call this
+    at once.
     """
-    file = folder / NAME
-    while (known := folder_id(folder)) is None:
-        own = secrets.token_hex(6)
-        new = file.with_name(f".{file.stem}.{own}.incomplete")
+    file = folder / ID_FILE
+    while True:
+        identity = folder_id(folder)
+        if identity is not None:
+            return identity
+        digits = secrets.token_hex(6)
+        new = file.with_name(f".{file.stem}.{digits}.incomplete")
         with open(new, "x", encoding="utf-8") as text:
-            json.dump(
-                {"id": own, "inode": os.fstat(text.fileno()).st_ino, "path": str(file.resolve())},
-                text,
-            )
+            inode = os.fstat(text.fileno()).st_ino
+            json.dump({"id": digits, "inode": inode, "path": str(file.resolve())}, text)
         fsync(new)
         try:
             os.link(new, file)  # unless another process was faster
         except FileExistsError:
-            if folder_id(folder) is None:  # the id of the folder that this one is a copy of
+            if folder_id(folder) is None:  # the file was copied with the folder
                 new.replace(file)
         except OSError:  # a file system without links
             new.replace(file)
         finally:
             new.unlink(missing_ok=True)
         fsync(folder)
-    return known
 
 
 def _requested(machine: Machine) -> dict[str, Any]:
@@ -115,21 +115,27 @@ class JobRecord:
     @classmethod
     def of(cls, machine: Machine, path: Path, job_id: str, name: str) -> JobRecord:
         """The record of a job for `machine` that was submitted now."""
-        within_s = machine.save_within_s
-        return cls(path, job_id, name, time.time(), save_within_s=within_s, **_requested(machine))
+        return cls(
+            path,
+            job_id,
+            name,
+            submitted_at=time.time(),
+            save_within_s=machine.save_within_s,
+            **_requested(machine),
+        )
 
     def changes(self, machine: Machine) -> list[str]:
         """Values that a job for `machine` would have instead: `nodes 2 -> 4`."""
-        pairs = [(name, getattr(self, name), now) for name, now in _requested(machine).items()]
-        return [
-            f"{name} {before or 'none'} -> {now or 'none'}"
-            for name, before, now in pairs
-            if before != now
-        ]
+        changes = []
+        for name, now in _requested(machine).items():
+            before = getattr(self, name)
+            if before != now:
+                changes.append(f"{name} {before or 'none'} -> {now or 'none'}")
+        return changes
 
     @property
     def request(self) -> dict[str, str]:
-        """Its request, as it is named to the user."""
+        """The request in the words that messages use."""
         return {
             "runtime": f"runtime {self.runtime} min",
             "nodes": self.nodes,
@@ -175,16 +181,13 @@ class Jobs:
 
     def __init__(self, train: Path) -> None:
         self.path = Path(train) / "jobs"
-        self.run = (
-            re.sub(r"[^A-Za-z0-9_-]", "", self.path.resolve().parent.parent.name)[:24] or "run"
-        )
+        run = self.path.resolve().parent.parent.name
+        self.run = re.sub(r"[^A-Za-z0-9_-]", "", run)[:24] or "run"
         # read once it is made: `owns` is called for every job in the queue
         self._id: str | None = None
 
     def owns(self, name: str) -> bool:
-        """True for the name of a job of this folder, by whatever path it was submitted:
-        `RUN.ID.NUMBER`.
-        """
+        """True for `RUN.ID.NUMBER`, the name of a job of this folder, submitted by whatever path."""
         self._id = self._id or folder_id(self.path.parent)
         return self._id is not None and re.search(rf"\.{self._id}\.\d+$", name) is not None
 
@@ -203,22 +206,23 @@ class Jobs:
 
     def newest(self) -> JobRecord | None:
         """The last recorded submission; records that came with a copied folder do not count."""
-        return next((record for record in reversed(self.all()) if self.owns(record.name)), None)
+        own = [record for record in self.all() if self.owns(record.name)]
+        return own[-1] if own else None
 
     def record(self, job_id: str, name: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""
-        return next(
-            (record for record in self.all() if (record.job_id, record.name) == (job_id, name)),
-            None,
-        )
+        for record in self.all():
+            if (record.job_id, record.name) == (job_id, name):
+                return record
+        return None
 
     def may_be_alive(self) -> bool:
         """True if SLURM must be queried: the newest submission has no end on record, or no record."""
         folders = self._folders()
         newest = self.newest()
-        return bool(folders) and (
-            newest is None or newest.path != folders[-1] or newest.ended_at is None
-        )
+        if not folders:
+            return False
+        return newest is None or newest.path != folders[-1] or newest.ended_at is None
 
     def folder(self, name: str) -> Path | None:
         """The folder of the job called `name`, one of this folder's; None if it is missing."""
@@ -226,9 +230,7 @@ class Jobs:
         return path if path.is_dir() else None
 
     def new(self) -> tuple[Path, str]:
-        """Create the folder of the next submission, for this user alone; return it and the job's
-        name.
-        """
+        """Create the folder of the next submission, only for this user; return it and the job's name."""
         folders = self._folders()
         number = f"{1 + int(folders[-1].name) if folders else 1:03}"
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -240,10 +242,8 @@ class Jobs:
         return f"{self.run}.{make_folder_id(self.path.parent)}.{number}"
 
     def _folders(self) -> list[Path]:
-        return sorted(
-            (path for path in self.path.glob("*") if path.name.isdigit()),
-            key=lambda path: int(path.name),
-        )
+        folders = [path for path in self.path.glob("*") if path.name.isdigit()]
+        return sorted(folders, key=lambda path: int(path.name))
 
 
 def write_if_room(file: Path, value: Any) -> None:
@@ -259,8 +259,6 @@ def write_if_room(file: Path, value: Any) -> None:
 def error_line(folder: Path, name: str = "error.txt") -> str | None:
     """The text of a file in one line; None if there is none."""
     file = folder / name
-    return (
-        " ".join(file.read_text(encoding="utf-8", errors="replace").split())
-        if file.exists()
-        else None
-    )
+    if not file.exists():
+        return None
+    return " ".join(file.read_text(encoding="utf-8", errors="replace").split())

@@ -1,5 +1,4 @@
-"""One training per folder: its lock, the claim of a running job, and a watch for the folder's
-deletion.
+"""One training per folder: its lock, the claim of a running job, and a watch for its deletion.
 
 The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last
 process that inherited its file descriptor ends, for any reason.
@@ -66,37 +65,31 @@ class Holder:
     @property
     def text(self) -> str:
         """Process, user and host, for messages."""
-        stopped = (
-            f", which is stopped: `kill -CONT {self.pid}` continues it"
-            if self._status("State") == "T"
-            else ""
-        )
-        return (
-            f"process {self.pid} of {self.user} on {self.host}{stopped}"
-            if self.pid
-            else "an unknown process"
-        )
+        if not self.pid:
+            return "an unknown process"
+        text = f"process {self.pid} of {self.user} on {self.host}"
+        if self._status("State") == "T":
+            text += f", which is stopped: `kill -CONT {self.pid}` continues it"
+        return text
+
+    @property
+    def is_on_this_host(self) -> bool:
+        return self.host == os.uname().nodename
 
     def _status(self, key: str) -> str:
-        """First word that the kernel of this host says of the process; empty if it cannot be read."""
+        """First word of a field that the kernel of this host has on the process; empty if unknown."""
         with suppress(OSError):
-            text = (
-                Path(f"/proc/{self.pid}/status").read_text()
-                if self.host == os.uname().nodename
-                else ""
-            )
-            return "".join(re.findall(rf"^{key}:\s*(\w+)", text, re.MULTILINE))
+            if self.is_on_this_host:
+                text = Path(f"/proc/{self.pid}/status").read_text()
+                return "".join(re.findall(rf"^{key}:\s*(\w+)", text, re.MULTILINE))
         return ""
 
     def holds(self, lock: Path) -> bool:
-        """True if the process is on this host and has the lock file open; its pid alone may have
-        been reused.
-        """
+        """True if the process is on this host and has the lock file open: its pid may be reused."""
         with suppress(OSError):
-            links = (
-                Path(f"/proc/{self.pid}/fd").iterdir() if self.host == os.uname().nodename else ()
-            )
-            return any(link.resolve() == lock.resolve() for link in links)
+            if self.is_on_this_host:
+                links = Path(f"/proc/{self.pid}/fd").iterdir()
+                return any(link.resolve() == lock.resolve() for link in links)
         return False
 
     def hands_over(self, lock: Path) -> bool:
@@ -148,9 +141,8 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
             time.sleep(0.2)
         file.seek(0)
         file.truncate()
-        json.dump(
-            asdict(Holder(os.getpid(), os.uname().nodename, user_name(os.getuid()), follows)), file
-        )
+        user = user_name(os.getuid())
+        json.dump(asdict(Holder(os.getpid(), os.uname().nodename, user, follows)), file)
         file.flush()
         yield file.fileno()
 
@@ -217,16 +209,18 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
     claims = folder / "claims"
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
     while True:
+        number = 1
         newest = _newest(claims)
         if newest is not None:
             _wait_until_silent(newest, job, wait)
-        own = claims / f"{1 + (int(newest.stem) if newest else 0):08}.json"
+            number += int(newest.stem)
+        file = claims / f"{number:08}.json"
         try:
-            with open(own, "x", encoding="utf-8") as text:
+            with open(file, "x", encoding="utf-8") as text:
                 json.dump({"job": job, "released": False}, text)
         except FileExistsError:  # another job was faster
             continue
-        return Claim(own, job)
+        return Claim(file, job)
 
 
 def claimant(folder: Path, after_ns: int = 0) -> str:
@@ -234,30 +228,38 @@ def claimant(folder: Path, after_ns: int = 0) -> str:
     a modification time of the same file system; otherwise empty.
     """
     newest = _newest(folder / "claims")
-    if newest is None or (sign := _last_sign(newest)) is None:
+    sign = None if newest is None else _last_sign(newest)
+    if newest is None or sign is None:
         return ""
-    job, released = _read(newest)
-    return "" if released or sign[1] >= LEASE_S or sign[0] <= after_ns else job
+    modified_ns, silent_s = sign
+    job, is_released = _read(newest)
+    if is_released or silent_s >= LEASE_S or modified_ns <= after_ns:
+        return ""
+    return job
 
 
 def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) -> None:
     """Return once the claim is released or silent for `LEASE_S`. Raises Claimed if it is renewed."""
-    first: int | None = None
-    while (sign := _last_sign(newest)) is not None:  # None: removed, since there is a newer one
-        modified, silent_s = sign
-        other, released = _read(newest)
+    first_ns: int | None = None
+    while True:
+        sign = _last_sign(newest)
+        if sign is None:  # removed, since there is a newer one
+            return
+        modified_ns, silent_s = sign
+        other, is_released = _read(newest)
         if not other and silent_s < LEASE_S:  # a claim of this moment: its job is not written yet
             wait(TICK_S)
             continue
-        first = first or modified
-        if released or (modified == first and silent_s >= LEASE_S):
+        first_ns = first_ns or modified_ns
+        if is_released or (modified_ns == first_ns and silent_s >= LEASE_S):
             return
-        if modified != first:
-            # of one job, if SLURM lost the node of its first start and requeued it
-            lives, ends = (
-                ("an earlier start of job", "this start") if other == job else ("job", f"job {job}")
-            )
-            raise Claimed(f"{lives} {other} is training in {newest.parent.parent}; {ends} ends")
+        if modified_ns != first_ns:
+            train = newest.parent.parent
+            if other == job:  # SLURM lost the node of its first start and requeued it
+                raise Claimed(
+                    f"an earlier start of job {job} is training in {train}; this start ends"
+                )
+            raise Claimed(f"job {other} is training in {train}; job {job} ends")
         wait(TICK_S)
 
 
@@ -299,16 +301,14 @@ class FolderWatch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._gone_since = 0.0
-        self._inode, self._device = _inode(self.folder), _device(self.folder)
+        self._inode = _inode(self.folder)
+        self._device = _device(self.folder)
 
     def gone(self) -> bool:
         """True if the folder is not the one that this process has locked."""
-        now = _inode(self.folder)
-        return (
-            bool(self._inode)
-            and now not in (self._inode, 0)
-            and _device(self.folder) == self._device
-        )
+        if not self._inode or _inode(self.folder) in (self._inode, 0):
+            return False
+        return _device(self.folder) == self._device
 
     def check(self, end: str = "") -> None:
         """Raises FolderDeleted once the folder has been gone for a while. `end` says what became of
@@ -337,9 +337,9 @@ def _inode(folder: Path) -> int | None:
 
 
 def _device(path: Path) -> int | None:
-    """File system of `path`, or of the nearest folder above it that exists; None if it cannot be
-    read.
-    """
+    """Device of `path`, or of the nearest folder above that exists; None if it cannot be read."""
     with suppress(OSError):
-        return next(place.stat().st_dev for place in (path, *path.parents) if place.exists())
+        while not path.exists():
+            path = path.parent
+        return path.stat().st_dev
     return None
