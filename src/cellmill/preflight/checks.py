@@ -1,9 +1,9 @@
-"""Checks of a profile against SLURM, each one line of a preflight's result: the training's request
-and every stage's.
+"""Checks of a profile against SLURM: the training's request and every stage's.
 
-A line is ok, no, or ? for a doubt that does not stop the run. `sbatch --test-only` decides, and
-queues nothing. Only what it accepts and SLURM then never starts is judged here: a partition that is
-not up, its time limit, too few nodes that are up, and GPUs that none of them has.
+Each is one line of a preflight's result: ok, no, or ? for a doubt that does not stop the run.
+`sbatch --test-only` decides, and queues nothing. Only what it accepts and SLURM then never starts
+is checked here: a partition that is not up, its time limit, too few nodes that are up, and GPUs
+that none of them has.
 """
 
 import os
@@ -40,9 +40,9 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
     "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
 }
-"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input
-and the MB of input that add 1 to it, both times the attempt. default-resources lie under it,
-set-resources over.
+"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input,
+and the MB of input that add 1 to it, both times the attempt. Declared values override
+default-resources; set-resources override them.
 """
 THREADS = dict.fromkeys((*ON_A_GPU, "zoo"), 4)  # CPU cores of rules that declare more than one
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
@@ -58,13 +58,13 @@ class Check:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.verdict:<3} {self.what}: {self.found}{f'; {self.remedy}' if self.remedy else ''}"
+        line = f"{self.verdict:<3} {self.what}: {self.found}"
+        return f"{line}; {self.remedy}" if self.remedy else line
 
     def renamed(self, what: str, machine: str) -> Self:
-        """The check as one of a named machine, whose own keys are to change."""
-        remedy = re.sub(
-            r"(set-resources: (?:train|plan(?=: device)))\b", rf"\1.{machine}", self.remedy
-        )
+        """The check of a named machine, whose own keys are to change."""
+        entry = r"(set-resources: (?:train|plan(?=: device)))\b"
+        remedy = re.sub(entry, rf"\1.{machine}", self.remedy)
         return replace(self, what=f"{what}, {self.what}", remedy=remedy)
 
 
@@ -73,7 +73,7 @@ no = partial(Check, "no")
 doubt = partial(Check, "?")
 
 
-def judged(fits: bool, what: str, text: str, remedy: str) -> Check:
+def judge(fits: bool, what: str, text: str, remedy: str) -> Check:
     """ok if it fits, else no with the remedy."""
     return ok(what, text) if fits else no(what, text, remedy)
 
@@ -87,11 +87,11 @@ def check_launcher(machine: Machine) -> Check:
     if machine.launcher == "slurm":
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
-            text = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on PATH"
+            are = "is" if len(missing) == 1 else "are"
             remedy = (
                 f"run this on a login node of the cluster, or {TRAIN} launcher: local or allocation"
             )
-            return no("commands", text, remedy)
+            return no("commands", f"{', '.join(missing)} {are} not on PATH", remedy)
         return ok("commands", ", ".join(NEEDED))
     job_id = os.environ.get("SLURM_JOB_ID")
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
@@ -101,12 +101,8 @@ def check_launcher(machine: Machine) -> Check:
     if shutil.which("srun") is None:
         return no("launcher", "allocation: srun is not on PATH", f"{TRAIN} launcher: local")
     result = f"allocation: job {job_id} has {nodes} nodes, requested: {machine.nodes}"
-    return judged(
-        nodes >= machine.node_counts[0],
-        "launcher",
-        result,
-        f"{TRAIN} nodes: {nodes}, or a larger job",
-    )
+    remedy = f"{TRAIN} nodes: {nodes}, or a larger job"
+    return judge(nodes >= machine.node_counts[0], "launcher", result, remedy)
 
 
 def check_slurm(
@@ -137,21 +133,23 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
     """Checks of the first requested partition that fits (if none does, of the first), then what
     sbatch says.
     """
-    known = facts.partitions
-    requested = machine.slurm_partition.split(",") if machine.slurm_partition else []
-    requested = requested or [name for name, partition in known.items() if partition.default]
-    unknown = [name for name in requested if name not in known]
+    partitions = facts.partitions
+    requested = machine.slurm_partition.split(",")
+    if not machine.slurm_partition:
+        requested = [name for name, partition in partitions.items() if partition.default]
+    unknown = [name for name in requested if name not in partitions]
     if unknown or not requested:
-        there = f"there is no {unknown[0]!r}" if unknown else "there is no default partition"
-        yield no("partition", there, f"{TRAIN} slurm_partition: one of {', '.join(sorted(known))}")
+        problem = f"there is no {unknown[0]!r}" if unknown else "there is no default partition"
+        remedy = f"{TRAIN} slurm_partition: one of {', '.join(sorted(partitions))}"
+        yield no("partition", problem, remedy)
         return
     shown = list[Check]()
     fitting = None
     for name in requested:
-        checks = list(_check_partition(machine, known[name], facts))
+        checks = list(_check_partition(machine, partitions[name], facts))
         if all(check.verdict != "no" for check in checks):
             shown = checks
-            fitting = known[name]
+            fitting = partitions[name]
             break
         shown = shown or checks
     yield from shown
@@ -174,71 +172,71 @@ def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) 
         yield no("partition", f"{name} is {partition.state}", f"{TRAIN} slurm_partition: another")
         return
     yield ok("partition", f"{name} is up")
-    limit, source = facts.limit(partition, machine.slurm_account, machine.qos)
-    text = f"{source} allows {'any time' if limit is None else f'{limit} min'}, requested: {machine.runtime}"
-    yield judged(
-        limit is None or machine.runtime <= limit, "time limit", text, f"{TRAIN} runtime: {limit}"
-    )
+    limit_min, source = facts.limit(partition, machine.slurm_account, machine.qos)
+    allowed = "any time" if limit_min is None else f"{limit_min} min"
+    fits = limit_min is None or machine.runtime <= limit_min
+    text = f"{source} allows {allowed}, requested: {machine.runtime}"
+    yield judge(fits, "time limit", text, f"{TRAIN} runtime: {limit_min}")
     text = f"{len(up)} of the {len(partition.nodes)} nodes of {name} are up, requested: {machine.nodes}"
-    yield judged(
-        len(up) >= fewest,
-        "nodes",
-        text,
-        f"{TRAIN} nodes: {len(up) or 1}, or another slurm_partition",
-    )
+    remedy = f"{TRAIN} nodes: {len(up) or 1}, or another slurm_partition"
+    yield judge(len(up) >= fewest, "nodes", text, remedy)
     if len(up) < fewest:
         return
-    there = sorted({gpus_text(node.gpus) for node in up if node.gpus})
+    kinds = sorted({gpus_text(node.gpus) for node in up if node.gpus})
+    have = f"nodes of {name} have {' and '.join(kinds)}" if kinds else f"{name} has none"
     if machine.gpus:
         enough = len(_with_gpus(machine, partition))
-        have = f"nodes of {name} have {' and '.join(there)}" if there else f"{name} has none"
         text = f"{have}, requested: {gpus_text(machine.gpus_by_type)} on each of {machine.nodes}: {enough} have enough"
         key = "gpus_per_node" if machine.gpus_per_node else "gres"
-        remedy = f"{TRAIN} {key}, or another slurm_partition{'' if there else ', or no GPUs and device: cpu'}"
-        yield judged(enough >= fewest, "GPUs", text, remedy)
-    elif there:
-        of_type, number = min(next(node.gpus for node in up if node.gpus).items())
-        remedy = f"{TRAIN} gpus_per_node: {f'{of_type}:' if of_type else ''}{number}, if the runs are to use them"
-        yield doubt(
-            "GPUs", f"nodes of {name} have {' and '.join(there)}, but none is requested", remedy
-        )
+        remedy = f"{TRAIN} {key}, or another slurm_partition"
+        if not kinds:
+            remedy += ", or no GPUs and device: cpu"
+        yield judge(enough >= fewest, "GPUs", text, remedy)
+    elif kinds:
+        first = next(node.gpus for node in up if node.gpus)
+        kind, number = min(first.items())
+        gpus = f"{kind}:{number}" if kind else number
+        remedy = f"{TRAIN} gpus_per_node: {gpus}, if the runs are to use them"
+        yield doubt("GPUs", f"{have}, but none is requested", remedy)
 
 
 def _with_gpus(machine: Machine, partition: Partition) -> list[Node]:
-    wanted = machine.gpus_by_type.items()
-    return [
-        node
-        for node in partition.up
-        if all(node.gpus_of(kind) >= number for kind, number in wanted)
-    ]
+    """Nodes that are up and have the GPUs that the machine requests."""
+    nodes = partition.up
+    for kind, number in machine.gpus_by_type.items():
+        nodes = [node for node in nodes if node.gpus_of(kind) >= number]
+    return nodes
 
 
 def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmFacts) -> str:
     """Keys that SLURM's refusal is about, with the values that it accepts."""
     nodes = _with_gpus(machine, partition)
-    fewest = machine.node_counts[0]
     features = sorted(frozenset().union(*(node.features for node in nodes)))
-    for word, key, known in (
+    for word, key, values in (
         ("invalid account", "slurm_account", sorted(facts.accounts)),
         ("invalid qos", "qos", sorted(facts.qos_of(machine.slurm_account))),
         ("feature", "constraint", features),
         ("reservation", "reservation", []),
     ):
         if word in refusal.lower():
-            return f"{TRAIN} {key}" + (f": one of {', '.join(known)}" if known else "")
+            one_of = f": one of {', '.join(values)}" if values else ""
+            return f"{TRAIN} {key}{one_of}"
     if not re.search("node configuration|memory|cpu", refusal, re.IGNORECASE):
         return f"change {TRAIN[:-1]}"
+    # the most that as many nodes as are requested have
+    fewest = machine.node_counts[0]
     memory_mb = sorted(node.usable_mb for node in nodes)[-fewest]
     cpus = sorted(node.cpus for node in nodes)[-fewest]
-    named = f", constraint: of {', '.join(features)}" if machine.constraint and features else ""
-    return f"{TRAIN} mem_mb: {memory_mb} at most, cpus_per_task: {cpus} at most{named}"
+    remedy = f"{TRAIN} mem_mb: {memory_mb} at most, cpus_per_task: {cpus} at most"
+    if machine.constraint and features:
+        remedy += f", constraint: of {', '.join(features)}"
+    return remedy
 
 
 def gpus_text(gpus: dict[str, int]) -> str:
     """GPUs of a node: 4 x a100, 1 x h100."""
-    return ", ".join(
-        f"{number} x {kind}" if kind else str(number) for kind, number in sorted(gpus.items())
-    )
+    texts = [f"{number} x {kind}" if kind else str(number) for kind, number in sorted(gpus.items())]
+    return ", ".join(texts)
 
 
 def request_text(machine: Machine) -> str:
@@ -257,9 +255,7 @@ def request_text(machine: Machine) -> str:
 
 
 class NoInput(list[str]):
-    """Input files of a job that are not known: resources that grow with their size are those of the
-    smallest job.
-    """
+    """Unknown input files of a job: resources that grow with their size are the smallest job's."""
 
     size_mb = 0
 
@@ -269,27 +265,26 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
     why not.
     """
     attempts = range(1, 2 + int(profile.options.get("retries") or 0))
-    for stage in (stage for stage in DECLARED if stage not in unused):
+    for stage in DECLARED:
+        if stage in unused:
+            continue
         what = f"stage {stage}"
         try:
             machines = [stage_machine(profile, stage, attempt) for attempt in attempts]
         except ConfigError as error:
             yield no(what, str(error))
             continue
-        attempt = attempts[-1]
-        problem = _problem(machines[-1], facts)
-        if problem is None:  # a request grows with the attempt: if the last one fits, all do
+        # a request grows with the attempt: if the last attempt fits, all do
+        if _problem(machines[-1], facts) is None:
             yield ok(what, f"fits {request_text(machines[0])}")
             continue
-        for earlier, machine in zip(attempts, machines[:-1]):
-            found = _problem(machine, facts)
-            if found:
-                attempt = earlier
-                problem = found
-                break
-        keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}").replace(
-            "gpus_per_node", "gpu"
-        )
+        problem = None
+        attempt = 0
+        while problem is None:
+            problem = _problem(machines[attempt], facts)
+            attempt += 1
+        keys = problem.remedy.replace("set-resources: train", f"set-resources: {stage}")
+        keys = keys.replace("gpus_per_node", "gpu")
         if attempt == 1:
             yield replace(problem, what=f"{what}, {problem.what}", remedy=keys)
         else:
@@ -298,34 +293,36 @@ def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) ->
 
 def _problem(machine: Machine, facts: SlurmFacts) -> Check | None:
     """The first reason why a stage's job may never start."""
-    checks = check_request(machine, facts)
-    return next(
-        (one for one in checks if one.verdict == "no" or (one.what, one.verdict) == ("start", "?")),
-        None,
-    )
+    for check in check_request(machine, facts):
+        if check.verdict == "no" or (check.what == "start" and check.verdict == "?"):
+            return check
+    return None
 
 
 def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
-    """The request of a stage's job, as the executor plugin makes it. Raises ConfigError naming a
-    value that is wrong. What depends on the input files is unknown here, and left out.
+    """The request of a stage's job, as the executor plugin makes it.
+
+    What depends on the input files is unknown here, and left out. Raise ConfigError naming a value
+    that is wrong.
     """
     options = profile.options
     path = profile.path
-    given = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
-    known = {"attempt": attempt, "threads": THREADS.get(stage, 1) if given is None else given.value}
+    threads = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
+    known = {
+        "attempt": attempt,
+        "threads": THREADS.get(stage, 1) if threads is None else threads.value,
+    }
     resources = _evaluated(entries_of(options, "default-resources", path), known)
     resources |= {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
-    own = entries_of(options, "set-resources", path, stage)
-    resources |= _evaluated([entry.removeprefix(f"{stage}:") for entry in own], known)
+    entries = entries_of(options, "set-resources", path, stage)
+    resources |= _evaluated([entry.removeprefix(f"{stage}:") for entry in entries], known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}
-    number = resources.get("gpu")
-    if number:
-        machine["gpus_per_node"] = ":".join(
-            filter(None, (str(resources.get("gpu_model") or ""), str(number)))
-        )
-    qos = options.get("slurm-qos")
-    if qos:
-        machine["qos"] = qos
+    gpus = resources.get("gpu")
+    if gpus:
+        model = resources.get("gpu_model")
+        machine["gpus_per_node"] = f"{model}:{gpus}" if model else str(gpus)
+    if options.get("slurm-qos"):
+        machine["qos"] = options["slurm-qos"]
     machine |= {
         "launcher": "slurm",
         "save_within_s": 1,

@@ -1,5 +1,4 @@
-"""Checks that need the nodes: one short job by the launcher of a training, and verdicts on the
-reports it leaves.
+"""Checks that need the nodes: one short job by a training's launcher, and verdicts on its reports.
 
 torchrun starts `preflight/node_probe.py` on the nodes. Every node reads a file that this machine
 wrote and leaves a report (`node_probe.facts`) that this machine reads, so the folder is shared both
@@ -26,7 +25,7 @@ from cellmill.launch.job import Job
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
 from cellmill.planner.devices import DEVICES, known_device, sizes_of
-from cellmill.preflight.checks import TRAIN, Check, doubt, judged, no, ok
+from cellmill.preflight.checks import TRAIN, Check, doubt, judge, no, ok
 from cellmill.runs.lock import locked
 from cellmill.runs.slurm import NOT_LISTED
 
@@ -47,52 +46,47 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     where = f" on {end.nodes}" if end.nodes else ""
     log = f" (log: {end.log})" if end.log else ""
     if complete:
-        return ok(
-            "job",
-            f"{job} ran{where}"
-            + (f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""),
-        )
+        queued = f" after {end.queued_s:.0f} s in the queue" if end.job_id else ""
+        return ok("job", f"{job} ran{where}{queued}")
     silent = [name for name in expand(end.nodes) if name not in hosts]
+    problem = "left nothing here"
+    if end.lost is not None:
+        tasks, reason = end.lost
+        problem = f"could not start: {reason}"
+        silent = _hosts_of_tasks(tasks, expand(end.nodes))
     if end.lost is not None or (silent and hosts):
-        problem = "left nothing here"
-        if end.lost is not None:
-            tasks, reason = end.lost
-            # the name of a node, or
-            problem = f"could not start: {reason}"
-            silent = [tasks]
-            # numbers: one task on each node, in the nodes' order
-            if re.fullmatch(r"[\d,-]+", tasks):
-                nodes = dict(enumerate(expand(end.nodes)))
-                silent = [
-                    nodes.get(int(number), f"task {number}") for number in expand(f"[{tasks}]")
-                ]
         names = ",".join(silent)
         remedy = (
             f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
         )
         return no("shared folder", f"{names} {problem}{log}", remedy)
+    # without SLURM there is no module, container or choice of network that a profile could have
+    # wrong
     if end.error:
-        # on this machine there is no module, container or choice of network that a profile could
-        # have wrong
         remedy = f"{TRAIN} interface, modules or container may be wrong" if end.job_id else ""
         return no("job", f"{end.error}{log}", remedy)
     ended = f"{job} ended with {end.state}{where} before"
     if hosts:
         remedy = f"{TRAIN} interface: one that connects the nodes" if end.job_id else ""
         return no("job", f"{ended} its processes had connected{log}", remedy)
-    lines = (
-        end.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        if end.log and end.log.exists()
-        else []
-    )
-    last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
-    cluster_remedy = (
-        f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
-    )
-    remedy = (
-        cluster_remedy if end.job_id else "run it in the environment that cellmill is installed in"
-    )
+    last = ""
+    if end.log and end.log.exists():
+        for line in end.log.read_text(encoding="utf-8", errors="replace").split("\n"):
+            if line.strip():
+                last = f": {line.strip()[:160]}"
+    remedy = "run it in the environment that cellmill is installed in"
+    if end.job_id:
+        remedy = f"work in a folder that the nodes mount; {TRAIN} modules, container or mem_mb may be wrong"
     return no("job", f"{ended} any process reported{last}{log}", remedy)
+
+
+def _hosts_of_tasks(tasks: str, nodes: list[str]) -> list[str]:
+    """Hosts of tasks that did not start: numbers such as 0-2,5, or the name of a node."""
+    if not re.fullmatch(r"[\d,-]+", tasks):
+        return [tasks]
+    by_number = dict(enumerate(nodes))  # one task on each node, in the nodes' order
+    numbers = map(int, expand(f"[{tasks}]"))
+    return [by_number.get(number, f"task {number}") for number in numbers]
 
 
 def judge_nodes(
@@ -125,7 +119,9 @@ def judge_disk(nodes: list[dict[str, Any]]) -> Check:
         return no("write speed", problem, "make room, or work in another folder")
     slowest = max(nodes, key=lambda node: float(node["write_s"]))
     speed = slowest["written_bytes"] / slowest["write_s"] / 1e6
-    text = f"{speed:,.0f} MB/s with fsync on {slowest['host']}{', the slowest' if len(nodes) > 1 else ''}"
+    text = f"{speed:,.0f} MB/s with fsync on {slowest['host']}"
+    if len(nodes) > 1:
+        text += ", the slowest"
     if speed < SLOW_DISK_MB_S:
         return doubt("write speed", f"{text}: checkpoints will be slow", "work in a faster folder")
     return ok("write speed", text)
@@ -136,24 +132,29 @@ def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> I
     has any.
     """
     label = {"cuda": "CUDA", "nccl": "NCCL"}.get(what, what)
-    hosts_of: dict[str | None, list[str]] = defaultdict(list)
+    hosts_by_version: dict[str | None, list[str]] = defaultdict(list)
     for node in nodes:
-        hosts_of[node[what]].append(node["host"])
-    if len(hosts_of) > 1:
-        text = "; ".join(
-            f"{version or 'none'} on {', '.join(hosts)}" for version, hosts in hosts_of.items()
-        )
-        odd = min(hosts_of.values(), key=len)
-        yield no(
-            label, text, f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}"
-        )
-    elif (only := nodes[0][what]) is not None:
+        hosts_by_version[node[what]].append(node["host"])
+    if len(hosts_by_version) > 1:
+        texts = []
+        for version, hosts in hosts_by_version.items():
+            texts.append(f"{version or 'none'} on {', '.join(hosts)}")
+        odd = min(hosts_by_version.values(), key=len)
+        remedy = f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}"
+        yield no(label, "; ".join(texts), remedy)
+        return
+    version = nodes[0][what]
+    if version is None:
+        return
+    text = f"{version} on {_names(nodes)}"
+    is_same = True
+    if here is not None:
+        text += f", {here} here"
         # a container may have another patch release of Python: only strings and numbers are handed
         # over
         digits = 2 if what == "python" else None
-        same = here is None or only.split(".")[:digits] == here.split(".")[:digits]
-        text = f"{only} on {_names(nodes)}{f', {here} here' if here else ''}"
-        yield judged(same, label, text, f"{TRAIN} modules or container; or this environment")
+        is_same = version.split(".")[:digits] == here.split(".")[:digits]
+    yield judge(is_same, label, text, f"{TRAIN} modules or container; or this environment")
 
 
 def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Check:
@@ -162,39 +163,32 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
         return ok("GPUs", "device: cpu: processes compute on CPU cores")
     if not machine.gpus and not any(node["gpus"] for node in nodes):
         return ok("GPUs", "none requested and none visible: processes compute on CPU cores")
+    wanted = machine.nproc_per_node
     for node in nodes:
-        shown = len(node["gpus"])
+        visible = len(node["gpus"])
         host = node["host"]
-        if shown < machine.nproc_per_node and node["cuda"] is None:
+        if visible < wanted and node["cuda"] is None:
             remedy = f"install a build with CUDA, or {TRAIN} modules or container with one, or device: cpu"
             return no("GPUs", f"torch {node['torch']} on {host} is built without CUDA", remedy)
-        if shown < machine.nproc_per_node:
-            fewer = f"nproc_per_node: {shown}, " if shown else ""
-            remedy = f"{TRAIN} gpus_per_node: {machine.nproc_per_node}, {fewer}or device: cpu"
-            return no("GPUs", f"{host} shows {shown} to {machine.nproc_per_node} processes", remedy)
-    products = sorted({name for node in nodes for name in node["gpus"]})
-    text = (
-        f"{min(len(node['gpus']) for node in nodes)} x {' and '.join(products)} on {_names(nodes)}"
-    )
+        if visible < wanted:
+            fewer = f"nproc_per_node: {visible}, " if visible else ""
+            remedy = f"{TRAIN} gpus_per_node: {wanted}, {fewer}or device: cpu"
+            return no("GPUs", f"{host} shows {visible} to {wanted} processes", remedy)
+    products = sorted(set().union(*(node["gpus"] for node in nodes)))
+    fewest = min(len(node["gpus"]) for node in nodes)
+    text = f"{fewest} x {' and '.join(products)} on {_names(nodes)}"
     if len(products) > 1:
-        return doubt(
-            "GPUs",
-            f"{text}: the slowest sets the pace",
-            f"{TRAIN} constraint or gpus_per_node: one type",
-        )
+        remedy = f"{TRAIN} constraint or gpus_per_node: one type"
+        return doubt("GPUs", f"{text}: the slowest sets the pace", remedy)
     product = known_device(products[0])
     kind = device.partition("-")[0]
     if kind not in products[0].lower():
-        return doubt(
-            "GPUs", f"{text}, but the plan assumes {device}", "set-resources: plan: device"
-        )
+        remedy = "set-resources: plan: device"
+        return doubt("GPUs", f"{text}, but the plan assumes {device}", remedy)
     if product in sizes_of(kind) and DEVICES[product].memory_gb != DEVICES[device].memory_gb:
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
-        return doubt(
-            "GPUs",
-            f"{text}, but the plan assumes {assumed}",
-            f"set-resources: plan: device: {product}",
-        )
+        remedy = f"set-resources: plan: device: {product}"
+        return doubt("GPUs", f"{text}, but the plan assumes {assumed}", remedy)
     return ok("GPUs", text)
 
 
@@ -231,22 +225,21 @@ def judge_allreduce(
         yield ok("all-reduce", f"nothing to measure with one process; {backend} works")
     if inside:
         speed, host = min(inside)
-        on = f"{host}{', the slowest' if len(inside) > 1 else ''}"
-        yield ok("all-reduce in a node", f"{speed:.3g} GB/s bus bandwidth on {on}, {how}")
+        node = f"{host}, the slowest" if len(inside) > 1 else host
+        yield ok("all-reduce in a node", f"{speed:.3g} GB/s bus bandwidth on {node}, {how}")
     if between is None:
         return
     used = sorted({name for name in measured["interfaces"].values() if name})
-    fabric = sorted(
-        {name for node in nodes for name in node["interfaces"] if name.startswith(_FABRIC)}
-    )
+    available = set().union(*(node["interfaces"] for node in nodes))
+    fabric = sorted(name for name in available if name.startswith(_FABRIC))
     over = f" over {', '.join(used)}" if used else ""
     what = "all-reduce between nodes"
     text = f"{between:.3g} GB/s bus bandwidth{over}, {how}"
     # RDMA devices have names such as mlx5_0: only the node's Ethernet is slow
-    if fabric and not interface and any(name.startswith(("eth", "en", "bond")) for name in used):
-        yield doubt(
-            what, f"{text}, though there is {', '.join(fabric)}", f"{TRAIN} interface: {fabric[0]}"
-        )
+    is_ethernet = any(name.startswith(("eth", "en", "bond")) for name in used)
+    if fabric and not interface and is_ethernet:
+        remedy = f"{TRAIN} interface: {fabric[0]}"
+        yield doubt(what, f"{text}, though there is {', '.join(fabric)}", remedy)
     elif backend == "nccl" and between < SLOW_LINK_GB_S:
         yield doubt(what, f"{text}: slow for GPUs", f"{TRAIN} interface: one of the fast network")
     else:

@@ -1,12 +1,11 @@
-"""Machines that a snakemake command describes, by its profiles and its own options, read with
-Snakemake's functions.
+"""Machines that a snakemake command describes by its profiles and options, read by Snakemake.
 
-Snakemake lays a profile's `default-resources` under what a rule declares and `set-resources` over it. The rule train
-declares every option of `Machine`, so only `set-resources: train:` changes them. Snakemake evaluates a text as Python
-first: `1-2` becomes -1, and `"'1-2'"` stays as written.
+What a rule declares overrides a profile's `default-resources`, and its `set-resources` override the
+rule. The rule train declares every option of `Machine`, so only `set-resources: train:` changes
+them. Snakemake evaluates a text as Python first: `1-2` becomes -1, and `"'1-2'"` stays as written.
 
 `set-resources: train.NAME:` and `plan.NAME:` are the machine NAME of runs that name it: its keys
-over those of `train` and `plan`. Snakemake ignores them, as rules cannot have such names.
+override those of `train` and `plan`. Snakemake ignores them, as rules cannot have such names.
 
 Options of a command replace a profile's whole entry: `--set-resources train:nodes=2` discards all
 of the profile's `set-resources`. Its values for the rules train and plan become their defaults;
@@ -18,6 +17,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,9 @@ class Profile:
     name: str = "profile"
     path: Path = Path("the profile")  # its file
     rules: Rules = field(default_factory=dict)
-    # the file of profiles/default, which Snakemake loads unasked and which wins key by key
+    # the file of profiles/default, which Snakemake always loads and which wins key by key
     over: Path | None = None
-    # all of Snakemake's in it; mappings are lists of assignments
+    # all options of Snakemake in it; mappings are lists of assignments
     options: dict[str, Any] = field(default_factory=dict)
     # False for a command that starts no training, such as --report, and needs no profile
     trains: bool = True
@@ -83,14 +83,14 @@ class Profile:
         """The machine of a training, or the one called `name`. Raises ConfigError naming the key
         that is wrong.
         """
-        known = dict.fromkeys(entry.partition(".")[2] for entry in self.rules if "." in entry)
-        if name and name not in known:
-            here = f"it has none; set-resources: {of_machine('train', name)} adds it"
-            hint = did_you_mean(name, known) if known else here
+        entry = of_machine("train", name)
+        names = dict.fromkeys(entry.partition(".")[2] for entry in self.rules if "." in entry)
+        if name and name not in names:
+            hint = f"it has none; set-resources: {entry} adds it"
+            if names:
+                hint = did_you_mean(name, names)
             raise ConfigError(f"no machine {name!r} in {self.path}; {hint}")
-        return check_machine(
-            self.train | self.resources(name, "train"), str(self.path), of_machine("train", name)
-        )
+        return check_machine(self.train | self.resources(name, "train"), str(self.path), entry)
 
     def device(self, name: str = "") -> str:
         """The plan's device, or that of the machine called `name`."""
@@ -99,10 +99,8 @@ class Profile:
     @property
     def unread(self) -> list[str]:
         """Keys of `default-resources` that a training needs too, but that do not reach it."""
-        defaults = {
-            entry.partition("=")[0]
-            for entry in entries_of(self.options, "default-resources", self.path)
-        }
+        entries = entries_of(self.options, "default-resources", self.path)
+        defaults = {entry.partition("=")[0] for entry in entries}
         return [name for name in _OF_A_SITE if name in defaults - self.train.keys()]
 
 
@@ -124,8 +122,10 @@ def find_profile(name: str) -> Path:
     """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the
     folders.
     """
-    here = Path("profiles") / name
-    path = snakemake_finds(str(here)) if Path(name).name == name and here.exists() else None
+    local = Path("profiles") / name
+    path = None
+    if Path(name).name == name and local.exists():
+        path = snakemake_finds(str(local))
     path = path or snakemake_finds(name)
     if path:
         return path
@@ -142,24 +142,22 @@ def snakemake_finds(name: str) -> Path | None:
 
 
 def workflow_profile(name: str) -> Path | None:
-    """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles; None
-    without one.
-    """
-    paths = (Path(name), Path("profiles") / name)
-    return next((snakemake_finds(str(path)) for path in paths if path.exists()), None)
+    """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles."""
+    for path in (Path(name), Path("profiles") / name):
+        if path.exists():
+            return snakemake_finds(str(path))
+    return None
 
 
 def read_profile(name: str) -> Profile:
-    """The profile `name`, or the one at that path. Raises ConfigError naming the file and what is
-    wrong.
-    """
+    """The profile `name`, or at that path. Raise ConfigError naming the file and what is wrong."""
     path = find_profile(name)
     options = _parse(path)
-    over = None
-    file = workflow_profile("default")
-    if file is not None and file.resolve() != path.resolve():
-        options = options | _parse(file)
-        over = file
+    over = workflow_profile("default")
+    if over is not None and over.resolve() == path.resolve():
+        over = None
+    if over is not None:
+        options |= _parse(over)
     threads = parse_set_threads(entries_of(options, "set-threads", path)).get("train")
     entries: Rules = defaultdict(dict)
     for entry in entries_of(options, "set-resources", path):
@@ -174,18 +172,19 @@ def read_profile(name: str) -> Profile:
                 raise ConfigError(f"{where}: {twice.pop()} is given twice, in two units")
             entries[rule] |= values
     entries_of(options, "default-resources", path)  # a mapping too
-    in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
-    own = re.sub(r"[^A-Za-z0-9_.-]", "", path.parent.name if in_folder else path.stem)
-    return Profile(own or "profile", path, _either(entries), over, options)
+    is_in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
+    stem = path.parent.name if is_in_folder else path.stem
+    plain_name = re.sub(r"[^A-Za-z0-9_.-]", "", stem) or "profile"
+    return Profile(plain_name, path, _without_inherited_gpus(entries), over, options)
 
 
 def _is_ours(rule: str) -> bool:
     return rule.partition(".")[0] in ("train", "plan")
 
 
-def _either(rules: Rules) -> Rules:
-    """The entries, in which a named machine that sets gres or gpus_per_node does not inherit the
-    other.
+def _without_inherited_gpus(rules: Rules) -> Rules:
+    """The entries, where a named machine that sets gres or gpus_per_node does not inherit the other
+    key.
     """
     for entry, resources in rules.items():
         for key, other in _EITHER.items():
@@ -209,13 +208,14 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") -> list[str]:
-    """Assignments of an option that is a mapping; of one `rule` if given. Raises ConfigError for
+    """Assignments of an option that is a mapping, optionally for one `rule`. Raise ConfigError for
     another value.
     """
     entries = options.get(key) or []
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: {key}: expected a mapping, got {entries!r}")
-    return [str(entry) for entry in entries if not rule or str(entry).startswith(f"{rule}:")]
+    prefix = f"{rule}:" if rule else ""
+    return [str(entry) for entry in entries if str(entry).startswith(prefix)]
 
 
 def assigned(assignment: str) -> dict[str, Any]:
@@ -224,24 +224,23 @@ def assigned(assignment: str) -> dict[str, Any]:
 
 
 def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
-    """Resources as Snakemake gives them to a rule: `known` has threads, attempt and input if they
-    are not 1, 1 and []. Raises whatever an expression raises.
+    """Resources as Snakemake gives them to a rule. Raise whatever an expression raises.
+
+    `known` has threads, attempt and input if they are not 1, 1 and [].
     """
-    usual = {
+    scope = {
         "wildcards": {},
         "input": [],
         "attempt": 1,
         "threads": 1,
         "rulename": "",
         "async_run": None,
-    }
-    return {name: resource.evaluate(**usual | known).value for name, resource in resources.items()}
+    } | known
+    return {name: resource.evaluate(**scope).value for name, resource in resources.items()}
 
 
 def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
-    """The resource of an assignment. Raises ConfigError with advice on a value that Snakemake reads
-    differently.
-    """
+    """The resource of an assignment. Raise ConfigError with advice if Snakemake reads it otherwise."""
     key, _, text = assignment.partition("=")
     quotes = f"write \"'{text}'\", in both quotes"
     try:
@@ -254,15 +253,14 @@ def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
         elif key in ("mem", "disk"):
             advice = f"expected a size such as 16000 (MB) or 16G, got {text!r}"
         elif key.endswith(("_mb", "_mib")):
-            advice = "expected a number without quotes, got {!r}; `mem: 16G` takes a unit".format(
-                text.strip("'")
-            )
+            number = text.strip("'")
+            advice = f"expected a number without quotes, got {number!r}; `mem: 16G` takes a unit"
         else:
             advice = f"Snakemake reads {text!r} as Python; {quotes}, for a text"
         raise ConfigError(f"{where}: {key}: {advice}") from None
-    negative = [value for value in values.values() if isinstance(value, int) and value < 0]
-    if negative:
-        raise ConfigError(f"{where}: {key}: Snakemake reads {text!r} as {negative[0]}; {quotes}")
+    for value in values.values():
+        if isinstance(value, int) and value < 0:
+            raise ConfigError(f"{where}: {key}: Snakemake reads {text!r} as {value}; {quotes}")
     return values
 
 
@@ -276,36 +274,38 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
     last = options.workflow_profile or "default"
     paths = [snakemake_finds(name) for name in options.profile or [] if name != "none"]
     paths.append(None if last == "none" else workflow_profile(last))
-    profiles = [read_profile(str(path)) for path in paths if path is not None]
-    profile = next((each for each in reversed(profiles) if each.rules), Profile())
-    typed = _either(
-        {
-            entry: evaluate(resources)
-            for entry, resources in (options.set_resources or {}).items()
-            if _is_ours(entry)
-        }
-    )
+    profile = Profile()
+    for path in paths:
+        if path is not None:
+            read = read_profile(str(path))
+            profile = read if read.rules else profile
+    typed: Rules = {}
+    for entry, resources in (options.set_resources or {}).items():
+        if _is_ours(entry):
+            typed[entry] = evaluate(resources)
+    typed = _without_inherited_gpus(typed)
     train = {key: value for key, value in profile.train.items() if key in _DEFAULTS}
     given = profile.rules | {"train": train}
     rules = {}
     for entry in given | typed:
         rule, dot, _ = entry.partition(".")
         hidden = typed.get(rule, {}) if dot else {}
-        own = given.get(entry, {}) | typed.get(entry, {})
-        rules[entry] = {key: value for key, value in own.items() if key not in hidden}
-    entries = (
-        entries_of(profile.options, "set-resources", profile.path) if options.set_resources else []
-    )
-    others = [entry for entry in entries if not _is_ours(entry.partition(":")[0])]
+        resources = given.get(entry, {}) | typed.get(entry, {})
+        rules[entry] = {key: value for key, value in resources.items() if key not in hidden}
+    discarded = []
+    if options.set_resources:
+        entries = entries_of(profile.options, "set-resources", profile.path)
+        discarded = [entry for entry in entries if not _is_ours(entry.partition(":")[0])]
     return replace(
-        profile, rules=rules, trains=options.report is None, discarded=parse_set_resources(others)
+        profile,
+        rules=rules,
+        trains=options.report is None,
+        discarded=parse_set_resources(discarded),
     )
 
 
 def check_python(executable: str) -> None:
-    """Raise ConfigError if jobs of Snakemake's SLURM plugin cannot start this Python, whose path
-    they do not quote.
-    """
+    """Raise ConfigError if jobs of Snakemake's SLURM plugin, which quotes no path, cannot start it."""
     if shlex.quote(executable) != executable:
         raise ConfigError(
             f"{executable}: a job of a stage cannot start a Python whose path has spaces or quotes; install into "
@@ -327,10 +327,10 @@ def plan_resources(command: Profile) -> dict[str, Any]:
 def train_arguments(
     command: Profile, name: str, run: RunConfig, resources: Any, elsewhere: bool
 ) -> list[str]:
-    """Flags of `cellmill train` for a run: the rule's resources, and over them the keys of the
-    machine that it names.
+    """Flags of `cellmill train` for a run: the keys of the machine that it names over the rule's
+    resources.
 
-    Raises ConfigError unless the run fits on these processes, or if it would train on this machine
+    Raise ConfigError unless the run fits on these processes, or if it would train on this machine
     although an executor runs stages `elsewhere`.
     """
     if resources.launcher == "local" and elsewhere:
@@ -346,37 +346,32 @@ def train_arguments(
 
 
 def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) -> list[str]:
-    """Flags of `cellmill plan`, likewise."""
-    own = command.resources(run.machine, "plan")
-    of_train = {
+    """Flags of `cellmill plan` for a run, as `train_arguments`."""
+    changed = {
         key: value
         for key, value in command.resources(run.machine, "train").items()
         if key not in command.plan
     }
-    sizes = {
-        key: (of_train | own).get(key, getattr(resources, key))
-        for key in ("nodes", "nproc_per_node")
-    }
+    # the training's memory; rule plan has a mem_mb of its own
+    mem_mb = str(changed.get("mem_mb", train_resources(command)["mem_mb"]))
+    plan = command.resources(run.machine, "plan")
+    device = str(plan.get("device", resources.device))  # not the training's `device`
+    changed |= plan
+    names = ("nodes", "nproc_per_node")
+    sizes = {name: changed.get(name, getattr(resources, name)) for name in names}
     # plan has no launcher, and takes a range of nodes
     machine = _fitting(command, name, run, sizes | {"launcher": "slurm"})
-    device = str(own.get("device", resources.device))
-    # of the training; rule plan has a mem_mb of its own
-    mem_mb = str(of_train.get("mem_mb", train_resources(command)["mem_mb"]))
-    flags = (
-        "--nodes",
-        machine.nodes,
-        "--nproc-per-node",
-        str(machine.nproc_per_node),
-        "--mem-mb",
-        mem_mb,
-    )
-    return [*flags, "--device", device]
+    flags = {
+        "--nodes": machine.nodes,
+        "--nproc-per-node": str(machine.nproc_per_node),
+        "--mem-mb": mem_mb,
+        "--device": device,
+    }
+    return [*chain.from_iterable(flags.items())]
 
 
 def _fitting(command: Profile, name: str, run: RunConfig, given: dict[str, Any]) -> Machine:
-    """The machine of the resources `given`. Raises ConfigError unless the run can be laid out on
-    it.
-    """
+    """The machine of the resources `given`. Raise ConfigError if the run cannot be laid out on it."""
     try:
         if run.machine and command.trains:
             command.machine(run.machine)

@@ -1,7 +1,6 @@
 """A SLURM site as SLURM's commands describe it: partitions and nodes, accounts, an estimated start.
-Queues nothing.
 
-Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a
+Nothing is queued. Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a
 CommandError; nothing is concluded from it.
 """
 
@@ -29,7 +28,7 @@ starts the node.
 
 
 class Refused(Exception):
-    """SLURM would not accept the job; its reason."""
+    """SLURM would not accept the job, for the reason in the text."""
 
 
 @dataclass(frozen=True)
@@ -90,38 +89,39 @@ class SlurmFacts:
 
     def usable(self) -> list[Partition]:
         """Partitions that are up, have a node that is up, and accept this user."""
+        usable = []
+        for partition in self.partitions.values():
+            is_open = partition.state == "up" and partition.up and not partition.reserved
+            if is_open and self._is_accepted(partition):
+                usable.append(partition)
+        return usable
 
-        def accepts(part: Partition) -> bool:
-            lists = (
-                (part.accounts, self.accounts.keys()),
-                (part.qos, self.qos_of("")),
-                (part.groups, self.groups),
-            )
-            return all(not mine or allowed is None or allowed & mine for allowed, mine in lists)
-
-        parts = self.partitions.values()
-        return [
-            part
-            for part in parts
-            if part.state == "up" and part.up and not part.reserved and accepts(part)
-        ]
+    def _is_accepted(self, partition: Partition) -> bool:
+        """True if the partition accepts an account, a QOS and a group of this user, if known."""
+        for allowed, mine in (
+            (partition.accounts, self.accounts.keys()),
+            (partition.qos, self.qos_of("")),
+            (partition.groups, self.groups),
+        ):
+            if mine and allowed is not None and not allowed & mine:
+                return False
+        return True
 
     def qos_of(self, account: str) -> set[str]:
-        """QOS of an account of this user; of all of them for an unknown one."""
-        return (
-            self.accounts[account]
-            if account in self.accounts
-            else set().union(*self.accounts.values())
-        )
+        """QOS of an account of this user; of all accounts if it is unknown."""
+        if account in self.accounts:
+            return self.accounts[account]
+        return set().union(*self.accounts.values())
 
     def limit(self, partition: Partition, account: str, qos: str) -> tuple[int | None, str]:
-        """Minutes that a job may take, None for no limit, and where that is from. Without a named
-        QOS it is known only to a user whose account has one.
+        """Minutes that a job may take, None for no limit, and where that is from.
+
+        Without a named QOS it is known only to a user whose account has a single QOS.
         """
         named = {qos} if qos else self.accounts.get(account, set())
-        applying = {partition.own_qos} | (named if len(named) == 1 else set())
         limits = {f"partition {partition.name} (scontrol)": partition.limit_min}
-        limits |= {f"QOS {name} (sacctmgr)": self.qos_min.get(name) for name in applying}
+        for name in {partition.own_qos} | (named if len(named) == 1 else set()):
+            limits[f"QOS {name} (sacctmgr)"] = self.qos_min.get(name)
         source = min(limits, key=lambda name: limits[name] or sys.maxsize)
         return limits[source], source
 
@@ -133,42 +133,44 @@ def ask_slurm() -> SlurmFacts:
     try:
         rules = _records("partition", "PartitionName")
         nodes = _records("node", "NodeName")
-        pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
-        configuration = {key.strip(): value.strip() for key, equals, value in pairs if equals}
+        configuration = {}
+        for line in ask(["scontrol", "show", "config"]).splitlines():
+            key, equals, value = line.partition("=")
+            if equals:
+                configuration[key.strip()] = value.strip()
         partitions = _partitions(rules, nodes, configuration)
     except CommandError as error:
-        missing = str(error).endswith("not on PATH")
-        remedy = (
-            "run this on a login node of the cluster"
-            if missing
-            else "try again when SLURM's controller answers"
-        )
+        remedy = "try again when SLURM's controller answers"
+        if str(error).endswith("not on PATH"):
+            remedy = "run this on a login node of the cluster"
         raise UserError(f"{error}; {remedy}") from None
     facts = SlurmFacts(partitions, configuration)
     try:
         ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
     except CommandError as error:
         facts.no_accounting = str(error)
-    accounts: dict[str, set[str]] = defaultdict(set)
-    user = getpass.getuser()
     with suppress(CommandError):  # without them a profile names no account
-        for account, _, qos in _sacctmgr(
-            3, "assoc", f"user={user}", "format=Account,Partition,QOS"
-        ):
-            accounts[account] |= set(qos.split(",")) - {""}
-        defaults = _sacctmgr(1, "user", user, "format=DefaultAccount")
-        rows = _sacctmgr(2, "qos", "format=Name,MaxWall")
-        facts.qos_min = {
-            name: limit
-            for name, text in rows
-            if (limit := minutes(text or "UNLIMITED")) is not None
-        }
-        facts.default_account = next((name for (name,) in defaults if name != "(null)"), "")
-        facts.accounts = {name: qos for name, qos in accounts.items() if name}
+        _add_accounts(facts, getpass.getuser())
     for number in {os.getgid(), *os.getgroups()}:
         with suppress(KeyError):  # a group without a name
             facts.groups.add(grp.getgrgid(number).gr_name)
     return facts
+
+
+def _add_accounts(facts: SlurmFacts, user: str) -> None:
+    """Add the user's accounts and the limits of QOS, by sacctmgr."""
+    accounts: dict[str, set[str]] = defaultdict(set)
+    associations = _sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS")
+    for account, _, qos in associations:
+        accounts[account] |= set(qos.split(",")) - {""}
+    defaults = _sacctmgr(1, "user", user, "format=DefaultAccount")
+    for name, text in _sacctmgr(2, "qos", "format=Name,MaxWall"):
+        limit_min = minutes(text or "UNLIMITED")
+        if limit_min is not None:
+            facts.qos_min[name] = limit_min
+    names = [name for (name,) in defaults if name != "(null)"]
+    facts.default_account = names[0] if names else ""
+    facts.accounts = {name: qos for name, qos in accounts.items() if name}
 
 
 def _partitions(
@@ -193,26 +195,37 @@ def _partitions(
         )
         for name, rule in rules.items()
     }
-    for node in nodes.values():
-        state = node.get("State", "")
-        memory_mb = limit(node.get("RealMemory")) or 0
-        # SLURM before 21.08 writes IDLE* for IDLE+NOT_RESPONDING
-        is_up = "*" not in state and not _DOWN & set(re.findall("[A-Z_]+", state))
-        gpus = gpus_in(node.get("Gres", ""))
-        features = frozenset(node.get("AvailableFeatures", "").split(",")) - {"(null)", ""}
-        for name in partitions.keys() & node.get("Partitions", "").split(","):
-            rule = rules[name]
-            unreserved = limit(node.get("CPUEfctv") or node.get("CPUTot"))
-            cpus = min(filter(None, (unreserved, limit(rule.get("MaxCPUsPerNode")))), default=0)
-            per_node, per_cpu = _memory_limits(rule)
-            # the cluster's hold where the partition sets none
-            if per_node is None and per_cpu is None:
-                per_node, per_cpu = _memory_limits(configuration)
-            usable_mb = 0  # an unset RealMemory is 1
-            if memory_mb > 1:
-                usable_mb = min(filter(None, (memory_mb, per_node, per_cpu and per_cpu * cpus)))
-            partitions[name].nodes.append(Node(is_up, gpus, cpus, memory_mb, usable_mb, features))
+    for fields in nodes.values():
+        for name in partitions.keys() & fields.get("Partitions", "").split(","):
+            partitions[name].nodes.append(_node(fields, rules[name], configuration))
     return partitions
+
+
+def _node(fields: dict[str, str], rule: dict[str, str], configuration: dict[str, str]) -> Node:
+    """A node of the partition with `rule`, by scontrol's records."""
+    state = fields.get("State", "")
+    cpu_limits = (
+        limit(fields.get("CPUEfctv") or fields.get("CPUTot")),
+        limit(rule.get("MaxCPUsPerNode")),
+    )
+    cpus = min(filter(None, cpu_limits), default=0)
+    memory_mb = limit(fields.get("RealMemory")) or 0
+    mb_per_node, mb_per_cpu = _memory_limits(rule)
+    # the cluster's limits hold if the partition sets none
+    if mb_per_node is None and mb_per_cpu is None:
+        mb_per_node, mb_per_cpu = _memory_limits(configuration)
+    usable_mb = 0  # an unset RealMemory is 1
+    if memory_mb > 1:
+        usable_mb = min(filter(None, (memory_mb, mb_per_node, mb_per_cpu and mb_per_cpu * cpus)))
+    return Node(
+        # SLURM before 21.08 writes IDLE* for IDLE+NOT_RESPONDING
+        up="*" not in state and not _DOWN & set(re.findall("[A-Z_]+", state)),
+        gpus=gpus_in(fields.get("Gres", "")),
+        cpus=cpus,
+        memory_mb=memory_mb,
+        usable_mb=usable_mb,
+        features=frozenset(fields.get("AvailableFeatures", "").split(",")) - {"(null)", ""},
+    )
 
 
 def _memory_limits(fields: dict[str, str]) -> tuple[int | None, int | None]:
@@ -221,26 +234,29 @@ def _memory_limits(fields: dict[str, str]) -> tuple[int | None, int | None]:
 
 
 def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
-    """The fields of each line of `scontrol -o show KIND` by name; of a value (Reason, OS) only its
-    first word.
+    """Fields of each line of `scontrol -o show KIND` by name.
+
+    Of a value with spaces (Reason, OS) only the first word is kept.
     """
-    lines = [
-        line for line in ask(["scontrol", "-a", "-o", "show", kind]).splitlines() if line.strip()
-    ]
-    records = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
-    if any(key not in fields for fields in records):
-        raise CommandError(f"scontrol answered {' '.join(lines)[:80]!r}")
-    return {fields[key]: fields for fields in records}
+    records = {}
+    answer = ask(["scontrol", "-a", "-o", "show", kind])
+    for line in filter(str.strip, answer.splitlines()):
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if key not in fields:
+            raise CommandError(f"scontrol answered {' '.join(answer.splitlines())[:80]!r}")
+        records[fields[key]] = fields
+    return records
 
 
 def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
     """Rows of `sacctmgr show`. Raises CommandError for a row of another number of columns."""
     answer = ask(["sacctmgr", "-n", "-P", "show", *what])
-    rows = [
-        [cell.strip() for cell in line.split("|")] for line in answer.splitlines() if line.strip()
-    ]
-    if any(len(row) != columns for row in rows):
-        raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
+    rows = []
+    for line in filter(str.strip, answer.splitlines()):
+        row = [cell.strip() for cell in line.split("|")]
+        if len(row) != columns:
+            raise CommandError(f"sacctmgr answered {answer.strip()[:80]!r}")
+        rows.append(row)
     return rows
 
 
@@ -259,28 +275,24 @@ def estimate(machine: Machine) -> str:
     """Expected start time and node of a training's job on this machine, by SLURM (`sbatch
     --test-only`). Raises Refused with SLURM's reason, CommandError without an answer.
     """
-    options = flags(sbatch_options(machine))
+    options = ["--job-name=cellmill-preflight", *flags(sbatch_options(machine)), "--wrap=true"]
     with submitting(machine):
-        done = call(
-            ["sbatch", "--test-only", "--job-name=cellmill-preflight", *options, "--wrap=true"]
-        )
-    said = " ".join(
-        line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()
-    )
-    if done.returncode == 0:
-        match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", said)
-        if match is None:
-            raise CommandError(f"sbatch --test-only answered {said[:80]!r}")
-        return f"{match[1].replace('T', ' ')}{f' on {match[2]}' if match[2] else ''}"
-    if TRANSIENT.search(said):
-        raise CommandError(f"sbatch --test-only: {said[:200]}")
-    raise Refused(said.replace("error: ", "")[:300])
+        done = call(["sbatch", "--test-only", *options])
+    lines = filter(str.strip, done.stderr.splitlines())
+    answer = " ".join(line.removeprefix("sbatch: ") for line in lines)
+    if done.returncode:
+        if TRANSIENT.search(answer):
+            raise CommandError(f"sbatch --test-only: {answer[:200]}")
+        raise Refused(answer.replace("error: ", "")[:300])
+    match = re.search(r"to start at (\S+).*?(?: on nodes? (\S+))?(?: in partition|$)", answer)
+    if match is None:
+        raise CommandError(f"sbatch --test-only answered {answer[:80]!r}")
+    start = match[1].replace("T", " ")
+    return f"{start} on {match[2]}" if match[2] else start
 
 
 def minutes(text: str) -> int | None:
-    """Minutes in SLURM's `days-hours:minutes:seconds`, with leading parts left out; None for no
-    limit.
-    """
+    """Minutes of SLURM's `days-hours:minutes:seconds`, without leading parts; None for no limit."""
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None
     limit_s = parse_duration(text)
