@@ -1,19 +1,16 @@
-"""Commands on profiles: install links them, new writes one, preflight tries its machine with the
-configuration.
+"""preflight: tries the machine of a profile with the configuration.
 
 First come the checks that need no job: the profile, SLURM, the configuration, the genes of its
 datasets. Then those that only the nodes can answer, by one short job of the profile's launcher.
 Each check is a line: ok, no, or ? for a doubt. Imports no torch.
 """
 
-import os
-import re
-import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,8 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.naming import name_genes
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
-from cellmill.errors import ConfigError, DataError, UserError
-from cellmill.files import atomic_path, write_json
+from cellmill.errors import ConfigError, UserError
+from cellmill.files import write_json
 from cellmill.planner.devices import device_named
 from cellmill.preflight.checks import (
     TRAIN,
@@ -44,9 +41,7 @@ from cellmill.preflight.checks import (
     no,
     ok,
 )
-from cellmill.preflight.new_profile import choose_values
 from cellmill.preflight.nodes import check_job
-from cellmill.preflight.partitions import Request
 from cellmill.preflight.profile import (
     Profile,
     check_python,
@@ -54,39 +49,39 @@ from cellmill.preflight.profile import (
     read_profile,
     snakemake_finds,
 )
-from cellmill.preflight.profile_text import render
 from cellmill.preflight.site import ask_slurm
 
 CORPORA = Path("results/corpora")
 
 
 def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float) -> None:
-    """Print the checks and `go`, and write them to `out`/NAME.json. Raises UserError if it is no
-    go.
-    """
+    """Print the checks and `go`, and write them to `out`/NAME.json. Raise UserError if it is no go."""
     if not wait_min > 0:
         raise UserError(f"--wait-min: expected a number of minutes above 0, got {wait_min:g}")
     shown: list[Check] = []
 
     def show(checks: Iterable[Check], machine: str = "") -> bool:
         """Print each check as it is made; return True if none is a no. `machine` is the name of the
-        one checked.
+        machine checked.
         """
-        before = len(shown)
+        fits = True
         for check in checks:
-            shown.append(check.renamed(f"machine {machine}", machine) if machine else check)
-            print(shown[-1], flush=True)
-        return all(check.verdict != "no" for check in shown[before:])
+            if machine:
+                check = check.renamed(f"machine {machine}", machine)
+            fits = fits and check.verdict != "no"
+            shown.append(check)
+            print(check, flush=True)
+        return fits
 
     parsed = read_profile(profile)
     ask = cache(ask_slurm)
-    pipeline: Workflow | Check
+    pipeline: Workflow | None = None
+    problem = ""
     try:
         pipeline = load_config(config)
-        runs = pipeline.runs
     except ConfigError as error:
-        pipeline = no("configuration", str(error))
-        runs = {}
+        problem = str(error)
+    runs = pipeline.runs if pipeline else {}
     facts: dict[str, dict[str, Any]] = {}
     jobs: dict[str, Iterable[Check]] = {}
     # "" for runs that name none
@@ -102,9 +97,9 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
         can_queue = show([check_launcher(machine)], name)
         if can_queue and machine.launcher == "slurm":
             can_queue = show(check_slurm(ask, partial(check_training, machine)), name)
-        if isinstance(pipeline, Workflow):
-            on_it = (run for run, options in runs.items() if (options.machine or "") == name)
-            show((_check_run(machine, pipeline, run) for run in on_it), name)
+        if pipeline:
+            runs_here = [run for run, options in runs.items() if (options.machine or "") == name]
+            show((_check_run(machine, pipeline, run) for run in runs_here), name)
         if no_job:
             jobs[name] = [doubt("job", "not tried (--no-job): the nodes were not checked")]
         elif not can_queue:
@@ -114,38 +109,21 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             jobs[name] = check_job(machine, parsed.device(name), folder, 60 * wait_min, facts[name])
     if facts:
         if parsed.options.get("executor") == "slurm":
-            models = [model for run in runs.values() for model in run.evaluate.external.values()]
-            given = [*(run.init_from for run in runs.values()), *(model.model for model in models)]
-            corpora = pipeline.corpora.values() if isinstance(pipeline, Workflow) else ()
-            needed = {
-                **dict.fromkeys(
-                    ("divide", "shard_part"), any(corpus.shard.jobs > 1 for corpus in corpora)
-                ),
-                "embed_external": any(model.line for model in models),
-                "zoo": any(model.preset for model in models),
-                "predict_changes": any(
-                    "perturbation" in run.evaluate.tasks for run in runs.values()
-                ),
-                "import": any(PublishedFolder.named_by(name or "") for name in given),
-                "teach": any(run.teacher for run in runs.values()),
-            }
-            unused = {stage for stage, is_needed in needed.items() if not is_needed}
+            unused = _unused_stages(pipeline)
             show(check_slurm(ask, partial(check_stages, parsed, unused)))
             try:
                 check_python(sys.executable)
             except ConfigError as error:
                 show([no("stages' Python", str(error))])
-        show([pipeline] if isinstance(pipeline, Check) else check_genes(pipeline))
+        show(check_genes(pipeline) if pipeline else [no("configuration", problem)])
     for name, job in jobs.items():
         show(job, name)
-    reasons = sum(check.verdict == "no" for check in shown)
+    reasons = len([check for check in shown if check.verdict == "no"])
     answer = {
         "profile": parsed.name,
         "path": str(parsed.path),
         "checked_at": time.time(),
         "go": not reasons,
-    }
-    answer |= {
         **facts.pop("", {"machine": None}),
         "machines": facts,
         "checks": [asdict(check) for check in shown],
@@ -156,11 +134,30 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     print("go", flush=True)
 
 
+def _unused_stages(pipeline: Workflow | None) -> set[str]:
+    """Stages that the workflow does not run; without one, those that most do not."""
+    corpora = pipeline.corpora.values() if pipeline else ()
+    runs = pipeline.runs.values() if pipeline else ()
+    models = [*chain.from_iterable(run.evaluate.external.values() for run in runs)]
+    sources = [run.init_from for run in runs] + [model.model for model in models]
+    has_parts = any(corpus.shard.jobs > 1 for corpus in corpora)
+    needed = {
+        "divide": has_parts,
+        "shard_part": has_parts,
+        "embed_external": any(model.line for model in models),
+        "zoo": any(model.preset for model in models),
+        "predict_changes": any("perturbation" in run.evaluate.tasks for run in runs),
+        "import": any(PublishedFolder.named_by(source or "") for source in sources),
+        "teach": any(run.teacher for run in runs),
+    }
+    return {stage for stage, is_needed in needed.items() if not is_needed}
+
+
 def check_profile(
     machine: Machine, profile: Profile, typed: str, name: str = ""
 ) -> Iterator[Check]:
-    """Checks of the profile by itself, and that Snakemake finds the one that the user typed and
-    reads all of it.
+    """Checks of the profile by itself, and that Snakemake finds and reads all of what the user
+    typed.
     """
     over = f", with {profile.over} over it" if profile.over else ""
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
@@ -191,14 +188,12 @@ def check_profile(
                 f"remove set-resources: plan: {key}",
             )
     gpus = machine.gpus
-    each = machine.nproc_per_node
+    n = machine.nproc_per_node
     remedy = f"{TRAIN} nproc_per_node: {gpus}"
-    if gpus and each > gpus:
-        yield no("processes", f"{each} on each node for {gpus} GPUs", remedy)
-    elif gpus > each:
-        yield doubt(
-            "processes", f"{each} on each node leave {gpus - each} of {gpus} GPUs idle", remedy
-        )
+    if gpus and n > gpus:
+        yield no("processes", f"{n} on each node for {gpus} GPUs", remedy)
+    elif gpus > n:
+        yield doubt("processes", f"{n} on each node leave {gpus - n} of {gpus} GPUs idle", remedy)
 
 
 def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
@@ -206,21 +201,16 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
     what = f"run {name}"
     options: TrainOptions = check_options(TrainOptions, pipeline.section("train", name), what)
     manifest = CORPORA / pipeline.runs[name].corpus / "shards" / "manifest.json"
+    cells = None
     try:
-        stored = Manifest.read(manifest).entry("train").n_obs if manifest.exists() else None
-        cells = None if stored is None else options.stream.train_cells(stored)
-        check_nodes(
-            options,
-            machine.node_counts,
-            machine.nproc_per_node,
-            sys.maxsize if cells is None else cells,
-        )
+        if manifest.exists():
+            stored = Manifest.read(manifest).entry("train").n_obs
+            cells = options.stream.train_cells(stored)
+        most_cells = sys.maxsize if cells is None else cells
+        check_nodes(options, machine.node_counts, machine.nproc_per_node, most_cells)
     except UserError as error:
-        return no(
-            what,
-            str(error),
-            f"{TRAIN} nodes, nproc_per_node" if isinstance(error, ConfigError) else "",
-        )
+        remedy = f"{TRAIN} nodes, nproc_per_node" if isinstance(error, ConfigError) else ""
+        return no(what, str(error), remedy)
     world = machine.node_counts[-1] * machine.nproc_per_node
     sizes = layout(options.parallel, world, machine.nproc_per_node)
     known = "cells not counted yet" if cells is None else f"{cells:,} training cells"
@@ -266,12 +256,8 @@ def _check_dataset(
         with open_dataset(path, dataset.counts) as reader:
             if dataset.gene_column is not None:
                 reader.use_gene_column(dataset.gene_column)
-            choose_obs(
-                reader,
-                options.keep_obs,
-                dataset,
-                options.organism if options.organism_column else None,
-            )
+            organism = options.organism if options.organism_column else None
+            choose_obs(reader, options.keep_obs, dataset, organism)
             if reader.ordered:
                 kind, rows = ("ranks", "cells") if reader.ranked else ("sequences", "records")
                 return ok(f"{kind} of {dataset.dataset}", f"{reader.n_obs:,} {rows}")
@@ -279,12 +265,11 @@ def _check_dataset(
     except UserError as error:
         return no(what, str(error))
     coverage = genes.coverage
-    kind = (
-        f"have a {coverage.organism} Ensembl id"
-        if coverage.organism
-        else "are taken for ids as they are"
-    )
-    named = f"{round(coverage.frac * coverage.n_genes):,} of {coverage.n_genes:,} ({coverage.frac:.1%}) {kind}"
+    kind = "are taken for ids as they are"
+    if coverage.organism:
+        kind = f"have a {coverage.organism} Ensembl id"
+    n_named = round(coverage.frac * coverage.n_genes)
+    named = f"{n_named:,} of {coverage.n_genes:,} ({coverage.frac:.1%}) {kind}"
     if vocabulary is None:
         return ok(what, named)
     shared = int((vocabulary.rows_of(genes.gene_ids) >= 0).sum())
@@ -298,90 +283,3 @@ def _check_dataset(
         what,
         f"{text}; embed.min_coverage_frac is {threshold:g}, of counts, and checked when cells are embedded",
     )
-
-
-def profiles_install(*, source: Path) -> None:
-    """Link every profile in `source`. Raises DataError, before anything is linked, if a name is
-    taken.
-    """
-    profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
-    if not profiles:
-        raise DataError(
-            f"{source}: has no profiles; run this at the root of a checkout, or set --from FOLDER"
-        )
-    if any(profile.name == "default" for profile in profiles):
-        raise DataError(
-            f"{source}/default: Snakemake loads a profile of that name unasked, and it overrides --profile key by key; "
-            "rename it"
-        )
-    base = os.environ.get("XDG_CONFIG_HOME", "").strip()  # as Snakemake looks for a user's profiles
-    target = (Path(base) if base else Path.home() / ".config") / "snakemake"
-    links = {target / profile.name: profile for profile in profiles}
-    for link, profile in links.items():
-        if os.path.lexists(link) and link.resolve() != profile:
-            where = f"a link to {link.resolve()}" if link.is_symlink() else "not a link"
-            raise DataError(
-                f"{link}: exists and is {where}; remove it, or use --profile {source}/{profile.name}"
-            )
-    target.mkdir(parents=True, exist_ok=True)
-    for link, profile in links.items():
-        if not os.path.lexists(link):
-            link.symlink_to(profile)
-        print(f"snakemake --profile {profile.name}   {link} -> {profile}")
-    print(f"to undo: rm {shlex.join(map(str, links))}")
-
-
-def profiles_new(
-    *, name: str, partition: str, nodes: str, gpus: int | None, account: str, qos: str, into: Path
-) -> None:
-    """Write `into`/NAME/config.yaml. Raises UserError if it exists, or SLURM has no such machine."""
-    folder = into / name
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise UserError(f"NAME: expected letters, digits, '.', '_' and '-', got {name!r}")
-    if name == "default":
-        raise UserError(
-            "NAME default: Snakemake loads a profile of that name unasked; choose another"
-        )
-    if folder.exists() and (existing := snakemake_finds(str(folder))) is not None:
-        raise UserError(f"{existing}: exists; choose another NAME, or remove it")
-    match = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", nodes or "1")
-    if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise UserError(
-            f"--nodes: expected a number such as 2 or a range such as 2-4, got {nodes!r}"
-        )
-    if gpus is not None and gpus < 0:
-        raise UserError(f"--gpus: expected a number of GPUs per node, 0 for none, got {gpus}")
-    site = choose_values(ask_slurm(), Request(partition, nodes, gpus, account, qos), name)
-    file = folder / "config.yaml"
-    with atomic_path(file) as temporary:
-        temporary.write_text(render(site), encoding="utf-8")
-        written = read_profile(str(temporary))
-        # Snakemake reads what was meant; profiles/default may override it
-        assert written.over or (written.machine(), written.device()) == (
-            site.machine,
-            site.device,
-        ), written
-    machine = site.machine
-    why = site.why
-    shown_gpus = f"GPUs {named}, " if (named := machine.gpus_per_node or machine.gres) else ""
-    processes = (
-        f"{machine.nproc_per_node} {'process' if machine.nproc_per_node == 1 else 'processes'}"
-    )
-    memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
-    print(f"wrote {file}")
-    print(f"  train     partition {machine.slurm_partition}: {why['slurm_partition']}")
-    print(
-        f"            nodes {machine.nodes}, on each {shown_gpus}{processes}, "
-        f"{machine.cpus_per_task} CPU cores, {memory}; {machine.runtime} min per job"
-    )
-    print(f"  stages    partition {site.stages.partition}: {why['stages_partition']}")
-    print(f"  plan      device {site.device}{f': {reason}' if (reason := why['device']) else ''}")
-    print(f"  account   {machine.slurm_account or 'none'}: {why['slurm_account']}")
-    print(f"  status    {site.status_command}: {why['status_command']}")
-    source, profile = (
-        ("", name)
-        if into == Path("profiles")
-        else (f" --from {shlex.quote(str(into))}", str(folder))
-    )
-    print(f"next: cellmill profiles install{source}")
-    print(f"      cellmill preflight --profile {shlex.quote(profile)}")

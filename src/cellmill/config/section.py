@@ -80,7 +80,7 @@ def leaving_out(*names: str) -> Any:
         for name in names:
             value = getattr(self, name)
             if not value or value == fields[name].default:
-                del values[name]
+                values.pop(name, None)
         return values
 
     return model_serializer(mode="wrap")(dump)

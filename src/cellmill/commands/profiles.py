@@ -1,0 +1,108 @@
+"""profiles: install links the profiles of a folder, new writes one for a partition of a cluster."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from cellmill.errors import DataError, UserError
+from cellmill.files import atomic_path
+from cellmill.preflight.new_profile import choose_values
+from cellmill.preflight.partitions import Request
+from cellmill.preflight.profile import read_profile, snakemake_finds
+from cellmill.preflight.profile_text import Site, render
+from cellmill.preflight.site import ask_slurm
+
+
+def profiles_install(*, source: Path) -> None:
+    """Link every profile in `source`. Raises DataError, before anything is linked, if a name is
+    taken.
+    """
+    profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
+    if not profiles:
+        raise DataError(
+            f"{source}: has no profiles; run this at the root of a checkout, or set --from FOLDER"
+        )
+    if any(profile.name == "default" for profile in profiles):
+        raise DataError(
+            f"{source}/default: Snakemake loads a profile of that name unasked, and it overrides --profile key by key; "
+            "rename it"
+        )
+    base = os.environ.get("XDG_CONFIG_HOME", "").strip()  # as Snakemake looks for a user's profiles
+    target = (Path(base) if base else Path.home() / ".config") / "snakemake"
+    links = {target / profile.name: profile for profile in profiles}
+    for link, profile in links.items():
+        if os.path.lexists(link) and link.resolve() != profile:
+            where = f"a link to {link.resolve()}" if link.is_symlink() else "not a link"
+            raise DataError(
+                f"{link}: exists and is {where}; remove it, or use --profile {source}/{profile.name}"
+            )
+    target.mkdir(parents=True, exist_ok=True)
+    for link, profile in links.items():
+        if not os.path.lexists(link):
+            link.symlink_to(profile)
+        print(f"snakemake --profile {profile.name}   {link} -> {profile}")
+    print(f"to undo: rm {shlex.join(map(str, links))}")
+
+
+def profiles_new(
+    *, name: str, partition: str, nodes: str, gpus: int | None, account: str, qos: str, into: Path
+) -> None:
+    """Write `into`/NAME/config.yaml. Raises UserError if it exists, or SLURM has no such machine."""
+    folder = into / name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise UserError(f"NAME: expected letters, digits, '.', '_' and '-', got {name!r}")
+    if name == "default":
+        raise UserError(
+            "NAME default: Snakemake loads a profile of that name unasked; choose another"
+        )
+    existing = snakemake_finds(str(folder)) if folder.exists() else None
+    if existing is not None:
+        raise UserError(f"{existing}: exists; choose another NAME, or remove it")
+    match = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", nodes or "1")
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(
+            f"--nodes: expected a number such as 2 or a range such as 2-4, got {nodes!r}"
+        )
+    if gpus is not None and gpus < 0:
+        raise UserError(f"--gpus: expected a number of GPUs per node, 0 for none, got {gpus}")
+    site = choose_values(ask_slurm(), Request(partition, nodes, gpus, account, qos), name)
+    file = folder / "config.yaml"
+    with atomic_path(file) as temporary:
+        temporary.write_text(render(site), encoding="utf-8")
+        written = read_profile(str(temporary))
+        # Snakemake reads what was meant; profiles/default may override it
+        assert written.over or (written.machine(), written.device()) == (
+            site.machine,
+            site.device,
+        ), written
+    print(f"wrote {file}")
+    _print_values(site)
+    source = ""
+    profile = name
+    if into != Path("profiles"):
+        source = f" --from {shlex.quote(str(into))}"
+        profile = str(folder)
+    print(f"next: cellmill profiles install{source}")
+    print(f"      cellmill preflight --profile {shlex.quote(profile)}")
+
+
+def _print_values(site: Site) -> None:
+    """Print the values that matter, each with its reason."""
+    machine = site.machine
+    why = site.why
+    gpus = machine.gpus_per_node or machine.gres
+    shown_gpus = f"GPUs {gpus}, " if gpus else ""
+    n = machine.nproc_per_node
+    processes = f"{n} {'process' if n == 1 else 'processes'}"
+    memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
+    device = f"{site.device}: {why['device']}" if why["device"] else site.device
+    print(f"  train     partition {machine.slurm_partition}: {why['slurm_partition']}")
+    print(
+        f"            nodes {machine.nodes}, on each {shown_gpus}{processes}, "
+        f"{machine.cpus_per_task} CPU cores, {memory}; {machine.runtime} min per job"
+    )
+    print(f"  stages    partition {site.stages.partition}: {why['stages_partition']}")
+    print(f"  plan      device {device}")
+    print(f"  account   {machine.slurm_account or 'none'}: {why['slurm_account']}")
+    print(f"  status    {site.status_command}: {why['status_command']}")
