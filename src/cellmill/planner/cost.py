@@ -1,10 +1,9 @@
-"""Time of an optimizer step for a device (`planner.devices`) and network, cost of a whole run, and
-the printed plan.
+"""Time of an optimizer step on a device and network, cost of a whole run, and the printed plan.
 
-Assumptions: computation reaches `plan.mfu_frac` of the device's peak; links reach NETWORK_FRAC of their nominal rate.
-Weights and gradients are sent while blocks compute, as far as there is computation to overlap with. Tensor-parallel
-reductions, activations sent between pipeline stages, and gradients of a pipeline (sent at its end) overlap with
-nothing.
+Assumptions: computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`); links
+reach NETWORK_FRAC of their nominal rate. Weights and gradients are sent while blocks compute, as
+far as there is computation to overlap with. Tensor-parallel reductions, activations sent between
+pipeline stages, and gradients of a pipeline (sent at its end) overlap with nothing.
 """
 
 import math
@@ -27,12 +26,14 @@ GB = 1e9
 # NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8
 CALL_S = 14e-6
-# per hop inside a node, and between nodes
+# seconds per hop inside a node, and between nodes
 RING_S = (1.9e-6, 4.0e-6)
 TREE_S = (1.25e-6, 8.5e-6)
-BACKWARD_FRAC = 2 / 3  # of a step's computation
+BACKWARD_FRAC = 2 / 3  # share of the backward pass in a step's computation
 LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
+DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
+DEFAULT_LR = float(Train.model_fields["lr"].default)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Hardware:
         return self.nodes * self.nproc_per_node
 
     def layout(self, parallel: Parallel) -> Layout:
-        """Return the mesh sizes. Raises ConfigError if the processes do not fit the layout."""
+        """The mesh sizes. Raise ConfigError if the processes do not fit the layout."""
         return layout(parallel, self.world, self.nproc_per_node)
 
 
@@ -123,19 +124,20 @@ def step_time(
     load: tuple[float, float, float],
     micro_batches: float,
 ) -> StepTime:
-    """Return the duration of a step of a `load` of tokens, (query, key) pairs and padded cells on
-    each rank, with the `traffic` of the rank that sends the most, where computation reaches
-    `flops_per_s`.
+    """Duration of a step with a `load` of tokens, (query, key) pairs and padded cells on each rank.
+
+    `traffic` is the traffic of the rank that sends the most; computation reaches `flops_per_s`.
     """
     recomputed = 0.0  # FLOPs of a block
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.of(*load, blocks=1, first=False, last=False)
     again = 1 - BACKWARD_FRAC
-    compute_s = max(
-        sum(stage.flops(*load) + again * stage.blocks * recomputed for stage in model.stages(rank))
-        / flops_per_s
-        for rank in range(model.layout.pp)
-    )
+    compute_s = 0.0
+    for rank in range(model.layout.pp):
+        flops = 0.0
+        for stage in model.stages(rank):
+            flops += stage.flops(*load) + again * stage.blocks * recomputed
+        compute_s = max(compute_s, flops / flops_per_s)
     data = [part for part in traffic if part.axis not in ("tp", "pp")]
     communication_s = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
     gathered = sum(network.seconds(part) for part in data if part.kind == "all-gather")
@@ -156,7 +158,7 @@ def step_time(
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimates of a run; the optional ones are None if the device's speed is unknown."""
+    """Estimates of a run; the last five are None if the device's speed is unknown."""
 
     options: PlanOptions
     model: PlannedModel
@@ -175,6 +177,7 @@ class Cost:
 def cost(
     options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory
 ) -> Cost:
+    """Estimates of a run that needs `memory`."""
     model = PlannedModel.of(
         options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
     )
@@ -183,17 +186,17 @@ def cost(
     flops_per_step = (
         whole.flops.of(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
     )
-    own_cells = work.cells_per_step / model.layout.dp
-    tokens = own_cells * cells.tokens_per_cell
-    pairs = own_cells * cells.pairs_per_cell
+    local_cells = work.cells_per_step / model.layout.dp
+    tokens = local_cells * cells.tokens_per_cell
+    pairs = local_cells * cells.pairs_per_cell
     # computed by a pipeline like any other token, in cells of PAD_CELL
-    more = work.padding * tokens
-    load = tokens + more, pairs + PAD_CELL * more, own_cells + more / PAD_CELL
+    padding = work.padding * tokens
+    load = (tokens + padding, pairs + PAD_CELL * padding, local_cells + padding / PAD_CELL)
     micro_batches = work.micro_batches_per_step
     peak = device.flops(options.parallel)
     plan = options.plan
-    of_ranks = (traffic_of(model, rank, load[0], micro_batches) for rank in range(model.layout.pp))
-    traffic = max(of_ranks, key=lambda parts: sum(part.sent_bytes for part in parts))
+    by_rank = (traffic_of(model, rank, load[0], micro_batches) for rank in range(model.layout.pp))
+    traffic = max(by_rank, key=lambda parts: sum(part.sent_bytes for part in parts))
     inside = device.intra_node_gbs if plan.intra_node_gbs is None else plan.intra_node_gbs
     between = device.inter_node_gbs if plan.inter_node_gbs is None else plan.inter_node_gbs
     if peak is None or inside is None or between is None:
@@ -202,39 +205,41 @@ def cost(
         model, traffic, Network(inside, between), peak * plan.mfu_frac, load, micro_batches
     )
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
-    # validation is a forward pass alone, a third of a step
+    # validation is only a forward pass, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
     hours = (steps_s + validations_s) / 3600
-    mfu = flops_per_step / (time.step_s * peak * hardware.world)
-    estimates = (time, mfu, hours, validations_s / 3600 / hours, hours * hardware.world)
-    return Cost(options, model, whole, work, memory, flops_per_step, traffic, *estimates)
-
-
-DEFAULT_BATCH, DEFAULT_LR = (
-    float(Train.model_fields[name].default) for name in ("global_batch", "lr")
-)
+    return Cost(
+        options,
+        model,
+        whole,
+        work,
+        memory,
+        flops_per_step,
+        traffic,
+        time=time,
+        mfu=flops_per_step / (time.step_s * peak * hardware.world),
+        hours=hours,
+        validation_frac=validations_s / 3600 / hours,
+        gpu_hours=hours * hardware.world,
+    )
 
 
 def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
-    """Return the content of plan.json."""
+    """The content of plan.json."""
     options = cost.options
     work = cost.work
     time = cost.time
-    links = ("intra_node_bytes", "inter_node_bytes")
-    of_work = (
-        "steps",
-        "steps_per_epoch",
-        "cells_seen",
-        "micro_batches_per_step",
-        "validations",
-        "val_cells",
-    )
-    collectives = [
-        asdict(part) | {name: getattr(part, name) for name in links} for part in cost.traffic
-    ]
+    collectives = []
+    for part in cost.traffic:
+        links = {
+            "intra_node_bytes": part.intra_node_bytes,
+            "inter_node_bytes": part.inter_node_bytes,
+        }
+        collectives.append(asdict(part) | links)
     train = options.train
     scaled_lr = None
-    if train.lr == DEFAULT_LR and (ratio := train.global_batch / DEFAULT_BATCH) != 1:
+    ratio = train.global_batch / DEFAULT_BATCH
+    if train.lr == DEFAULT_LR and ratio != 1:
         # by the square root (Adam; Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017)
         scaled_lr = [train.lr * math.sqrt(ratio), train.lr * ratio]
     host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
@@ -255,12 +260,20 @@ def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
         "tokens": cells.tokens_per_cell * work.cells_seen,
         "cells": cells.n,
         "n_genes": cells.n_genes,
-        **{name: getattr(work, name) for name in of_work},
+        "steps": work.steps,
+        "steps_per_epoch": work.steps_per_epoch,
+        "cells_seen": work.cells_seen,
+        "micro_batches_per_step": work.micro_batches_per_step,
+        "validations": work.validations,
+        "val_cells": work.val_cells,
         "auto_steps": train.steps == "auto",
         "micro_batch_tokens": work.micro_tokens,
         "step": None if time is None else {**asdict(time), "step_s": time.step_s},
         "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
-        **{name: getattr(cost, name) for name in ("mfu", "hours", "validation_frac", "gpu_hours")},
+        "mfu": cost.mfu,
+        "hours": cost.hours,
+        "validation_frac": cost.validation_frac,
+        "gpu_hours": cost.gpu_hours,
         "nodes": hardware.nodes,
         "nproc_per_node": hardware.nproc_per_node,
         "world_size": hardware.world,
@@ -275,7 +288,7 @@ def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
 
 
 def table(plan: dict[str, Any]) -> str:
-    """Return the content of plan.json as lines of text."""
+    """The content of plan.json as lines of text."""
     return "\n".join(f"{name:<12}{text}" for name, text in _rows(plan) if text)
 
 
@@ -285,19 +298,16 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     link = plan["communication"]["link_bytes"]
     step = plan["step"]
     yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
-    cut = ""
+    text = f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each"
     if plan["cut_cells_frac"]:
-        cut = f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
-    yield (
-        "cells",
-        f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each{cut}",
-    )
+        text += f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
+    yield "cells", text
     per_epoch = plan["steps_per_epoch"]
     auto = ""
     if plan["auto_steps"]:
-        enough = AUTO_EPOCHS * per_epoch
         auto = f"; auto: {AUTO_EPOCHS} epochs"
-        auto += f" are {enough:,}, raised to the minimum" if enough < plan["steps"] else ""
+        if AUTO_EPOCHS * per_epoch < plan["steps"]:
+            auto += f" are {AUTO_EPOCHS * per_epoch:,}, raised to the minimum"
     yield (
         "steps",
         f"{plan['steps']:,} ({per_epoch:,} per epoch{auto}), {plan['tokens']:,.0f} tokens in total",
@@ -310,7 +320,8 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{plan['world_size']} x {plan['device']}, {layout_words(sizes)}, {sizes['precision']}",
     )
     parts = ", ".join(f"{name} {amount(n)}" for name, n in memory["parts_bytes"].items() if n)
-    parts += f"; {amount(memory['host_bytes'])} of host memory" if memory["host_bytes"] else ""
+    if memory["host_bytes"]:
+        parts += f"; {amount(memory['host_bytes'])} of host memory"
     if memory["staging_bytes"]:
         parts += f"; {amount(memory['staging_bytes'])} of pinned host memory for checkpoints"
     yield (
@@ -318,7 +329,7 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}",
     )
     memory_gb = device_named(plan["device"]).memory_gb
-    # not the plan's own
+    # not a number of section `plan`
     if memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB):
         yield "assumed", assumption(plan["device"])
     largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"
@@ -327,7 +338,8 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     between = amount(link["inter_node"])
     yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
     if step is None:
-        yield from (("step time", UNKNOWN), ("hours", UNKNOWN))
+        yield "step time", UNKNOWN
+        yield "hours", UNKNOWN
     else:
         exposed = f"exposed communication {step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
         yield "step time", f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, {exposed}"
@@ -339,17 +351,15 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 "copies between host and device of cpu_offload, and AdamW on the host",
             )
     if plan["validations"]:
+        text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
         share = plan["validation_frac"]
-        hint = ""
         if share is not None:
-            hint = f", {share:.0%} of the hours"
-            hint += (
-                ": lower train.val_cells or raise train.val_every_steps"
-                if share > LARGE_FRAC
-                else ""
-            )
-        yield "validation", f"{plan['validations']:,} times {plan['val_cells']:,} cells{hint}"
-    yield from (("warning", line) for line in plan["warnings"])
+            text += f", {share:.0%} of the hours"
+        if share is not None and share > LARGE_FRAC:
+            text += ": lower train.val_cells or raise train.val_every_steps"
+        yield "validation", text
+    for line in plan["warnings"]:
+        yield "warning", line
     if plan["scaled_lr"] is not None:
         root, linear = plan["scaled_lr"]
         scaled = f"{root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)"

@@ -1,9 +1,9 @@
-"""Peak rates of devices from the vendors' data sheets: dense matrix products without sparsity, and
-links.
+"""Peak rates of devices from the vendors' data sheets: dense matrix products, and links.
 
-Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric inside a node (PCIe
-4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX
-H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers 2 x 200 for 4.
+Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric
+inside a node (PCIe 4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1
+4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX H100, H200 and B200 8 x 400, MI300X platforms 8 x 400,
+L40S servers 2 x 200 for 4.
 """
 
 import re
@@ -50,7 +50,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """Return the device that a profile names. Raises ConfigError listing the known ones."""
+    """The device that a profile names. Raise ConfigError listing the known devices."""
     if name not in DEVICES:
         raise ConfigError(
             f"unknown device {name!r}; set the profile's device to one of: {', '.join(DEVICES)}"
@@ -59,38 +59,31 @@ def device_named(name: str) -> Device:
 
 
 def known_device(product: str) -> str:
-    """Return the device of a product: h100 of nvidia_h100_80gb_hbm3, a100-40gb of A100-SXM4-40GB;
-    "" for none.
+    """The device of a product, "" if unknown: h100 for nvidia_h100_80gb_hbm3, a100-40gb for
+    A100-SXM4-40GB.
     """
     words = product.lower()
-    named = (
-        name
-        for name in DEVICES
-        if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)
-    )
-    device = next(named, "")
+    device = ""
+    for name in DEVICES:
+        if not device and "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
+            device = name
     memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
-    return sized if memory and (sized := f"{device}-{memory[1]}gb") in DEVICES else device
+    sized = f"{device}-{memory[1]}gb" if memory else ""
+    return sized if sized in DEVICES else device
 
 
 def sizes_of(name: str) -> list[str]:
-    """Return the devices of different memory that `name`, which says no memory, may stand for;
-    mostly none.
-    """
+    """Devices of different memory that `name`, a name without memory, may stand for; mostly none."""
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
 
 def assumption(name: str) -> str:
-    """Return the memory that is assumed of a device that is made with another too; empty for
-    others.
-    """
+    """The memory that is assumed if a device is also made with less; otherwise empty."""
     memory_gb = DEVICES[name].memory_gb
     others = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
-    return (
-        f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"
-        if others
-        else ""
-    )
+    if not others:
+        return ""
+    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:
@@ -106,8 +99,6 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 
 def peak_flops(product: str, parallel: Parallel) -> float | None:
-    """Return FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its name contains no
-    known device.
-    """
+    """FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
     known = known_device(product)
     return DEVICES[known].flops(parallel) if known else None

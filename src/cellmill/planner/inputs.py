@@ -1,4 +1,4 @@
-"""Checks of the files that a training reads, before any process is started; each error is one line."""
+"""Checks of the files that a training reads, before any process is started."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, s
     """Return the shards of a run, the number of its training cells, and the fingerprint with the
     columns that it reads.
 
-    Raises ConfigError where the run cannot be trained on them, DataError for a damaged manifest.
+    Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
     shards = Manifest.read(manifest)
     columns = options.read_columns()
@@ -38,9 +38,7 @@ def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, s
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
-    """Raise DataError if the shards were made with another vocabulary, in which tokens are other
-    genes.
-    """
+    """Raise DataError if the shards were made with another vocabulary: tokens are other genes."""
     digest = Vocabulary.read(vocabulary).digest
     if digest != shards.vocabulary["digest"]:
         raise DataError(
@@ -51,7 +49,7 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """`Facts` of the training cells that a run reads, the first ones, and of the vocabulary."""
+    """`Facts` of the first training cells, which the run reads, and of the vocabulary."""
 
     options: TrainOptions
     vocabulary: Path
@@ -70,14 +68,15 @@ class CorpusFacts:
     def moments(self, column: str) -> tuple[float, float]:
         option = self.options.number_columns()[column]
         self.shards.fingerprint_with((), {column: option})  # names a column that is not there
-        known = self._column("numbers", column)
-        known = known[np.isfinite(known)]
-        if not len(known) or not known.std():
+        numbers = self._column("numbers", column)
+        numbers = numbers[np.isfinite(numbers)]
+        if not len(numbers) or not numbers.std():
+            which = "the same" if len(numbers) else "a"
             raise ConfigError(
-                f"{option} {column}: expected numbers that differ, got {len(known):,} "
-                f"training cells with {'the same' if len(known) else 'a'} number; choose another column"
+                f"{option} {column}: expected numbers that differ, got {len(numbers):,} training cells with {which} "
+                "number; choose another column"
             )
-        return float(known.mean()), float(known.std())
+        return float(numbers.mean()), float(numbers.std())
 
     def genes(self, column: str) -> dict[str, list[int]]:
         """Token ids of the genes that each level is named after."""
@@ -87,7 +86,10 @@ class CorpusFacts:
             level for level in self.shards.levels({column: "objective"})[column] if level != MISSING
         ]
         rows = names.perturbed_genes(levels, Vocabulary.read(self.vocabulary))
-        return {level: [row + len(SPECIAL) for row in found] for level, found in rows.items()}
+        tokens = {}
+        for level, genes in rows.items():
+            tokens[level] = [row + len(SPECIAL) for row in genes]
+        return tokens
 
     def teacher(self) -> TeacherVectors:
         if self.taught is None:
@@ -100,8 +102,9 @@ class CorpusFacts:
 def fitted(
     options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: Path | None = None
 ) -> TrainOptions:
-    """Return the options fitted to vocabulary, training cells and a teacher's folder. Raises
-    DataError if unusable.
+    """Return the options fitted to vocabulary, training cells and a teacher's folder.
+
+    Raise DataError if these are unusable.
     """
     tokens = options.tokens
     if tokens.needs_quantiles:
@@ -117,10 +120,9 @@ def fitted(
 
 
 def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
-    """Return the SHA-256 of `model.gene_vectors`, or None. Raises ConfigError if the vectors come
-    from nowhere.
-    """
-    path, dim = (getattr(options.model, name, None) for name in ("gene_vectors", "gene_vector_dim"))
+    """Return the SHA-256 of `model.gene_vectors`, or None. Raise ConfigError if there is no file."""
+    path = getattr(options.model, "gene_vectors", None)
+    dim = getattr(options.model, "gene_vector_dim", None)
     if path is None:
         if dim is not None and init_from is None:
             raise ConfigError(
@@ -137,11 +139,12 @@ def check_levels(
     options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int
 ) -> None:
     """Raise ConfigError for a column with a single level, a label that few cells share, or a named
-    level of no cell.
+    level that no cell has.
     """
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by
-        n = len(levels[name]) - (is_label and MISSING in levels[name])
+        named = [level for level in levels[name] if level != MISSING]
+        n = len(named) if is_label else len(levels[name])
         if n < 2:
             raise ConfigError(
                 f"{option} {name}: all {'labelled ' if is_label else ''}cells of the corpus have the same value; "
@@ -152,28 +155,26 @@ def check_levels(
                 f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
                 "their value; choose a column of labels"
             )
-        empty = [
-            level for level in levels[name] if level != MISSING and NO_COLUMNS.means_no_label(level)
-        ]
+        empty = [level for level in named if NO_COLUMNS.means_no_label(level)]
         if is_label and empty:
             print(
                 f"warning: {option} {name}: {', '.join(map(repr, empty))} of {n:,} classes may mean no label; name "
                 f"{name} as a label in the table of datasets, and these cells get none",
                 flush=True,
             )
-    for option, name, named in options.objective.columns().named:
+    for option, name, wanted in options.objective.columns().named:
         known = [level for level in levels[name] if level != MISSING]
-        unknown = [level for level in named if level not in known]
-        if unknown:
-            raise ConfigError(
-                f"{option}: no cell of the corpus has {name} {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
-            )
+        for level in wanted:
+            if level not in known:
+                hint = did_you_mean(level, known)
+                raise ConfigError(f"{option}: no cell of the corpus has {name} {level!r}; {hint}")
 
 
 def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has too few genes of the corpus."""
     known = Vocabulary.read(vocabulary).known_by(Vocabulary.read(init_from / "vocabulary.tsv"))
-    if known.expressed_frac < (least := options.finetune.min_known_frac):
+    least = options.finetune.min_known_frac
+    if known.expressed_frac < least:
         raise ConfigError(
             f"init_from {init_from}: it has {known}; finetune.min_known_frac is {least:g}; start from a model of these "
             "genes, or lower it"
@@ -184,9 +185,8 @@ def check_weights(options: TrainOptions, init_from: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has another architecture or tokenizer."""
     path = init_from / "config.json"
     config = read_model_config(path)
-    theirs = {
-        key: check_options(contract, config[key], f"{path}: {key}")
-        for key, contract in INHERITED.items()
-    }
-    for message in unequal_options(theirs, vars(options), init_from).values():
+    stored = {}
+    for key, contract in INHERITED.items():
+        stored[key] = check_options(contract, config[key], f"{path}: {key}")
+    for message in unequal_options(stored, vars(options), init_from).values():
         raise ConfigError(message)

@@ -55,10 +55,9 @@ class Traffic:
 
 def link_bytes(traffic: Sequence[Traffic]) -> dict[str, float]:
     """Bytes that a process sends in a step by kind of link: `intra_node` and `inter_node`."""
-    return {
-        link: sum(getattr(part, f"{link}_bytes") for part in traffic)
-        for link in ("intra_node", "inter_node")
-    }
+    intra_node = sum(part.intra_node_bytes for part in traffic)
+    inter_node = sum(part.inter_node_bytes for part in traffic)
+    return {"intra_node": intra_node, "inter_node": inter_node}
 
 
 class Collectives(NamedTuple):

@@ -1,5 +1,4 @@
-"""Steps, tokens and micro-batches of a run, and the cost (work, memory, disk) of the stages that
-make a corpus.
+"""Steps, tokens and micro-batches of a run, and the cost of the stages that make a corpus.
 
 Steps come from the row offsets of the shards, without reading a cell. Costs were measured once, at
 commit 92ae630 and the change that compressed cells, on an AMD EPYC with 2 busy cores, Python
@@ -23,8 +22,7 @@ from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import cut_batch, cut_evenly
 from cellmill.data.stream.order import EpochLayout
 
-# micro-batches are counted in a few steps: shards are preshuffled, so any stretch of cells is like
-# another
+# micro-batches are counted in a few steps: shards are preshuffled, so any cells are like others
 SAMPLED_BATCHES = 4096  # batches of single ranks
 SAMPLED_STEPS = 64
 SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and take longer
@@ -32,24 +30,26 @@ NS_PER_VALUE = {  # CPU time of one process, by preprocess.compression; inputs w
     "gzip": {"preprocess": 113, "vocabulary": 65, "divide": 80, "shard_part": 139},
     None: {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69},
 }
-CELL_BYTES_PER_VALUE = {"gzip": 1.6, None: 6.0}  # of preprocessed cells
+CELL_BYTES_PER_VALUE = {"gzip": 1.6, None: 6.0}  # bytes per stored value of preprocessed cells
 SHARD_BYTES_PER_VALUE = 6.0
-SHARD_BYTES = 1.9e6  # of each file beside its cells: obs of 1,024 cells, var of 20,000 genes
-INDEX_BYTES_PER_CELL = 24  # offsets and hashes, beside the manifest
+SHARD_BYTES = 1.9e6  # further bytes of each file: obs of 1,024 cells, var of 20,000 genes
+INDEX_BYTES_PER_CELL = 24  # offsets and hashes, next to the manifest
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
-RSS_BYTES_PER_VALUE = 16  # of the cells of one shard: genes, counts, and both again in their order
-# of the corpus in `divide`; estimated for obs of one file in stages that open it
+RSS_BYTES_PER_VALUE = 16  # cells of one shard: genes, counts, and both again in their order
+# cells of the corpus in `divide`; estimated for obs of one file in stages that open it
 RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = 16  # of the corpus in `shard_part`: offsets of rows, and of their chunks
+OFFSET_BYTES_PER_CELL = 16  # cells of the corpus in `shard_part`: offsets of rows and chunks
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
+    """Training cells as far as a plan needs them."""
+
     lengths: np.ndarray  # (cells,) int64: tokens of each cell, in the order of the shards
     n_genes: int  # genes of the vocabulary
     validation: int = 0  # number of validation cells
     number: int | None = None  # number of cells if `lengths` has only some of them
-    # of the obs columns that the run reads
+    # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -68,6 +68,8 @@ class Cells:
 
 @dataclass(frozen=True)
 class Work:
+    """Steps of a run and what is computed in them."""
+
     steps: int
     steps_per_epoch: int
     cells_per_step: int
@@ -81,7 +83,7 @@ class Work:
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
-    """Return (cells,) int64: detected genes of each training cell, in the order of the shards."""
+    """(cells,) int64: detected genes of each training cell, in the order of the shards."""
     return np.concatenate(
         [np.diff(shard.indptr).astype(np.int64) for shard in open_shards(manifest, "train")]
     )
@@ -95,7 +97,8 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1
-    cut = (
+    micro_batches, micro_tokens, padding = count_micro_batches(
+        cells,
         epoch.most_cells,
         train.token_budget,
         sizes.dp,
@@ -103,18 +106,18 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
         parallel.pp,
         multiple,
     )
-    micro_batches, micro_tokens, padding = count_micro_batches(cells, *cut)
     if parallel.pp > 1:
         micro_tokens = pipeline_tokens(micro_tokens, multiple)
+    val_cells = cells.validation
+    if train.val_cells is not None:
+        val_cells = min(train.val_cells, cells.validation)
     return Work(
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=epoch.most_cells,
         cells_seen=epochs * n_cells + int(epoch.lanes_before(rest).sum()),
         validations=-(-steps // train.val_every_steps) if cells.validation else 0,
-        val_cells=cells.validation
-        if train.val_cells is None
-        else min(train.val_cells, cells.validation),
+        val_cells=val_cells,
         micro_batches_per_step=float(np.mean(micro_batches)),
         most_micro_batches=max(micro_batches),
         micro_tokens=micro_tokens,
@@ -132,13 +135,12 @@ def count_micro_batches(
     microbatch_multiple: int = 1,
     token_multiple: int = 1,
 ) -> tuple[list[int], int, float]:
-    """Count the micro-batches of the first steps, the most that any rank needs, with cells in the
-    order of the shards.
+    """Count the micro-batches of the first steps, the most that any rank needs.
 
-    Returns the counts; the tokens of the largest micro-batch: an upper bound for any batch of
-    cells, except in a pipeline (`microbatch_multiple` > 1), which cuts batches evenly; and the
-    tokens that a pipeline adds, per token: all micro-batches of a rank's step become as long as its
-    longest, in one of few lengths (`pipeline_tokens`).
+    Cells are in the order of the shards. Returns three values: the counts; the tokens of the largest
+    micro-batch, an upper bound for any batch of cells, except in a pipeline (`microbatch_multiple` >
+    1), which cuts batches evenly; and the tokens that a pipeline adds, per token: all micro-batches
+    of a rank's step become as long as its longest, in one of few lengths (`pipeline_tokens`).
     """
     lengths = cells.lengths
     share = -(-min(global_batch, len(lengths)) // world)
@@ -147,15 +149,18 @@ def count_micro_batches(
     largest = 0
     tokens = 0
     padded = 0
-    for first in range(0, len(lengths), global_batch)[:sampled]:
-        batch = lengths[first : first + global_batch]
-        ranks = [batch[at : at + share] for at in range(0, len(batch), share)]
+    for step_start in range(0, len(lengths), global_batch)[:sampled]:
+        batch = lengths[step_start : step_start + global_batch]
+        # lengths of the cells of each rank
+        ranks = [batch[start : start + share] for start in range(0, len(batch), share)]
         number = max(min_microbatches, *(len(cut_batch(rank, token_budget)) - 1 for rank in ranks))
         number = -(-number // microbatch_multiple) * microbatch_multiple
         counts.append(number)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
-                longest = int(np.add.reduceat(rank, cut_evenly(rank, number)[:-1]).max())
+                # tokens of each micro-batch
+                sums = np.add.reduceat(rank, cut_evenly(rank, number)[:-1])
+                longest = int(sums.max())
                 largest = max(largest, longest)
                 tokens = tokens + int(rank.sum())
                 padded += number * pipeline_tokens(longest, token_multiple)
@@ -183,45 +188,41 @@ def corpus_cost(
     """Costs of the stages of a corpus of datasets with these numbers of cells."""
     total = sum(cells)
     values = total * genes_per_cell
-    largest = max(cells) * genes_per_cell
     ns = NS_PER_VALUE[preprocess.compression]
+    hours = {stage: values * ns_per_value / 3.6e12 for stage, ns_per_value in ns.items()}
     n_shards = max(1, ceil(total / shard.cells_per_shard))
-    hours = {stage: values * own / 3.6e12 for stage, own in ns.items()}
     shard_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, total) * genes_per_cell / 1e6
     shard_mb += OFFSET_BYTES_PER_CELL * total / 1e6
-    obs_mb, plan_mb = (RSS_BYTES_PER_CELL * n / 1e6 for n in (max(cells), total + max(cells)))
-    written = values * SHARD_BYTES_PER_VALUE + n_shards * SHARD_BYTES + total * INDEX_BYTES_PER_CELL
+    obs_mb = RSS_BYTES_PER_CELL * max(cells) / 1e6
+    plan_mb = RSS_BYTES_PER_CELL * (total + max(cells)) / 1e6
+    cells_bytes = values * CELL_BYTES_PER_VALUE[preprocess.compression]
+    shards_bytes = values * SHARD_BYTES_PER_VALUE + n_shards * SHARD_BYTES
+    shards_bytes += total * INDEX_BYTES_PER_CELL
 
     def cost(
         stage: str, jobs: int, longest: float, cpu: float, mb: float, files: int, n_bytes: float
     ) -> StageCost:
-        return StageCost(
-            stage, jobs, longest, cpu, (RSS_MB[stage] + mb) / 1e3, files, n_bytes / 1e9
-        )
+        rss_gb = (RSS_MB[stage] + mb) / 1e3
+        return StageCost(stage, jobs, longest, cpu, rss_gb, files, n_bytes / 1e9)
 
-    cells_bytes = values * CELL_BYTES_PER_VALUE[preprocess.compression]
-    longest = largest * ns["preprocess"] / 3.6e12
-    first = [
-        cost(
-            "preprocess",
-            len(cells),
-            longest,
-            hours["preprocess"],
-            obs_mb,
-            2 * len(cells),
-            cells_bytes,
-        ),
-        cost("vocabulary", 1, hours["vocabulary"], hours["vocabulary"], obs_mb, 1, 2e6),
+    jobs = len(cells)
+    longest = max(cells) * genes_per_cell * ns["preprocess"] / 3.6e12
+    counted = hours["vocabulary"]
+    costs = [
+        cost("preprocess", jobs, longest, hours["preprocess"], obs_mb, 2 * jobs, cells_bytes),
+        cost("vocabulary", 1, counted, counted, obs_mb, 1, 2e6),
     ]
-    files = n_shards + 7  # manifest.json, and offsets and hashes of each split
+    n_files = n_shards + 7  # manifest.json, and offsets and hashes of each split
+    planned = hours["divide"]
+    written = hours["shard_part"]
     if shard.jobs == 1:
-        both = hours["divide"] + hours["shard_part"]
-        return [*first, cost("shard", 1, both, both, shard_mb + plan_mb, files, written)]
+        both = planned + written
+        return [*costs, cost("shard", 1, both, both, shard_mb + plan_mb, n_files, shards_bytes)]
     jobs = min(shard.jobs, n_shards)
-    part = hours["shard_part"] * ceil(n_shards / jobs) / n_shards
+    longest = written * ceil(n_shards / jobs) / n_shards
     return [
-        *first,
-        cost("divide", 1, hours["divide"], hours["divide"], plan_mb, 0, 0),
-        cost("shard_part", shard.jobs, part, hours["shard_part"], shard_mb, n_shards, written),
+        *costs,
+        cost("divide", 1, planned, planned, plan_mb, 0, 0),
+        cost("shard_part", shard.jobs, longest, written, shard_mb, n_shards, shards_bytes),
         cost("shard", 1, 0.01, 0.01, 0, 7, 0),
     ]

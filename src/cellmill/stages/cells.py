@@ -1,7 +1,7 @@
 """Stages that apply an exported model to cells: embed, embed_external, teach, predict and generate.
 
-embed_external runs a command of another environment, whose embedding becomes a row beside the
-model. Its output is checked and kept in the form of stage `embed`, so that `evaluate` reads no file
+embed_external runs a command of another environment, whose embedding becomes a row next to the
+model's. Its output is checked and kept in the form of stage `embed`, so that `evaluate` reads no file
 that another package wrote.
 
 generate draws cells from a model of family `autoregressive`. A row of X has the cell's genes in the
@@ -90,7 +90,7 @@ def embed(
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
-        # obs columns whose labels it was trained with
+        # obs columns whose labels the model was trained with
         "supervised_by": ", ".join(config.get("supervised_by", [])),
         "precision": options.embed.precision,
         "coverage_frac": embedding.coverage_frac,
@@ -185,40 +185,33 @@ def generate(
             f"{model}: it does not predict the values that it reads; train it with objective.value_loss_weight above "
             "0, or with tokens.tokenizer rank"
         )
-    known = {
-        name: row
-        for names in (vocabulary.symbols, vocabulary.gene_ids)
-        for row, name in enumerate(names)
-    }
-    first: list[int] = []  # rows of the vocabulary
-    for name in filter(None, map(str.strip, prompt.split(","))):
-        if name not in known:
-            raise ConfigError(
-                f"--prompt: {name!r} is not in the model's vocabulary; {did_you_mean(name, known)}"
-            )
-        if known[name] in first:
-            raise ConfigError(f"--prompt: {name!r} is there twice")
-        first.append(known[name])
+    prompt_rows = _rows_of(prompt, vocabulary)
+    least = max(1, len(prompt_rows))
     most = tokens.max_tokens
-    least = max(1, len(first))
-    of = "(tokens.max_tokens of the model)"
-    for name, right, wanted, given in (
+    limit = f"{most} (tokens.max_tokens of the model)"
+    n_genes = max_genes or most
+    for name, is_right, expected, got in (
         ("cells", cells >= 1, "at least 1", cells),
         ("top-k", top_k >= 0, "at least 0", top_k),
         ("batch-cells", batch_cells >= 1, "at least 1", batch_cells),
         ("seed", 0 <= seed < 2**31, f"0 to {2**31 - 1}", seed),
         ("temperature", 0 <= temperature < np.inf, "0 or more", f"{temperature:g}"),
-        ("prompt", len(first) <= most, f"at most {most} genes {of}", len(first)),
+        (
+            "prompt",
+            len(prompt_rows) <= most,
+            f"at most {most} genes (tokens.max_tokens of the model)",
+            len(prompt_rows),
+        ),
         (
             "max-genes",
-            least <= (max_genes or most) <= most,
-            f"{least} (genes of --prompt) to {most} {of}",
+            least <= n_genes <= most,
+            f"{least} (genes of --prompt) to {limit}",
             max_genes,
         ),
     ):
-        if not right:
-            raise ConfigError(f"--{name}: expected {wanted}, got {given}")
-    sampling = Sampling(max_genes or most, temperature, top_k or None, seed, tuple(first))
+        if not is_right:
+            raise ConfigError(f"--{name}: expected {expected}, got {got}")
+    sampling = Sampling(n_genes, temperature, top_k or None, seed, tuple(prompt_rows))
     about = {
         "model_digest": sha256_file(model / "model.safetensors"),
         "vocabulary_digest": vocabulary.digest,
@@ -227,22 +220,36 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "max_genes": sampling.max_genes,
-        "prompt": [vocabulary.gene_ids[row] for row in first],
+        "prompt": [vocabulary.gene_ids[row] for row in prompt_rows],
     }
     drawn: list[GeneratedCell] = []
     with create_h5(out) as file:  # a folder that cannot be written fails before cells are drawn
         for start in range(0, cells, batch_cells):
-            drawn += generate_cells(
-                network, sampling, range(start, min(start + batch_cells, cells))
-            )
+            batch = range(start, min(start + batch_cells, cells))
+            drawn += generate_cells(network, sampling, batch)
         adata = _as_anndata(drawn, vocabulary, about)
         write_anndata(file, adata)
     print(f"{cells:,} cells, {adata.obs['n_genes'].median():g} genes at the median -> {out}")
     cut = int((~adata.obs["ended"]).sum())
     if cut:
-        print(
-            f"{cut:,} cells did not end and were cut at {min(sampling.max_genes, vocabulary.n_genes):,} genes"
-        )
+        longest = min(sampling.max_genes, vocabulary.n_genes)
+        print(f"{cut:,} cells did not end and were cut at {longest:,} genes")
+
+
+def _rows_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
+    """Rows of the vocabulary for the genes of `--prompt`, by id or symbol."""
+    rows_by_name: dict[str, int] = {}
+    for names in (vocabulary.symbols, vocabulary.gene_ids):
+        rows_by_name |= {name: row for row, name in enumerate(names)}
+    rows: list[int] = []
+    for name in filter(None, map(str.strip, prompt.split(","))):
+        if name not in rows_by_name:
+            hint = did_you_mean(name, rows_by_name)
+            raise ConfigError(f"--prompt: {name!r} is not in the model's vocabulary; {hint}")
+        if rows_by_name[name] in rows:
+            raise ConfigError(f"--prompt: {name!r} is there twice")
+        rows.append(rows_by_name[name])
+    return rows
 
 
 def _as_anndata(
@@ -250,17 +257,17 @@ def _as_anndata(
 ) -> ad.AnnData:
     """Cells x genes of the vocabulary; columns of a row are in the order of generation."""
     lengths = [len(cell.genes) for cell in cells]
+    shape = (len(cells), vocabulary.n_genes)
     indptr = np.cumsum([0, *lengths])
     indices = np.concatenate([np.array(cell.genes, np.int32) for cell in cells])
-    values = [np.ones(len(cell.genes)) if cell.values is None else cell.values for cell in cells]
-    ranks = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
-    x, rank = (
-        sp.csr_matrix(
-            (np.concatenate(data).astype(dtype), indices, indptr),
-            shape=(len(cells), vocabulary.n_genes),
-        )
-        for data, dtype in ((values, np.float32), (ranks, np.int32))
-    )
+    values = []
+    ranks = []
+    for cell in cells:
+        n = len(cell.genes)
+        values.append(np.ones(n) if cell.values is None else cell.values)
+        ranks.append(np.arange(1, n + 1, dtype=np.int32))
+    x = sp.csr_matrix((np.concatenate(values).astype(np.float32), indices, indptr), shape=shape)
+    rank = sp.csr_matrix((np.concatenate(ranks), indices, indptr), shape=shape)
     names = [f"generated{i}" for i in range(len(cells))]
     obs = pd.DataFrame({"n_genes": lengths, "ended": [cell.ended for cell in cells]}, index=names)
     var = pd.DataFrame({"symbol": vocabulary.symbols}, index=vocabulary.gene_ids)
@@ -268,17 +275,20 @@ def _as_anndata(
 
 
 def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
-    """Write vectors of the cells that a training reads, found by name in `embeddings`, DATASET.h5ad
-    each, to `out`.
+    """Write vectors of the cells that a training reads, by name from `embeddings` (DATASET.h5ad), to
+    `out`.
     """
     shards = Manifest.read(manifest)
-    files = [shards.shard_path(shard) for split in READ for shard in shards.splits[split].shards]
-    cells = pd.Index(np.concatenate([read_names(path, "obs") for path in files]))
-    table = np.empty((len(cells), 0), np.float32)
+    names = []
+    for split in READ:
+        for shard in shards.splits[split].shards:
+            names.append(read_names(shards.shard_path(shard), "obs"))
+    cells = pd.Index(np.concatenate(names))
+    table = np.empty((len(cells), 0), np.float32)  # (cells, width): NaN without a vector
     models = set[str]()
     labels = set[str]()
     for path in embeddings:
-        names, vectors, about = read_vectors(path)
+        cell_names, vectors, about = read_vectors(path)
         if not models:  # the first gives the width
             table = np.full((len(cells), vectors.shape[1]), np.nan, np.float32)
         models.add(str(about.get("model_digest", "")))
@@ -287,7 +297,7 @@ def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
                 f"{path}: its vectors are of another model than {embeddings[0]}'s; embed both by one model"
             )
         labels |= {*filter(None, str(about.get("supervised_by", "")).split(", "))}
-        rows = cells.get_indexer(f"{path.stem}:" + names)
+        rows = cells.get_indexer(f"{path.stem}:" + cell_names)  # -1 for cells that are not read
         table[rows[rows >= 0]] = vectors[rows >= 0]
     train = table[: shards.splits["train"].n_obs]
     width = table.shape[1]
@@ -342,17 +352,13 @@ def predict(
     lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]
     for end, (_, classifier) in classifiers_of(network, config).items():
         column = classifier["label_column"]
-        labels = predicted.obs[LABEL + end]
-        most = (
-            ", ".join(f"{label} {n:,}" for label, n in Counter(labels.dropna()).most_common(3))
-            or "no label"
-        )
+        common = Counter(predicted.obs[LABEL + end].dropna()).most_common(3)
+        most = ", ".join(f"{label} {n:,}" for label, n in common) or "no label"
         rejected = "none rejected"
         if smallest[end]:
             n_rejected = predicted.about[f"n_rejected{end}"]
-            rejected = (
-                f"{n_rejected:,} below probability {smallest[end]:g} rejected, without a label"
-            )
+            below = f"below probability {smallest[end]:g}"
+            rejected = f"{n_rejected:,} {below} rejected, without a label"
         lines.append(
             f"{len(obs):,} cells labelled by {column}, {rejected}; most as {most} -> {out}"
         )
@@ -360,8 +366,9 @@ def predict(
             why = classifier.get("uncalibrated", NO_VALIDATION)
             lines.append(f"warning: probabilities are not calibrated: {why}")
         if column in obs and column != DATASET:
-            found = count_labels(obs, path.stem, column, classifier["labels"])
-            lines += [f"warning: obs column {found.problem}"] if found.problem else []
+            label_counts = count_labels(obs, path.stem, column, classifier["labels"])
+            if label_counts.problem:
+                lines.append(f"warning: obs column {label_counts.problem}")
     lines += predicted.agreement
     numbers = [column for key, column in predicted.about.items() if key.startswith("value_column")]
     lines += [f"{len(obs):,} cells have a predicted {column} -> {out}" for column in numbers]

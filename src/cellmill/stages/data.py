@@ -2,8 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
-from cellmill.config.corpus import Shard, is_fasta
+from cellmill.config.corpus import Preprocess, Shard, is_fasta
 from cellmill.config.datasets import NO_COLUMNS, CountsRule, ObsColumns, redacted
 from cellmill.config.load import check_options
 from cellmill.config.options import PreprocessOptions, ShardOptions, VocabularyOptions
@@ -38,9 +39,9 @@ def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
     """Copy the file or folder at the URL `input` into `cache`; write its path, SHA-256 and size to
     `out` (.json).
     """
-    found = fetch_url(input, cache)
-    write_json(out, found.to_json())
-    print(f"{redacted(input)}: {found.n_bytes:,} bytes, sha256 {found.sha256[:12]} -> {found.path}")
+    copy = fetch_url(input, cache)
+    write_json(out, copy.to_json())
+    print(f"{redacted(input)}: {copy.n_bytes:,} bytes, sha256 {copy.sha256[:12]} -> {copy.path}")
 
 
 def demo(*, out: Path) -> None:
@@ -102,50 +103,66 @@ def preprocess(
         raise DataError(f"{path}: it changed while it was read; run preprocess again")
     if reader.n_rounded:
         origin |= {"counts_rule": counts_rule, "n_rounded": reader.n_rounded}
-    origin |= {"columns": given} if (given := columns.model_dump(exclude_none=True)) else {}
+    named = columns.model_dump(exclude_none=True)
+    if named:
+        origin["columns"] = named
     notes = describe_merged(qc.get("perturbations", {}))  # the report shows them too
-    notes += describe_controls(qc["controls"]) if "controls" in qc else []
-    qc |= {"notes": notes} if notes else {}
+    if "controls" in qc:
+        notes += describe_controls(qc["controls"])
+    if notes:
+        qc["notes"] = notes
     write_json(report, {"dataset": dataset, "source": origin, **qc})
+    lines = _preprocessed(qc, dataset, out)
+    if reader.n_rounded:
+        rounded = f"{reader.n_rounded:,} values had fractions and were rounded (counts_rule {counts_rule})"
+        lines.insert(1, rounded)
+    lines += _warnings(qc, options.preprocess)
+    for line in lines:
+        print(f"{dataset}: {line}")
+
+
+def _preprocessed(qc: dict[str, Any], dataset: str, out: Path) -> list[str]:
+    """Lines on what became of the cells, genes and labels of a dataset."""
     cells = qc["cells"]
     genes = qc["genes"]
     coverage = qc["coverage"]
-    dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
-    print(
-        f"{dataset}: {cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}"
-    )
-    if reader.n_rounded:
-        print(
-            f"{dataset}: {reader.n_rounded:,} values had fractions and were rounded (counts_rule {counts_rule})"
-        )
-    for note in coverage.get("notes", ()):
-        print(f"{dataset}: {note}")
+    lines = [
+        f"{cells['out']:,} of {cells['in']:,} cells, {genes['out']:,} of {genes['in']:,} genes -> {out}",
+        *coverage.get("notes", ()),
+    ]
     if "counts_frac" in coverage and coverage["organism"] is not None:
-        print(f"{dataset}: {coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
-        line = lost_counts(1 - coverage["counts_frac"], coverage["lost_names"])
-        if line:
-            print(f"{dataset}: {line}")
+        lines.append(f"{coverage['counts_frac']:.1%} of counts on genes with an Ensembl id")
+        lost = lost_counts(1 - coverage["counts_frac"], coverage["lost_names"])
+        if lost:
+            lines.append(lost)
     if coverage.get("reference"):
-        print(
-            f"{dataset}: {coverage['ortholog_frac']:.1%} of its genes have an ortholog in {coverage['reference']}"
-        )
-    for name, labels in qc.get("labels", {}).items():
-        print(f"{dataset}: {describe_label_map(name, labels)}")
+        orthologs = f"{coverage['ortholog_frac']:.1%} of its genes have an ortholog"
+        lines.append(f"{orthologs} in {coverage['reference']}")
+    lines += [describe_label_map(name, labels) for name, labels in qc.get("labels", {}).items()]
     for name, n_cells in qc.get("no_label", {}).items():
-        print(f"{dataset}: {describe_no_label(name, n_cells, dataset)}")
-    for line in notes:
-        print(f"{dataset}: {line}")
+        lines.append(describe_no_label(name, n_cells, dataset))
+    lines += qc.get("notes", ())
+    dropped = ", ".join(f"{reason} {n:,}" for reason, n in cells["dropped"].items() if n)
     if dropped:
-        print(f"{dataset}: cells dropped: {dropped}")
+        lines.append(f"cells dropped: {dropped}")
+    return lines
+
+
+def _warnings(qc: dict[str, Any], options: Preprocess) -> list[str]:
+    """Lines on counts that are too sparse, and a quality control that drops most cells."""
+    warnings = []
     if qc.get("sparse"):
-        print(f"{dataset}: warning: {qc['sparse']}")
+        warnings.append(f"warning: {qc['sparse']}")
+    cells = qc["cells"]
+    n_cells = cells["in"] - cells["dropped"]["filter"]
     by_quality = {name: cells["dropped"].get(name, 0) for name in QUALITY}
-    if 2 * sum(by_quality.values()) > (n := cells["in"] - cells["dropped"]["filter"]):
+    if 2 * sum(by_quality.values()) > n_cells:
         name, change = strictest(by_quality)
-        drops = f"preprocess.{name} {getattr(options.preprocess, name):g} drops {by_quality[name]:,} of {n:,} cells"
-        print(
-            f"{dataset}: warning: quality control drops more than half of the cells: {drops}; {change} it to keep them"
+        drops = f"preprocess.{name} {getattr(options, name):g} drops {by_quality[name]:,} of {n_cells:,} cells"
+        warnings.append(
+            f"warning: quality control drops more than half of the cells: {drops}; {change} it to keep them"
         )
+    return warnings
 
 
 def vocabulary(
@@ -167,13 +184,12 @@ def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: P
     """Give every cell of `cells` a split, a shard and a position; write the plan to the folder of
     `out` (plan.json).
 
-    The manifest beside that folder is removed.
+    The manifest next to that folder is removed.
     """
-    plan = make_plan(
-        cells, Vocabulary.read(vocabulary), options.shard, out.parent.with_name("manifest.json")
-    )
-    cells_of = ", ".join(f"{n:,} {name}" for name, n in plan.n_obs.items())
-    print(f"cells: {cells_of} in {len(plan.shards()):,} shards -> {out}")
+    manifest = out.parent.with_name("manifest.json")
+    plan = make_plan(cells, Vocabulary.read(vocabulary), options.shard, manifest)
+    sizes = ", ".join(f"{n:,} {name}" for name, n in plan.n_obs.items())
+    print(f"cells: {sizes} in {len(plan.shards()):,} shards -> {out}")
 
 
 def shard_part(
@@ -184,21 +200,21 @@ def shard_part(
 
     Shards that a killed process finished are kept.
     """
-    named = re.fullmatch(r"([0-9]+)-of-([0-9]+)", part)
-    if named is None or not 1 <= int(named[1]) <= int(named[2]):
+    match = re.fullmatch(r"([0-9]+)-of-([0-9]+)", part)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ConfigError(f"--part: expected a part such as 3-of-8, got {part!r}")
-    number = int(named[1])
-    parts = int(named[2])
-    known = Vocabulary.read(vocabulary)
-    plan = find_plan(cells, known, options.shard, out.parent)
-    written = write_part(plan, cells, known, out.parent.parent, number - 1, parts)
+    number = int(match[1])
+    parts = int(match[2])
+    genes = Vocabulary.read(vocabulary)
+    plan = find_plan(cells, genes, options.shard, out.parent)
+    written = write_part(plan, cells, genes, out.parent.parent, number - 1, parts)
     write_json(out, {"plan": plan.key, "shards": written})
     print(f"{written:,} of {len(plan.shards()):,} shards -> {out.parent.parent}")
 
 
 def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Write shards of `cells` over the genes of `vocabulary` beside `out`, then the manifest to
-    `out`.
+    """Write shards of `cells` over the genes of `vocabulary` to the folder of `out`, then the manifest
+    to `out`.
 
     Shards that a killed process or the jobs of `shard_part` finished are kept.
     """
@@ -209,11 +225,11 @@ def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Pa
     print(f"cells: {sizes}{note} -> {out}")
     if manifest.duplicates:
         where = ", ".join(f"{name}: {n:,}" for name, n in manifest.duplicates.items())
-        dropped = options.shard.duplicates == "drop"
-        done = "dropped" if dropped else "kept; shard.duplicates: drop leaves them out"
-        print(
-            f"{sum(manifest.duplicates.values()):,} cells are equal to an earlier one ({where}): {done}"
-        )
+        done = "kept; shard.duplicates: drop leaves them out"
+        if options.shard.duplicates == "drop":
+            done = "dropped"
+        n_duplicates = sum(manifest.duplicates.values())
+        print(f"{n_duplicates:,} cells are equal to an earlier one ({where}): {done}")
     if manifest.across_splits:
         print(
             f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out"

@@ -1,5 +1,4 @@
-"""Stages that make model folders: consolidate, from a sharded checkpoint, and pull, from the
-Hugging Face hub.
+"""Stages that make model folders: consolidate, from a checkpoint, and pull, from the hub.
 
 consolidate exports a checkpoint as a self-contained model: weights, configuration, vocabulary,
 model card. It is one process on a CPU, with the whole model in memory. Anything that a fine-tuning
@@ -92,7 +91,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         "seed": given["train"]["seed"],
         "levels": state.get("levels"),
     }
-    for key in ("weighted_by", "ema_decay", "levels"):  # absent where a run has none
+    for key in ("weighted_by", "ema_decay", "levels"):  # left out if a run has none
         if about[key] is None:
             del about[key]
     about |= _heads(model, genes, state, train)
@@ -113,8 +112,10 @@ def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
 
 def _load(checkpoint: Checkpoint, model: Model) -> None:
     """Load parameters and persistent buffers into `model`, on the CPU."""
-    own = {name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)}
-    tensors = {PREFIX + name: tensor for name, tensor in own.items()}
+    model_tensors = {
+        name: tensor.detach() for name, tensor in named_tensors(model, persistent=True)
+    }
+    tensors = {PREFIX + name: tensor for name, tensor in model_tensors.items()}
     names = read_index(checkpoint.path)
     saved = {name for name in names if name.startswith(PREFIX)}
     differing = sorted(saved ^ tensors.keys())
@@ -123,25 +124,21 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
             f"{checkpoint.path}: expected the tensors of its options' model, which differ in {differing[0]} "
             f"({len(differing)} in all); train it again"
         )
-    averaged = [name for name in own if AVERAGE + name in names]
-    tensors = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.removeprefix(PREFIX) not in averaged
-    }
-    tensors |= {AVERAGE + name: own[name] for name in averaged}
+    for name, tensor in model_tensors.items():
+        if AVERAGE + name in names:
+            del tensors[PREFIX + name]
+            tensors[AVERAGE + name] = tensor
     load_whole(checkpoint.path, tensors)
 
 
 def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
-    """Entries of config.json for `predict` (see `evaluate.inference.predict`); empty of a model without such
-    heads.
-    """
-    regressions = regressions_of(model.objective)
-    numbers = {
-        name: {"target_column": head.config.target_column} for name, head in regressions.items()
-    }
-    entries: dict[str, Any] = {"regressors": numbers} if numbers else {}
+    """Entries of config.json for `predict` (see `evaluate.inference.predict`); empty without such heads."""
+    entries: dict[str, Any] = {}
+    regressors = {}
+    for name, regression in regressions_of(model.objective).items():
+        regressors[name] = {"target_column": regression.config.target_column}
+    if regressors:
+        entries["regressors"] = regressors
     heads = classifications_of(model.objective)
     if not heads:
         return entries
@@ -150,30 +147,27 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     shards, problem = find_shards(train, options, state["fingerprint"])
     classifiers: dict[str, Any] = {}
     for name, head in heads.items():
-        calibration = (
-            None if shards is None else calibration_of(model.eval(), options, shards, head)
-        )
-        known: dict[str, Any] = {"label_column": head.config.label_column, "labels": head.labels}
+        entry: dict[str, Any] = {"label_column": head.config.label_column, "labels": head.labels}
+        calibration = None
+        if shards is not None:
+            calibration = calibration_of(model.eval(), options, shards, head)
         if calibration is None:
-            known |= {"uncalibrated": problem or NO_VALIDATION, "calibration": None}
-            print(
-                f"warning: {train}: probabilities are not calibrated: {known['uncalibrated']}",
-                flush=True,
-            )
+            why = problem or NO_VALIDATION
+            entry |= {"uncalibrated": why, "calibration": None}
+            print(f"warning: {train}: probabilities are not calibrated: {why}", flush=True)
         else:
-            known["calibration"] = vars(calibration)
-            print(_calibration_line(known), flush=True)
-        classifiers[name] = known
+            entry["calibration"] = vars(calibration)
+            print(_calibration_line(entry), flush=True)
+        classifiers[name] = entry
     entries["classifier"] = classifiers.pop(next(iter(classifiers)))
-    return entries | ({"more_classifiers": classifiers} if classifiers else {})
+    if classifiers:
+        entries["more_classifiers"] = classifiers
+    return entries
 
 
 def model_card(config: dict[str, Any], parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits (model_card.md)."""
-    classifiers = [
-        *filter(None, [config.get("classifier")]),
-        *config.get("more_classifiers", {}).values(),
-    ]
+    classifiers = [config.get("classifier"), *config.get("more_classifiers", {}).values()]
     template = Template(
         Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
         undefined=StrictUndefined,
@@ -186,7 +180,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
         parameters=parameters,
         architecture=_listed(config["model"], "family"),
         goal=_objective(config["objective"]),
-        predicted=[(c, _calibration_line(c)) for c in classifiers],
+        predicted=[(entry, _calibration_line(entry)) for entry in classifiers if entry],
     )
 
 
@@ -202,12 +196,12 @@ def _calibration_line(classifier: dict[str, Any]) -> str:
 
 
 def _listed(options: dict[str, Any], name: str) -> str:
-    given = {
-        key: value
-        for key, value in options.items()
-        if value is not None and not isinstance(value, dict)
-    }
-    return ", ".join(f"{key} {value}" for key, value in given.items() if key != name)
+    """Options in a row of the card, without `name`, nulls and mappings."""
+    words = []
+    for key, value in options.items():
+        if key != name and value is not None and not isinstance(value, dict):
+            words.append(f"{key} {value}")
+    return ", ".join(words)
 
 
 def _objective(options: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ from cellmill.planner.suggest import table as suggestion_table
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
-MB = 1 << 20  # of SLURM
-ASSUMED_LEVELS = 16  # of an obs column that the run reads
+MB = 1 << 20  # SLURM's
+ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
 
 def plan(
@@ -39,8 +39,9 @@ def plan(
     cells: int = 1_000_000,
     genes: int = 20_000,
 ) -> None:
-    """Print the plan, or the best layouts, and write `out`; without `manifest` of assumed cells.
-    Raises ConfigError.
+    """Print the plan, or the best layouts, and write `out`; without `manifest` for assumed cells.
+
+    Raise ConfigError if the run cannot work.
     """
     device = device.lower()
     fingerprint: str | None = None
@@ -74,27 +75,26 @@ def plan(
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return
-    known = device_named(device)
-    check_precision(options.parallel, device, known)
+    rates = device_named(device)
+    check_precision(options.parallel, device, rates)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n)
     hardware = hardware_of(options, machine, device)
     memory = check_memory(options, corpus, hardware)
-    plan = describe(cost(options, corpus, hardware, known, memory), corpus, hardware) | {
+    plan = describe(cost(options, corpus, hardware, rates, memory), corpus, hardware) | {
         "largest_micro_batch": largest_micro_batch(options, corpus, hardware),
         "genes_per_cell": float(detected.mean()),
         "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
     }
-    # its blocks compute rows of cells
+    # the family's blocks compute rows of cells
     if plan["cut_cells_frac"] and not options.model.sequence_parallel:
         plan["warnings"].append(
             f"set tokens.max_tokens to {detected.max()}, the most genes of a cell: family {options.model.family} is "
             "more accurate with all of them, at little more cost (docs/quality.md)"
         )
-    # what the processes of a node pin beside their GPUs
-    pinned = machine.nproc_per_node * (
-        plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"]
-    )
+    # host memory that the processes of a node pin
+    host_bytes = plan["memory"]["host_bytes"] + plan["memory"]["staging_bytes"]
+    pinned = machine.nproc_per_node * host_bytes
     if machine.mem_mb and pinned > machine.mem_mb * MB:
         raise ConfigError(
             f"the {machine.nproc_per_node} processes of a node pin {amount(pinned)} of host memory for checkpoints and "

@@ -1,9 +1,8 @@
-"""Stages report (one self-contained page over all runs and corpora) and sweep (results of its runs
-side by side).
+"""Stages report (one page over all runs and corpora) and sweep (results of its runs side by side).
 
 results.csv has one row for each run and each value by which it was judged: `run`, the sweep's axes,
 `parameters`, `cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`,
-`dataset`, `task`, `name`, `kind` (model or baseline), `metric`, `value`, `sd`. curves.json beside
+`dataset`, `task`, `name`, `kind` (model or baseline), `metric`, `value`, `sd`. curves.json next to
 it has what the report draws (`report.sweep.curves`).
 """
 
@@ -34,7 +33,7 @@ def report(
     """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves
     of `sweeps`.
 
-    Each figure is beside the page, in figures/, as SVG and its data as CSV. Raises DataError for a
+    Each figure is in figures/ next to the page, as SVG and its data as CSV. Raise DataError for a
     damaged file.
     """
     reported = [*map(read_run, runs)]
@@ -43,13 +42,8 @@ def report(
     drawn = Drawings()
     try:
         page = render(options.report.title, reported, described, swept, drawn)
-    except (
-        UndefinedError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as error:  # deeper than reading checks
+    # deeper than reading checks
+    except (UndefinedError, LookupError, TypeError, AttributeError, ValueError) as error:
         folders = ", ".join(map(str, [*runs, *corpora]))
         raise DataError(
             f"a file in {folders} is damaged ({in_one_line(error)}); make the runs' files again"
@@ -60,20 +54,20 @@ def report(
 
 
 def sweep(*, values: Path, runs: Path, out: Path) -> None:
-    """Write results.csv to `out`, and curves.json beside it. `values` is a JSON file: values by
+    """Write results.csv to `out`, and curves.json to its folder. `values` is a JSON file: values by
     axis of each run.
     """
-    of_runs = read_json(values)
-    axes = list(next(iter(of_runs.values()), {}))
-    rows = [
-        row for name, of_run in of_runs.items() for row in rows_of(read_run(runs / name), of_run)
-    ]
+    values_by_run = read_json(values)
+    axes = list(next(iter(values_by_run.values()), {}))
+    rows = []
+    for name, values_of_run in values_by_run.items():
+        rows += rows_of(read_run(runs / name), values_of_run)
     if not rows:
         raise DataError(f"{runs}: no run of the sweep has a result; train and evaluate them first")
     about = {
         "name": out.parent.name,
         "axes": axes,
-        "n_runs": len(of_runs),
+        "n_runs": len(values_by_run),
         "curves": curves(rows, axes),
     }
     write_json(out.parent / "curves.json", about)
@@ -81,4 +75,4 @@ def sweep(*, values: Path, runs: Path, out: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    print(f"{len(of_runs)} runs, {len(rows):,} values -> {out}")
+    print(f"{len(values_by_run)} runs, {len(rows):,} values -> {out}")

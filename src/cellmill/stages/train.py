@@ -103,9 +103,9 @@ def train(
 
     with folder.locked(follows=machine.launcher == "slurm") as lock:
         had_jobs = (folder.path / "jobs").exists() and shutil.which("squeue") is not None
-        launcher = (
-            SlurmLauncher(folder, machine) if machine.launcher == "slurm" or had_jobs else None
-        )
+        launcher = None
+        if machine.launcher == "slurm" or had_jobs:
+            launcher = SlurmLauncher(folder, machine)
         if launcher is None or not _is_living(launcher, record):
             if is_done(folder, record, steps, restart):
                 # its launcher may have been killed before it could
@@ -115,7 +115,7 @@ def train(
             if trunk is not None:
                 begin_branch(folder, trunk, record, options.train, steps)
             write_json(folder.path / "run.json", record)
-            # of a shorter run, of a training set aside, or without its checkpoints
+            # the state of a shorter run, of a training set aside, or one without its checkpoints
             if folder.state() == "done":
                 (folder.path / "state.json").unlink()
         with followed(folder.path, options.track), accounted(folder.path, machine):
@@ -126,15 +126,11 @@ def train(
 
 
 def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[str]:
-    """Return the obs columns whose labels the run reads, and those that its first weights were
-    trained with.
-    """
-    earlier = (
-        []
-        if init_from is None
-        else read_model_config(init_from / "config.json").get("supervised_by", [])
-    )
-    return sorted({*objective.supervised_by, *earlier})
+    """obs columns whose labels the run reads, or its initial weights were trained with."""
+    columns = {*objective.supervised_by}
+    if init_from is not None:
+        columns |= {*read_model_config(init_from / "config.json").get("supervised_by", [])}
+    return sorted(columns)
 
 
 def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
@@ -160,10 +156,10 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
     before = read_json(path / "run.json")
     changes = changed_keys(before, record["identity"], str(path / "run.json"))
     if changes:
+        different = "; ".join(f"{key} {change}" for key, change in changes.items())
         raise UserError(
-            f"{path}: job {job.job_id} is training with another configuration "
-            f"({'; '.join(f'{key} {change}' for key, change in changes.items())}); end it "
-            f"with `scancel {job.job_id}`, or change the configuration back"
+            f"{path}: job {job.job_id} is training with another configuration ({different}); end it with "
+            f"`scancel {job.job_id}`, or change the configuration back"
         )
     check_data(str(path), before["fingerprint"], record["fingerprint"])
     return True
