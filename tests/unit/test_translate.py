@@ -108,7 +108,7 @@ finetune: {lora: {rank: 4, bias: none}, label_kee: age}
         (
             "data: {}\nmodel: {}\n",
             "b.tsv",
-            "b.tsv: expected a name that ends in .yaml; its table is beside it as .tsv",
+            "b.tsv: expected a name that ends in .yaml; its table is next to it as .tsv",
         ),
         ("data: {}\nmodel: {}\n", "old.yaml", "old.yaml exists; choose another --out"),
         (

@@ -29,12 +29,10 @@ Answers = dict[str, tuple[str, str]]
 
 
 def translate(*, file: Path, out: Path) -> None:
-    """Write `out`, and its table beside it as .tsv. Raises ConfigError for what is not valid there
-    or here.
-    """
+    """Write `out`, and its table as .tsv next to it. Raise ConfigError if either tool refuses it."""
     if out.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{out}: expected a name that ends in .yaml; its table is beside it as .tsv"
+            f"{out}: expected a name that ends in .yaml; its table is next to it as .tsv"
         )
     table = out.with_suffix(".tsv")
     for path in (out, table):
@@ -48,13 +46,12 @@ def translate(*, file: Path, out: Path) -> None:
         raise ConfigError(
             f"data.paths: expected a list of .h5ad files, got {paths or 'none'}; add them"
         )
-    config, answers = translated(flat(tree))
+    config, answers = translate_options(flat(tree))
     config["corpora"] = {"corpus": {"table": str(table)}}
     config["runs"] = {"translated": {"corpus": "corpus"}}
     answers["data.paths"] = ("written", f"column path of {table}")
-    write_text(
-        table, "\n".join(["dataset\tpath", *(f"{Path(path).stem}\t{path}" for path in paths), ""])
-    )
+    rows = [f"{Path(path).stem}\t{path}" for path in paths]
+    write_text(table, "\n".join(["dataset\tpath", *rows, ""]))
     try:
         check_config(config, str(file))
     except ConfigError:
@@ -65,7 +62,7 @@ def translate(*, file: Path, out: Path) -> None:
     print("\n".join([*lines, f"{file} -> {out}, {table}"]), flush=True)
 
 
-def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
+def translate_options(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
     """Sections here of scModelForge's options, by dotted key, and what became of each key."""
     config: dict[str, Any] = {"tokens": {"tokenizer": "rank"}}
     for key, value in TABLES["defaults"].items():
@@ -83,14 +80,12 @@ def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
         )
     _put(config, "train.global_batch", prod(factors))
     product = f"train.global_batch: {prod(factors)} = {' x '.join(map(str, factors))} ({', '.join(BATCH)})"
-    answers |= {
-        f"training.{key}": ("written", product) for key in BATCH if f"training.{key}" in given
-    }
+    for key in BATCH:
+        if f"training.{key}" in given:
+            answers[f"training.{key}"] = ("written", product)
     if "training.num_gpus" in given:
-        answers["training.num_gpus"] = (
-            "written",
-            f"{product}; set nproc_per_node in the profile too",
-        )
+        text = f"{product}; set nproc_per_node in the profile too"
+        answers["training.num_gpus"] = ("written", text)
 
     tokens = config["tokens"]
     if tokens["tokenizer"] == "binned":
@@ -101,12 +96,11 @@ def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
         }
         if quantiles:  # fitted to the corpus
             _put(config, "vocabulary.quantiles", True)
-        for key, here in (("n_bins", "bins"), ("binning_method", "binning")):
+        for key, ours in (("n_bins", "bins"), ("binning_method", "binning")):
             if f"tokenizer.{key}" in given:
-                answers[f"tokenizer.{key}"] = ("written", f"tokens.{here}: {tokens[here]}")
-    _put(
-        config, "objective.name", "masked_gene" if tokens["tokenizer"] == "rank" else "masked_value"
-    )
+                answers[f"tokenizer.{key}"] = ("written", f"tokens.{ours}: {tokens[ours]}")
+    objective = "masked_gene" if tokens["tokenizer"] == "rank" else "masked_value"
+    _put(config, "objective.name", objective)
     if given.get("training.wandb_project") and "wandb" in config.get("track", {}).get("to", {}):
         config["track"]["to"]["wandb"]["project"] = given["training.wandb_project"]
         answers["training.wandb_project"] = ("written", "track.to.wandb.project")
@@ -115,21 +109,20 @@ def translated(given: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
 
 def _translate_key(config: dict[str, Any], key: str, value: Any) -> tuple[str, str]:
     """Put one key into `config`, and return what became of it."""
-    here = TABLES["same"].get(key)
-    if here is not None:
+    ours = TABLES["same"].get(key)
+    if ours is not None:
         if value is None:
-            return "dropped", f"null: {here} has its default"
-        _put(config, here, value)
-        return "written", here
+            return "dropped", f"null: {ours} has its default"
+        _put(config, ours, value)
+        return "written", ours
     if key in TABLES["choices"]:
-        [(here, names)] = TABLES["choices"][key].items()
-        if str(value) not in names:
-            return "advice", f"{value}: none here; set {here}"
-        _put(config, here, copy.deepcopy(names[str(value)]))
-        return (
-            "written",
-            f"{here}: {yaml.safe_dump(names[str(value)], default_flow_style=True).splitlines()[0]}",
-        )
+        [(ours, choices)] = TABLES["choices"][key].items()
+        if str(value) not in choices:
+            return "advice", f"{value}: none here; set {ours}"
+        choice = choices[str(value)]
+        _put(config, ours, copy.deepcopy(choice))
+        text = yaml.safe_dump(choice, default_flow_style=True).splitlines()[0]
+        return "written", f"{ours}: {text}"
     section = key
     while section:  # the key itself, or the next section above it
         if section in TABLES["no_effect"]:

@@ -1,5 +1,4 @@
-"""The torchrun agent of a node, with a rendezvous that is closed to other users:
-`launch/rendezvous.py`.
+"""The torchrun agent of a node, with a rendezvous that is closed to other users.
 
     python -m cellmill.launch.agent [options of torchrun] --module MODULE [arguments]
 
@@ -47,51 +46,46 @@ except Exception as error:  # a library that torch loads may be missing too
     sys.exit(1)
 
 BACKEND = "cellmill"
-LATE_S = 10.0  # after which nodes that have not joined are named
-TIMEOUT_S = 600  # until all agents have started, as torchrun's static rendezvous
+LATE_S = 10.0  # nodes that have not joined by then are named
+TIMEOUT_S = 600  # longest time until all agents have started, as torchrun's static rendezvous
 
 
 class ClosedRendezvous(StaticTCPRendezvous):
-    """A rendezvous of a fixed set of nodes at a store on the first one."""
+    """A rendezvous of a fixed set of nodes at a store on the first node (launch/rendezvous.py)."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self.place = Rendezvous.from_environment()
-        super().__init__(
-            LOOPBACK, 0, self.place.node, self.place.nodes, parameters.run_id, TIMEOUT_S
-        )
+        start = Rendezvous.from_environment()
+        self.start = start
+        super().__init__(LOOPBACK, 0, start.node, start.nodes, parameters.run_id, TIMEOUT_S)
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        place = self.place
+        start = self.start
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # each process of the job takes several descriptors on the first node; the usual soft limit
         # is 1,024
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         # gloo listens at the address of the node's name, which some installers make 127.0.1.1, out
         # of reach of others
-        if (
-            place.host != LOOPBACK
-            and place.nodes > 1
-            and (interface := interface_between_nodes(place.host))
-        ):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        port = _start_relay(place)
+        if start.host != LOOPBACK and start.nodes > 1:
+            interface = interface_between_nodes(start.host)
+            if interface:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        port = _start_relay(start)
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=self.timeout)
-        store.set(f"{NODES}/{place.node}", node_name())
-        if place.node == 0 and place.join_s and os.environ[ERROR_FILE]:
-            wait_for_agents(place, store)
+        store.set(f"{NODES}/{start.node}", node_name())
+        if start.node == 0 and start.join_s and os.environ[ERROR_FILE]:
+            wait_for_agents(start, store)
         address = RendezvousStoreInfo(LOOPBACK, port)
-        return RendezvousInfo(PrefixStore(self.run_id, store), place.node, place.nodes, address)
+        return RendezvousInfo(PrefixStore(self.run_id, store), start.node, start.nodes, address)
 
 
-def _start_relay(place: Rendezvous) -> int:
-    """Port of this node's relay. Ends the agent, and the run with it, with one line if it cannot
-    listen.
-    """
+def _start_relay(start: Rendezvous) -> int:
+    """Port of this node's relay. If it cannot listen, end the agent, and so the run, with one line."""
     try:
-        return Relay(place).start()
+        return Relay(start).start()
     except OSError as error:
         line = f"{node_name()}: the processes of this job cannot be connected: {error}"
         if os.environ[ERROR_FILE]:
@@ -99,44 +93,48 @@ def _start_relay(place: Rendezvous) -> int:
         sys.exit(line)
 
 
-def wait_for_agents(node: Rendezvous, store: TCPStore) -> None:
-    """Wait until the agents of all nodes have joined; end this one with a line that names those
-    that have not.
+def wait_for_agents(start: Rendezvous, store: TCPStore) -> None:
+    """Wait until the agents of all nodes have joined; else end this agent with a line that names
+    them.
 
     Meanwhile the line is in a file: the job may reach its time limit first.
     """
     began = time.monotonic()
     error = Path(os.environ[ERROR_FILE])
-    said = ""
-    while late := [
-        host for number, host in enumerate(node.hosts) if not store.check([f"{NODES}/{number}"])
-    ]:
+    reported = ""
+    while True:
+        late = []
+        for number, host in enumerate(start.hosts):
+            if not store.check([f"{NODES}/{number}"]):
+                late.append(host)
+        if not late:
+            break
         waited_s = time.monotonic() - began
-        who = ", ".join(late[:8]) + (", …" if len(late) > 8 else "")
+        names = ", ".join(late[:8]) + (", …" if len(late) > 8 else "")
         line = (
-            f"{len(late)} of {node.nodes} nodes have not joined: {who}; their logs may say why; to leave them out, set "
-            "sbatch_options: exclude=NODE in the profile"
+            f"{len(late)} of {start.nodes} nodes have not joined: {names}; their logs may say why; to leave them out, "
+            "set sbatch_options: exclude=NODE in the profile"
         )
-        if waited_s >= node.join_s:
+        if waited_s >= start.join_s:
             write_text(error, line)
             sys.exit(line)
-        if waited_s >= LATE_S and line != said:
+        if waited_s >= LATE_S and line != reported:
             with suppress(OSError):  # a full disk
                 write_text(error.with_name(LATE), line)
-            said = line
+            reported = line
         time.sleep(0.2)
     error.with_name(LATE).unlink(missing_ok=True)
 
 
 def interface_between_nodes(first: str) -> str | None:
-    """Interface of the route to the first node, or of its own route out; None where the name
-    serves, or no route.
+    """Interface of the route to the first node, or of its own route out; None if the name of the
+    host serves, or there is no route.
     """
     with suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
         if named == LOOPBACK or not ipaddress.ip_address(named).is_loopback:
             return None  # all nodes are on one machine, or the name is an interface's
-    # of a documentation network: nothing is sent, only the route is looked up
+    # the second is of a documentation network: nothing is sent, only the route is looked up
     for target in (first, "192.0.2.1"):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
@@ -150,10 +148,8 @@ def interface_between_nodes(first: str) -> str | None:
 
 
 def run() -> None:
-    """Run torchrun. Its messages and tracebacks go to the node's log in a cluster job, otherwise
-    nowhere.
-    """
-    given = os.environ[ERROR_FILE]
+    """Run torchrun. Its messages and tracebacks go to the node's log if there is one."""
+    error_file = os.environ[ERROR_FILE]
     host = socket.gethostname()
     log = os.environ.get(NODE_LOG, os.devnull)
     logging.raiseExceptions = False  # the disk may be full
@@ -165,20 +161,18 @@ def run() -> None:
     except ChildFailedError as error:
         logging.getLogger("torch").error("%s", error)
         rank, failure = error.get_first_failure()
-        ended = (
-            f"signal {failure.signal_name()}"
-            if failure.exitcode < 0
-            else f"exit code {failure.exitcode}"
-        )
-        sys.exit(
-            1 if given and Path(given).exists() else f"rank {rank} on {host} ended with {ended}"
-        )
+        if error_file and Path(error_file).exists():
+            sys.exit(1)
+        ended = f"exit code {failure.exitcode}"
+        if failure.exitcode < 0:
+            ended = f"signal {failure.signal_name()}"
+        sys.exit(f"rank {rank} on {host} ended with {ended}")
     except Exception as error:
         logging.getLogger("torch").exception("torchrun failed")
-        sys.exit(
-            f"torchrun on {host}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            + (f"; its traceback: {log}" if NODE_LOG in os.environ else "")
-        )
+        line = f"torchrun on {host}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if NODE_LOG in os.environ:
+            line += f"; its traceback: {log}"
+        sys.exit(line)
 
 
 if __name__ == "__main__":

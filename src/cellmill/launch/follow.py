@@ -227,8 +227,9 @@ class JobFollower:
 
 
 def lost_start(train: Path) -> str:
-    """The job of a start that trains in `train` although its newest job has ended, as on a node
-    that SLURM has lost; otherwise empty.
+    """The job of a start that still trains in `train` although its newest job has ended; else empty.
+
+    It may be on a node that SLURM has lost.
     """
     newest = Jobs(train).newest()
     if newest is None or newest.ended_at is None:

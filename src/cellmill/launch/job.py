@@ -1,5 +1,4 @@
-"""The processes of a job: the torchrun agent of each node, as every launcher starts it, restarts,
-and jobs run here.
+"""The processes of a job: the torchrun agent of each node, restarts, and jobs run here.
 
 A job on this machine has one torchrun agent per node, so that a layout of several nodes can be
 tried on one machine. A single process has none: it would take two seconds to import torch. Agents
@@ -35,11 +34,11 @@ from cellmill.runs.jobs import HANG
 # torchrun handles fewer by default: it would die of the signal that announces a time limit, and
 # orphan its workers
 AGENT_SIGNALS = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
-# as torchrun sets them
+# variables of a single process, as torchrun sets them
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-# variable of the agent: file for the line of a process that knows why it failed
+# the agent's variable: file for the line of a process that knows why it failed
 ERROR_FILE = "CELLMILL_ERROR_FILE"
-# of a cluster job's agent and workers: file for tracebacks and messages of torchrun
+# variable of a cluster job's agent and workers: file for tracebacks and messages of torchrun
 NODE_LOG = "CELLMILL_NODE_LOG"
 
 
@@ -60,9 +59,7 @@ class Job:
     cores: int = 0
 
     def command(self, signals: str = AGENT_SIGNALS) -> list[str]:
-        """The agent of a node, which reads its place from the environment
-        (`rendezvous.Rendezvous`).
-        """
+        """The agent of a node, which reads its rank from the environment (`rendezvous.Rendezvous`)."""
         return [
             sys.executable,
             "-m",
@@ -82,9 +79,9 @@ def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> d
     """Environment of an agent and its workers on a machine that runs `processes` of them on
     `cores`, 0 for all.
     """
-    # one per core: more would compete
+    # one thread per core: more would compete
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)
-    # its warnings are of host names and of connections that are tried again
+    # its warnings are about host names, and about connections that are tried again
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     # a waiting thread yields its core: on a busy machine a spinning one takes it from the thread
     # that it waits for
@@ -106,10 +103,9 @@ class Restarts:
     """
 
     def __init__(self, job: Job) -> None:
-        # the step that the last start resumed from
         self.job = job
         self.done = 0
-        self._from = -1
+        self._resumed_step = -1  # the step that the last start resumed from
 
     def again(self, code: int) -> bool:
         """True if the job is to be restarted after an agent ended with exit `code`; prints the
@@ -123,12 +119,12 @@ class Restarts:
         if not job.error_file or error.exists():
             return False
         hang = error.with_name(HANG)
-        before = self._from
+        before = self._resumed_step
         step = 0
         # before the first checkpoint there may be no file
         with suppress(DataError, KeyError, TypeError):
             step = int(read_json(Path(job.state_file))["step"])
-        self._from = step
+        self._resumed_step = step
         if self.done == job.max_restarts or step == before:
             # it did not hang, or the agent of another node was first
             with suppress(FileNotFoundError):
@@ -141,7 +137,8 @@ class Restarts:
                 )
             return False
         self.done += 1
-        why = f"a process was lost ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        end = f"signal {-code}" if code < 0 else f"exit code {code}"
+        why = f"a process was lost ({end})"
         with suppress(FileNotFoundError):
             why = hang.read_text(encoding="utf-8").strip()
             hang.unlink()
@@ -194,12 +191,11 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
                 secret = secrets.token_hex(32)
                 # one by one: a signal reaches those that have been started
                 for node in range(job.nodes):
-                    place = (
-                        Rendezvous(secret, node, job.nodes, LOOPBACK).environment()
-                        if processes > 1
-                        else SINGLE
-                    )
-                    agents.append(started(command, keep_open, environment | place))
+                    variables = SINGLE
+                    if processes > 1:
+                        rendezvous = Rendezvous(secret, node, job.nodes, LOOPBACK)
+                        variables = rendezvous.environment()
+                    agents.append(start_process(command, keep_open, environment | variables))
                 code = wait_for(agents, each_second)
                 if not code or signals or not restarts.again(code):
                     break
@@ -217,10 +213,10 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
             agent.kill()
 
 
-def started(
+def start_process(
     command: list[str], keep_open: int, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """A process that Ctrl-C does not reach, that ends with this one and inherits the descriptor
+    """Start a process that Ctrl-C does not reach, that ends with this process and inherits
     `keep_open`.
     """
     return subprocess.Popen(
@@ -238,13 +234,18 @@ def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[],
     """
     code = 0
     called = time.monotonic()
-    while any(process.poll() is None for process in processes):
-        if time.monotonic() - called > 1:
+    is_running = True
+    while is_running:
+        codes = [process.poll() for process in processes]
+        is_running = None in codes
+        if is_running and time.monotonic() - called > 1:
             called = time.monotonic()
             each_second()
-        code = code or next((process.returncode for process in processes if process.poll()), 0)
-        if code:
+        for exit_code in codes:
+            code = code or exit_code or 0
+        if code and is_running:
             for process in processes:
                 process.terminate()
-        time.sleep(0.05)
-    return code or next((process.returncode for process in processes if process.returncode), 0)
+        if is_running:
+            time.sleep(0.05)
+    return code

@@ -1,9 +1,9 @@
 """The task of each node of a cluster job: one torchrun agent, its signals and its restarts.
 
-Every launcher of cluster jobs writes the task to task.json and runs it with `run_task`: submitit inside a submitted
-job, srun inside an allocation. Under cgroup tracking SLURM signals only this process, so it forwards signals to the
-workers: they save and exit, and the agent, which ignores signals, exits with them. When this process dies, so does
-everything it started.
+Every launcher of cluster jobs writes the task to task.json and runs it with `run_task`: submitit
+inside a submitted job, srun inside an allocation. Under cgroup tracking SLURM signals only this
+process, so it forwards signals to the workers: they save and exit, and the agent, which ignores
+signals, exits with them. When this process dies, so does everything it started.
 
 `run_here` trains on this machine, or inside the SLURM job this process runs in (salloc, or a batch
 script), for sites that allow no process on a login node: the whole workflow is then one batch job.
@@ -33,7 +33,7 @@ from cellmill.launch.job import (
     Restarts,
     agent_environment,
     run_local,
-    started,
+    start_process,
     wait_for,
 )
 from cellmill.launch.queue import expand
@@ -60,15 +60,16 @@ class NodeFailed(Exception):
 def write_task(job: Job, machine: Machine, folder: Path) -> Path:
     """Write the task of each node of `job` to the job's folder; return the file, for `run_task`."""
     path = folder.resolve() / "task.json"
-    # the secret is known to the nodes of the job alone: nobody else can enter the folder
+    # only the nodes of the job know the secret: nobody else can enter the folder
     task = {"job": asdict(job), "gpus_per_node": machine.gpus, "interface": machine.interface}
     write_json(path, task | {"secret": secrets.token_hex(32)})
     return path
 
 
 class NodeTask:
-    """The task of this node of a job step; a step may have fewer nodes than its job. `path` is a
-    task.json, in the folder for attempt files and the error, which all nodes share.
+    """The task of this node of a job step; a step may have fewer nodes than its job.
+
+    `path` is a task.json, in the folder for attempt files and the error, which all nodes share.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +83,7 @@ class NodeTask:
         self.secret = task["secret"]
         self.interface = task["interface"]
         self.job = replace(Job(**task["job"]), nodes=len(self.hosts), error_file=str(self.error))
-        self.own: Claim | None = None  # of the first node
+        self.claim: Claim | None = None  # only on the first node
         self.attempt: dict[str, Any] = {
             "job_id": self.job_id,
             "started_at": None,
@@ -104,11 +105,12 @@ class NodeTask:
         stop = StopFlag("saving")
         with ExitStack() as at_end:
             if self.rank == 0:
-                self.own = claim(self.folder.parents[1], self.job_id)
-                at_end.callback(self.own.release)
-                # of an earlier attempt
-                for line in (self.error, *map(self.error.with_name, (CONNECTION, LATE, HANG))):
-                    line.unlink(missing_ok=True)
+                self.claim = claim(self.folder.parents[1], self.job_id)
+                at_end.callback(self.claim.release)
+                # lines of an earlier attempt
+                self.error.unlink(missing_ok=True)
+                for name in (CONNECTION, LATE, HANG):
+                    self.error.with_name(name).unlink(missing_ok=True)
                 self._note(started_at=time.time())
             lacks = lacking_interface(self.interface, [name for _, name in socket.if_nameindex()])
             if lacks:
@@ -118,13 +120,13 @@ class NodeTask:
             kills_before = oom_kills()
             restarts = Restarts(self.job)
             code = self.run_agent(0, stop)
-            while (
-                code and not stop.received and oom_kills() == kills_before and restarts.again(code)
-            ):
+            while code and not stop.received and oom_kills() == kills_before:
+                if not restarts.again(code):
+                    break
                 code = self.run_agent(restarts.done, stop)
-            if self.own is not None:
+            if self.claim is not None:
                 self._note(ended_at=time.time(), exit_code=code)
-            # which a process may have left
+            # a process may have left its own line
             if code and oom_kills() > kills_before and not self.error.exists():
                 write_text(
                     self.error,
@@ -164,9 +166,9 @@ class NodeTask:
                 if stop.received:
                     # each second: a worker that is still starting would miss it
                     signal_all(workers, signal.SIGTERM)
-                if self.own is not None:
+                if self.claim is not None:
                     try:
-                        self.own.renew()
+                        self.claim.renew()
                     except Claimed:
                         signal_all([*children(agent.pid), agent.pid], signal.SIGKILL)
                         raise
@@ -175,17 +177,22 @@ class NodeTask:
 
     def environment(self, restart: int) -> dict[str, str]:
         """Environment of this node's agent."""
-        start = hmac.digest(
-            self.secret.encode(), f"{requeues()}-{restart}".encode(), "sha256"
-        ).hex()
-        join_s = 0.0 if restart else self.job.join_s  # SLURM ends a job that has lost a node
-        place = Rendezvous(
-            start, self.rank, len(self.hosts), self.hosts[0], tuple(self.hosts), join_s
+        start = f"{requeues()}-{restart}"
+        rendezvous = Rendezvous(
+            secret=hmac.digest(self.secret.encode(), start.encode(), "sha256").hex(),
+            node=self.rank,
+            nodes=len(self.hosts),
+            host=self.hosts[0],
+            hosts=tuple(self.hosts),
+            join_s=0.0 if restart else self.job.join_s,  # SLURM ends a job that has lost a node
         )
-        interface = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
         variables = agent_environment(self.job.nproc_per_node, 0, str(self.error))
+        variables |= rendezvous.environment()
         variables[NODE_LOG] = str(self.error.with_name(f"node-{self.rank}.log"))
-        return variables | place.environment() | (interface if self.interface else {})
+        if self.interface:
+            variables["GLOO_SOCKET_IFNAME"] = self.interface
+            variables["NCCL_SOCKET_IFNAME"] = self.interface
+        return variables
 
     def _note(self, **changes: float) -> None:
         """Write attempt-NNN.json: when and where the job ran, for its cost if there is no
@@ -195,13 +202,18 @@ class NodeTask:
         write_if_room(self.folder / f"attempt-{requeues():03}.json", self.attempt)
 
 
-def lacking_interface(wanted: str, here: Sequence[str]) -> str:
-    """The interface that a node lacks and the ones it has; empty if one fits. As NCCL reads it,
-    `wanted` is a list of prefixes, or exact after `=`, or with `^` names to leave out.
+def lacking_interface(wanted: str, available: Sequence[str]) -> str:
+    """The interface that a node lacks and those it has; empty if one fits.
+
+    As NCCL reads it, `wanted` is a list of prefixes, or exact after `=`, or names to leave out after
+    `^`.
     """
+    if not wanted or wanted.startswith("^"):
+        return ""
     prefixes = tuple(wanted.lstrip("=").split(","))
-    fits = not wanted or wanted.startswith("^") or any(name.startswith(prefixes) for name in here)
-    return "" if fits else f"no {wanted}: it has {', '.join(here)}"
+    if any(name.startswith(prefixes) for name in available):
+        return ""
+    return f"no {wanted}: it has {', '.join(available)}"
 
 
 def requeues() -> int:
@@ -213,7 +225,7 @@ def oom_kills() -> int:
     """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2); 0
     if unknown.
     """
-    # of v1 and v2, by controllers
+    # files of cgroup v1 and v2, by controllers
     files = {"memory": "memory/{}/memory.oom_control", "": "{}/memory.events"}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -239,12 +251,11 @@ def run_here(
     check: Callable[[], None] = lambda: None,
     scratch: Path | None = None,
 ) -> tuple[int, Path]:
-    """Run the job that `job` returns for a folder, in the allocation of this process or by
-    `run_local`.
+    """Run the job that `job` returns for a folder, in this process's allocation or by `run_local`.
 
     Returns the exit code and the folder, which on this machine is `scratch` if given. Signals are
     forwarded to the workers, who save; so is the end of this process, however it ends. `keep_open`
-    and `check` are as in `run_local`. Raises UserError outside an allocation.
+    and `check` are as in `run_local`. Raise UserError outside an allocation.
     """
     if machine.launcher == "local":
         folder = scratch or Jobs(train).new()[0]
@@ -256,20 +267,25 @@ def run_here(
         )
     folder, name = Jobs(train).new()
     task = write_task(job(folder), machine, folder)
-    here = machine.model_copy(update={"slurm_partition": os.environ.get("SLURM_JOB_PARTITION", "")})
-    record = JobRecord.of(here, folder, job_id, name).write_state("RUNNING")
+    partition = os.environ.get("SLURM_JOB_PARTITION", "")
+    allocation = machine.model_copy(update={"slurm_partition": partition})
+    record = JobRecord.of(allocation, folder, job_id, name).write_state("RUNNING")
+    gpus = {"gpus-per-node": machine.gpus_per_node, "gres": machine.gres}
     srun = [
         "srun",
         f"--nodes={machine.nodes}",
         f"--ntasks={machine.nodes}",
         "--ntasks-per-node=1",
         "--unbuffered",
+        f"--cpus-per-task={machine.cpus}",
+        "--kill-on-bad-exit=1",
+        "--overlap",  # cellmill itself may run in a step that holds the nodes
+        *flags({name: value for name, value in gpus.items() if value}),
+        *machine.srun_flags,
     ]
-    # cellmill itself may run in a step that holds the nodes: overlap
-    srun += [f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1", "--overlap"]
-    gpus = {"gpus-per-node": machine.gpus_per_node, "gres": machine.gres}
-    srun += flags({name: value for name, value in gpus.items() if value}) + machine.srun_flags
-    step = started([*srun, sys.executable, "-m", "cellmill.launch.node", str(task)], keep_open)
+    step = start_process(
+        [*srun, sys.executable, "-m", "cellmill.launch.node", str(task)], keep_open
+    )
     try:
         with handled_by(lambda number, frame: step.send_signal(signal.SIGUSR2)):
             code = wait_for([step], check)

@@ -1,5 +1,4 @@
-"""The path to the store through which the processes of a job find each other, closed to everybody
-else.
+"""The path to the store through which the processes of a job find each other, closed to others.
 
 torch's store has no authentication: whoever reaches its port can list and overwrite all keys, which
 ends the run. Here the store (`launch/store.py`) is in the agent of the first node and has no port.
@@ -21,6 +20,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -38,8 +38,8 @@ VARIABLE = "CELLMILL_RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 NODES = "nodes"  # prefix of the store's keys with the name of each node, by its number
 HANDSHAKE_S = 10.0
-RESOLVE_S = 30.0  # after which a name that cannot be resolved is reported once
-REACH_S = 60.0  # likewise a first node that cannot be reached: agents start in any order
+RESOLVE_S = 30.0  # a name that cannot be resolved by then is reported once
+REACH_S = 60.0  # so is a first node that cannot be reached: agents start in any order
 UNREACHED = "its task has not begun, or the network between the nodes does not let it through"
 # bytes
 _NONCE = 32
@@ -90,24 +90,24 @@ class Rendezvous:
 
 
 class Relay:
-    """This node's way to the store, in a thread of its agent. The relay of the first node has the
-    store.
-    """
+    """This node's way to the store, in a thread of its agent. The first node's relay has the store."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self.port = 0
         self._store = Store() if rendezvous.node == 0 else None
-        self._ports = rendezvous.ports  # of the entrance; the one that was reached last comes first
+        self._ports = rendezvous.ports  # the entrance's; the port that was reached last comes first
         self._error: OSError | None = None
-        self._said = False
+        self._has_reported = False
         self._started = threading.Event()
 
     def start(self) -> int:
         """Port of the relay on the loopback. Raises OSError if the entrance finds no free port."""
-        threading.Thread(
-            target=lambda: asyncio.run(self._run()), daemon=True, name="rendezvous"
-        ).start()
+
+        def run() -> None:
+            asyncio.run(self._run())
+
+        threading.Thread(target=run, daemon=True, name="rendezvous").start()
         self._started.wait()
         if self._error is not None:
             raise self._error
@@ -116,10 +116,10 @@ class Relay:
     async def _run(self) -> None:
         servers = []
         try:
-            servers.append(
-                await asyncio.start_server(_closing(self._serve_process), LOOPBACK, 0, backlog=1024)
-            )
-            self.port = servers[0].sockets[0].getsockname()[1]
+            handler = _closing(self._serve_process)
+            relay = await asyncio.start_server(handler, LOOPBACK, 0, backlog=1024)
+            servers.append(relay)
+            self.port = relay.sockets[0].getsockname()[1]
             if self._store is not None and self.rendezvous.nodes > 1:
                 servers.append(await self._entrance())
         except OSError as error:
@@ -132,19 +132,16 @@ class Relay:
     async def _entrance(self) -> asyncio.Server:
         # None: all interfaces of both protocols, where IPv6 is not switched off
         hosts = [LOOPBACK] if self.rendezvous.host == LOOPBACK else [None, "0.0.0.0"]
+        handler = _closing(self._serve_node)
         for port, host in product(self.rendezvous.ports, hosts):
             with suppress(OSError):
-                return await asyncio.start_server(
-                    _closing(self._serve_node), host, port, backlog=1024
-                )
+                return await asyncio.start_server(handler, host, port, backlog=1024)
         raise OSError(f"no port of {self.rendezvous.ports} is free on this node")
 
     async def _serve_process(self, reader: Reader, writer: Writer) -> None:
         """Serve a process of this node, if the kernel says that it is this user's."""
-        if (
-            user_of_connection(writer.get_extra_info("peername"), (LOOPBACK, self.port))
-            != os.getuid()
-        ):
+        peer = writer.get_extra_info("peername")
+        if user_of_connection(peer, (LOOPBACK, self.port)) != os.getuid():
             return
         if self._store is not None:
             await self._store.serve(reader, writer)
@@ -172,7 +169,6 @@ class Relay:
     async def _to_first_node(self) -> Streams:
         """A connection through the entrance, as soon as it is there: agents start in any order."""
         began = asyncio.get_running_loop().time()
-        host = self.rendezvous.host
         while True:
             for port in self._ports:
                 try:
@@ -183,24 +179,24 @@ class Relay:
                         self._ports = [port, *(other for other in self._ports if other != port)]
                         return connection
                 except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                    unknown = isinstance(error, socket.gaierror)
-                    waited = asyncio.get_running_loop().time() - began
-                    if waited < (RESOLVE_S if unknown else REACH_S) or self._said:
-                        continue
-                    self._said = True
-                    reason = (
-                        error.strerror
-                        if isinstance(error, OSError) and error.strerror
-                        else type(error).__name__
-                    )
-                    what, why = (
-                        ("resolve", "correct the nodes' DNS or /etc/hosts")
-                        if unknown
-                        else ("reach", UNREACHED)
-                    )
-                    line = f"{what} {host}, the first node ({reason}): {why}"
-                    print(f"{node_name()} cannot {line}", file=sys.stderr, flush=True)
+                    waited_s = asyncio.get_running_loop().time() - began
+                    self._report(error, waited_s)
             await asyncio.sleep(_RETRY_S)
+
+    def _report(self, error: Exception, waited_s: float) -> None:
+        """Say once that the first node cannot be reached, if that has taken long."""
+        is_unknown = isinstance(error, socket.gaierror)
+        if self._has_reported or waited_s < (RESOLVE_S if is_unknown else REACH_S):
+            return
+        self._has_reported = True
+        reason = type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        first = f"{self.rendezvous.host}, the first node ({reason})"
+        line = f"{node_name()} cannot reach {first}: {UNREACHED}"
+        if is_unknown:
+            line = f"{node_name()} cannot resolve {first}: correct the nodes' DNS or /etc/hosts"
+        print(line, file=sys.stderr, flush=True)
 
     async def _knock(self, port: int) -> Streams | None:
         """A connection through the entrance at `port`; None if something else listens there."""
@@ -246,15 +242,19 @@ async def _join(near: Streams, far: Streams) -> None:
 
 async def _copy(reader: Reader, writer: Writer) -> None:
     with suppress(OSError):
-        while data := await reader.read(65_536):
+        while True:
+            data = await reader.read(65_536)
+            if not data:
+                return
             writer.write(data)
             await writer.drain()
 
 
 def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
-    """User of the process at the end `local` of a TCP connection of this machine; None if there is
-    none (any more). Addresses count as well as ports: the same port of another address of the
-    loopback may be anybody's.
+    """User of the process at the end `local` of a TCP connection of this machine; None if it is gone.
+
+    Addresses count as well as ports: the same port of another address of the loopback may be
+    anybody's.
     """
     for *ends, user in _connections():
         if ends == [tuple(local), tuple(remote)]:
@@ -264,19 +264,19 @@ def user_of_connection(local: Endpoint, remote: Endpoint) -> int | None:
 
 def _connections() -> list[tuple[Endpoint, Endpoint, int]]:
     """(local end, remote end, user) of the established TCP connections of this machine."""
-    found = []
+    connections = []
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(FileNotFoundError):  # no IPv6
             for line in Path(file).read_text().splitlines()[1:]:
                 local, remote, state, user = (line.split()[column] for column in (1, 2, 3, 7))
                 if state == "01":
-                    found.append((_endpoint(local), _endpoint(remote), int(user)))
-    return found
+                    connections.append((_endpoint(local), _endpoint(remote), int(user)))
+    return connections
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Address and port, of which the kernel writes words of the address as numbers of this machine."""
+    """Address and port. The kernel writes words of the address as numbers of this machine."""
     address, _, port = text.partition(":")
-    words = [struct.pack("=I", int(address[at : at + 8], 16)) for at in range(0, len(address), 8)]
+    words = [struct.pack("=I", int(word, 16)) for word in re.findall(".{8}", address)]
     ip = ipaddress.ip_address(b"".join(words))
     return str(getattr(ip, "ipv4_mapped", None) or ip), int(port, 16)

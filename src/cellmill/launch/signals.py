@@ -1,5 +1,4 @@
-"""Signals that stop a training, what each means to a process that follows a job, and Linux's
-control of orphans.
+"""Signals that stop a training, what each means to a follower of a job, and control of orphans.
 
 A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal
 loses no job), and hands over to another follower on USR1.
@@ -35,13 +34,14 @@ class Interrupted(Stopped):
 
 @contextmanager
 def handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Call `handler` on every stop signal; restore the earlier handlers afterwards. nohup's ignored
-    SIGHUP stays so.
+    """Call `handler` on every stop signal; restore the earlier handlers afterwards.
+
+    SIGHUP stays ignored if it is, as under nohup.
     """
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    earlier = {
-        number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored
-    }
+    earlier = {}
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            earlier[number] = signal.signal(number, handler)
     try:
         yield
     finally:
@@ -63,9 +63,7 @@ def blocked(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Handle Ctrl-C when the block has ended: an exception while Python forks is printed and
-    forgotten.
-    """
+    """Handle Ctrl-C when the block has ended: an exception while Python forks would be lost."""
     noted: list[int] = []
     earlier = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
     try:
@@ -77,7 +75,7 @@ def interrupted_later() -> Iterator[None]:
 
 
 class StopFlag:
-    """Handler of `STOP_SIGNALS`, installed when created; `received` is the name of the first one."""
+    """Handler of `STOP_SIGNALS`, installed when created; `received` is the name of the first signal."""
 
     def __init__(self, note: str = "") -> None:
         self.received: str | None = None
@@ -128,9 +126,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def belong_to_parent() -> None:
-    """Initialize a process of a pool: the parent handles Ctrl-C, and its end, also an earlier one,
-    ends the process.
-    """
+    """Initialize a process of a pool: the parent handles Ctrl-C, and its end ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != cast(BaseProcess, parent_process()).pid:

@@ -1,5 +1,4 @@
-"""Submission of SLURM jobs: the batch script of one task per node, written by submitit, and jobs
-that are run once.
+"""Submission of SLURM jobs by submitit, with one task per node, and jobs that are run once.
 
 Every value in the script was checked by `Machine` or is quoted here. The only thing pickled for the
 nodes is the path of the node's task, a JSON file in a folder only this user can enter.
@@ -44,7 +43,7 @@ TRANSIENT = re.compile(
     "slurm_receive_msg|unexpected message received|could not make sense of sbatch output",
     re.IGNORECASE,
 )
-# not named as the option is
+# variables that are not named like their option
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
 ONCE_PATIENCE_S = 120  # as PATIENCE_S, for a job that no training depends on
 POLL_S = 5.0
@@ -52,26 +51,20 @@ POLL_S = 5.0
 
 @contextmanager
 def submitting(machine: Machine) -> Iterator[None]:
-    """The environment for sbatch: of SLURM_* only the cluster, since srun in the job would read the
-    others.
+    """The environment for sbatch, with only the cluster of SLURM_*: srun in the job would read the
+    rest.
 
     Outside a job, SBATCH_* are the user's wishes and stay, except for options that cellmill or the
     profile sets: sbatch would prefer the variable.
     """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in ("SLURM_CONF", "SLURM_CLUSTERS")
-    }
+    kept = {"SLURM_CONF", "SLURM_CLUSTERS"} & os.environ.keys()
     if "SLURM_JOB_ID" not in os.environ:
-        ours = {*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"}
-        set_here = {
-            f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in ours
-        }
-        wishes = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
-        kept |= {name: value for name, value in wishes.items() if name not in set_here}
+        kept |= {name for name in os.environ if name.startswith("SBATCH_")}
+        for name in (*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"):
+            kept.discard(f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}")
+    variables = {name: os.environ[name] for name in kept}
     with clean_env():
-        os.environ.update(kept)
+        os.environ.update(variables)
         yield
 
 
@@ -96,9 +89,7 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
 
 
 class _Executor(SlurmExecutor):
-    """submitit's, whose own parser takes the first "job NUMBER" in sbatch's output; wrappers print
-    lines too.
-    """
+    """submitit's, which would take the first "job NUMBER" in the output of sbatch and its wrappers."""
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
@@ -119,16 +110,17 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
     # lines of the batch script before srun: a command that fails ends the job with one line in its
     # log
     setup = []
-    load = f"module load {shlex.join(machine.modules.split())}" if machine.modules else ""
-    for key, command in (("modules", load), ("setup", machine.setup)):
+    commands = {"setup": machine.setup}
+    if machine.modules:
+        load = f"module load {shlex.join(machine.modules.split())}"
+        commands = {"modules": load} | commands
+    for key, command in commands.items():
         if command:
             failed = shlex.quote(f"cellmill: `{command}` failed on")
-            setup.append(f"{{ {command}")
-            setup.append(
-                f'}} || {{ echo {failed} "$SLURMD_NODENAME; change {key} in the profile"; exit 1; }}'
-            )
+            echo = f'echo {failed} "$SLURMD_NODENAME; change {key} in the profile"'
+            setup += [f"{{ {command}", f"}} || {{ {echo}; exit 1; }}"]
     executor = _Executor(folder=folder.resolve(), max_num_timeout=0, python=python)
-    # one task per node is requested of srun alone: given to sbatch, it would pin a range of nodes
+    # one task per node is requested only from srun: given to sbatch, it would pin a range of nodes
     # to its minimum. A task that fails must not leave the others waiting for it.
     task = ["--ntasks-per-node=1", f"--cpus-per-task={machine.cpus}", "--kill-on-bad-exit=1"]
     executor.update_parameters(
