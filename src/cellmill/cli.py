@@ -47,8 +47,10 @@ for _module, _names in MODULES.items():
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command. Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its
-    state saved, 130 interrupted, 1 a bug.
+    """Run one sub-command.
+
+    Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its state saved, 130
+    interrupted, 1 a bug.
     """
     arguments = vars(new_parser(__doc__.split("\n\n")[0]).parse_args(argv))
     stage = arguments.pop("stage")
@@ -102,8 +104,9 @@ def _pop(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_paths(arguments: dict[str, Any]) -> None:
-    """Raise UserError for a FIFO, which opening would wait for, and for an output that is another
-    file of the command; OSError for a loop of links.
+    """Raise UserError for a FIFO, or an output that is another file of the command.
+
+    Opening a FIFO would wait. Raise OSError for a loop of links.
     """
     files: list[tuple[str, Path]] = []
     for name, value in arguments.items():

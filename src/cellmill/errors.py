@@ -21,8 +21,9 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """An unknown, malformed or impossible option. A ValueError too, as pydantic expects of a
-    validator.
+    """An unknown, malformed or impossible option.
+
+    A ValueError too, as pydantic expects of a validator.
     """
 
 
@@ -55,8 +56,9 @@ def require_known(name: str, known: Collection[str], fault: str) -> None:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """End the process with `cellmill: ERROR` and exit code 1; Snakemake would add its place in the
-    Snakefile.
+    """End the process with `cellmill: ERROR` and exit code 1.
+
+    Snakemake would add its place in the Snakefile.
     """
     try:
         yield

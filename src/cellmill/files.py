@@ -68,10 +68,9 @@ _HOST = _processes()
 
 @contextmanager
 def atomic_path(final: Path) -> Iterator[Path]:
-    """A temporary path to write to, fsynced and renamed to `final` when the block ends without an
-    error.
+    """A temporary path, fsynced and renamed to `final` if the block ends without an error.
 
-    It has the suffix of `final`, by which libraries choose a format. Raises DataError for a device,
+    It has the suffix of `final`, by which libraries choose a format. Raise DataError for a device,
     FIFO or socket, which the rename would replace, and OSError with the name of `final` if the disk
     or the quota is full.
     """
@@ -116,9 +115,10 @@ def named_errors(path: Path, codes: Collection[int] | None = None) -> Iterator[N
 
 
 def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
-    """Remove temporary files of `final` whose writer was killed: on this host those without a
-    living process, of other hosts, whose processes are not known, those that nobody has written to
-    for `older_than_s`.
+    """Remove temporary files of `final` whose writer was killed.
+
+    On this host it is no longer a process. Processes of other hosts are not known: their files go
+    if nobody has written to them for `older_than_s`.
     """
     temporary = re.compile(_TEMPORARY.format(stem=re.escape(final.stem)) + re.escape(final.suffix))
     for path in final.parent.glob(f".*{glob.escape(final.stem)}.*.incomplete*"):
@@ -152,13 +152,13 @@ def write_json(final: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read the JSON in `path`. Raises DataError naming the file if it is missing or not JSON."""
+    """Read the JSON in `path`. Raise DataError naming the file if it is missing or not JSON."""
     require_file(path)
     return parse_json(Path(path).read_bytes(), path)
 
 
 def parse_json(text: str | bytes, source: Path | str) -> Any:
-    """The value of a text that `source` holds. Raises DataError naming it if the text is not JSON."""
+    """The value of a text that `source` holds. Raise DataError naming it if the text is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -193,8 +193,9 @@ def refuse_overwriting(
     flag: str = "--out",
     remedy: str = "name another file",
 ) -> None:
-    """Raise ConfigError if `out` is the file of another argument, which would be lost; `others` are
-    flags and paths.
+    """Raise ConfigError if `out` is the file of another argument, which would be lost.
+
+    `others` are flags and paths.
     """
     for other, path in others:
         if path.resolve() == out.resolve():
@@ -222,8 +223,9 @@ def special_kind(path: Path) -> str | None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes. Raises DataError if it is missing or not a regular
-    file.
+    """Hexadecimal SHA-256 of a file's bytes.
+
+    Raise DataError if it is missing or not a regular file.
     """
     require_file(path)
     with open(path, "rb") as file:
@@ -266,8 +268,7 @@ def progress(
     clock: Callable[[], float] = time.monotonic,
     out: TextIO | None = None,
 ) -> Iterator[T]:
-    """Yield `items`, and show on `out`, stderr unless given, how much of `total` is done: nothing
-    in the first 5 s.
+    """Yield `items`, and show on `out` (stderr) how much of `total` is done, after the first 5 s.
 
     On a terminal it is a bar, elsewhere one line every 30 s. An item counts `size` units (the rows
     of a block, else 1) when the next one is wanted. `now` names what is at work, and is shown while

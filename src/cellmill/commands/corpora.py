@@ -1,6 +1,4 @@
-"""Commands on data: cells of other tools as .h5ad, archives of shards, and the cost of a corpus
-before it is made.
-"""
+"""Commands on data: cells of other tools, archives of shards, and the cost of a corpus."""
 
 from pathlib import Path
 
@@ -28,8 +26,9 @@ def convert(
     counts: str = "X",
     value_filter: str | None = None,
 ) -> None:
-    """Write the cells of `input`, in the format `kind`, to `out`; of a census those that fulfil
-    `value_filter`.
+    """Write the cells of `input`, in the format `kind`, to `out`.
+
+    For a census, only cells that fulfil `value_filter`.
     """
     if "://" not in str(input) and not Path(input).is_dir():
         raise DataError(f"{input}: no such folder")
@@ -80,9 +79,7 @@ def unarchive(*, archive: Path, out: Path) -> None:
 
 
 def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) -> None:
-    """Print the plan of a corpus of the configuration, with the cells of its files, or `cells` in
-    even files.
-    """
+    """Print the plan of a corpus, with the cells of its files, or `cells` in even files."""
     pipeline = load_config(config)
     if corpus not in pipeline.corpora:
         raise ConfigError(

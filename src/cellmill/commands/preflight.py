@@ -61,8 +61,9 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     shown: list[Check] = []
 
     def show(checks: Iterable[Check], machine: str = "") -> bool:
-        """Print each check as it is made; return True if none is a no. `machine` is the name of the
-        machine checked.
+        """Print each check as it is made; return True if none is a no.
+
+        `machine` is the name of the machine checked.
         """
         fits = True
         for check in checks:
@@ -156,9 +157,7 @@ def _unused_stages(pipeline: Workflow | None) -> set[str]:
 def check_profile(
     machine: Machine, profile: Profile, typed: str, name: str = ""
 ) -> Iterator[Check]:
-    """Checks of the profile by itself, and that Snakemake finds and reads all of what the user
-    typed.
-    """
+    """Checks of the profile itself, and of whether Snakemake finds and reads all of it."""
     over = f", with {profile.over} over it" if profile.over else ""
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
     yield ok("profile", f"{profile.path}{over}: launcher {machine.launcher}, {processes}")
@@ -221,8 +220,9 @@ def _check_run(machine: Machine, pipeline: Workflow, name: str) -> Check:
 
 
 def check_genes(pipeline: Workflow) -> Iterator[Check]:
-    """Checks of the genes of every dataset that a run needs: how many have a known name. Reads no
-    counts.
+    """Checks of the genes of every dataset that a run needs: how many have a known name.
+
+    Reads no counts.
     """
     for corpus in dict.fromkeys(run.corpus for run in pipeline.runs.values()):
         thresholds = dict.fromkeys(pipeline.trained_on(corpus), 0.0)

@@ -15,8 +15,9 @@ from cellmill.preflight.site import ask_slurm
 
 
 def profiles_install(*, source: Path) -> None:
-    """Link every profile in `source`. Raises DataError, before anything is linked, if a name is
-    taken.
+    """Link every profile in `source`.
+
+    Raise DataError, before anything is linked, if a name is taken.
     """
     profiles = sorted(path.parent.resolve() for path in source.glob("*/config.yaml"))
     if not profiles:
@@ -48,7 +49,7 @@ def profiles_install(*, source: Path) -> None:
 def profiles_new(
     *, name: str, partition: str, nodes: str, gpus: int | None, account: str, qos: str, into: Path
 ) -> None:
-    """Write `into`/NAME/config.yaml. Raises UserError if it exists, or SLURM has no such machine."""
+    """Write `into`/NAME/config.yaml. Raise UserError if it exists, or SLURM has no such machine."""
     folder = into / name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise UserError(f"NAME: expected letters, digits, '.', '_' and '-', got {name!r}")

@@ -48,8 +48,10 @@ SAVE_S = 600  # how long a training on this machine may take to save
 
 
 def attach(*, run: str, results: Path) -> None:
-    """Follow the training of `run`. Raise Stopped if it stopped with its state saved, UserError if
-    it failed or if nothing is running.
+    """Follow the training of `run`.
+
+    Raise Stopped if it stopped with its state saved, UserError if it failed or if nothing is
+    running.
     """
     train = train_folder(results, run)
     holder = holder_of(train)
@@ -114,7 +116,7 @@ def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
 
 
 def _report_end(train: Path, what: str, end_state: str) -> None:
-    """Print how the training ended. Raises Stopped or UserError if the run is not done."""
+    """Print how the training ended. Raise Stopped or UserError if the run is not done."""
     ended = f"{what} ended{f' with {end_state}' if end_state else ''}"
     folder = TrainFolder(train)
     newest = Jobs(train).newest()
@@ -139,7 +141,7 @@ def _report_end(train: Path, what: str, end_state: str) -> None:
 
 
 def cancel(*, run: str, results: Path) -> None:
-    """Cancel the job of `run`, or end its training on this machine. Raises UserError if it cannot."""
+    """Cancel the job of `run`, or end its training on this machine. Raise UserError if it cannot."""
     train = train_folder(results, run)
     holder = holder_of(train)
     done = list[str]()
@@ -202,8 +204,10 @@ def _end_process(train: Path, holder: Holder) -> str:
 
 
 def follow(*, run: str, to: str, results: Path) -> None:
-    """Send `run` to the tracker called `to` until it has ended. The tracker has the options that
-    the run was started with, or its defaults. Raises UserError if it is unknown or fails.
+    """Send `run` to the tracker called `to` until it has ended.
+
+    The tracker has the options that the run was started with, or its defaults. Raise UserError if
+    it is unknown or fails.
     """
     train = train_folder(results, run)
     options = stored_options(read_json(train / "run.json")["options"], str(train / "run.json"))
@@ -215,8 +219,9 @@ def follow(*, run: str, to: str, results: Path) -> None:
     queue = Queue(POLL_S)
 
     def ended() -> str:
-        """The status of a training that has ended; empty, after a moment, while it is queued or
-        runs.
+        """The status of a training that has ended.
+
+        Empty, after a moment, while it is queued or runs.
         """
         locked = holder_of(train) is not None
         if locked or living_jobs(train, queue):  # a job whose launcher left it
@@ -244,8 +249,9 @@ def follow(*, run: str, to: str, results: Path) -> None:
 
 
 def logs(*, run: str, results: Path, follow: bool) -> None:
-    """Print the log of `run`; with `follow` also what is appended while it runs. Raise UserError
-    without a log.
+    """Print the log of `run`; with `follow` also what is appended while it runs.
+
+    Raise UserError without a log.
     """
     train = train_folder(results, run)
     printed = train_log(results, run)  # by a training here, or the launcher of a waiting job

@@ -148,9 +148,7 @@ class RunState:
 
 @contextmanager
 def until_interrupted() -> Iterator[None]:
-    """End the enclosed block without an error at Ctrl-C, or if a reader such as `head` closes the
-    pipe.
-    """
+    """End the enclosed block without an error at Ctrl-C, or if a reader closes the pipe."""
     try:
         yield
     except KeyboardInterrupt:

@@ -56,9 +56,7 @@ def status(*, runs: list[str], results: Path) -> None:
 
 
 def running_stages(logs: Path) -> list[str]:
-    """The last line of each stage's log that says how far it is, unless it is older than stages
-    write them.
-    """
+    """The line on progress at the end of each stage's log, unless the log is old."""
     lines = []
     for path in sorted(logs.glob("*/*.log")):
         with suppress(OSError), open(path, "rb") as file:
@@ -89,8 +87,9 @@ def query(trains: Iterable[Path]) -> tuple[list[QueuedJob] | None, str]:
 
 
 def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[str], str]:
-    """Cells of a run in the table, and a line on what its job waits for; empty if it only has to
-    wait.
+    """Cells of a run in the table, and a line on what its job waits for.
+
+    Empty if it only has to wait.
     """
     run = RunState(train, queued)
     job = run.job_state

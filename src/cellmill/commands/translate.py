@@ -1,5 +1,4 @@
-"""translate: a configuration of scModelForge becomes one of cellmill, with a line for each of its
-keys.
+"""translate: a configuration of scModelForge becomes one of cellmill, each key with a line.
 
 The line begins with *written* (its value is in the new file), *advice* (what to set or do instead)
 or *dropped* (it had no effect there, or has no counterpart here).

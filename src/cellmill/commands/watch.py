@@ -30,8 +30,9 @@ LATEST = {
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:
-    """Show `run` until it has ended. Raise UserError if it is unknown, or once its folder is
-    deleted.
+    """Show `run` until it has ended.
+
+    Raise UserError if it is unknown, or once its folder is deleted.
     """
     if not 0.1 <= every_s <= 3600:
         raise UserError(f"--every-s: expected seconds from 0.1 to 3600, got {every_s:g}")
@@ -115,9 +116,7 @@ class WatchedRun:
 
 
 class Screen:
-    """A terminal on which a block of lines is drawn again, or a pipe that gets a line for each
-    change.
-    """
+    """A terminal on which a block of lines is redrawn, or a pipe with a line per change."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

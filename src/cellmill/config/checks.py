@@ -125,9 +125,7 @@ def _problems_of_training(options: TrainOptions) -> Iterator[str]:
 def check_nodes(
     options: TrainOptions, node_counts: range, nproc_per_node: int, train_cells: int | None = None
 ) -> None:
-    """Refuse what `check_together` refuses, and processes that layout, lanes or cells do not divide
-    over.
-    """
+    """Refuse what `check_together` does, and processes that do not divide layout, lanes or cells."""
     check_together(options)
     layouts = [
         layout(options.parallel, nodes * nproc_per_node, nproc_per_node) for nodes in node_counts
@@ -154,9 +152,7 @@ def check_nodes(
 
 
 def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
-    """The number of lanes nearest to `lanes` that `dp` divides, with another global batch if that
-    needs one.
-    """
+    """Lanes nearest to `lanes` that `dp` divides, with another global batch if necessary."""
     dividing = [n for n in range(dp, global_batch + 1, dp) if global_batch % n == 0]
     if dividing:
         return f"stream.lanes {nearest(lanes, dividing)}"
@@ -164,8 +160,9 @@ def _lanes_for(lanes: int, global_batch: int, dp: int) -> str:
 
 
 def check_rows(tokens: Tokens, rows: Any, source: str, counted: bool = False) -> None:
-    """Refuse a tokenizer of other rows; for ranks also a tokenizer or objective (`counted`) that needs
-    counts.
+    """Refuse a tokenizer of other rows.
+
+    Ranks also exclude a tokenizer or objective (`counted`) that needs counts.
 
     `rows` is a file or shards: `ordered` if sequences or genes in rank order, `ranked` if the
     latter, without counts.

@@ -1,5 +1,4 @@
-"""The table of datasets: rows of a tab-separated file, URLs of inputs, filters of cells, and label
-maps. Torch-free.
+"""The table of datasets: rows, URLs of inputs, filters of cells, and label maps. Torch-free.
 
 The csv module reads one line at a time: a quote that is not closed on its line, which it would
 continue through the rows below, is an error, so that no row can vanish. pandas would take a second
@@ -158,8 +157,9 @@ class ObsColumns(Section):
         return {name: path for name, path in zip(self.label_names, paths) if path}
 
     def means_no_label(self, label: str) -> bool:
-        """True for a text that stands for a missing label; upper and lower case, `_` and
-        punctuation are the same.
+        """True for a text that stands for a missing label.
+
+        Upper and lower case, `_` and punctuation are the same.
         """
         if self.no_label is None:
             plain = plain_label(label)
@@ -223,8 +223,9 @@ def redacted(url: str) -> str:
 
 
 def check_url(text: str | None) -> str | None:
-    """Return an input. Raises ConfigError for a URL with credentials, which logs would show, or
-    chained protocols.
+    """Return an input.
+
+    Raise ConfigError for a URL with credentials, which logs would show, or chained protocols.
     """
     if text is None or not is_url(text):
         return text
@@ -310,7 +311,7 @@ class Dataset(ObsColumns):
 
 
 def read_datasets(table: Path) -> dict[str, Dataset]:
-    """Rows of a tab-separated table by name, in order. Raises ConfigError naming the line."""
+    """Rows of a tab-separated table by name, in order. Raise ConfigError naming the line."""
     datasets: dict[str, Dataset] = {}
     for line, row in read_rows(table, list(Dataset.model_fields)):
         try:
@@ -335,8 +336,9 @@ def read_rows(
     what: str = "the table of datasets",
     required: Sequence[str] = (),
 ) -> list[tuple[int, dict[str, str]]]:
-    """Line number and filled cells of each row; `known` are all columns it may have. Raises
-    ConfigError.
+    """Line number and filled cells of each row; `known` are all columns it may have.
+
+    Raise ConfigError.
     """
     kind = special_kind(table)
     if kind is not None:  # opening a FIFO would wait without end
@@ -385,7 +387,7 @@ def _cells(where: str, line: str) -> list[str]:
 
 
 def filter_columns(condition: str) -> list[str]:
-    """obs columns that a filter names, in order. Raises ValueError for text that is no expression."""
+    """obs columns that a filter names, in order. Raise ValueError for text that is no expression."""
     quoted: dict[str, str] = {}
 
     def replace_quoted(match: re.Match[str]) -> str:
@@ -415,7 +417,7 @@ class MappedLabel(NamedTuple):
 
 
 def read_label_map(path: Path) -> dict[str, MappedLabel]:
-    """Lines of a label map by `from`, in order. Raises ConfigError naming file and line."""
+    """Lines of a label map by `from`, in order. Raise ConfigError naming file and line."""
     labels: dict[str, MappedLabel] = {}
     for line, row in read_rows(path, ("from", "to"), "a label map", required=("from", "to")):
         if "from" not in row:

@@ -98,9 +98,7 @@ class JobFiles:
     # options
 
     def section(self, stage: str, wildcards: Wildcards) -> dict[str, Any]:
-        """Sections of the configuration that `stage` reads; for preprocess with the dataset's own
-        options.
-        """
+        """Sections of the configuration that `stage` reads, with a dataset's own options."""
         name = wildcards.get("run") or wildcards.get("corpus")
         dataset = self.dataset(wildcards) if stage == "preprocess" else None
         section = self.workflow.section(stage, name, dataset)
@@ -109,9 +107,10 @@ class JobFiles:
         return section
 
     def options(self, stage: str) -> Callable[[Wildcards], str]:
-        """File of the options that `stage` reads, or of the values of a sweep, named after its
-        content: other options rerun the stage, and a job that waits in a queue reads what it was
-        submitted with.
+        """File of the options that `stage` reads, or of the values of a sweep.
+
+        It is named after its content: other options rerun the stage, and a queued job reads what it
+        was submitted with.
         """
 
         @one_line()
@@ -142,8 +141,9 @@ class JobFiles:
     def _report_changes(
         self, stage: str, owner: str | None, path: Path, tree: dict[str, Any]
     ) -> None:
-        """Print once which options differ from the stage's newest file: Snakemake would only name
-        digests.
+        """Print once which options differ from the stage's newest file.
+
+        Snakemake would only name digests.
         """
         pattern = re.compile(rf"{re.escape(f'{owner}.' if owner else '')}[0-9a-f]{{12}}\.json")
         written = [file for file in path.parent.glob("*.json") if pattern.fullmatch(file.name)]
@@ -183,9 +183,7 @@ class JobFiles:
         return fetched if is_url(path) else path
 
     def columns(self, wildcards: Wildcards) -> list[str]:
-        """Columns of the table about a dataset's obs and counts, as arguments of `cellmill
-        preprocess`.
-        """
+        """Columns of the table about a dataset's obs and counts, as arguments of preprocess."""
         dataset = self.dataset(wildcards)
         words = []
         for name in ObsColumns.model_fields:
@@ -199,8 +197,7 @@ class JobFiles:
         return words
 
     def vocabulary_options(self, wildcards: Wildcards) -> str | list[str]:
-        """File of the options of stage vocabulary and, if it reads training cells only, the split
-        as an argument.
+        """File of the options of stage vocabulary, and the split if only training cells are read.
 
         In one parameter, so that vocabularies of all cells, as earlier versions made them, are not
         made again.
@@ -216,9 +213,7 @@ class JobFiles:
         return list(dict.fromkeys(self.dataset(wildcards).label_maps.values()))
 
     def option_file(self, section: str, key: str) -> Callable[[Wildcards], list[str]]:
-        """The file that an option of the corpus names, if any; for a published model its
-        vocabulary.
-        """
+        """The file that an option of the corpus names, if any; the vocabulary of a published model."""
 
         def files(wildcards: Wildcards) -> list[str]:
             path = getattr(getattr(self.corpora[wildcards.corpus], section), key)
@@ -294,8 +289,9 @@ class JobFiles:
         return [*chain.from_iterable(words for _, words in self._parents(wildcards))]
 
     def ancestor_manifests(self, wildcards: Wildcards) -> list[str]:
-        """Manifests of the runs that the run began with or learnt from: their cells are not held
-        out either.
+        """Manifests of the runs that the run began with or learnt from.
+
+        Their cells are not held out either.
         """
         manifests = []
         runs = [self.runs[wildcards.run]]

@@ -1,5 +1,6 @@
-"""Checked options, from YAML or as a run stored them; errors name the key, the nearest one and the
-file.
+"""Checked options, from YAML or as a run stored them.
+
+Errors name the key, the nearest one and the file.
 
 A run's resolved options are stored in its run.json, in each checkpoint's state.json and in exported
 models. An option added with a default needs no translation, because validation fills it in. A run
@@ -61,7 +62,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 def read_yaml(path: Path) -> Any:
-    """The tree in a YAML file. Raises ConfigError, or DataError for a FIFO, with one line."""
+    """The tree in a YAML file. Raise ConfigError, or DataError for a FIFO, with one line."""
     refuse_special(path)
     try:
         # a subclass of SafeLoader, which makes only texts, numbers, lists and mappings
@@ -77,8 +78,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def with_parents(runs: Mapping[str, Tree], written: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Runs in which `init_from` supplies the sections of model and tokens that do not match the
-    parent's.
+    """Runs in which `init_from` supplies sections of model and tokens that do not match it.
 
     Keys that the run itself sets (`written`) stay. A section that suits the model stays whole: free
     options, such as dropout, are those at the top.
@@ -140,8 +140,9 @@ def stored_sections(parent: str) -> Tree | None:
 def unequal_options(
     before: Mapping[str, Any], now: Mapping[str, Any], parent: Path | str = ""
 ) -> dict[str, str]:
-    """Options of the sections model and tokens that must equal those of the model `parent` to start
-    from but differ, with a message on each. Raise ValidationError.
+    """Options of model and tokens that must equal those of the model `parent` but differ.
+
+    Each has a message. Raise ValidationError.
     """
     model = FamilyConfig.model_validate(before["model"])
     tokens = Tokens.model_validate(before["tokens"])
@@ -164,13 +165,14 @@ def unequal_options(
 
 
 def load_config(path: Path) -> Workflow:
-    """Configuration of a YAML file. Raises ConfigError with one line that names the key."""
+    """Configuration of a YAML file. Raise ConfigError with one line that names the key."""
     return check_config(read_yaml(path), str(path))
 
 
 def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
-    """Configuration of a tree of dicts, as Snakemake loads it. Raises ConfigError naming the key in
-    `source`.
+    """Configuration of a tree of dicts, as Snakemake loads it.
+
+    Raise ConfigError naming the key in `source`.
     """
     try:
         tree = with_sweeps(tree)
@@ -198,8 +200,9 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
 
 
 def _missing_parent(tree: Tree) -> tuple[list[str], str] | None:
-    """The last run whose published folder is missing, and the message: without its parent's
-    sections a run may be wrong.
+    """The last run whose published folder is missing, and the message.
+
+    Without its parent's sections a run may be wrong.
     """
     missing = None
     for name, run in tree["runs"].items():
@@ -214,7 +217,7 @@ def _missing_parent(tree: Tree) -> tuple[list[str], str] | None:
 
 
 def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
-    """`options` as a `model`. Raises ConfigError with one line."""
+    """`options` as a `model`. Raise ConfigError with one line."""
     try:
         return model.model_validate(options)
     except ValidationError as error:
@@ -222,7 +225,7 @@ def check_options(model: type[BaseModel], options: Any, source: str) -> Any:
 
 
 def stored_options(options: Tree, source: str) -> TrainOptions:
-    """Parse the options stored in `source`. Raises ConfigError if this version cannot read them."""
+    """Parse the options stored in `source`. Raise ConfigError if this version cannot read them."""
     return check_options(TrainOptions, options, source)
 
 
@@ -317,7 +320,7 @@ def unusable(path: Path, problem: str) -> DataError:
 
 
 def read_model_config(path: Path) -> Tree:
-    """Return the contents of config.json of a model. Raises DataError naming what is wrong."""
+    """Return the contents of config.json of a model. Raise DataError naming what is wrong."""
     config = read_json(path)
     version = config.get("format") if isinstance(config, dict) else None
     if version != WEIGHTS_FORMAT:

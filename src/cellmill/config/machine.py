@@ -1,5 +1,4 @@
-"""The machine a run is trained on: a profile's `set-resources: train:`, and the flags of `cellmill
-train`.
+"""The machine of a training: a profile's `set-resources: train:`, and flags of `cellmill train`.
 
 Each field is a resource of the rule train and a flag of the command; rule and command take names
 and defaults from here. A profile is trusted like code, since `setup` is a command. All other values
@@ -40,8 +39,9 @@ def flags(options: Mapping[str, str | bool]) -> list[str]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Number of GPUs by type, "" for those without one: `gpu:a100:4(S:0-1),gpu:2,nvme:1` is
-    {"a100": 4, "": 2}.
+    """Number of GPUs by type, "" for GPUs without one.
+
+    `gpu:a100:4(S:0-1),gpu:2,nvme:1` is {"a100": 4, "": 2}.
     """
     gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):

@@ -1,5 +1,6 @@
-"""Section `parallel`, and the sizes of the mesh axes for it and a number of processes. Torch-free
-arithmetic.
+"""Section `parallel`, and the sizes of the mesh axes for it and a number of processes.
+
+Torch-free arithmetic.
 """
 
 from dataclasses import dataclass
@@ -93,8 +94,9 @@ class Parallel(Section):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True if FSDP2 frees a block's weights after its forward pass; not in a pipeline, which
-        needs them again.
+        """True if FSDP2 frees a block's weights after its forward pass.
+
+        Not in a pipeline, which needs them again.
         """
         return (
             self.strategy == "fsdp"
@@ -132,9 +134,7 @@ class Layout:
 
     @property
     def tp_pp_text(self) -> str:
-        """Axes whose processes share the same cells, as text to append: ` x tp 2`, ` x pp 4`, or
-        empty.
-        """
+        """Axes whose processes share the same cells, as text to append: ` x tp 2 x pp 4`, or empty."""
         return "".join(
             f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1
         )
@@ -150,8 +150,9 @@ class Layout:
 
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
-    """Layout of `world` processes, `local_world` on each node. Raises ConfigError if they do not
-    fit.
+    """Layout of `world` processes, `local_world` on each node.
+
+    Raise ConfigError if they do not fit.
     """
     sharding = "strategy ddp" if parallel.strategy == "ddp" else parallel.sharding_strategy
     tp = parallel.tp
@@ -196,8 +197,7 @@ def min_microbatches(parallel: Parallel) -> int:
 
 
 def pipeline_tokens(tokens: int, multiple: int = 1) -> int:
-    """Tokens to which a pipeline pads its micro-batches, the longest of which has `tokens`: a
-    multiple of `multiple`.
+    """Tokens to which a pipeline pads micro-batches of at most `tokens`: a multiple of `multiple`.
 
     One of few lengths, 16 in each doubling, so that steps share their shapes and buffers: at most
     1/16 is added to micro-batches of more than 1,024 tokens.

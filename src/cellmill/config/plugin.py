@@ -1,5 +1,4 @@
-"""Options of an interchangeable part: model family, objective, tokenizer, fine-tuning method,
-tracker, task.
+"""Options of an interchangeable part, such as a model family, an objective or a task.
 
 Two kinds have no options. The entry point of an `input` is a `cellmill.data.inputs.source.Format`;
 the entry point of a `classifier` is a function that returns an unfitted classifier of
@@ -42,8 +41,9 @@ def unknown(kind: str, name: str) -> ConfigError:
 
 
 def load(kind: str, name: str, contract: Any = None) -> Any:
-    """The options class `name`. Raise ConfigError if it is unknown, not importable, or does not
-    fulfil `contract`.
+    """The options class `name`.
+
+    Raise ConfigError if it is unknown, not importable, or does not fulfil `contract`.
     """
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
@@ -104,7 +104,7 @@ class Plugin(Section):
     implementation: ClassVar[str]  # `package.module:Class` that takes these options
 
     def load(self) -> Any:
-        """The class named by `implementation`. Raises ConfigError if it cannot be imported."""
+        """The class named by `implementation`. Raise ConfigError if it cannot be imported."""
         try:
             return import_object(self.implementation)
         except (ImportError, AttributeError) as error:
@@ -179,8 +179,9 @@ def by_name(
 
 
 def validated(model: type[Plugin], value: Any, outer: list[str]) -> Any:
-    """`value` as a `model`; a nested ValidationError, which would print as a paragraph, becomes one
-    line.
+    """`value` as a `model`.
+
+    A nested ValidationError, which would print as a paragraph, becomes one line.
     """
     try:
         return model.model_validate(value)

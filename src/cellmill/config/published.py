@@ -50,7 +50,7 @@ def published_file(folder: Path, *names: str) -> Path:
 
 
 def read_mapping(path: Path) -> Json:
-    """Return the mapping in a JSON file. Raises DataError for anything else."""
+    """Return the mapping in a JSON file. Raise DataError for anything else."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a mapping, got {type(value).__name__}")
@@ -85,9 +85,7 @@ class PublishedFolder:
 
     @property
     def name(self) -> str:
-        """A name for files, different for each folder: of its letters, digits, dots and dashes, and
-        a digest.
-        """
+        """A name for files, different for each folder: its plain characters and a digest."""
         letters = re.sub(r"[^A-Za-z0-9.-]+", "_", self.folder.name)[:60]
         return f"{self.kind}-{letters}-{digest(str(self.folder))[:8]}"
 
@@ -97,7 +95,7 @@ class PublishedFolder:
         return f"results/published/{self.name}"
 
     def files(self) -> list[Path]:
-        """Files in the order of FILES. Raises DataError for a missing, incomplete or other folder."""
+        """Files in the order of FILES. Raise DataError for a missing, incomplete or other folder."""
         if not self.folder.is_dir():
             raise DataError(
                 f"{self.folder}: no such folder; give the folder with the published files"
@@ -111,7 +109,7 @@ class PublishedFolder:
         return [published_file(self.folder, *names) for names in FILES[self.kind]]
 
     def sections(self) -> dict[str, Json]:
-        """Sections `model` and `tokens`, by name. Raises DataError for files of another model."""
+        """Sections `model` and `tokens`, by name. Raise DataError for files of another model."""
         if self.kind == "geneformer":
             return geneformer_sections(self.folder)
         return scgpt_sections(self.folder)
@@ -134,8 +132,10 @@ def vocabulary_file(model: str) -> str:
 
 
 def geneformer_sections(folder: Path) -> dict[str, Json]:
-    """Sections of a folder of Geneformer. The vector of a cell is its default, of the second to
-    last layer: the state of <cls> where the dictionary has it (V2), else the mean (V1).
+    """Sections of a folder of Geneformer.
+
+    The vector of a cell is its default, of the second to last layer: the state of <cls> where the
+    dictionary has it (V2), else the mean (V1).
     """
     path = published_file(folder, "config.json")
     tokens = published_file(folder, DICTIONARIES[0])

@@ -90,8 +90,9 @@ class Stream(Section):
             yield "weight_start_exponent requires weight_warmup_steps, got 0; set both, or neither"
 
     def weights_column(self) -> dict[str, str]:
-        """obs column by which cells are weighted, and the option that names it; empty without
-        weights.
+        """obs column by which cells are weighted, and the option that names it.
+
+        Empty without weights.
         """
         return {} if self.weight_by is None else {self.weight_by: "stream.weight_by"}
 

@@ -70,8 +70,9 @@ def one_message(expected: str) -> WrapValidator:
 
 
 def leaving_out(*names: str) -> Any:
-    """Serializer that drops these options if empty or the default, so that results written before
-    they existed stay valid.
+    """Serializer that drops these options if empty or the default.
+
+    Results written before the options existed stay valid.
     """
 
     def dump(self: BaseModel, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -107,8 +108,9 @@ def summary(section: type[BaseModel]) -> str:
 
 
 def description(section: type[BaseModel], name: str) -> str:
-    """Meaning, unit and default of a field: its `description`, or the text below it; for a part's
-    name, its class's.
+    """Meaning, unit and default of a field: its `description`, or the text below it.
+
+    The name of a part has its class's.
 
     The text below is read only for help and documents; pydantic would read it at each start, in
     0.2 s.
@@ -176,9 +178,7 @@ class Section(BaseModel):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[list[str], str]:
-    """Location and one-line message of the first problem of `error`, raised when validating
-    `model`.
-    """
+    """Location and one-line message of the first problem of `error`, raised for `model`."""
     # a misspelled key is also a missing one; the misspelled one is what to correct
     errors = error.errors()
     unknown = [problem for problem in errors if problem["type"] == "extra_forbidden"]

@@ -1,5 +1,4 @@
-"""The whole configuration: defaults for each section, corpora, and runs and sweeps that may
-override any of them.
+"""The whole configuration: default sections, and corpora, runs and sweeps that override them.
 
 `Workflow.section(stage, name)` is what a rule passes to its stage: only the options that stage
 reads, so that a changed key reruns those stages and no others. A sweep is a set of runs, the
@@ -66,8 +65,9 @@ class Sweep(Section):
 def expand(
     sweeps: Any, taken: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
-    """Runs of all sweeps, and the values of each by axis. Raise ConfigError, also for a name in
-    `taken`.
+    """Runs of all sweeps, and the values of each by axis.
+
+    Raise ConfigError, also for a name in `taken`.
     """
     runs: dict[str, Any] = {}
     values: dict[str, dict[str, dict[str, Any]]] = {}
@@ -303,7 +303,7 @@ class Workflow(Section):
         return read_datasets(Path(self.corpora[corpus].table))
 
     def check_datasets(self, source: str) -> None:
-        """Read every table. Raises ConfigError for options in `source` that do not fit the tables."""
+        """Read every table. Raise ConfigError for options in `source` that do not fit the tables."""
         for problem in self._table_problems():
             raise ConfigError(f"{source}: {problem}")
         for name, run in self.runs.items():

@@ -94,8 +94,9 @@ def _start_relay(start: Rendezvous) -> int:
 
 
 def wait_for_agents(start: Rendezvous, store: TCPStore) -> None:
-    """Wait until the agents of all nodes have joined; else end this agent with a line that names
-    them.
+    """Wait until the agents of all nodes have joined.
+
+    Else end this agent with a line that names them.
 
     Meanwhile the line is in a file: the job may reach its time limit first.
     """
@@ -127,8 +128,9 @@ def wait_for_agents(start: Rendezvous, store: TCPStore) -> None:
 
 
 def interface_between_nodes(first: str) -> str | None:
-    """Interface of the route to the first node, or of its own route out; None if the name of the
-    host serves, or there is no route.
+    """Interface of the route to the first node, or of its own route out.
+
+    None if the name of the host serves, or there is no route.
     """
     with suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())

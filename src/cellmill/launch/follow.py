@@ -82,8 +82,9 @@ class Tail:
             self.not_launched = NOT_LAUNCHED.search(part) or self.not_launched
 
     def last(self, pattern: str) -> str:
-        """The last match of the pattern's group in the last 64 KiB of the log's last start; empty
-        without one.
+        """The last match of the pattern's group in the last 64 KiB of the log's last start.
+
+        Empty without one.
         """
         with suppress(OSError), open(self.path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
@@ -125,9 +126,10 @@ class JobFollower:
         return cls(record.job_id, record.name, queue, Tail(record.log, echo), record, patience_s)
 
     def states(self, wait: Callable[[float], None]) -> Iterator[JobState]:
-        """The job's state after each look, until it has ended; `wait` waits for a number of
-        seconds, or less. Cancels a job of which srun could not launch a task: the others would wait
-        for it until the time limit.
+        """The job's state after each look, until it has ended.
+
+        `wait` waits for a number of seconds, or less. Cancels a job of which srun could not launch
+        a task: the others would wait for it until the time limit.
         """
         while self.alive():
             lost = self.tail.not_launched
@@ -141,8 +143,9 @@ class JobFollower:
         self.tail.read()
 
     def alive(self) -> bool:
-        """Poll the job if it is time, and read its log; return False once it has ended. Raises
-        Stopped if the queue has given no usable answer for `patience_s`.
+        """Poll the job if it is time, and read its log; return False once it has ended.
+
+        Raise Stopped if the queue has given no usable answer for `patience_s`.
         """
         now = time.monotonic()
         if now >= self._next_poll:
@@ -152,8 +155,9 @@ class JobFollower:
         return not self._ended
 
     def cancel(self, wait: Callable[[float], None] = time.sleep) -> None:
-        """Cancel the job, wait until it has ended, and record that. Raises UserError if it does not
-        end in time.
+        """Cancel the job, wait until it has ended, and record that.
+
+        Raise UserError if it does not end in time.
         """
         self._note(cancel_job(self.job_id, self.name, wait), ended=True)
 
@@ -214,8 +218,9 @@ class JobFollower:
             self._note(state, self._ended)
 
     def _release(self) -> None:
-        """Release, once, a job that SLURM holds because its start failed: SLURM has drained the
-        node that failed.
+        """Release, once, a job that SLURM holds because its start failed.
+
+        SLURM has drained the node that failed.
         """
         if not self._released:
             self._released = True
@@ -257,8 +262,9 @@ def save_job(
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Signal a running job to save and to end, and wait until it has, until `impatient`, or for
-    `within_s` seconds.
+    """Signal a running job to save and end, and wait until it has.
+
+    The wait also ends if `impatient`, or after `within_s` seconds.
 
     Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL:
     it may be too short for a checkpoint.
@@ -277,8 +283,9 @@ def save_job(
 
 
 def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.sleep) -> JobState:
-    """Cancel the job of this id and name and wait until it has ended: scancel only delivers the
-    request. Returns its final state. Raises UserError if it has not ended within `CANCEL_S`.
+    """Cancel the job of this id and name, wait until it has ended, and return its final state.
+
+    scancel only delivers the request. Raise UserError if it has not ended within `CANCEL_S`.
     """
     queue = Queue(TICK_S)
     complaint = queue.cancel(job_id, name)
@@ -300,8 +307,9 @@ def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.slee
 def settle(
     shown: Callable[[], bool], folder: Path, within_s: float, wait: Callable[[float], None]
 ) -> bool:
-    """Wait until a shared folder shows what a node wrote to it, or for `within_s`; return True if
-    it does.
+    """Wait until a shared folder shows what a node wrote to it, or for `within_s`.
+
+    Return True if it does.
     """
     deadline = time.monotonic() + within_s
     while time.monotonic() <= deadline:

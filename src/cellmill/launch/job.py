@@ -76,9 +76,7 @@ class Job:
 
 
 def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> dict[str, str]:
-    """Environment of an agent and its workers on a machine that runs `processes` of them on
-    `cores`, 0 for all.
-    """
+    """Environment of an agent and its workers, `processes` on `cores` of a machine (0: all)."""
     # one thread per core: more would compete
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)
     # its warnings are about host names, and about connections that are tried again
@@ -94,8 +92,9 @@ def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> d
 
 
 class Restarts:
-    """Restarts of all processes of a job after one was lost: killed, or gone with its agent,
-    without an error message.
+    """Restarts of all processes of a job after one was lost without an error message.
+
+    It was killed, or gone with its agent.
 
     Agents are started afresh and torchrun's own --max-restarts stays 0: it would also retry what a
     process refused. This level restarts first, in seconds and on the same machines; where it gives
@@ -108,8 +107,9 @@ class Restarts:
         self._resumed_step = -1  # the step that the last start resumed from
 
     def again(self, code: int) -> bool:
-        """True if the job is to be restarted after an agent ended with exit `code`; prints the
-        decision.
+        """True if the job is to be restarted after an agent ended with exit `code`.
+
+        Prints the decision.
 
         Not if a process left an error message, since the error would come again, and not if the
         last start resumed from the same step: a loss or a hang that comes twice is no accident.
@@ -150,11 +150,12 @@ class Restarts:
 
 
 def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None) -> int:
-    """Run `job` with the restarts it allows; return the first non-zero exit code of an agent or
-    single process, or 0.
+    """Run `job` with the restarts it allows.
+
+    Return the first non-zero exit code of an agent or single process, or 0.
 
     They inherit the file descriptor `keep_open`: a lock it holds stays held until the last of them
-    has ended. `check` is called each second; what it raises ends the processes. Raises Interrupted
+    has ended. `check` is called each second; what it raises ends the processes. Raise Interrupted
     if signals ended it before its state was saved.
     """
     agents: list[subprocess.Popen[bytes]] = []
@@ -216,9 +217,7 @@ def run_local(job: Job, keep_open: int, check: Callable[[], None] = lambda: None
 def start_process(
     command: list[str], keep_open: int, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that Ctrl-C does not reach, that ends with this process and inherits
-    `keep_open`.
-    """
+    """Start a process that Ctrl-C does not reach and that ends with this one; it keeps `keep_open`."""
     return subprocess.Popen(
         command,
         env=environment,
@@ -229,8 +228,9 @@ def start_process(
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]], each_second: Callable[[], None]) -> int:
-    """Wait for all processes; return the exit code of the one that failed first, or 0. The others
-    are ended with it: they would wait for it forever.
+    """Wait for all processes; return the exit code of the one that failed first, or 0.
+
+    The others are ended with it: they would wait for it forever.
     """
     code = 0
     called = time.monotonic()

@@ -98,7 +98,7 @@ class NodeTask:
     def run(self) -> None:
         """Run this node's agent, and restart it as allowed.
 
-        The first node claims the run's folder before anything else. Raises Claimed if another job
+        The first node claims the run's folder before anything else. Raise Claimed if another job
         has it, before any process of another node could join, and NodeFailed if the agent failed or
         the node lacks the interface.
         """
@@ -137,8 +137,9 @@ class NodeTask:
             raise NodeFailed(f"torchrun ended with exit code {code}")
 
     def run_agent(self, restart: int, stop: StopFlag) -> int:
-        """Run this node's agent, forwarding signals to its workers; return its exit code. An agent
-        that fails on another node ends this one too.
+        """Run this node's agent, forwarding signals to its workers; return its exit code.
+
+        An agent that fails on another node ends this one too.
         """
         command = self.job.command(signals="SIGQUIT")
         agent = subprocess.Popen(command, env=self.environment(restart), preexec_fn=_ignore_signals)
@@ -195,9 +196,7 @@ class NodeTask:
         return variables
 
     def _note(self, **changes: float) -> None:
-        """Write attempt-NNN.json: when and where the job ran, for its cost if there is no
-        accounting.
-        """
+        """Write attempt-NNN.json: when and where the job ran, for its cost without accounting."""
         self.attempt |= {"seen_at": time.time()} | changes
         write_if_room(self.folder / f"attempt-{requeues():03}.json", self.attempt)
 
@@ -222,8 +221,9 @@ def requeues() -> int:
 
 
 def oom_kills() -> int:
-    """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2); 0
-    if unknown.
+    """Number of processes of this job step that the kernel killed for memory (cgroup v1 or v2).
+
+    0 if unknown.
     """
     # files of cgroup v1 and v2, by controllers
     files = {"memory": "memory/{}/memory.oom_control", "": "{}/memory.events"}
@@ -297,8 +297,10 @@ def run_here(
 
 
 def run_task(path: str) -> None:
-    """Run the task in a task.json on this node. If it failed or another job has the run, this
-    process ends in one line, and srun ends the job's others.
+    """Run the task in a task.json on this node.
+
+    If it failed or another job has the run, this process ends in one line, and srun ends the job's
+    others.
     """
     try:
         NodeTask(Path(path)).run()

@@ -78,8 +78,9 @@ class Queue:
     _answer: str | CommandError = field(default="", init=False)
 
     def state(self, job_id: str, name: str) -> JobState:
-        """The state of the job of this id and name; OTHER_JOB if the job of this id has another
-        name.
+        """The state of the job of this id and name.
+
+        OTHER_JOB if the job of this id has another name.
         """
         try:
             jobs = {job.job_id: job for job in self._listed(self.poll_s)}
@@ -101,7 +102,7 @@ class Queue:
         return JobState(word if word in ENDED else NOT_LISTED)
 
     def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
-        """Jobs alive now whose name is one of `ours`. Raises CommandError without a usable answer."""
+        """Jobs alive now whose name is one of `ours`. Raise CommandError without a usable answer."""
         jobs = [job for job in self._listed(0) if ours(job.name)]
         for job in jobs:
             if job.state.name == UNKNOWN:
@@ -109,8 +110,9 @@ class Queue:
         return [job for job in jobs if job.state.alive]
 
     def cancel(self, job_id: str, name: str, signal: str = "") -> str:
-        """Cancel the job of this id and name, or send its tasks a signal; return scancel's error
-        message, if any. scancel leaves a job of another name alone.
+        """Cancel the job of this id and name, or send its tasks a signal.
+
+        Return scancel's error message, if any. scancel leaves a job of another name alone.
         """
         options = [f"--name={name}"]
         if signal:
@@ -118,8 +120,9 @@ class Queue:
         return _complaint(["scancel", *options, job_id])
 
     def controller_has(self, job_id: str, name: str) -> bool:
-        """True if scontrol shows that the job of this id and name is alive. A site may cache the
-        answers of squeue.
+        """True if scontrol shows that the job of this id and name is alive.
+
+        A site may cache the answers of squeue.
         """
         try:
             shown = ask(["scontrol", "-o", "show", "job", job_id])
@@ -133,7 +136,7 @@ class Queue:
         return _complaint(["scontrol", "release", job_id])
 
     def _listed(self, max_age_s: float) -> list[QueuedJob]:
-        """Jobs by an answer of at most this age. Raises CommandError without a usable answer."""
+        """Jobs by an answer of at most this age. Raise CommandError without a usable answer."""
         if time.monotonic() - self._queried_at >= max_age_s:
             # by uid, since the environment can change the name; -a: also hidden partitions
             who = ["-u", str(os.getuid())]
@@ -185,8 +188,10 @@ def parse(answer: str) -> list[QueuedJob]:
 
 
 def explained(state: JobState, **request: str) -> str:
-    """The state with its reason and, for a pending job, what it waits for or what to do. `request`
-    has `runtime`, `nodes` and `job_id` as they are named to the user (`JobRecord.request`).
+    """The state with its reason and, for a pending job, what it waits for or what to do.
+
+    `request` has `runtime`, `nodes` and `job_id` as they are named to the user
+    (`JobRecord.request`).
     """
     if state.name == "PENDING":
         reason = state.reason.split(",")[0].replace("_", " ")

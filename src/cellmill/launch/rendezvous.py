@@ -102,7 +102,7 @@ class Relay:
         self._started = threading.Event()
 
     def start(self) -> int:
-        """Port of the relay on the loopback. Raises OSError if the entrance finds no free port."""
+        """Port of the relay on the loopback. Raise OSError if the entrance finds no free port."""
 
         def run() -> None:
             asyncio.run(self._run())
@@ -149,8 +149,10 @@ class Relay:
             await _join((reader, writer), await self._to_first_node())
 
     async def _serve_node(self, reader: Reader, writer: Writer) -> None:
-        """Serve another node's relay. Both prove that they know the secret, over nonces of both and
-        the port, so that nobody can pass the proof on.
+        """Serve another node's relay.
+
+        Both prove that they know the secret, over nonces of both and the port, so that nobody can
+        pass the proof on.
         """
         port = str(writer.get_extra_info("sockname")[1])
         nonce = secrets.token_bytes(_NONCE)

@@ -51,8 +51,9 @@ def handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 @contextmanager
 def blocked(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """Delay signals, in this process and for good in its new children: a submission must not be cut
-    in half.
+    """Delay signals, in this process and for good in its new children.
+
+    A submission must not be cut in half.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -119,9 +120,7 @@ def requests() -> Iterator[Requests]:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process signal `number` when its parent ends (prctl(2),
-    PR_SET_PDEATHSIG).
-    """
+    """Have the kernel send this process signal `number` when its parent ends (PR_SET_PDEATHSIG)."""
     _libc.prctl(1, number, 0, 0, 0)
 
 

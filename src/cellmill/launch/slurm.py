@@ -1,5 +1,4 @@
-"""Training through SLURM: submits a job of one torchrun agent per node, follows it, and chains the
-next one.
+"""Training through SLURM: a job of one torchrun agent per node, and the next after it.
 
 The launcher relies only on SLURM and the run's own files, so it may be killed at any time and
 another one takes over: it attaches to the job on record, or adopts one of its name that was
@@ -111,8 +110,9 @@ def _last_elapsed_s(ended: JobRecord) -> float:
 
 
 class SlurmLauncher:
-    """Submits and follows the jobs of one run. One process at a time: the caller holds the run's
-    lock.
+    """Submits and follows the jobs of one run.
+
+    One process at a time: the caller holds the run's lock.
     """
 
     def __init__(self, folder: TrainFolder, machine: Machine) -> None:
@@ -144,8 +144,9 @@ class SlurmLauncher:
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:
-        """Wait until SLURM lists the job. Return True if it has been missing long enough to count
-        as ended.
+        """Wait until SLURM lists the job.
+
+        Return True if it has been missing long enough to count as ended.
         """
         follower = JobFollower.of(record, self.slurm.queue, echo=False)
         while follower.alive():
@@ -155,9 +156,10 @@ class SlurmLauncher:
         return True
 
     def run(self, job: Callable[[Path], Job]) -> None:
-        """Train until the run's files say done. `job` returns the job for a folder that takes its
-        error. Raises Stopped if it was cancelled or detached from, UserError if the training or
-        SLURM refuses.
+        """Train until the run's files say done.
+
+        `job` returns the job for a folder that takes its error. Raise Stopped if it was cancelled
+        or detached from, UserError if the training or SLURM refuses.
         """
         with requests() as self.slurm.requests:
             record = self.living()
@@ -232,8 +234,9 @@ class SlurmLauncher:
             self.slurm.pause(self.machine.poll_s)
 
     def _follow(self, record: JobRecord, requests: Requests) -> JobRecord:
-        """Follow a job until it has ended and the shared folder shows how, obeying signals; return
-        its record. Cancels it, and raises FolderDeleted, if the run's folder was deleted.
+        """Follow a job until it has ended and the shared folder shows how, obeying signals.
+
+        Return its record. Cancels it, and raises FolderDeleted, if the run's folder was deleted.
         """
         follower = JobFollower.of(record, self.slurm.queue)
         for _ in follower.states(requests.wait):
@@ -258,7 +261,7 @@ class SlurmLauncher:
         return ended
 
     def _obey(self, follower: JobFollower, record: JobRecord, requests: Requests) -> None:
-        """Cancel the job or leave it, as requested. Raises Stopped."""
+        """Cancel the job or leave it, as requested. Raise Stopped."""
         job_id = record.job_id
         if requests.first == "hand over":
             raise Stopped(
@@ -288,8 +291,9 @@ class SlurmLauncher:
         raise AssertionError("the last outcome always applies")
 
     def _outcomes(self, ended: JobRecord) -> Iterator[tuple[object, str | UserError]]:
-        """Pairs of a test and its outcome, the first that applies counts: the reason for another
-        job, or the error that ends the training.
+        """Pairs of a test and its outcome, of which the first that applies counts.
+
+        The outcome is the reason for another job, or the error that ends the training.
         """
         log = Tail(ended.log)
         job = f"job {ended.job_id}"

@@ -41,9 +41,7 @@ def stage_jobs(folder: Path) -> list[QueuedJob]:
 
 
 def stage_lines(jobs: Sequence[QueuedJob]) -> list[str]:
-    """A line for each stage and state of its jobs, with the reason why they wait and the remedy if
-    there is one.
-    """
+    """A line for each stage and state of its jobs, with the reason and the remedy."""
     groups = defaultdict[tuple[str, JobState], list[QueuedJob]](list)
     for job in jobs:
         groups[job.name, job.state].append(job)
@@ -61,8 +59,9 @@ def stage_lines(jobs: Sequence[QueuedJob]) -> list[str]:
 
 
 def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
-    """Why each job failed, by Snakemake's own log or logs of the workflow: the last line of
-    cellmill in the job's log, or sbatch's answer to a job that it refused.
+    """Why each job failed, by Snakemake's own log or logs of the workflow.
+
+    That is the last line of cellmill in the job's log, or sbatch's refusal of the job.
     """
     reasons = dict[str, None]()  # an attempt that was repeated has the same reason again
     for log in [logs] if isinstance(logs, str) else logs:
@@ -119,8 +118,9 @@ def _last_lines(error: str) -> Iterator[str]:
 
 
 class StageWatch:
-    """Daemon thread that says why stages wait; each stage and reason once, and again if it comes
-    back.
+    """Daemon thread that says why stages wait.
+
+    Each stage and reason once, and again if it comes back.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:

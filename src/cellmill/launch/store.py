@@ -1,5 +1,4 @@
-"""The key-value store of a job: a server for torch's `TCPStore` clients that has no port of its
-own.
+"""The key-value store of a job: a server for torch's `TCPStore` clients without a port.
 
 torch's server listens on a port of the node and takes whoever connects; no kernel lets an ordinary
 user close a TCP port to the other users of a machine. Here `launch/rendezvous.py` accepts each
@@ -130,8 +129,9 @@ class Store:
         self._store(key, await client.read_value())
 
     async def _compare_set(self, client: Client) -> None:
-        """Set the value if it is the expected one; answer the value afterwards. A missing key
-        counts as empty, and answers what was expected.
+        """Set the value if it is the expected one; answer the value afterwards.
+
+        A missing key counts as empty, and answers what was expected.
         """
         key = await client.read_key()
         expected = await client.read_value()
@@ -206,8 +206,9 @@ class Store:
             client.answer_value(key)
 
     async def _barrier(self, client: Client) -> None:
-        """Answer as soon as `world_size` clients have come; the value of the key is how many there
-        were so far.
+        """Answer as soon as `world_size` clients have come.
+
+        The value of the key is how many there were so far.
         """
         key = await client.read_key()
         world_size = await client.read("=q")

@@ -51,8 +51,7 @@ POLL_S = 5.0
 
 @contextmanager
 def submitting(machine: Machine) -> Iterator[None]:
-    """The environment for sbatch, with only the cluster of SLURM_*: srun in the job would read the
-    rest.
+    """The environment for sbatch, where SLURM_* are only the cluster: srun would read the rest.
 
     Outside a job, SBATCH_* are the user's wishes and stay, except for options that cellmill or the
     profile sets: sbatch would prefer the variable.
@@ -138,8 +137,9 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
 
 @dataclass
 class SlurmJobs:
-    """Submits and finds the jobs of `jobs`. One process at a time: the caller holds the folder's
-    lock.
+    """Submits and finds the jobs of `jobs`.
+
+    One process at a time: the caller holds the folder's lock.
     """
 
     jobs: Jobs
@@ -246,7 +246,7 @@ class SlurmJobs:
             self.pause(min(10.0, 5 * self.machine.poll_s))
 
     def pause(self, seconds: float) -> None:
-        """Wait. Raises Interrupted at a request."""
+        """Wait. Raise Interrupted at a request."""
         self.requests.wait(seconds)
         if self.requests.first:
             raise Interrupted("interrupted while waiting for SLURM; run the same command to resume")
@@ -279,7 +279,7 @@ def run_once(
 ) -> End:
     """Run the job that `job` returns for a folder under `folder`/jobs, by the machine's launcher.
 
-    Raises UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more
+    Raise UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more
     than `wait_s`, KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor
     is `keep_open`.
     """

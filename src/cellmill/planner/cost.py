@@ -78,9 +78,7 @@ class Network:
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Time of all calls: both kinds of links work at once and the slower one counts, plus the
-        latency.
-        """
+        """Time of all calls: that of the slower kind of links, plus the latency."""
         inside = traffic.intra_node_bytes / self.intra_node_gbs
         between = traffic.inter_node_bytes / self.inter_node_gbs
         return max(inside, between) / (NETWORK_FRAC * 1e9) + traffic.calls * latency(traffic)

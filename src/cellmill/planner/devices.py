@@ -59,9 +59,7 @@ def device_named(name: str) -> Device:
 
 
 def known_device(product: str) -> str:
-    """The device of a product, "" if unknown: h100 for nvidia_h100_80gb_hbm3, a100-40gb for
-    A100-SXM4-40GB.
-    """
+    """The device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
     words = product.lower()
     device = ""
     for name in DEVICES:

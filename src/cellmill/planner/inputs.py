@@ -24,8 +24,7 @@ from cellmill.files import sha256_file
 
 
 def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, str]:
-    """Return the shards of a run, the number of its training cells, and the fingerprint with the
-    columns that it reads.
+    """Return a run's shards, number of training cells, and fingerprint with the columns it reads.
 
     Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
@@ -138,8 +137,10 @@ def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
 def check_levels(
     options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int
 ) -> None:
-    """Raise ConfigError for a column with a single level, a label that few cells share, or a named
-    level that no cell has.
+    """Raise ConfigError if levels of a column cannot be learnt from.
+
+    They cannot be if a column has a single level, few cells share a label, or no cell has a named
+    level.
     """
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by

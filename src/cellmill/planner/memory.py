@@ -80,8 +80,11 @@ class PlannedModel:
         local_world: int,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Measure the model of a run on `world` processes. Raise ConfigError if the layout does not
-        divide them.
+        """Measure the model of a run on `world` processes.
+
+        Raise ConfigError if the layout does not divide them.
+
+        Raise ConfigError if the layout does not divide them.
         """
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
@@ -326,9 +329,7 @@ class _Process:
         )
 
     def at_last_reduction(self) -> Memory:
-        """Gradients of a sharded model whose last ones are reduced: a pipeline stage's, or the
-        root's.
-        """
+        """Last gradients of a sharded model to be reduced: a pipeline stage's, or the root's."""
         counts = self.counts
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
             return replace(
@@ -354,9 +355,7 @@ class _Process:
 
     @property
     def _gathered(self) -> int:
-        """Bytes of full weights in a forward pass, or of the casts that autocast keeps until the
-        backward.
-        """
+        """Bytes of full weights in a forward pass, or of autocast's casts until the backward pass."""
         counts = self.counts
         size = self.model.size
         if not self.model.is_sharded:

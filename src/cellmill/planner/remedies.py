@@ -45,8 +45,9 @@ OUT_OF_MEMORY = re.compile(
 
 
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
-    """The processes that `machine` gives a run, with the fewest nodes of a range: they need most
-    memory.
+    """The processes that `machine` gives a run, with the fewest nodes of a range.
+
+    These need most memory per process.
     """
     memory_gb = options.plan.memory_gb or device_named(device).memory_gb
     if memory_gb:
@@ -187,9 +188,7 @@ def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for out-of-memory errors of Python, of a device and its libraries, and of torch's CPU
-    allocator.
-    """
+    """True for out-of-memory errors of Python, a device, its libraries, or torch's CPU allocator."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -198,8 +197,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return `advice` from a new process, as sizes are measured without a process group; None if it
-    fails.
+    """Return `advice` from a new process, as sizes are measured without a process group.
+
+    None if it fails.
     """
     arguments = [str(run_json), str(world), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.remedies", *arguments]

@@ -311,9 +311,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
-    """Random cells of `cell_tokens` tokens, about `tokens` tokens in total, from the run's own
-    tokenizer.
-    """
+    """Random cells of `cell_tokens` tokens each, about `tokens` in total, by the run's tokenizer."""
     rng = np.random.Generator(np.random.Philox(0))
     cells = max(1, tokens // cell_tokens)
     genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)

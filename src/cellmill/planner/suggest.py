@@ -81,8 +81,9 @@ def _lanes(options: PlanOptions, dp: int) -> int:
 
 
 def _sort_key(suggestion: Cost) -> tuple[float, ...]:
-    """Hours within SIMILAR, bytes to other nodes and inside the node, axes, memory; smaller is
-    better.
+    """Hours within SIMILAR, bytes to other nodes and inside the node, axes, memory.
+
+    Smaller is better.
     """
     parallel = suggestion.options.parallel
     sent = link_bytes(suggestion.traffic)
@@ -119,8 +120,9 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
 
 
 def _effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
-    """A key equal for layouts that do the same; None if the layout fits no processes, which
-    `suggest` counts with its reason.
+    """A key equal for layouts that do the same.
+
+    None if the layout fits no processes, which `suggest` counts with its reason.
     """
     try:
         sizes = hardware.layout(parallel)

@@ -152,9 +152,7 @@ def _tensor_parallel(
 def _pipeline(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> Iterator[Collectives]:
-    """Activations to the next stage, gradients to the previous one, and gradients of tied
-    parameters.
-    """
+    """Activations and gradients between pipeline stages, and gradients of tied parameters."""
     stages = stages_of(rank, model.parallel)
     last = model.parallel.stages - 1
     messages = 0  # from a stage of this rank to one of another

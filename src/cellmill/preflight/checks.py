@@ -130,8 +130,9 @@ def check_training(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
 
 
 def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
-    """Checks of the first requested partition that fits (if none does, of the first), then what
-    sbatch says.
+    """Checks of the first requested partition that fits, then what sbatch says.
+
+    If none fits, only the checks of the first.
     """
     partitions = facts.partitions
     requested = machine.slurm_partition.split(",")
@@ -261,9 +262,7 @@ class NoInput(list[str]):
 
 
 def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) -> Iterator[Check]:
-    """A line for each stage but the unused: that its job fits in every attempt, or the first reason
-    why not.
-    """
+    """A line for each stage but the unused: its job fits in every attempt, or why not."""
     attempts = range(1, 2 + int(profile.options.get("retries") or 0))
     for stage in DECLARED:
         if stage in unused:

@@ -201,9 +201,7 @@ def _status_command(facts: SlurmFacts) -> Reasoned[str]:
 
 
 def _device(offer: Offer) -> Reasoned[str]:
-    """The planner's device for the type of the GPUs, or for a feature of their nodes if the type
-    has no name.
-    """
+    """The planner's device for the type of the GPUs, or for a feature of their nodes."""
     if not offer.gpus:
         return Reasoned("cpu")
     features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))

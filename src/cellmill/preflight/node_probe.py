@@ -108,8 +108,9 @@ def main(folder: Path) -> None:
 
 
 def connect(world: int) -> dist.Store:
-    """The store through which the processes find each other; a single process has no agent that
-    would serve one.
+    """The store through which the processes find each other.
+
+    A single process has no agent that would serve one.
     """
     if world == 1:
         return dist.HashStore()
@@ -188,9 +189,10 @@ def carried() -> dict[str, int]:
 
 
 def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
-    """The device that carried most of an all-reduce of `n_bytes` between nodes; None if the
-    counters show none. The loopback interface carries the traffic inside a node, so it counts only
-    if no other device did.
+    """The device that carried most of an all-reduce of `n_bytes` between nodes.
+
+    None if the counters show none. The loopback interface carries the traffic inside a node, so it
+    counts only if no other device did.
     """
     for names in (moved.keys() - {"lo"}, moved.keys()):
         most = max(sorted(names), key=lambda name: moved[name], default=None)
@@ -202,7 +204,8 @@ def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
 def bus_bandwidth(
     group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int
 ) -> float | None:
-    """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes);
+    """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes).
+
     None for one process. Collective over the group. The time is the slowest process's.
     """
     if size == 1:
@@ -221,8 +224,9 @@ def bus_bandwidth(
 
 
 def bus_gb_per_s(n_bytes: int, seconds: float, size: int) -> float:
-    """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes` (nccl-tests,
-    doc/PERFORMANCE.md).
+    """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes`.
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
     """
     return n_bytes / seconds * 2 * (size - 1) / size / 1e9
 

@@ -128,8 +128,9 @@ def judge_disk(nodes: list[dict[str, Any]]) -> Check:
 
 
 def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> Iterator[Check]:
-    """Verdict on a version: the same on all nodes, and equal to `here` if given; nothing if none
-    has any.
+    """Verdict on a version: the same on all nodes, and equal to `here` if given.
+
+    Nothing if none has any.
     """
     label = {"cuda": "CUDA", "nccl": "NCCL"}.get(what, what)
     hosts_by_version: dict[str | None, list[str]] = defaultdict(list)
@@ -193,8 +194,10 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
 
 
 def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
-    """Verdict on the clocks. A node's clock minus this machine's lies between `low` and `high`: the
-    node read a time of ours before it wrote its own, and we saw its report afterwards.
+    """Verdict on the clocks.
+
+    A node's clock minus this machine's lies between `low` and `high`: the node read a time of ours
+    before it wrote its own, and we saw its report afterwards.
     """
     widest = 0.0
     for node in nodes:
@@ -255,7 +258,7 @@ def check_job(
     machine: Machine, device: str, folder: Path, wait_s: float, record: dict[str, Any]
 ) -> Iterator[Check]:
     """Run the job of a preflight, then judge. `record` gets how the job ran and the nodes' reports.
-    Raises KeyboardInterrupt if a signal ended it.
+    Raise KeyboardInterrupt if a signal ended it.
     """
     token = secrets.token_hex(8)
     seen = dict[str, float]()

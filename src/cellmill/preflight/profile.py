@@ -80,8 +80,9 @@ class Profile:
         return self.rules.get(of_machine(rule, machine), {}) if machine else {}
 
     def machine(self, name: str = "") -> Machine:
-        """The machine of a training, or the one called `name`. Raises ConfigError naming the key
-        that is wrong.
+        """The machine of a training, or the one called `name`.
+
+        Raise ConfigError naming the key that is wrong.
         """
         entry = of_machine("train", name)
         names = dict.fromkeys(entry.partition(".")[2] for entry in self.rules if "." in entry)
@@ -105,8 +106,9 @@ class Profile:
 
 
 def check_machine(resources: dict[str, Any], source: str, rule: str) -> Machine:
-    """The machine that resources of a rule describe. Raises ConfigError naming the key in `source`
-    that is wrong.
+    """The machine that resources of a rule describe.
+
+    Raise ConfigError naming the key in `source` that is wrong.
     """
     options = {key: value for key, value in resources.items() if key not in _OF_SNAKEMAKE}
     machine: Machine = check_options(Machine, options, f"{source}: set-resources: {rule}")
@@ -119,8 +121,9 @@ def of_machine(rule: str, name: str) -> str:
 
 
 def find_profile(name: str) -> Path:
-    """The file of a profile: in ./profiles, or where Snakemake looks. Raises ConfigError naming the
-    folders.
+    """The file of a profile: in ./profiles, or where Snakemake looks.
+
+    Raise ConfigError naming the folders.
     """
     local = Path("profiles") / name
     path = None
@@ -183,9 +186,7 @@ def _is_ours(rule: str) -> bool:
 
 
 def _without_inherited_gpus(rules: Rules) -> Rules:
-    """The entries, where a named machine that sets gres or gpus_per_node does not inherit the other
-    key.
-    """
+    """The entries; a named machine that sets gres does not inherit gpus_per_node, and vice versa."""
     for entry, resources in rules.items():
         for key, other in _EITHER.items():
             if "." in entry and key in resources:
@@ -208,8 +209,9 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") -> list[str]:
-    """Assignments of an option that is a mapping, optionally for one `rule`. Raise ConfigError for
-    another value.
+    """Assignments of an option that is a mapping, optionally for one `rule`.
+
+    Raise ConfigError for another value.
     """
     entries = options.get(key) or []
     if not isinstance(entries, list):
@@ -268,7 +270,7 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
     """Machines of a command line (without `snakemake`).
 
     Of several profiles the last one that sets resources counts, as in Snakemake; what the command
-    sets for train holds for every machine. Raises ConfigError naming the file and what is wrong.
+    sets for train holds for every machine. Raise ConfigError naming the file and what is wrong.
     """
     options, _ = get_argument_parser().parse_known_args(list(arguments))
     last = options.workflow_profile or "default"
@@ -327,8 +329,7 @@ def plan_resources(command: Profile) -> dict[str, Any]:
 def train_arguments(
     command: Profile, name: str, run: RunConfig, resources: Any, elsewhere: bool
 ) -> list[str]:
-    """Flags of `cellmill train` for a run: the keys of the machine that it names over the rule's
-    resources.
+    """Flags of `cellmill train` for a run: its machine's keys over the rule's resources.
 
     Raise ConfigError unless the run fits on these processes, or if it would train on this machine
     although an executor runs stages `elsewhere`.

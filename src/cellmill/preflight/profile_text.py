@@ -66,9 +66,7 @@ class Site:
         return self.vectors if stage in ON_A_GPU else self.stages
 
     def resources(self) -> list[str]:
-        """Lines of set-resources, but for train and plan: GPUs, and requests that the partition
-        limits.
-        """
+        """Lines of set-resources, without train and plan: GPUs and requests that are limited."""
         texts = {}
         for stage, declared in DECLARED.items():
             place = self.place(stage)
@@ -119,8 +117,9 @@ def render(site: Site) -> str:
 
 
 def quote(text: str) -> str:
-    """`text` as YAML that Snakemake reads as a text: in both quotes if it could be Python, as `all`
-    and 2-4 are.
+    """`text` as YAML that Snakemake reads as a text.
+
+    It is in both quotes if it could be Python, as `all` and 2-4 are.
     """
     inner = quote_for_python(text)
     is_word = re.fullmatch(r"[A-Za-z][\w.,:/-]*", inner)

@@ -127,8 +127,9 @@ class SlurmFacts:
 
 
 def ask_slurm() -> SlurmFacts:
-    """SLURM's answers. Raises UserError in one line if a command is missing or the controller does
-    not answer.
+    """SLURM's answers.
+
+    Raise UserError in one line if a command is missing or the controller does not answer.
     """
     try:
         rules = _records("partition", "PartitionName")
@@ -249,7 +250,7 @@ def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
 
 
 def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
-    """Rows of `sacctmgr show`. Raises CommandError for a row of another number of columns."""
+    """Rows of `sacctmgr show`. Raise CommandError for a row of another number of columns."""
     answer = ask(["sacctmgr", "-n", "-P", "show", *what])
     rows = []
     for line in filter(str.strip, answer.splitlines()):
@@ -272,8 +273,9 @@ def _names(text: str | None) -> frozenset[str] | None:
 
 
 def estimate(machine: Machine) -> str:
-    """Expected start time and node of a training's job on this machine, by SLURM (`sbatch
-    --test-only`). Raises Refused with SLURM's reason, CommandError without an answer.
+    """Expected start and node of a training's job, by `sbatch --test-only`.
+
+    Raise Refused with SLURM's reason, CommandError without an answer.
     """
     options = ["--job-name=cellmill-preflight", *flags(sbatch_options(machine)), "--wrap=true"]
     with submitting(machine):

@@ -33,8 +33,9 @@ LAG_S = 4.0  # how late accounting may learn of a job's end
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job, or a wait in the queue that never became one. Times are seconds since
-    1970; None: unknown.
+    """One start of a job, or a wait in the queue that never became one.
+
+    Times are seconds since 1970; None: unknown.
     """
 
     job_id: str  # empty on this machine
@@ -132,8 +133,9 @@ _FIELDS = (
 
 
 def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]:
-    """Starts by job id of the jobs that sacct knows, and why others are missing. Waits up to
-    `LAG_S` for the end of the newest job to arrive.
+    """Starts by job id of the jobs that sacct knows, and why others are missing.
+
+    Waits up to `LAG_S` for the end of the newest job to arrive.
     """
     if not records:
         return {}, "only SLURM's accounting has it"
@@ -233,8 +235,9 @@ def _number(text: str) -> float:
 
 @contextmanager
 def local_start(train: Path, machine: Machine) -> Iterator[None]:
-    """Record in local.json the start and end of a training on this machine. The caller holds the
-    run's lock.
+    """Record in local.json the start and end of a training on this machine.
+
+    The caller holds the run's lock.
     """
     file = train / "local.json"
     earlier = read_local(train)
@@ -268,8 +271,9 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
 
 
 def read_local(train: Path) -> list[dict[str, Any]]:
-    """Entries of local.json, oldest first. `how`: COMPLETED, STOPPED, FAILED or KILLED; None while
-    it runs.
+    """Entries of local.json, oldest first.
+
+    `how`: COMPLETED, STOPPED, FAILED or KILLED; None while it runs.
     """
     try:
         entries = read_json(train / "local.json")
@@ -309,8 +313,9 @@ def visible_gpus() -> int:
 
 @contextmanager
 def accounted(train: Path, machine: Machine) -> Iterator[None]:
-    """Write cost.json when the enclosed training ends, however it ends. The caller holds the run's
-    lock.
+    """Write cost.json when the enclosed training ends, however it ends.
+
+    The caller holds the run's lock.
     """
     try:
         with local_start(train, machine) if machine.launcher == "local" else nullcontext():
@@ -320,8 +325,9 @@ def accounted(train: Path, machine: Machine) -> Iterator[None]:
 
 
 def write_cost(train: Path, show: bool = True) -> None:
-    """Write cost.json in `train`, and print it in one sentence. Never raises: a failure is a
-    warning.
+    """Write cost.json in `train`, and print it in one sentence.
+
+    Never raises: a failure is a warning.
     """
     try:
         if not train.is_dir():  # a deleted run is not made again

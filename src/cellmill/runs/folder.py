@@ -48,8 +48,9 @@ class Checkpoint:
         return read_json(self.path / "state.json")
 
     def best_step(self) -> int | None:
-        """Step with the lowest validation loss when it was saved; None if there was none, or if it
-        is unreadable.
+        """Step with the lowest validation loss when it was saved.
+
+        None if there was none, or if it is unreadable.
         """
         with suppress(DataError, KeyError, TypeError):
             return self.state()["progress"]["best_step"]
@@ -128,11 +129,10 @@ class TrainFolder:
         checkpoints: Sequence[Checkpoint] | None = None,
         damage: Callable[[Checkpoint], str | None] | None = None,
     ) -> tuple[Checkpoint | None, list[str]]:
-        """The newest undamaged checkpoint, None if there is no checkpoint, and a line for each
-        newer, damaged one.
+        """The newest undamaged checkpoint, or None, and a line for each newer, damaged checkpoint.
 
         `checkpoints`, oldest first, are all of the folder by default; `damage` describes the damage
-        of one. Raises DataError if all of them are damaged: training never restarts at step 0
+        of one. Raise DataError if all of them are damaged: training never restarts at step 0
         unasked.
         """
         damage = damage or (lambda checkpoint: checkpoint.damage(contents))
@@ -150,8 +150,9 @@ class TrainFolder:
         return None, []
 
     def best(self) -> Checkpoint:
-        """The checkpoint with the lowest validation loss; the newest one if there was no
-        validation.
+        """The checkpoint with the lowest validation loss.
+
+        The newest one if there was no validation.
         """
         newest, _ = self.newest_whole()
         if newest is None:
@@ -166,7 +167,7 @@ class TrainFolder:
     def of_step(
         self, step: int, remedy: str = "list the step in train.keep_steps, and train it anew"
     ) -> Checkpoint:
-        """The undamaged checkpoint of a step. Raises DataError if there is none."""
+        """The undamaged checkpoint of a step. Raise DataError if there is none."""
         checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
         if step not in checkpoints:
             raise DataError(
@@ -191,8 +192,10 @@ class TrainFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def finish(self, path: Path, keep: int, keep_steps: Sequence[int] = ()) -> None:
-        """Make the checkpoint in `path` (from `begin`) final; remove all but the `keep` newest,
-        `keep_steps` and the best. Hashes files that have no file with their digest.
+        """Make the checkpoint in `path` (from `begin`) final.
+
+        Remove all but the `keep` newest, `keep_steps` and the best. Hashes files that have no file
+        with their digest.
         """
         entries = {}
         for file in sorted(path.iterdir()):
@@ -270,8 +273,9 @@ def is_of_a_step(line: Mapping[str, Any]) -> bool:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Complete lines with a step in order, of the whole file or of its last bytes; empty if there
-    is none.
+    """Complete lines with a step in order, of the whole file or of its last bytes.
+
+    Empty if there is none.
     """
     with suppress(FileNotFoundError), open(path, "rb") as file:
         start = 0 if last_bytes is None else max(0, file.seek(0, 2) - last_bytes)
@@ -291,8 +295,9 @@ def parsed(texts: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def progress_of(train: Path) -> dict[str, Any]:
-    """Step, cells and steps by state.json or the last checkpoint, whichever is newer; empty before
-    the first start.
+    """Step, cells and steps by state.json or the last checkpoint, whichever is newer.
+
+    Empty before the first start.
     """
     file = train / "state.json"
     known = dict[str, Any]()

@@ -67,7 +67,7 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
 
     `now` is from `identity`, `stored` is run.json, or the state.json of a checkpoint. Stored
     options are validated by this version first, so an option added since then has its default and
-    is no change. Raises ConfigError if they are not valid any more.
+    is no change. Raise ConfigError if they are not valid any more.
     """
     try:
         options = _trained_with(stored, source)
@@ -93,7 +93,10 @@ def _trained_with(stored: dict[str, Any], source: str) -> TrainOptions:
 
 
 def check_data(folder: str, before: str, now: str) -> None:
-    """Raises ConfigError naming both fingerprints if the checkpoints were trained on other shards."""
+    """Raise ConfigError naming `run` unless its learning rates up to step `last` are its trunk's.
+
+    `before` and `now` are options and number of steps of the trunk and the run.
+    """
     if before != now:
         raise ConfigError(
             f"{folder}: its checkpoints were trained on data {before[:12]}, the shards are now {now[:12]}; "
@@ -104,7 +107,7 @@ def check_data(folder: str, before: str, now: str) -> None:
 def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bool = False) -> bool:
     """Return True if nothing is left to do in `folder`; False also if it holds no checkpoint.
 
-    `record` is run.json of the requested training, `steps` its optimizer steps. Raises ConfigError
+    `record` is run.json of the requested training, `steps` its optimizer steps. Raise ConfigError
     if the folder holds another training, unless `restart` is set, which sets that one aside. The
     same training is never set aside, so that a command with `restart` can be repeated until it is
     done.
@@ -180,7 +183,7 @@ def begin_branch(
     """Give `folder` the trunk's checkpoint and curve, unless it has reached that step.
 
     `trunk` is the folder of the checkpoint, `record` run.json of the branch, `steps` its number of
-    optimizer steps. Raises ConfigError if the trunk is another training than the first steps of
+    optimizer steps. Raise ConfigError if the trunk is another training than the first steps of
     this one, DataError if its checkpoint is missing or damaged.
     """
     trunk = trunk.absolute()

@@ -55,9 +55,7 @@ def folder_id(folder: Path) -> str | None:
 
 
 def make_folder_id(folder: Path) -> str:
-    """The identity of `folder`, created if it has none: the same for all processes that call this
-    at once.
-    """
+    """The identity of `folder`, created if necessary: the same for all concurrent callers."""
     file = folder / ID_FILE
     while True:
         identity = folder_id(folder)
@@ -192,7 +190,7 @@ class Jobs:
         return self._id is not None and re.search(rf"\.{self._id}\.\d+$", name) is not None
 
     def all(self) -> list[JobRecord]:
-        """Recorded submissions, oldest first. Raises DataError naming an unreadable record."""
+        """Recorded submissions, oldest first. Raise DataError naming an unreadable record."""
         records = []
         for folder in self._folders():
             file = folder / "job.json"

@@ -93,9 +93,10 @@ class Holder:
         return False
 
     def hands_over(self, lock: Path) -> bool:
-        """True if it holds the lock, has a handler of SIGUSR1, which would end it while it starts,
-        and is not stopped: it would find the signal when it continues, though nobody waits for the
-        lock any more.
+        """True if the process holds the lock and can hand it over at SIGUSR1.
+
+        The signal ends a process without a handler, and waits in a stopped process, though nobody
+        may want the lock when it continues.
         """
         handles = int(self._status("SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1
         return bool(handles) and self._status("State") != "T" and self.holds(lock)
@@ -103,10 +104,11 @@ class Holder:
 
 @contextmanager
 def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False) -> Iterator[int]:
-    """Hold the lock of `folder`. Yields its file descriptor: a child that inherits it holds the
-    lock as well.
+    """Hold the lock of `folder`.
 
-    Raises DataError with the text `busy`, in which `{holder}` is filled in, if it is not free
+    Yields its file descriptor: a child that inherits it holds the lock as well.
+
+    Raise DataError with the text `busy`, in which `{holder}` is filled in, if it is not free
     within `wait_s`. With `follows` this process only follows a training that runs elsewhere: a
     holder of the same kind on this host, left over from a workflow that was killed, is made to hand
     over (SIGUSR1).
@@ -179,8 +181,9 @@ class Claim:
     renewed: float = field(default_factory=time.monotonic)
 
     def renew(self) -> None:
-        """Say that this job lives, if it is time to. Raises Claimed if another job has taken the
-        folder over.
+        """Say that this job lives, if it is time to.
+
+        Raise Claimed if another job has taken the folder over.
         """
         now = time.monotonic()
         if now - self.renewed < RENEW_S:
@@ -203,8 +206,10 @@ class Claim:
 
 
 def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) -> Claim:
-    """Claim `folder` for the job `job`. Waits for at most `LEASE_S` after the last sign of life of
-    another job. Raises Claimed if another job lives there.
+    """Claim `folder` for the job `job`.
+
+    Waits for at most `LEASE_S` after the last sign of life of another job. Raise Claimed if
+    another job lives there.
     """
     claims = folder / "claims"
     claims.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -224,8 +229,9 @@ def claim(folder: Path, job: str, wait: Callable[[float], None] = time.sleep) ->
 
 
 def claimant(folder: Path, after_ns: int = 0) -> str:
-    """The job that claimed `folder` last, if it still renews its claim and did so after `after_ns`,
-    a modification time of the same file system; otherwise empty.
+    """The job that claimed `folder` last and still renews its claim; otherwise empty.
+
+    The claim must be renewed after `after_ns`, a modification time of the same file system.
     """
     newest = _newest(folder / "claims")
     sign = None if newest is None else _last_sign(newest)
@@ -239,7 +245,7 @@ def claimant(folder: Path, after_ns: int = 0) -> str:
 
 
 def _wait_until_silent(newest: Path, job: str, wait: Callable[[float], None]) -> None:
-    """Return once the claim is released or silent for `LEASE_S`. Raises Claimed if it is renewed."""
+    """Return once the claim is released or silent for `LEASE_S`. Raise Claimed if it is renewed."""
     first_ns: int | None = None
     while True:
         sign = _last_sign(newest)
@@ -276,8 +282,9 @@ def _read(file: Path) -> tuple[str, bool]:
 
 
 def _last_sign(file: Path) -> tuple[int, float] | None:
-    """Modification time of a claim in ns, and its age in s by the clock of the file server; None if
-    it is gone.
+    """Modification time of a claim in ns, and its age in s by the clock of the file server.
+
+    None if it is gone.
     """
     probe = file.with_name(f".now.{secrets.token_hex(4)}")
     try:
@@ -311,8 +318,9 @@ class FolderWatch:
         return _device(self.folder) == self._device
 
     def check(self, end: str = "") -> None:
-        """Raises FolderDeleted once the folder has been gone for a while. `end` says what became of
-        the training.
+        """Raise FolderDeleted once the folder has been gone for a while.
+
+        `end` says what became of the training.
         """
         now = time.monotonic()
         self._gone_since = (self._gone_since or now) if self.gone() else 0.0
@@ -320,7 +328,7 @@ class FolderWatch:
             raise FolderDeleted(f"{self.folder}: the run's folder was deleted{end}")
 
     def wait(self) -> None:
-        """Raises FolderDeleted if the folder is gone and stays so."""
+        """Raise FolderDeleted if the folder is gone and stays so."""
         while self.gone():
             self.check()
             time.sleep(0.2)

@@ -72,8 +72,9 @@ def embed(
     append: bool = False,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad). `input` may
-    be a URL.
+    """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad).
+
+    `input` may be a URL.
 
     With them are obs and nothing else, or, with `append`, everything in the .h5ad `input`, which
     `out` may be.
@@ -109,8 +110,9 @@ def embed(
 
 
 def _checked_input(input: Path | str, out: Path, append: bool) -> Path:
-    """Return where `input` is on this machine. Raises ConfigError if `out` cannot be written, or
-    nothing appended.
+    """Return where `input` is on this machine.
+
+    Raise ConfigError if `out` cannot be written, or nothing appended.
     """
     check_h5ad(out, "--out")
     path = local_input(input)
@@ -170,8 +172,9 @@ def generate(
     max_genes: int,
     batch_cells: int,
 ) -> None:
-    """Write `cells` generated cells to `out` (.h5ad). 0 is no `top_k`, and `max_genes` of
-    `tokens.max_tokens`.
+    """Write `cells` generated cells to `out` (.h5ad).
+
+    0 is no `top_k`, and `max_genes` of `tokens.max_tokens`.
     """
     check_h5ad(out, "--out")
     network, vocabulary, tokens, _ = load_for_inference(model)
@@ -275,9 +278,7 @@ def _as_anndata(
 
 
 def teach(*, manifest: Path, embeddings: list[Path], out: Path) -> None:
-    """Write vectors of the cells that a training reads, by name from `embeddings` (DATASET.h5ad), to
-    `out`.
-    """
+    """Write vectors of the cells that a training reads, from `embeddings` (DATASET.h5ad), to `out`."""
     shards = Manifest.read(manifest)
     names = []
     for split in READ:
@@ -336,8 +337,9 @@ def predict(
     append: bool = False,
     counts_rule: CountsRule = "refuse",
 ) -> None:
-    """Write labels, probabilities and numbers of the cells of `input` to `out`; `input` and
-    `append` as in `embed`.
+    """Write labels, probabilities and numbers of the cells of `input` to `out`.
+
+    `input` and `append` as in `embed`.
     """
     path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)

@@ -36,8 +36,9 @@ from cellmill.files import parse_json, remove_incomplete, write_json
 
 
 def fetch(*, input: str, out: Path, cache: Path | None = None) -> None:
-    """Copy the file or folder at the URL `input` into `cache`; write its path, SHA-256 and size to
-    `out` (.json).
+    """Copy the file or folder at the URL `input` into `cache`.
+
+    Write its path, SHA-256 and size to `out` (.json).
     """
     copy = fetch_url(input, cache)
     write_json(out, copy.to_json())
@@ -54,9 +55,7 @@ def demo(*, out: Path) -> None:
 def simulate(
     *, out: Path, cells: int, genes: int, types: int, batches: int, perturbations: int, seed: int
 ) -> None:
-    """Write `cells` simulated cells to `out` (.h5ad), or as many sequences of `types` families to a
-    FASTA file.
-    """
+    """Write `cells` simulated cells to `out` (.h5ad), or sequences of `types` families (FASTA)."""
     if is_fasta(out):
         write_sequences(out, cells, types, seed)
         print(f"{cells:,} sequences -> {out}")
@@ -81,8 +80,9 @@ def preprocess(
     out: Path,
     report: Path,
 ) -> None:
-    """Read counts or sequences of `input`, a path or URL; write the cells to `out` (.h5ad), QC to
-    `report` (.json).
+    """Read counts or sequences of `input`, a path or URL.
+
+    Write the cells to `out` (.h5ad), QC to `report` (.json).
 
     `columns` are the dataset's filter, labels and roles: obs columns, which are checked before
     counts are read.
@@ -181,8 +181,9 @@ def vocabulary(
 
 
 def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Give every cell of `cells` a split, a shard and a position; write the plan to the folder of
-    `out` (plan.json).
+    """Give every cell of `cells` a split, a shard and a position.
+
+    Write the plan to the folder of `out` (plan.json).
 
     The manifest next to that folder is removed.
     """
@@ -195,8 +196,7 @@ def divide(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: P
 def shard_part(
     *, options: ShardOptions, cells: list[Path], vocabulary: Path, part: str, out: Path
 ) -> None:
-    """Write the shards of `part` (as `3-of-8`) above the plan's folder, in which `out` lies, then
-    `out` itself.
+    """Write the shards of `part` (as `3-of-8`) above the plan's folder, then `out` in that folder.
 
     Shards that a killed process finished are kept.
     """
@@ -213,8 +213,7 @@ def shard_part(
 
 
 def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Path) -> None:
-    """Write shards of `cells` over the genes of `vocabulary` to the folder of `out`, then the manifest
-    to `out`.
+    """Write shards of `cells` over the genes of `vocabulary`, then the manifest `out` next to them.
 
     Shards that a killed process or the jobs of `shard_part` finished are kept.
     """

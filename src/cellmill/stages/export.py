@@ -213,8 +213,6 @@ def _objective(options: dict[str, Any]) -> str:
 
 
 def pull(*, repo: str, out: Path) -> None:
-    """Download the model `repo` (owner/name, with @revision for another than main) to the folder
-    `out`.
-    """
+    """Download the model `repo` (owner/name, or owner/name@revision) to the folder `out`."""
     commit = importlib.import_module("cellmill.models.hub").pull(repo, out)
     print(f"{repo} at {commit[:12]} -> {out}", flush=True)

@@ -30,8 +30,7 @@ def report(
     out: Path,
     sweeps: Sequence[Path] = (),
 ) -> None:
-    """Write the page over the folders `runs` and `corpora` to `out` (index.html), with the curves
-    of `sweeps`.
+    """Write the page over `runs`, `corpora` and the curves of `sweeps` to `out` (index.html).
 
     Each figure is in figures/ next to the page, as SVG and its data as CSV. Raise DataError for a
     damaged file.
@@ -54,8 +53,9 @@ def report(
 
 
 def sweep(*, values: Path, runs: Path, out: Path) -> None:
-    """Write results.csv to `out`, and curves.json to its folder. `values` is a JSON file: values by
-    axis of each run.
+    """Write results.csv to `out`, and curves.json to its folder.
+
+    `values` is a JSON file: values by axis of each run.
     """
     values_by_run = read_json(values)
     axes = list(next(iter(values_by_run.values()), {}))

@@ -55,11 +55,12 @@ def train(
     trunk: Path | None = None,
     teacher: Path | None = None,
 ) -> None:
-    """Train in `out` until its status.json says done; `restart` sets a training of other options or
-    data aside.
+    """Train in `out` until its status.json says done.
+
+    `restart` sets a training of other options or data aside.
 
     With `trunk`, the folder of a checkpoint of another run, it continues from there. `teacher` is a
-    folder of stage teach. Raises Stopped if a signal ended it with its state saved, UserError if a
+    folder of stage teach. Raise Stopped if a signal ended it with its state saved, UserError if a
     process failed.
     """
     shards, n_cells, fingerprint = open_corpus(options, manifest)
@@ -134,8 +135,9 @@ def supervised_by(objective: ObjectiveConfig, init_from: Path | None) -> list[st
 
 
 def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
-    """True if a job of this run is queued or running. Raises UserError if this command may not
-    follow it.
+    """True if a job of this run is queued or running.
+
+    Raise UserError if this command may not follow it.
     """
     job = launcher.living()
     path = launcher.folder.path
@@ -166,8 +168,9 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
 
 
 def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[Path], Job]) -> None:
-    """Train on this machine, or in the allocation this process is in, until the run is done. Raises
-    Stopped if it was stopped and saved, UserError if a process failed.
+    """Train on this machine, or in the allocation this process is in, until the run is done.
+
+    Raise Stopped if it was stopped and saved, UserError if a process failed.
     """
     watch = FolderWatch(folder.path)
     # the run's own disk may be full
@@ -193,8 +196,9 @@ def _run_here(folder: TrainFolder, machine: Machine, lock: int, job: Callable[[P
 
 
 def environment() -> dict[str, str]:
-    """Versions that a run's numbers may depend on; `commit` of the folder this process is in,
-    `-dirty` with changes.
+    """Versions that a run's numbers may depend on.
+
+    `commit` of the folder this process is in, `-dirty` with changes.
     """
     versions = {
         "cellmill": __version__,

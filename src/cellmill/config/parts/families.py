@@ -236,7 +236,7 @@ class HfConfig(FamilyConfig):
 
 
 def model_folder(path: str, revision: str | None) -> Path:
-    """The folder at `path`, or the snapshot of the hub name `path` in the cache. Raises ValueError."""
+    """The folder at `path`, or the snapshot of the hub name `path` in the cache. Raise ValueError."""
     folder = Path(path)
     if folder.is_dir():
         return folder

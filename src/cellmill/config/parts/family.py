@@ -80,8 +80,9 @@ class FamilyConfig(Plugin):
 
     @classmethod
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """As `Plugin.override`; a run's own `size` replaces the numbers at the top that it stands
-        for.
+        """As `Plugin.override`.
+
+        A run's own `size` replaces the numbers at the top that it stands for.
         """
         if own.get("size") not in (None, "null"):
             sized = ("hidden", "layers", "heads", "ffn_hidden")
@@ -98,8 +99,9 @@ class FamilyConfig(Plugin):
         return {}
 
     def pp_sizes(self) -> dict[str, int]:
-        """Number of blocks that a pipeline divides into stages, by the option's name; empty if not
-        supported.
+        """Number of blocks that a pipeline divides into stages, by the option's name.
+
+        Empty if not supported.
         """
         return {}
 
@@ -146,8 +148,9 @@ class TransformerConfig(ResidualConfig):
             yield f"hidden: {self.hidden} is not a multiple of heads = {self.heads}"
 
     def tp_sizes(self) -> dict[str, int]:
-        """Attention is cut by whole heads, feed-forward by its width; the vocabulary can be cut
-        anywhere.
+        """Attention is cut by whole heads, feed-forward by its width.
+
+        The vocabulary can be cut anywhere.
         """
         return {"model.heads": self.heads, "model.ffn_hidden": self.ffn_width}
 

@@ -52,8 +52,9 @@ class Facts(Protocol):
         """Number of training cells of each level, without cells of no value."""
 
     def moments(self, column: str) -> tuple[float, float]:
-        """Mean and standard deviation of a column of numbers. Raises ConfigError if its numbers do
-        not vary.
+        """Mean and standard deviation of a column of numbers.
+
+        Raise ConfigError if its numbers do not vary.
         """
 
     def genes(self, column: str) -> Mapping[str, Sequence[int]]:
@@ -62,8 +63,9 @@ class Facts(Protocol):
         """
 
     def teacher(self) -> TeacherVectors:
-        """What is known of the teacher. Raises UserError if its vectors are missing, damaged or of
-        other shards.
+        """What is known of the teacher.
+
+        Raise UserError if its vectors are missing, damaged or of other shards.
         """
 
 

@@ -68,8 +68,9 @@ class Tokens(Plugin):
 
     @property
     def n_values(self) -> int:
-        """Rows of an embedding table of the values (classes or places); 0 for value kinds none and
-        scalar.
+        """Rows of an embedding table of the values (classes or places).
+
+        0 for value kinds none and scalar.
         """
         return 0
 
