@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments["columns"] = check_options(ObsColumns, columns, "the dataset's columns")
         if "nproc_per_node" in arguments:
             machine = _pop(arguments, PLANNED if stage == "plan" else Machine.model_fields)
-            if stage == "plan":  # which takes a range of nodes, as launcher slurm does
+            if stage == "plan":  # takes a range of nodes, as launcher slurm does
                 machine["launcher"] = "slurm"
             arguments["machine"] = check_options(
                 Machine, machine, "the machine (profile, set-resources)"

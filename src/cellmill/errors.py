@@ -40,8 +40,8 @@ class Stopped(UserError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Hint for an unknown `name`: the closest of `known`, or the first of them."""
     known = list(known)
-    same = [one for one in known if one.lower() == name.lower()]
-    close = same or difflib.get_close_matches(name, known, n=1)
+    same_letters = [candidate for candidate in known if candidate.lower() == name.lower()]
+    close = same_letters or difflib.get_close_matches(name, known, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
     more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""

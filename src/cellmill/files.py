@@ -53,14 +53,14 @@ PROGRESS = re.compile(
 
 def _processes() -> str:
     """Six hexadecimal digits that identify the host or container to which a process id belongs."""
-    known = [socket.gethostname()]
+    names = [socket.gethostname()]
     for read in (
         lambda: os.readlink("/proc/self/ns/pid"),
         Path("/proc/sys/kernel/random/boot_id").read_text,
     ):
         with suppress(OSError):
-            known.append(read())
-    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:6]
+            names.append(read())
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:6]
 
 
 _HOST = _processes()
@@ -137,7 +137,7 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
 
 
 def user_cache() -> Path:
-    """Folder of files of this user alone that can be made again; it may not exist."""
+    """Folder of this user's files that can be made again; it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
 
 
@@ -284,21 +284,20 @@ def progress(
 
     def show_if_due() -> None:
         nonlocal due, drawn
-        at = clock()
-        if at < due:
+        time_now = clock()
+        if time_now < due:
             return
-        due = at + (REDRAW_S if bar else EVERY_S)
-        rate = done / (at - began)
+        due = time_now + (REDRAW_S if bar else EVERY_S)
+        elapsed = time_now - began
+        rate = done / elapsed
         named = f", now {now()}" if now is not None else ""
         if bar:  # imported late: it takes 0.1 s
             meter = import_module("tqdm").tqdm.format_meter
             columns = shutil.get_terminal_size().columns
             units = {"unit": f" {unit}", "unit_scale": True}
             drawn = True
-            out.write(
-                "\r"
-                + meter(done, total, at - began, ncols=columns - 1, prefix=what + named, **units)
-            )
+            line = meter(done, total, elapsed, ncols=columns - 1, prefix=what + named, **units)
+            out.write(f"\r{line}")
         else:
             speed = f", {rate:,.0f} {unit}/s" if rate >= 1 else ""
             left = f", {span(max(0.0, total - done) / rate)} left" if done else ""

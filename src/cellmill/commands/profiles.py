@@ -29,7 +29,9 @@ def profiles_install(*, source: Path) -> None:
             f"{source}/default: Snakemake loads a profile of that name unasked, and it overrides --profile key by key; "
             "rename it"
         )
-    base = os.environ.get("XDG_CONFIG_HOME", "").strip()  # as Snakemake looks for a user's profiles
+    base = os.environ.get(
+        "XDG_CONFIG_HOME", ""
+    ).strip()  # where Snakemake looks for a user's profiles
     target = (Path(base) if base else Path.home() / ".config") / "snakemake"
     links = {target / profile.name: profile for profile in profiles}
     for link, profile in links.items():

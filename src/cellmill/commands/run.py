@@ -41,7 +41,7 @@ from cellmill.runs.jobs import CANCELLED, Jobs
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.track.follow import POLL_S, Follower, without_secrets
 
-SLOWEST_POLL_S = 10.0  # for a job that is followed for long, or sent to a tracker
+SLOWEST_POLL_S = 10.0  # interval for a job that is followed for long, or sent to a tracker
 SETTLE_S = 10  # how long a shared folder may take to show what a node wrote
 LAUNCHER_S = 15  # how long a launcher may take to notice that its job was cancelled, and to end
 SAVE_S = 600  # how long a training on this machine may take to save

@@ -23,7 +23,7 @@ TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
 BATCH = {"batch_size": 64, "num_gpus": 1, "gradient_accumulation": 1}
 """Factors of a global batch, with scModelForge's defaults."""
 
-# for each key of the file: written, advice or dropped, and the words on it
+# by key of the file: written, advice or dropped, and the words on it
 Answers = dict[str, tuple[str, str]]
 
 

@@ -192,7 +192,7 @@ def check_config(tree: Any, source: str = "config/config.yaml") -> Workflow:
         before = vars(checked.runs[parent]) if parent in checked.runs else stored_sections(parent)
         if before is None:
             continue
-        with suppress(ValidationError):  # of the model's own file: stage train reports the error
+        with suppress(ValidationError):  # an error in the model's own file: stage train reports it
             for message in unequal_options(before, vars(run), parent).values():
                 raise ConfigError(f"{source}: runs.{name}: {message}")
     checked.check_datasets(source)

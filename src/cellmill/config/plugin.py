@@ -47,22 +47,22 @@ def load(kind: str, name: str, contract: Any = None) -> Any:
     """
     if name in BUILT_IN[kind]:
         return BUILT_IN[kind][name]
-    found = {}
+    classes = {}
     for point in entry_points(group=f"cellmill.{kind}"):
         if point.name == name:
             package = point.dist.name if point.dist is not None else "an installed package"
-            found[f"{point.value} of {package}"] = point
-    if not found:
+            classes[f"{point.value} of {package}"] = point
+    if not classes:
         raise unknown(kind, name)
-    if len(found) > 1:
+    if len(classes) > 1:
         raise ConfigError(
-            f"{kind} {name!r} is in {' and '.join(sorted(found))}; remove one of the packages"
+            f"{kind} {name!r} is in {' and '.join(sorted(classes))}; remove one of the packages"
         )
-    [(where, point)] = found.items()
+    [(where, point)] = classes.items()
     try:
         options = point.load()
         problem = _misfit(options, contract, name) if contract is not None else ""
-    except (Exception, SystemExit) as error:  # of a package that the user has to know
+    except (Exception, SystemExit) as error:  # the user has to know the package
         problem = f"cannot be imported ({in_one_line(error)})"
     if problem:
         raise ConfigError(f"{kind} {name!r}: {where} {problem}; repair or remove the package")

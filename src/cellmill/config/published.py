@@ -37,16 +37,16 @@ HUB_MODEL = r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?"
 
 def published_file(folder: Path, *names: str) -> Path:
     """The file of the first name or pattern that has any. Raise DataError unless it is exactly one."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in names:
-        found = found or sorted(folder.glob(name))
-    if len(found) != 1:
-        got = ", ".join(path.name for path in found) or "none"
+        paths = paths or sorted(folder.glob(name))
+    if len(paths) != 1:
+        got = ", ".join(path.name for path in paths) or "none"
         raise DataError(
             f"{folder}: expected one {' or '.join(names)}, got {got}; copy the one of these weights there"
         )
-    require_file(found[0])
-    return found[0]
+    require_file(paths[0])
+    return paths[0]
 
 
 def read_mapping(path: Path) -> Json:

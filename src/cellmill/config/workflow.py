@@ -44,7 +44,7 @@ _COLUMNS = set(
     "run parameters cells steps cells_seen gpu_hours cpu_core_hours dataset task name kind metric "
     "value sd".split()
 )
-# of rules/bridges.smk and zoo.smk
+# packages of rules/bridges.smk and zoo.smk
 BRIDGES = ("scib-metrics", "cz-benchmarks", "cell-eval", "cell-eval2", *PRESETS)
 
 

@@ -44,11 +44,11 @@ class Tail:
     # SLURM's message about a process that the kernel killed for memory
     OUT_OF_MEMORY = "(oom[-_]kill event|Out Of Memory)"
     REFUSED = "^((?:an earlier start of )?job .* is training in .*; (?:job .*|this start) ends)$"
-    # of the batch script, before srun
+    # the batch script's message, before srun
     FAILED_SETUP = "^cellmill: (`.*` failed on .*; change (?:modules|setup) in the profile)$"
     SRUN_OPTIONS = r"^(srun: (?:unrecognized|invalid|unknown) option.*|srun: option .* requires an argument.*)$"
     FAILED_IMPORT = r"^((?:ModuleNotFound|Import)Error: .*|\S+: No module named .*)$"
-    KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # by the agent that saw it
+    KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # the message of the agent that saw it
     # SLURM announced the end of the job, as it does before the time limit
     TO_SAVE = "^(SIGUSR2: saving)$"
 

@@ -63,7 +63,7 @@ class QueuedJob:
 
     job_id: str
     state: JobState
-    name: str  # for the job of a stage, the stage
+    name: str  # the stage, if it is the job of a stage
     # its time limit and number of nodes, as SLURM writes them; only for the job of a stage
     limit: str = ""
     nodes: str = ""
@@ -101,9 +101,9 @@ class Queue:
             return JobState(word, UNLISTED)
         return JobState(word if word in ENDED else NOT_LISTED)
 
-    def named(self, ours: Callable[[str], bool]) -> list[QueuedJob]:
-        """Jobs alive now whose name is one of `ours`. Raise CommandError without a usable answer."""
-        jobs = [job for job in self._listed(0) if ours(job.name)]
+    def named(self, is_ours: Callable[[str], bool]) -> list[QueuedJob]:
+        """Jobs alive now whose name `is_ours`. Raise CommandError without a usable answer."""
+        jobs = [job for job in self._listed(0) if is_ours(job.name)]
         for job in jobs:
             if job.state.name == UNKNOWN:
                 raise CommandError(job.state.reason)
@@ -138,7 +138,7 @@ class Queue:
     def _listed(self, max_age_s: float) -> list[QueuedJob]:
         """Jobs by an answer of at most this age. Raise CommandError without a usable answer."""
         if time.monotonic() - self._queried_at >= max_age_s:
-            # by uid, since the environment can change the name; -a: also hidden partitions
+            # asked by uid, since the environment can change the name; -a: also hidden partitions
             who = ["-u", str(os.getuid())]
             try:
                 self._answer = ask(

@@ -33,7 +33,7 @@ from cellmill.runs.jobs import CANCELLED, CONNECTION, JobRecord, Jobs, error_lin
 from cellmill.runs.lock import FolderDeleted, FolderWatch, claimant
 from cellmill.runs.slurm import ENDED_BY_SITE, INFRASTRUCTURE, NOT_LISTED, OTHER_JOB
 
-SHARE = 0.5  # of a job's time; a job that spent more of it on start-up was mostly start-up
+SHARE = 0.5  # a job that spent more than this share of its time on start-up was mostly start-up
 IN_A_ROW = 2  # such jobs until they are warned about
 # a job that ended this close to its limit ended by it: SLURM may announce it a minute early
 EARLY_S = 90.0

@@ -21,7 +21,7 @@ Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
 
 _MAGIC = 0x3C85F7CE  # the first request of a client
-_MOST_KEYS = 128 * 1024  # in one request, as in torch
+_MOST_KEYS = 128 * 1024  # most keys in one request, as in torch
 _MOST_KEY = 8 * 1024  # bytes
 _MOST_VALUE = 8 * 1024 * 1024  # bytes
 # answers of check

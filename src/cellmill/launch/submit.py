@@ -45,7 +45,7 @@ TRANSIENT = re.compile(
 )
 # variables that are not named like their option
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
-ONCE_PATIENCE_S = 120  # as PATIENCE_S, for a job that no training depends on
+ONCE_PATIENCE_S = 120  # PATIENCE_S of a job that no training depends on
 POLL_S = 5.0
 
 
@@ -177,7 +177,7 @@ class SlurmJobs:
                     f"job {queued.job_id} ({queued.name}) belongs to {self.jobs.path.parent}, but its folder there is "
                     f"missing; `scancel {queued.job_id}` ends it"
                 )
-            # with another record: of two jobs of one number, one ends at once
+            # there may be another record: of two jobs with one number, one ends at once
             say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
             for pickled in folder.glob("*.pkl"):
                 if "_" not in pickled.stem:  # submitit did not get to give it the job's name
@@ -262,7 +262,7 @@ class End:
     # SLURM's; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task
     state: str
     job_id: str = ""
-    nodes: str = ""  # as SLURM writes them, such as node[1-2]
+    nodes: str = ""  # in SLURM's form, such as node[1-2]
     queued_s: float = 0.0
     log: Path | None = None
     lost: tuple[str, str] | None = None

@@ -238,7 +238,7 @@ def describe(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
     scaled_lr = None
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr == DEFAULT_LR and ratio != 1:
-        # by the square root (Adam; Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017)
+        # scaled by the square root (Adam; Malladi et al. 2022), linearly (SGD; Goyal et al. 2017)
         scaled_lr = [train.lr * math.sqrt(ratio), train.lr * ratio]
     host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {

@@ -78,10 +78,10 @@ def sizes_of(name: str) -> list[str]:
 def assumption(name: str) -> str:
     """The memory that is assumed if a device is also made with less; otherwise empty."""
     memory_gb = DEVICES[name].memory_gb
-    others = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
-    if not others:
+    smaller = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
+    if not smaller:
         return ""
-    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(others)} if it has less"
+    return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(smaller)} if it has less"
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:

@@ -79,7 +79,7 @@ class CorpusFacts:
 
     def genes(self, column: str) -> dict[str, list[int]]:
         """Token ids of the genes that each level is named after."""
-        # by name: tables of genes need pandas, which other launchers do without
+        # imported by name: tables of genes need pandas, which other launchers do without
         names = importlib.import_module("cellmill.data.genes.names")
         levels = [
             level for level in self.shards.levels({column: "objective"})[column] if level != MISSING

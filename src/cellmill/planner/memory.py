@@ -239,7 +239,7 @@ class _Process:
         self.parallel = model.parallel
         self.counts = model.counts(rank)
         self.stages = model.stages(rank)
-        self.tokens = tokens  # of a micro-batch
+        self.tokens = tokens  # tokens of a micro-batch
         self.micro_batches = micro_batches
         self.in_flight = kept_micro_batches(self.parallel, rank, micro_batches)
         offload = self.parallel.cpu_offload

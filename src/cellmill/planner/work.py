@@ -175,9 +175,9 @@ class StageCost:
 
     stage: str
     jobs: int
-    hours: float  # of the longest job, one core
-    cpu_hours: float  # of all jobs
-    rss_gb: float  # of a job
+    hours: float  # longest job, on one core
+    cpu_hours: float  # all jobs
+    rss_gb: float  # peak memory of a job
     files: int
     gigabytes: float  # written and kept
 
@@ -216,8 +216,11 @@ def corpus_cost(
     planned = hours["divide"]
     written = hours["shard_part"]
     if shard.jobs == 1:
-        both = planned + written
-        return [*costs, cost("shard", 1, both, both, shard_mb + plan_mb, n_files, shards_bytes)]
+        total_hours = planned + written
+        return [
+            *costs,
+            cost("shard", 1, total_hours, total_hours, shard_mb + plan_mb, n_files, shards_bytes),
+        ]
     jobs = min(shard.jobs, n_shards)
     longest = written * ceil(n_shards / jobs) / n_shards
     return [

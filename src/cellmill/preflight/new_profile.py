@@ -237,7 +237,7 @@ def _one_gpu(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | int]:
     keys: dict[str, str | int] = {"slurm_partition": quote_for_python(offer.partition.name)}
     if qos:
         keys["qos"] = quote_for_python(qos)
-    # as the plugin accepts it
+    # the plugin accepts no other characters
     kind = offer.kind if re.fullmatch(r"[A-Za-z0-9_.]+", offer.kind) else ""
     if gres_only:
         keys["gres"] = quote_for_python(f"gpu:{kind}:1" if kind else "gpu:1")

@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
     if local_rank == 0:
         store.set(f"gpus-{node}", str(len(gpu_names())))
     # one backend for all: a node that lacks GPUs must be reported, not waited for
-    cuda = all(int(store.get(f"gpus-{other}")) >= local_world for other in range(nodes))
+    cuda = all(int(store.get(f"gpus-{index}")) >= local_world for index in range(nodes))
     device, backend = (
         (torch.device("cuda", local_rank), "nccl") if cuda else (torch.device("cpu"), "gloo")
     )
@@ -89,7 +89,7 @@ def main(folder: Path) -> None:
             f"node-{node}", json.dumps({"host": node_name(), "inside": speed, "interface": used})
         )
     if rank == 0:
-        measured = [json.loads(store.get(f"node-{other}")) for other in range(nodes)]
+        measured = [json.loads(store.get(f"node-{index}")) for index in range(nodes)]
         result: dict[str, Any] = {
             "backend": backend,
             "bytes": n_bytes,

@@ -100,7 +100,7 @@ def judge_nodes(
             f"{', '.join(blind)} did not see a file that this machine had written and fsynced",
             f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={','.join(blind)}",
         )
-    else:  # that this machine has read the reports shows the other direction
+    else:  # this machine has read the reports, which shows the other direction
         yield ok("shared folder", f"{_names(nodes)} and this machine read each other's files")
     yield judge_disk(nodes)
     here = {"python": python_version(), "cellmill": __version__}

@@ -40,10 +40,10 @@ class Site:
     """The values of a profile that its rules do not know."""
 
     head: str  # first comment
-    machine: Machine  # of train
-    device: str  # of plan
+    machine: Machine  # machine of train
+    device: str  # device of plan
     stages: Place
-    vectors: Place  # of the stages ON_A_GPU
+    vectors: Place  # place of the stages ON_A_GPU
     # resources of these stages; comments if `vectors` has no partition
     gpu: Mapping[str, str | int]
     status_command: str

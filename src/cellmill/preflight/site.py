@@ -37,7 +37,7 @@ class Node:
 
     up: bool  # jobs may be placed on it, now or once others have ended
     gpus: dict[str, int]  # number of GPUs by type; "" for GPUs without one
-    cpus: int  # that a job may request: without cores reserved for the system
+    cpus: int  # cores that a job may request, without those reserved for the system
     memory_mb: int
     usable_mb: int  # memory that a job may request; 0 if SLURM does not manage memory
     features: frozenset[str]

@@ -208,7 +208,7 @@ class TrainFolder:
         # last: it marks the checkpoint complete
         write_json(path / "manifest.json", {"files": entries})
         final = path.with_name(path.name.removesuffix(INCOMPLETE))
-        earlier = final.with_name(final.name + REPLACED)  # of the same step, from before a resume
+        earlier = final.with_name(final.name + REPLACED)  # the same step from before a resume
         shutil.rmtree(earlier, ignore_errors=True)
         if final.exists():
             # at once: removing it takes a while, in which there would be none
@@ -220,7 +220,8 @@ class TrainFolder:
         kept = set[int | None](keep_steps)
         kept |= {checkpoint.step for checkpoint in complete[-keep:]}
         # a run resumed from any of them takes its best step for the run's best
-        kept |= {each.best_step() for each in complete if each.step in kept}
+        chosen = [checkpoint for checkpoint in complete if checkpoint.step in kept]
+        kept |= {checkpoint.best_step() for checkpoint in chosen}
         for checkpoint in complete:
             if checkpoint.step in kept:
                 continue

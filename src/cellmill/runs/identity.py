@@ -226,9 +226,9 @@ def check_branches(workflow: Workflow, source: str) -> None:
     for name, run in workflow.runs.items():
         if run.trunk is None or run.trunk_step is None:
             continue
-        own = check_options(TrainOptions, workflow.section("train", name), source)
+        options = check_options(TrainOptions, workflow.section("train", name), source)
         of_trunk = check_options(TrainOptions, workflow.section("train", run.trunk), source)
-        now = identity(own, None)
+        now = identity(options, None)
         before = identity(of_trunk, None)
         for key in sorted((now.keys() & before.keys()) - LENGTH - RATE):
             # null may be what train takes from the data, and so equal
@@ -238,14 +238,14 @@ def check_branches(workflow: Workflow, source: str) -> None:
                     f"{source}: runs.{name}.{key}: expected {before[key]}, as its trunk {run.trunk}, got {now[key]}; "
                     "make them equal, or set init_from in place of trunk"
                 )
-        steps = own.train.steps
+        steps = options.train.steps
         trunk_steps = of_trunk.train.steps
         if isinstance(steps, int) and isinstance(trunk_steps, int):
             _check_rates(
                 f"{source}: runs.{name}",
                 run.trunk_step,
                 (of_trunk.train, trunk_steps),
-                (own.train, steps),
+                (options.train, steps),
             )
 
 
@@ -279,6 +279,6 @@ def _copy(
         if name != "state.json":
             shutil.copyfile(checkpoint.path / name, path / name)
             write_text(path / (name + DIGEST), entry["sha256"])
-    own = {key: record[key] for key in ("identity", "options", "init_from", "supervised_by")}
-    write_json(path / "state.json", checkpoint.state() | own | {"steps": steps})
+    new = {key: record[key] for key in ("identity", "options", "init_from", "supervised_by")}
+    write_json(path / "state.json", checkpoint.state() | new | {"steps": steps})
     folder.finish(path, train.keep_checkpoints, train.keep_steps)

@@ -204,8 +204,8 @@ class Jobs:
 
     def newest(self) -> JobRecord | None:
         """The last recorded submission; records that came with a copied folder do not count."""
-        own = [record for record in self.all() if self.owns(record.name)]
-        return own[-1] if own else None
+        records = [record for record in self.all() if self.owns(record.name)]
+        return records[-1] if records else None
 
     def record(self, job_id: str, name: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""

@@ -73,22 +73,22 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
             f"finetune.method {method.config.method}: merge leaves another model: {differing[0]}"
         )
     (out / "config.json").unlink(missing_ok=True)
-    shutil.rmtree(out / "adapter", ignore_errors=True)  # of an earlier export
-    if adapter is not None:  # as the package peft reads it, its configuration last
+    shutil.rmtree(out / "adapter", ignore_errors=True)  # left by an earlier export
+    if adapter is not None:  # in the layout of the package peft, its configuration last
         write_tensors(out / "adapter" / "adapter_model.safetensors", adapter[1])
         described = {"base_model_name_or_path": state.get("init_from")} | adapter[0]
         write_json(out / "adapter" / "adapter_config.json", described)
-    given = state["options"]
+    trained_with = state["options"]
     progress = state["progress"]
     about: dict[str, Any] = {
         "fingerprint": state["fingerprint"],
         "init_from": state.get("init_from"),
         "supervised_by": state.get("supervised_by", []),
-        "weighted_by": given.get("stream", {}).get("weight_by"),
+        "weighted_by": trained_with.get("stream", {}).get("weight_by"),
         "step": progress["step"],
         "val_loss": progress["val_loss"],
-        "ema_decay": given["train"].get("ema_decay"),
-        "seed": given["train"]["seed"],
+        "ema_decay": trained_with["train"].get("ema_decay"),
+        "seed": trained_with["train"]["seed"],
         "levels": state.get("levels"),
     }
     for key in ("weighted_by", "ema_decay", "levels"):  # left out if a run has none
@@ -96,7 +96,9 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
             del about[key]
     about |= _heads(model, genes, state, train)
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    write_model(out, given, genes, tensors, about, lambda config: model_card(config, n_parameters))
+    write_model(
+        out, trained_with, genes, tensors, about, lambda config: model_card(config, n_parameters)
+    )
     print(f"{out}: step {progress['step']}, {len(tensors)} tensors", flush=True)
 
 

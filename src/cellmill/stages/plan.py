@@ -46,7 +46,7 @@ def plan(
     device = device.lower()
     fingerprint: str | None = None
     if manifest is None:
-        # as with the defaults of val_frac and test_frac
+        # the defaults of val_frac and test_frac
         longest = min(options.tokens.max_tokens, genes)
         val = cells // 8
         print(

@@ -193,7 +193,7 @@ class ClassificationConfig(LabelConfig):
         return Columns({self.label_column: "objective.label_column"}, named=[named])
 
     def stream(self) -> dict[str, Any]:
-        # by their weights in the loss
+        # weights in the loss balance the labels already
         balanced = {} if self.class_weights is None else {"weight_exponent": 0.0}
         return {"weight_by": self.label_column, "labelled_frac": 1.0} | balanced
 
@@ -254,9 +254,9 @@ class RegressionConfig(ObjectiveConfig):
         return Columns(numbers={self.target_column: "objective.target_column"})
 
     def fit(self, facts: Facts) -> Self:
-        found = dict(zip(("target_mean", "target_std"), facts.moments(self.target_column)))
+        moments = dict(zip(("target_mean", "target_std"), facts.moments(self.target_column)))
         return self.model_copy(
-            update={key: value for key, value in found.items() if getattr(self, key) is None}
+            update={key: value for key, value in moments.items() if getattr(self, key) is None}
         )
 
 
