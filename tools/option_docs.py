@@ -32,13 +32,14 @@ INTRODUCTION = f"""# Configuration
 `config/config.yaml` sets what is computed; a profile sets where ([profiles/README.md](../profiles/README.md)). A
 section at the top of the file is the default for all corpora or runs; a corpus or run may override any key of it.
 `train.steps` in a run replaces `train.epochs` of the defaults and vice versa. A section that chooses another family,
-objective, tokenizer or method inherits only the options that all choices share. A mapping of names is replaced as a
-whole. Off is `null`. Where a section has many keys, those that most people set stand in a table of their own.
+objective, tokenizer or method inherits only the options that all choices share. If a run sets a mapping of names, such
+as `evaluate.tasks`, its mapping replaces the whole default. `null` turns an option off. If a section has many keys,
+those that most people set are in a table of their own.
 
 A changed key reruns the stages that read its section, and everything downstream. An unknown key, a wrong type or a
 value out of range stops every command with a one-line error that names it. On the command line, Snakemake's
-`--config 'train={{lr: 1e-4}}'` changes single keys, and adds to mappings of names (it takes no task away);
-`--configfile FILE --replace-workflow-config` uses another file; [examples/](examples) has complete ones.
+`--config 'train={{lr: 1e-4}}'` changes single keys. It can add names to a mapping but remove none.
+`--configfile FILE --replace-workflow-config` uses another file; [examples/](examples) has complete files.
 """
 FEW = 6
 """Tables of more keys are divided in two."""

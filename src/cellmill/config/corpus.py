@@ -36,16 +36,16 @@ def is_fasta(path: Path) -> bool:
 
 
 class Preprocess(Section):
-    """Quality control and gene names of a dataset; of FASTA, min_counts, keep_obs, row_block,
-    compression are read.
+    """Quality control and gene names of a dataset. For FASTA files, only min_counts, keep_obs,
+    row_block and compression are read.
     """
 
     organism: Literal["human", "mouse"] | None = "human"
     """Gene table that maps symbols to Ensembl ids; null uses var_names as ids."""
     reference_organism: Literal["human", "mouse"] | None = None
-    """Organism whose genes the other organism's genes are mapped to, by one-to-one orthologs, so
-    that a corpus can contain both; genes without an ortholog are dropped and counted. null keeps
-    each dataset's own genes.
+    """Map genes of the other organism to the genes of this one by one-to-one orthologs, so that a
+    corpus can contain both. Genes without an ortholog are dropped and counted. null keeps each
+    dataset's own genes.
     """
     orthologs: str | None = None
     """Tab-separated file of orthologs to use instead of the packaged table: a header with the names
@@ -66,8 +66,8 @@ class Preprocess(Section):
     max_mito_frac: float = Field(0.2, ge=0, le=1)
     """Largest mitochondrial fraction of a cell; 1 keeps all."""
     min_cells: int = Field(0, ge=0)
-    """Drop genes detected in fewer of the dataset's kept cells; above 0, the tokens of a cell
-    depend on the other cells of its file. `vocabulary.min_cells` counts over the corpus.
+    """Drop genes detected in fewer of the dataset's kept cells. If it is above 0, the tokens of a
+    cell depend on the other cells of its file. `vocabulary.min_cells` counts over the corpus.
     """
     min_coverage_frac: float = Field(0.5, ge=0, le=1)
     """Minimum fraction of genes with an Ensembl id."""
@@ -105,8 +105,8 @@ class VocabularyConfig(Section):
     select: Literal["detected", "seurat", "seurat_v3"] = "detected"
     """Which genes max_genes keeps: those detected in most cells, or the most variable ones, by this
     flavor of scanpy's highly_variable_genes. seurat_v3 requires scikit-misc (`cellmill[hvg]`). With
-    seurat, seurat_v3 or shard.split_by, cells of val and test have no part in the vocabulary:
-    genes, medians and quantiles are those of training cells.
+    seurat, seurat_v3 or shard.split_by, the vocabulary is made from training cells only: cells of
+    val and test do not affect its genes, medians and quantiles.
     """
     quantiles: bool = False
     """Store the per-mille quantiles of the corpus's values, within 0.5 %, for tokens.binning
@@ -120,9 +120,9 @@ class VocabularyConfig(Section):
     """File with one Ensembl id or current symbol per line; other genes are dropped. null keeps all.
     """
     medians: str | None = Field(None, pattern=NOT_WILDCARD)
-    """Model whose medians replace the corpus's for the genes that it has: geneformer:FOLDER or
-    scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have that model's order. null
-    replaces none.
+    """Model whose medians replace the corpus's for all genes that the model has: geneformer:FOLDER
+    or scgpt:FOLDER, as in init_from, or a vocabulary.tsv. Tokens then have the order of that model.
+    null keeps the corpus's medians.
     """
     protein_coding: bool = False
     """Drop genes that GENCODE does not list as protein coding."""
@@ -146,26 +146,26 @@ class Shard(Section):
     cells_per_shard: int = Field(16_384, ge=64)
     """Cells per shard file."""
     split_by: str | None = None
-    """obs column, such as donor, or `dataset`: cells of one value stay together; null keeps equal
-    cells together.
+    """obs column, such as donor, or `dataset`. All cells with the same value go to the same split.
+    null splits cells at random and puts cells with equal counts into the same split.
     """
     train_values: list[str] = Field([])
-    """Values of split_by for training alone, such as the control; the fractions apply to the other
-    values.
+    """Values of split_by that are only for training, such as the control; the fractions apply to
+    the other values.
     """
     val_frac: float = Field(0.1, ge=0, lt=1)
-    """Fraction of cells, or of split_by's values, for validation."""
+    """Fraction of cells, or of the values of split_by, for validation."""
     test_frac: float = Field(0.1, ge=0, lt=1)
     """Fraction held out for evaluation."""
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Seed of the split and of the order on disk."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """Duplicate cells, which have the same counts of the same genes as an earlier cell of the
-    corpus: keep counts and reports them, drop removes them. With few counts, different cells may be
-    equal by chance.
+    """What to do with duplicates: cells with the same counts of the same genes as an earlier cell
+    of the corpus. keep counts and reports them, drop removes them. With few counts, different cells
+    may be equal by chance.
     """
     jobs: int = Field(1, ge=1, le=1000)
-    """Number of jobs that write the shards, each a part of them; the shards do not depend on it."""
+    """Number of jobs, each of which writes a part of the shards. The shards do not depend on it."""
 
     def problems(self) -> Iterator[str]:
         if self.train_values and self.split_by is None:

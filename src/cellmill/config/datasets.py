@@ -81,23 +81,24 @@ class ObsColumns(Section):
     backticks` `` if the name has spaces) with strings, numbers and lists, joined by and, or, not.
     """
     label: str | None = None
-    """obs column that the probes predict, or several, separated by |; kept whatever
-    preprocess.keep_obs says.
+    """obs column of the label, which the evaluation predicts, or several, separated by |. It is
+    kept whatever preprocess.keep_obs says.
     """
     label_name: str | None = None
-    """Name of the label in preprocessed cells, so that datasets whose columns have other names
-    share one; of several labels one for each, separated by |. Empty for the name of the column.
+    """Name of the label in preprocessed cells, so that datasets with differently named columns
+    share one. If there are several labels, give one name for each, separated by |. Empty keeps the
+    name of the column.
     """
     label_map: str | None = Field(None, pattern=NOT_WILDCARD)
     """Tab-separated file with the columns `from` and `to`, which renames values of the label in
-    preprocessed cells and all that follows; of several labels one for each, or nothing, separated
-    by |. Cells whose `to` is empty get no label; labels not listed stay, and are reported. A `from`
-    that no cell has is refused. `filter` comes before.
+    preprocessed cells and everything made from them. If there are several labels, give one file for
+    each, or nothing, separated by |. Cells whose `to` is empty get no label; labels that are not
+    listed stay, and are reported. A `from` that no cell has is refused. `filter` is applied first.
     """
     no_label: str | None = None
-    """Texts of labels that mean no label, separated by |, in place of the list in docs/data.md
-    (`unknown`, `nan`, `Unassigned`, `doublet`, ...); - for none, so that each of these is a class.
-    Cells that have one get no label.
+    """Texts that mean that a cell has no label, separated by |. They replace the list in
+    docs/data.md (`unknown`, `nan`, `Unassigned`, `doublet`, ...). With -, no text means that, and
+    each of these is a class.
     """
     batch: str | None = None
     """obs column of the batch; preprocessed cells have it as `batch`."""
@@ -108,13 +109,14 @@ class ObsColumns(Section):
     perturbation: str | None = None
     """obs column of the perturbation; preprocessed cells have it as `perturbation`."""
     control: str | None = None
-    """Value of untreated cells in the perturbation column, or else the condition column, or several
-    values, separated by |: `is_control` afterwards, under the name of the first.
+    """Value of untreated cells in the perturbation column (without one, in the condition column),
+    or several values, separated by |. Preprocessed cells with one of them have `is_control` true,
+    and all get the first value.
     """
     guide: str | None = None
-    """obs column of the guide of each cell: preprocess names controls without a guide, or with one
-    that perturbed cells have too. Empty: a column whose name and values say that it has guides, if
-    there is one.
+    """obs column of the guide of each cell. preprocess reports controls without a guide, and
+    controls with a guide that perturbed cells have too. If empty, a column is used whose name and
+    values look like guides.
     """
     dose: str | None = None
     """obs column of a dose, a number; preprocessed cells have it as `dose`."""
@@ -250,19 +252,21 @@ def check_url(text: str | None) -> str | None:
 
 
 class Dataset(ObsColumns):
-    """One row of the table; an empty field is null."""
+    """Each row is a dataset; an empty field is null."""
 
     dataset: str
     """Name, used in file names."""
     path: Annotated[
         str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)
     ]
-    """Input in a format of docs/data.md: a path, absolute or relative to Snakemake's working
-    directory, or a URL; without braces and < >. `cells.h5mu#rna` is one modality of a file.
+    """Input file or folder, in a format of docs/data.md. It is a URL, or a path that is absolute or
+    relative to Snakemake's working directory, without braces and < >. `cells.h5mu#rna` is one
+    modality of a file.
     """
     counts: str = "X"
-    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` if it is X), or a genome of a
-    10x file; `expm1(raw)` recovers counts from logarithms and the obs column of each cell's counts.
+    """Matrix with raw counts: X, raw, the name of a layer (`layers/X` for a layer called X), or a
+    genome of a 10x file. `expm1(raw)` recovers counts from logarithms and the obs column with each
+    cell's total counts.
     """
     counts_rule: CountsRule = "refuse"
     """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and
@@ -271,15 +275,17 @@ class Dataset(ObsColumns):
     normalised and imputed values are always refused.
     """
     gene_column: str | None = None
-    """Column of var that names the genes, or `index`. Empty for the one that names most genes."""
+    """Column of var that names the genes, or `index`. If empty, the column that names the most
+    genes.
+    """
     organism: Literal["human", "mouse", "none"] | None = None
-    """preprocess.organism of this dataset; none uses var_names as ids."""
+    """Replaces preprocess.organism for this dataset; none uses var_names as ids."""
     min_genes: int | None = Field(None, ge=0)
-    """preprocess.min_genes of this dataset."""
+    """Replaces preprocess.min_genes for this dataset."""
     min_counts: int | None = Field(None, ge=1)
-    """preprocess.min_counts of this dataset."""
+    """Replaces preprocess.min_counts for this dataset."""
     max_mito_frac: float | None = Field(None, ge=0, le=1)
-    """preprocess.max_mito_frac of this dataset."""
+    """Replaces preprocess.max_mito_frac for this dataset."""
     source: str | None = None
     """Source of the data, for the report."""
     licence: str | None = None

@@ -27,9 +27,9 @@ class Stream(Section):
     window_blocks: int = Field(16, ge=1)
     """Blocks of one lane whose cells are shuffled together."""
     equal_steps: bool = False
-    """Spread the cells of an epoch evenly over its steps, whose number stays. Otherwise the last
-    step has the remaining cells, which may be a handful. Recommended for new runs; off reproduces
-    earlier runs.
+    """Spread the cells of an epoch evenly over its steps, without changing their number. Otherwise
+    the last step has the remaining cells, which may be a handful. yes is recommended for new runs;
+    no reproduces earlier runs.
     """
     train_frac: float = Field(1.0, gt=0, le=1)
     """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller
@@ -37,26 +37,26 @@ class Stream(Section):
     """
     weight_by: str | None = None
     """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are
-    read more often, those of frequent ones less; an epoch repeats some and omits others. null reads
-    each cell once. If it is left out, a run whose only objective is classification has weight_by:
-    its label_column, and labelled_frac: 1.
+    read more often, and those of frequent values less often. An epoch then repeats some cells and
+    omits others. null reads each cell once. If it is left out and the only objective is
+    classification, weight_by is its label_column and labelled_frac is 1.
     """
     labelled_frac: float | None = Field(None, gt=0, le=1)
-    """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these,
-    and the other cells fill the rest, each equally often. null counts a missing value as a value
-    like the others.
+    """Fraction of an epoch's cells that have a value of weight_by. The weights then apply to these
+    cells; cells without a value fill the rest, each equally often. null treats a missing value like
+    any other value.
     """
     weight_exponent: float = Field(1.0, ge=0, le=1)
     """Cells of a value with n cells weigh n ** -weight_exponent: 1 reads all values equally, 0 each
     cell once.
     """
     max_repeats: float = Field(10.0, ge=1, le=1000)
-    """Maximum number of times that a cell is read per epoch, as a mean over the cells of its value;
-    with labelled_frac as a multiple of the mean over all cells with a value.
+    """Maximum number of times that a cell is read per epoch, as a mean over the cells with the same
+    value. With labelled_frac, it is a multiple of the mean over all cells with a value.
     """
     weight_warmup_steps: int = Field(0, ge=0)
-    """Steps over which the exponent goes linearly from weight_start_exponent to weight_exponent;
-    each epoch has the weights of its first step. 0 starts with the latter.
+    """Steps over which the exponent goes linearly from weight_start_exponent to weight_exponent.
+    Each epoch has the weights of its first step. 0 uses weight_exponent from the start.
     """
     weight_start_exponent: float = Field(0.0, ge=0, le=1)
     """weight_exponent at step 0 of the warm-up: 0 starts with each cell once, 1 with all values
@@ -69,11 +69,11 @@ class Stream(Section):
     stage_to: str | None = Field(None, min_length=1)
     """Folder on each node's local disk, such as $TMPDIR, to which one process per node copies the
     shards that it reads while the training runs. A shard is read from the shared folder until its
-    copy matches the manifest's SHA-256. A failure is one warning; copies are removed at the end.
-    null copies none. Variables are expanded on the node.
+    copy matches the manifest's SHA-256. A failure gives one warning; copies are removed at the end.
+    null copies nothing. Variables are expanded on the node.
     """
     stage_limit_gb: float | None = Field(None, gt=0)
-    """Maximum GB of shards that a node copies; in any case, also with null, 5 % of its disk stay
+    """Maximum GB of shards that a node copies. In any case, also with null, 5 % of its disk stays
     free.
     """
 

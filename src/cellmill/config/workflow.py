@@ -167,28 +167,28 @@ class RunConfig(EvaluateOptions, KnockOutOptions, PredictOptions, ConsolidateOpt
     corpus: str
     """Name of its corpus."""
     init_from: str | None = Field(None, pattern=NOT_WILDCARD)
-    """Run whose exported model provides the initial weights; or the path of a model folder, with a
-    `/`, such as ./pretrained; or hf://owner/name[@revision], on the Hugging Face hub; or
-    geneformer:FOLDER or scgpt:FOLDER, with published files, which rule import reads. Sections model
-    and tokens are those of a run or folder where those at the top of the file do not fit. For all
-    but a run, evaluate does not know which cells the model was trained on.
+    """Model that provides the initial weights: the name of a run; the path of a model folder, with
+    a `/`, such as ./pretrained; hf://owner/name[@revision], on the Hugging Face hub; or
+    geneformer:FOLDER or scgpt:FOLDER, with published files, which rule import reads. If sections
+    model and tokens at the top of the file do not fit the run or folder, its own are used. evaluate
+    knows which cells the model was trained on only if it is a run.
     """
     trunk: str | None = None
-    """Run from whose checkpoint at trunk_step this one continues: weights, optimizer, data position
-    and curve. Its results equal a separate run from step 0, so all options except length and
-    schedule must equal the trunk's, and the learning rates up to that step must be the same, as
-    with schedule wsd or constant.
+    """Run from whose checkpoint at trunk_step this run continues, with its weights, optimizer, data
+    position and curve. The results equal those of a separate run from step 0. So all options except
+    length and schedule must equal the trunk's, and the learning rates up to that step must be the
+    same, as with schedule wsd or constant.
     """
     trunk_step: int | None = Field(None, ge=1)
-    """Step of the trunk's checkpoint, of its train.keep_steps."""
+    """Step of the trunk's checkpoint, one of its train.keep_steps."""
     evaluate_steps: Counts = Field(default=[])
     """Steps of train.keep_steps whose checkpoints are also exported, embedded and evaluated, in
     `results/runs/NAME/steps/STEP`; the report plots the scores over steps. Changing it retrains
     nothing.
     """
     machine: str | None = None
-    """Machine for its training: `set-resources: train.NAME` of the profile; null uses `train`.
-    Reruns nothing.
+    """Machine for the training of this run: `set-resources: train.NAME` of the profile; null uses
+    `train`. Changing it reruns nothing.
     """
 
     @model_validator(mode="after")

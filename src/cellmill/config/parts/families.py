@@ -95,8 +95,8 @@ class AutoregressiveConfig(TransformerConfig):
 
 
 class BertFamilyConfig(PostNormConfig):
-    """BERT over genes in rank order, as Geneformer, whose weights `import` converts: embeddings,
-    post-norm blocks.
+    """BERT over genes in rank order, like Geneformer: embeddings, then post-norm blocks. The
+    command import converts Geneformer's weights to one.
     """
 
     implementation = "cellmill.models.families.post_norm:BertModel"

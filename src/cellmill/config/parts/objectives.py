@@ -30,11 +30,11 @@ class MaskedObjectiveConfig(ObjectiveConfig):
     """Fraction of a cell's tokens that is masked, at least one."""
     random_frac: float = Field(0.0, ge=0, lt=1)
     """Fraction of the masked tokens that show random content in training instead of a mask: a
-    random gene of the vocabulary, or the value of a random visible gene of the cell. BERT has 0.1;
-    0 masks all.
+    random gene of the vocabulary, or the value of a random visible gene of the cell. BERT uses 0.1;
+    with 0 all show a mask.
     """
     keep_frac: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the masked tokens that show their own content in training (BERT 0.1)."""
+    """Fraction of the masked tokens that show their own content in training. BERT uses 0.1."""
     cell_loss_weight: float = Field(1.0, ge=0)
     """Weight of a second loss: predict masked tokens from the cell embedding (scGPT's GEPC). 0
     turns it off.
@@ -56,9 +56,10 @@ class MaskedValueConfig(MaskedObjectiveConfig):
     implementation = "cellmill.models.objectives.masked:MaskedValue"
     name: Literal["masked_value"] = "masked_value"
     renormalize: bool = False
-    """Compute values of visible tokens only from visible counts; set it to yes in new runs. Otherwise they leak the
-    answer: a cell's values sum to 10,000 counts, so the visible ones reveal the sum of the hidden ones, and bins shift
-    with hidden counts. The values to predict are those of the whole cell. Off keeps earlier runs.
+    """Compute values of visible tokens only from visible counts; set it to yes in new runs.
+    Otherwise they leak the answer: a cell's values sum to 10,000 counts, so the visible values
+    reveal the sum of the hidden values, and bins shift with hidden counts. The values to predict
+    are those of the whole cell. no reproduces earlier runs.
     """
 
     @property
@@ -96,7 +97,9 @@ class HiddenShareConfig(ObjectiveConfig):
     min_hidden_frac: float = Field(0.2, ge=0, lt=1)
     """Minimum hidden fraction of a cell's genes or counts."""
     max_hidden_frac: float = Field(0.8, gt=0, lt=1)
-    """Maximum; the fraction is drawn uniformly between both for each cell and step."""
+    """Maximum hidden fraction; for each cell and step, the fraction is drawn uniformly between
+    minimum and maximum.
+    """
 
     def problems(self) -> Iterator[str]:
         if self.min_hidden_frac > self.max_hidden_frac:
@@ -159,9 +162,9 @@ class ClassificationConfig(LabelConfig):
     families = ENCODING
     name: Literal["classification"] = "classification"
     class_weights: Literal["balanced"] | dict[str, float] | None = None
-    """Weight of a cell's loss by its label, 1 for labels that are not listed. balanced: N / (K n)
-    for a label with n of the N labelled training cells, with K labels; train writes the numbers
-    into the run.
+    """Weight of a cell's loss by its label; 1 for labels that are not listed. balanced: N / (K n)
+    for a label with n cells, if there are N labelled training cells and K labels. train writes the
+    numbers into the run.
     """
     head_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and labels; null is a linear classifier."""
@@ -169,9 +172,9 @@ class ClassificationConfig(LabelConfig):
     """Dropout before the last layer of the head."""
 
     adversarial_scale: float | None = Field(None, gt=0)
-    """As a part of a sum: the gradient to the cell embedding is reversed and multiplied by this, so
-    that the head learns the label and the model hides it, for example a batch or donor (0.02 is
-    mild; at 0.2 embeddings collapsed). Such a label is not predicted. null trains head and model
+    """For a part of a sum: the gradient to the cell embedding is reversed and multiplied by this
+    number. So the head learns the label, for example a batch or donor, and the model hides it. 0.02
+    is mild; at 0.2 embeddings collapsed. Such a label is not predicted. null trains head and model
     together.
     """
 
@@ -244,7 +247,7 @@ class RegressionConfig(ObjectiveConfig):
     run.
     """
     target_std: float | None = Field(None, gt=0)
-    """Standard deviation of the target; null likewise."""
+    """Standard deviation of the target; null computes it likewise."""
     number_hidden: int | None = Field(None, ge=1)
     """Width of a hidden layer between embedding and target; null is a linear model."""
     number_dropout: float = Field(0.0, ge=0, lt=1)
@@ -270,9 +273,10 @@ class DistillConfig(ObjectiveConfig):
     families = ENCODING
     name: Literal["distill"] = "distill"
     teacher: str
-    """Run whose embeddings of the corpus's datasets are predicted; or a folder with DATASET.h5ad of
-    each dataset, with a `/`, such as ./scgpt, whose obsm["X_cellmill"], obsm["X_emb"] or X has the
-    vectors and whose obs has the cells' names. Cells without a vector are ignored.
+    """Teacher whose embeddings of the corpus's datasets are predicted: the name of a run, or the
+    path of a folder, with a `/`, such as ./scgpt. The folder has one file DATASET.h5ad per dataset,
+    with the vectors in obsm["X_cellmill"], obsm["X_emb"] or X and the cells' names in obs. Cells
+    without a vector are ignored.
     """
     vectors: TeacherVectors | None = None
     """Width and digests of the teacher's vectors, which train writes into the run; leave it out."""
@@ -312,10 +316,10 @@ class SumConfig(ObjectiveConfig):
         BeforeValidator(partial(by_name, ObjectiveConfig, choice=_part)),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": ["object", "null"]}}),
     ]
-    """Objectives, each with its options and `weight`, the factor of its mean loss, 1.0. A part may
-    have any name, with the objective in `name`, so that several predict different columns. One may
-    define a view (cell_decoding, denoise, query_decoding), which all then see, and one may hide
-    tokens (masked_value, masked_gene, next_gene).
+    """Objectives, each with its options and `weight`, the factor of its mean loss (by default 1.0).
+    A part may have any name if its key `name` is the objective, so that several parts can predict
+    different columns. One part may define a view (cell_decoding, denoise, query_decoding), which
+    all parts then see, and one may hide tokens (masked_value, masked_gene, next_gene).
     """
 
     def problems(self) -> Iterator[str]:
@@ -378,8 +382,8 @@ class DecodingConfig(HiddenShareConfig):
 
     likelihood: Literal["softmax", "nb"] = "softmax"
     """softmax: cross-entropy between predicted and true profile. nb: negative binomial of the count
-    of every gene, zeros included; the mean is the softmax times the sum of the cell's counts to
-    predict, the dispersion is learned per gene. Genes cut off by tokens.max_tokens count as zeros.
+    of every gene, zeros included. Its mean is the softmax times the sum of the cell's counts to
+    predict; its dispersion is learned per gene. Genes cut off by tokens.max_tokens count as zeros.
     """
     weights: Literal["log1p", "counts"] = "log1p"
     """Weight of a gene in its cell's cross-entropy, normalised per cell: log(1 + count), or the
@@ -388,9 +392,9 @@ class DecodingConfig(HiddenShareConfig):
     decoder_hidden: int | None = Field(256, ge=1)
     """Width of the decoder's hidden layer; null is linear."""
     view_loss: Literal["vicreg"] | None = None
-    """A second loss, in training only, on the embeddings of a cell's shown and hidden part over the
-    global batch, in two forward passes. vicreg: variance-invariance-covariance regularisation
-    (Bardes et al. 2022).
+    """A second loss, only in training. It compares the embeddings of the shown and of the hidden
+    part of each cell over the global batch, in two forward passes. vicreg:
+    variance-invariance-covariance regularisation (Bardes et al. 2022).
     """
     # the paper's 25 : 25 : 1; with ten times as much, probes of the demo's cells lost 0.04 of
     # accuracy
@@ -403,8 +407,8 @@ class DecodingConfig(HiddenShareConfig):
     covariance_weight: float = Field(0.004, ge=0)
     """Weight of vicreg's covariance term."""
     batch_column: str | None = None
-    """obs column, or `dataset`, of the batch: the decoder gets a term per batch, so that embeddings
-    can lack it.
+    """obs column of the batch, or `dataset`. The decoder gets a term per batch, so that embeddings
+    need not contain the batch.
     """
     batch_adversary: float | None = Field(None, gt=0)
     """Weight of the loss of a classifier of batch_column whose reversed gradient removes the batch
@@ -457,8 +461,9 @@ class CellDecodingConfig(DecodingConfig):
 
     name: Literal["cell_decoding"] = "cell_decoding"
     max_hidden_frac: float = Field(0.99, gt=0, lt=1)
-    """Maximum; the fraction is drawn uniformly between both for each cell and step. With 0.8, a
-    model of all genes does not learn from cells of few genes (docs/quality.md).
+    """Maximum hidden fraction; for each cell and step, the fraction is drawn uniformly between
+    minimum and maximum. With 0.8, a model of all genes does not learn from cells of few genes
+    (docs/quality.md).
     """
     view: Literal["drop_thin", "thin", "drop"] = "drop_thin"
     """Part of a cell that the model sees. drop: all genes except a random fraction. thin: a
@@ -471,7 +476,7 @@ class CellDecodingConfig(DecodingConfig):
 
 class DenoiseConfig(DecodingConfig):
     """Predict a whole cell from binomial draws of its counts: cell_decoding with view thin and
-    target all, of which at most 80 % are hidden.
+    target all, and by default at most 80 % hidden.
     """
 
     view: ClassVar[Literal["thin"]] = "thin"
@@ -481,9 +486,9 @@ class DenoiseConfig(DecodingConfig):
 
 
 class PerturbationResponseConfig(DecodingConfig):
-    """Predict the hidden part of a cell's expression from its embedding and its perturbation, so
-    that the model can predict a control's expression under a perturbation. Task perturbation
-    evaluates it.
+    """Predict the hidden part of a cell's expression from its embedding and its perturbation. The
+    model can then predict the expression of a control under a perturbation, which task perturbation
+    evaluates.
     """
 
     implementation = "cellmill.models.objectives.perturbation_response:PerturbationResponse"
@@ -503,8 +508,8 @@ class PerturbationResponseConfig(DecodingConfig):
     control: str
     """Value that marks unperturbed cells."""
     perturbed_genes: dict[str, list[int]] | None = None
-    """Token ids of each perturbation's genes; null takes those it is named after, joined by +:
-    train writes them.
+    """Token ids of the genes of each perturbation. null takes the genes in its name, joined by +;
+    train writes them into the run.
     """
 
     def problems(self) -> Iterator[str]:

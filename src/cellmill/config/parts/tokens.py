@@ -39,7 +39,8 @@ class Tokens(Plugin):
 
     tokenizer: str
     max_tokens: int = Field(2048, ge=1)
-    """Maximum number of tokens per cell; `truncation` says which are cut (of a sequence, its end).
+    """Maximum number of tokens per cell; `truncation` says which genes are cut. A sequence loses
+    its end.
     """
     truncation: Literal["top", "random", "variable"] = "top"
     """Which genes a cell with more than max_tokens keeps. top: the highest rank values. random: a
@@ -48,16 +49,17 @@ class Tokens(Plugin):
     vocabulary.variability.
     """
     zero_frac: float = Field(0.0, ge=0, lt=1)
-    """Fraction of a cell's tokens that are genes without counts, with value 0, sampled as by
-    truncation random; fewer if the vocabulary has no more. They count towards max_tokens.
+    """Fraction of a cell's tokens that are genes without counts, with value 0. They are sampled as
+    with truncation random, and count towards max_tokens. There are fewer if the vocabulary has no
+    more.
     """
     covariates: Names = Field([])
     """obs columns, or `dataset`: each adds a token before the cell's genes; mean pooling leaves
     these tokens out.
     """
     covariate_unknown_frac: float = Field(0.1, ge=0, le=1)
-    """Probability of the unknown level for a covariate of a training cell, as cells of unknown
-    values have it.
+    """Probability that a covariate of a training cell is replaced by the level of unknown values,
+    so that the model also learns that level.
     """
 
     def problems(self) -> Iterator[str]:
@@ -110,8 +112,8 @@ class BinnedTokens(Tokens):
     max_value: float = Field(10.0, gt=0)
     """Last edge of binning uniform; larger values are in the last bin."""
     edges: list[float] | None = None
-    """Inner edges of binning quantile_corpus, log(1 + counts per 10,000), ascending; null: of the
-    vocabulary.
+    """Inner edges of binning quantile_corpus, log(1 + counts per 10,000), ascending; null takes
+    them from the vocabulary.
     """
 
     @property
