@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,8 @@ class Trainer:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.first_steps = {name: method.first_step(plain_name(name)) for name in trained}
         self.average = None if train.ema_decay is None else WeightAverage(model, train.ema_decay)
-        self.checkpoints = Checkpoints(
-            folder, train.keep_checkpoints, self.average, train.keep_steps
-        )
+        keep = train.keep_checkpoints
+        self.checkpoints = Checkpoints(folder, keep, self.average, train.keep_steps)
         watch.saving = self.checkpoints.is_writing
         peak = None
         if device.type == "cuda":
@@ -226,7 +226,7 @@ class Trainer:
         with self._part("clip", "the gradient norm"):
             norm = clip_grad_norm(self.model, self.train.clip_norm, self.mesh.pp)
         with self._part("report", "the sum of losses"):
-            lengths = [length for batch in micro_batches for length in batch.lengths]
+            lengths = list(chain.from_iterable(batch.lengths for batch in micro_batches))
             summed = self.mesh.sum(self._local_scalars(loss, norm, losses, lengths, began))
         with self._part("optimizer", "the optimizer"):
             is_applied = summed[0].isfinite() & (summed[1] == 0)

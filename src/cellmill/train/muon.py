@@ -15,6 +15,7 @@ Source: Jordan et al. 2024 (Muon: an optimizer for hidden layers), with the scal
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -97,8 +98,10 @@ class _SharedMatrices:
         if self.group is None:
             return [orthogonalise(shard) for shard in shards]
         # shards go to their owners: first those of rank 0
-        sent_order = [index for indices in self.owned for index in indices]
-        sent_sizes = [sum(shards[index].numel() for index in indices) for indices in self.owned]
+        sent_order = list(chain.from_iterable(self.owned))
+        sent_sizes = []
+        for indices in self.owned:
+            sent_sizes.append(sum(shards[index].numel() for index in indices))
         sent = torch.cat([shards[index].flatten() for index in sent_order])
         # the matrices that this rank owns, and views of every rank's shards in them, as they arrive
         matrices = {

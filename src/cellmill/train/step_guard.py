@@ -12,6 +12,7 @@ Micikevicius et al. 2018 (mixed precision training), section 3.2.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ def step_if(applied: Tensor, optimizer: torch.optim.Optimizer, fused: bool = Tru
 
     The host waits unless `fused`.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     if not parameters:
         return
     if fused:

@@ -161,8 +161,9 @@ def pre_norm_blocks(
     """Make blocks whose layers into the residual stream start small, as in GPT-2."""
     blocks = nn.ModuleList()
     for index in range(config.layers):
-        sizes = (config.hidden, config.heads, config.ffn_width)
-        block = Block(*sizes, config.dropout, index, causal=causal)
+        block = Block(
+            config.hidden, config.heads, config.ffn_width, config.dropout, index, causal=causal
+        )
         with_std(block.out, STD / math.sqrt(2 * config.layers))
         with_std(block.down, STD / math.sqrt(2 * config.layers))
         blocks.append(block)

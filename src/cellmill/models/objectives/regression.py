@@ -36,8 +36,9 @@ class Regression(CellObjective):
         self.head = f"number_head{self.suffix}"
         head = CellHead(model.vector_width, config.number_hidden, 1, config.number_dropout)
         setattr(model, self.head, head)
-        self.row_widths = (3,) if config.loss == "pearson" else ()
-        self.validates_rows = bool(self.row_widths)
+        if config.loss == "pearson":
+            self.row_widths = (3,)
+            self.validates_rows = True
         return (self.head,)
 
     @property
@@ -65,7 +66,8 @@ class Regression(CellObjective):
         if self.config.loss == "pearson":
             return self.coupled_loss(_rows(predicted, targets), prepared)
         if self.config.loss == "huber":
-            return F.huber_loss(predicted, targets, reduction="sum", delta=self.config.huber_delta)
+            delta = self.config.huber_delta
+            return F.huber_loss(predicted, targets, reduction="sum", delta=delta)
         return F.mse_loss(predicted, targets, reduction="sum")
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> tuple[Tensor, ...]:
@@ -80,7 +82,9 @@ class Regression(CellObjective):
         n, x, y, xx, yy, xy = sums
         covariance = n * xy - x * y
         variances = (n * xx - x * x) * (n * yy - y * y)
-        return {"pearson": covariance / variances**0.5} if variances > 0 else {}
+        if variances <= 0:
+            return {}
+        return {"pearson": covariance / variances**0.5}
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
         predicted: Tensor = getattr(model, self.head)(vectors, keys)
@@ -108,7 +112,8 @@ class Regression(CellObjective):
         errors = errors * std  # in the unit of the column
         metrics["r2"] = r2
         metrics["mean_absolute_error"] = float(np.abs(errors).mean())
-        metrics["root_mean_squared_error"] = float(np.square(errors).mean() ** 0.5)
+        mean_square = np.square(errors).mean()
+        metrics["root_mean_squared_error"] = float(mean_square**0.5)
         return metrics, [compare(name, "the mean of the cells", "R²", r2)]
 
 
@@ -124,8 +129,10 @@ def anticorrelation(table: Tensor) -> Tensor:
     filled, predicted, targets = table.double().unbind(1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
-    x = predicted - filled * (predicted.sum() / n)
-    y = targets - filled * (targets.sum() / n)
+    x_mean = predicted.sum() / n
+    y_mean = targets.sum() / n
+    x = predicted - filled * x_mean
+    y = targets - filled * y_mean
     x_variance = x.square().sum() / n + EPS
     y_variance = y.square().sum() / n + EPS
     covariance = (x * y).sum() / n
