@@ -51,7 +51,7 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import parallelize
@@ -177,7 +177,7 @@ def stepper(
     prepared = model.prepare(
         to_tensors(Batch(genes, values, ends, np.arange(cells))), seed=0, step=0
     )
-    prepared = on_device(prepared, device)
+    prepared = copy_to_device(prepared, device)
 
     def step() -> None:
         parallel_model.forward_backward([prepared], prepared.n_targets)

@@ -40,7 +40,7 @@ from cellmill.config.run import Stream, Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.blocks import attention
 from cellmill.models.build import ModelSpec, build
 from cellmill.parallel import apply as compile_module
@@ -196,7 +196,7 @@ class Training:
         self.optimizer = build_optimizer(self.model, Train(steps=1))
 
     def prepared(self, batch: Batch, step: int) -> Any:
-        return on_device(self.model.prepare(batch, seed=0, step=step), self.device)
+        return copy_to_device(self.model.prepare(batch, seed=0, step=step), self.device)
 
     def step(self, prepared: Any) -> None:
         """One optimizer step, to its end."""

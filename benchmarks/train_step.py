@@ -39,7 +39,7 @@ from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
@@ -159,7 +159,7 @@ def packed_step(spec: ModelSpec, device: torch.device, precision: str) -> Work:
 
     def work(batch: Batch, step: int) -> float:
         view = model.view(batch, seed=0, step=step)
-        prepared = on_device(model.prepare(view, seed=0, step=step), device)
+        prepared = copy_to_device(model.prepare(view, seed=0, step=step), device)
         loss = parallel_model.forward_backward([prepared], prepared.n_targets)
         clip_grad_norm(model, TRAIN.clip_norm, mesh.pp)
         optimizer.step()

@@ -14,7 +14,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, make_batch
-from cellmill.models.batch import padded
+from cellmill.models.batch import pad_batch
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors
 from cellmill.models.family import Model
@@ -132,7 +132,7 @@ def random_cells(
 def prepare(model: Any, batch: Batch, length: int | None = None) -> Any:
     """What the model is given of a batch, padded to `length` tokens."""
     view = model.view(batch, **KEYS)
-    return model.prepare(view if length is None else padded(view, length), **KEYS)
+    return model.prepare(view if length is None else pad_batch(view, length), **KEYS)
 
 
 def train_options(**sections: Any) -> TrainOptions:

@@ -29,7 +29,7 @@ from cellmill.launch.signals import StopFlag
 from cellmill.models.export import load_model
 from cellmill.parallel import apply, likelihoods
 from cellmill.parallel.materialize import named_tensors, plain_name
-from cellmill.parallel.mesh import build_mesh, gather_json, local_of
+from cellmill.parallel.mesh import build_mesh, gather_json, to_local
 from cellmill.parallel.pipeline import PipelineModel
 from cellmill.parallel.torch_private import set_group_timeouts
 from cellmill.parallel.vocab_parallel import embed_tokens
@@ -284,7 +284,7 @@ def initial_parameters(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
             "placements": [str(p) for p in parameter.placements]
             if isinstance(parameter, DTensor)
             else [],
-            "local": list(local_of(parameter).shape),
+            "local": list(to_local(parameter).shape),
             "full": list(parameter.shape),
         }
     return found
@@ -385,15 +385,15 @@ def overflow(
     def overflowing(*args: Any) -> torch.Tensor:
         loss = backward(*args)
         if made.progress.step + 1 == at and dist.get_rank() == rank:
-            gradients = [local_of(p.grad) for p in made.model.parameters() if p.grad is not None]
+            gradients = [to_local(p.grad) for p in made.model.parameters() if p.grad is not None]
             next(gradient for gradient in gradients if gradient.numel()).fill_(torch.inf)
         return loss
 
     def watched() -> None:
-        before = [local_of(p).detach().clone() for p in made.model.parameters()]
+        before = [to_local(p).detach().clone() for p in made.model.parameters()]
         step()
         changed.append(
-            any(not torch.equal(a, local_of(b)) for a, b in zip(before, made.model.parameters()))
+            any(not torch.equal(a, to_local(b)) for a, b in zip(before, made.model.parameters()))
         )
 
     made.parallel_model.forward_backward, made.optimizer.step = overflowing, watched

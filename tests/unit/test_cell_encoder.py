@@ -14,7 +14,7 @@ from cellmill.config.checks import check_together
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import CLS, EOS, to_tensors, with_ends
+from cellmill.models.batch import CLS, EOS, add_ends, to_tensors
 from cellmill.models.cell_encoder import CovariatePrefix, attended_state
 from tests.checks import assert_near, refused
 from tests.models import KEYS, initialized, prepare, random_cells, seeded, spec, train_options
@@ -216,7 +216,7 @@ def _whole_cells(family: str) -> Batch:
 @pytest.mark.parametrize("n_ends", [1, 2])
 def test_end_tokens_surround_each_unchanged_cell(n_ends: int) -> None:
     batch = _whole_cells("scgpt")
-    ended = with_ends(batch, n_ends)
+    ended = add_ends(batch, n_ends)
     for field, first, last in (("genes", CLS, EOS), ("values", 0, 0), ("counts", 0, 0)):
         cells = getattr(batch, field).split(batch.lengths)
         ended_cells = getattr(ended, field).split(ended.lengths)

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.models import blocks
-from cellmill.models.batch import on_device, padded, to_tensors
+from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import build
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner.size import measure
-from cellmill.train.batch_rows import shares_of
+from cellmill.train.batch_rows import compute_shares
 from tests.checks import quick
 from tests.models import KEYS, initialized, prepare, random_cells, spec
 
@@ -149,7 +149,7 @@ def test_an_empty_batch_has_zero_gradients(row: str) -> None:
     ] == []
     assert model.eval().embed(cells_of(row).cut(0, 0)).shape == (0, model.vector_width)
     none = to_tensors(empty_batch(row_of(row)[0].load().dtype))
-    assert padded(none, 0) is none
+    assert pad_batch(none, 0) is none
 
 
 @every_row
@@ -246,7 +246,7 @@ def test_no_sum_of_a_step_depends_on_the_order_of_threads(row: str) -> None:
         if model.objective.row_widths:
             with torch.no_grad():
                 rows = model.objective.rows(model, model.states(prepared), prepared)
-            (shares,) = shares_of(model.objective, rows, [rows], 0)
+            (shares,) = compute_shares(model.objective, rows, [rows], 0)
             prepared = replace(prepared, shares=shares)
         model(prepared).sum().backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
@@ -281,7 +281,7 @@ class Lists(TorchFunctionMode):
 def test_a_training_step_neither_mixes_devices_nor_waits(row: str) -> None:
     model = build(spec_of(row)).bfloat16()
     assert all(parameter.is_meta for parameter in model.parameters())
-    prepared = on_device(prepare(model, cells_of(row)), torch.device("meta"))
+    prepared = copy_to_device(prepare(model, cells_of(row)), torch.device("meta"))
     with OnDevice(), Lists():
         model(prepared).sum().backward()
     assert any(parameter.grad is not None for parameter in model.parameters())

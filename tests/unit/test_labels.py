@@ -29,7 +29,7 @@ from cellmill.evaluate.inference.calibration import (
     fit_temperature,
     run_head,
 )
-from cellmill.models.batch import to_tensors, with_ends, with_genes
+from cellmill.models.batch import add_ends, has_genes, to_tensors
 from cellmill.models.objectives.regression import anticorrelation
 from cellmill.planner.inputs import check_levels, fitted
 from cellmill.stages import cells as predict
@@ -262,7 +262,7 @@ def test_a_cell_without_genes_takes_no_part() -> None:
     view = model.view(batch, **KEYS)
     assert min(view.lengths) > 0
     assert model.prepare(view, **KEYS).target_cells.tolist() == [0, 3, 5]
-    assert with_genes(with_ends(batch, 2)).tolist() == [True, False, True, True, True, True]
+    assert has_genes(add_ends(batch, 2)).tolist() == [True, False, True, True, True, True]
 
 
 def test_calibration_finds_the_temperature_of_simulated_logits() -> None:

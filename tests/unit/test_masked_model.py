@@ -15,7 +15,7 @@ from cellmill.config.load import load_config
 from cellmill.config.parts.objectives import MaskedGeneConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch, make_batch
-from cellmill.models.batch import padded, to_tensors
+from cellmill.models.batch import pad_batch, to_tensors
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
 from tests.checks import quick
 from tests.models import initialized, random_cells, seeded, spec
@@ -317,7 +317,7 @@ def test_hidden_counts_change_inputs_only_without_renormalize(
         starts = cells.cu_seqlens.astype(np.int64)
         tokenizer = tokens.load()(tokens)
         batch = make_batch(tokenizer, cells.genes - 2, counts, starts, cells.cells, 64)
-        tensors = padded(to_tensors(batch), 80)
+        tensors = pad_batch(to_tensors(batch), 80)
         return objective.prepare(tensors, seed=3, step=4), tensors
 
     before, batch = prepared(cells.counts)

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.parallel import Parallel, layout
 from cellmill.config.parts.tokens import Tokens
-from cellmill.parallel.mesh import stages_of
+from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
 from cellmill.planner.memory import (
     Memory,
@@ -151,7 +151,7 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(
         SIZE.flops.of(10, 100, 2)
     )
-    assert sorted(stage for rank in range(3) for stage in stages_of(rank, parallel)) == list(
+    assert sorted(stage for rank in range(3) for stage in list_stages(rank, parallel)) == list(
         range(parallel.stages)
     )
 
@@ -243,7 +243,9 @@ def test_idle_time_is_zero_without_a_pipeline() -> None:
 def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
     """Actions (stage_index, computation_type, microbatch_index) of each process, in order."""
     cpu = torch.device("cpu")
-    stages = [PipelineStage(nn.Identity(), n, parallel.stages, cpu) for n in stages_of(0, parallel)]
+    stages = [
+        PipelineStage(nn.Identity(), n, parallel.stages, cpu) for n in list_stages(0, parallel)
+    ]
     kind: Any = get_schedule_class(SCHEDULES.get(parallel.schedule, parallel.schedule))
     made = kind(
         stages if len(stages) > 1 else stages[0],

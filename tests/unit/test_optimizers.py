@@ -17,7 +17,7 @@ from cellmill.config.run import Train, learning_rate
 from cellmill.errors import ConfigError
 from cellmill.train import optimizer as optimizers
 from cellmill.train.muon import Muon, choose_owners, orthogonalise
-from cellmill.train.optimizer import OffloadedAdamW, build_optimizer, state_of
+from cellmill.train.optimizer import OffloadedAdamW, build_optimizer, get_state
 from cellmill.train.step_guard import step_if
 from tests.models import model_on_cpu, train_options
 
@@ -87,7 +87,7 @@ def test_a_skipped_step_ignores_infinite_gradients() -> None:
     states = [
         state
         for parameter in model.parameters()
-        for state in state_of(optimizer, parameter).values()
+        for state in get_state(optimizer, parameter).values()
     ]
     before = [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
     for parameter in model.parameters():
@@ -138,7 +138,7 @@ def test_an_installed_optimizer_is_planned(
         model.weight.grad = torch.ones(2, 2)
         step_if(torch.tensor(finite), optimizer, train.optimizer.fused)
     torch.testing.assert_close(model.weight.detach(), before - 0.1 * 0.5)
-    assert list(state_of(optimizer, model.bias)) == ["momentum"]
+    assert list(get_state(optimizer, model.bias)) == ["momentum"]
     for other in (given, "muon"):
         options = train_options(
             train={"steps": 1, "optimizer": other}, parallel={"cpu_offload": "optimizer"}

@@ -9,7 +9,7 @@ import pytest
 from cellmill.config.parallel import Parallel, min_microbatches
 from cellmill.data.stream.batch import cut_batch, cut_evenly
 from cellmill.models.build import build
-from cellmill.parallel.mesh import blocks_of, keep_stage, stages_of, tied_parameters
+from cellmill.parallel.mesh import keep_stage, list_blocks, list_stages, tied_parameters
 from tests.models import spec
 
 
@@ -27,7 +27,7 @@ def test_each_stage_is_in_one_process(options: dict[str, Any], expected: list[li
     parallel = Parallel.model_validate(options)
     assert len(expected) == parallel.pp
     for rank, stages in enumerate(expected):
-        assert stages_of(rank, parallel) == stages
+        assert list_stages(rank, parallel) == stages
 
 
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 3), (2, 2), (2, 3), (4, 6), (4, 7), (8, 61)])
@@ -35,7 +35,7 @@ def test_blocks_are_assigned_evenly_in_order(stages: int, blocks: int) -> None:
     assigned: list[int] = []
     sizes = []
     for stage in range(stages):
-        blocks_of_stage = blocks_of(stage, stages, blocks)
+        blocks_of_stage = list_blocks(stage, stages, blocks)
         assigned += blocks_of_stage
         sizes.append(len(blocks_of_stage))
     assert assigned == list(range(blocks))

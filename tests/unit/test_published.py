@@ -34,7 +34,7 @@ from cellmill.data.inputs.formats import open_counts
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import load_for_inference, tokens_of
-from cellmill.models.batch import EncoderBatch, with_ends
+from cellmill.models.batch import EncoderBatch, add_ends
 from cellmill.models.pickled_numbers import read_numbers
 from cellmill.models.published import import_geneformer, import_scgpt
 from tests.unit.published import geneformer_folder, geneformer_medians, scgpt_folder
@@ -86,7 +86,7 @@ def _imported(folder: Path, version: str, **options: Any) -> tuple[Any, Any]:
 
 
 def _ours(network: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    prepared = EncoderBatch.prepared(with_ends(batch, network.config.n_ends))
+    prepared = EncoderBatch.prepared(add_ends(batch, network.config.n_ends))
     with torch.no_grad():
         x = network.begin(prepared)
         layers = [network.through(x, prepared, number) for number in range(len(network.blocks) + 1)]

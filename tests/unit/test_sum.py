@@ -15,7 +15,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.objectives import SumConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import on_device, padded, to_tensors
+from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.models.objectives.sum import Sum
 from cellmill.parallel.step import ParallelModel
@@ -48,7 +48,7 @@ def test_each_part_equals_its_objective_on_the_shared_view() -> None:
     prepared = prepare(model, batch, 128)
     losses = model(prepared)
     masked = _model(objective="masked_value", mask_frac=0.4)
-    of_view = masked.prepare(padded(model.view(batch, **KEYS), 128), **KEYS)
+    of_view = masked.prepare(pad_batch(model.view(batch, **KEYS), 128), **KEYS)
     assert torch.equal(losses[1], masked(of_view))
     assert int(of_view.n_targets) == int(prepared.n_targets[1]) != int(prepared.n_targets[0])
     decoding = _model(objective="cell_decoding", decoder_hidden=None)
@@ -121,7 +121,7 @@ def test_a_part_without_targets_has_zero_loss() -> None:
 
 def test_tensors_of_all_parts_are_copied_once() -> None:
     model = _model(objective="sum", parts=PARTS)
-    copied = on_device(prepare(model, _cells(), 128), torch.device("meta"))
+    copied = copy_to_device(prepare(model, _cells(), 128), torch.device("meta"))
     for part in (copied, *copied.parts):
         for value in vars(part).values():
             if isinstance(value, torch.Tensor):

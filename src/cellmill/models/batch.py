@@ -39,11 +39,11 @@ def to_tensors(batch: Batch, device: torch.device = CPU) -> Batch:
 
     cu_seqlens = torch.from_numpy(batch.cu_seqlens)
     tensors = batch.map(to_tensor, cu_seqlens=cu_seqlens, lengths=batch.lengths)
-    copied: Batch = on_device(tensors, device)
+    copied: Batch = copy_to_device(tensors, device)
     return copied
 
 
-def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
+def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
     """Pad to `tokens` by cells of `<pad>` at the end.
 
     They are no targets and attend only to each other.
@@ -69,7 +69,7 @@ def padded(batch: AnyBatch, tokens: int) -> AnyBatch:
     )
 
 
-def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
+def add_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
     """Add `before` tokens of id `token` before each cell and `after` after it, with value 0."""
     n_extra = before + after
     cell, _ = positions(batch)
@@ -89,7 +89,7 @@ def with_extra_tokens(batch: AnyBatch, before: int, after: int, token: int) -> A
     )
 
 
-def on_device(value: Any, device: torch.device) -> Any:
+def copy_to_device(value: Any, device: torch.device) -> Any:
     """Copy the CPU tensors of a dataclass to `device`, at any depth, each once.
 
     To a GPU they are pinned and copied without blocking.
@@ -111,7 +111,7 @@ def on_device(value: Any, device: torch.device) -> Any:
     return value if device.type == "cpu" else copy(value)
 
 
-def with_genes(batch: Batch) -> Tensor:
+def has_genes(batch: Batch) -> Tensor:
     """Return the cells with a gene, (cells,) bool.
 
     Tokens of pooling, of obs columns and at the ends of a cell are no genes.
@@ -197,11 +197,11 @@ class EncoderBatch(Batch):
         return sums / n_known.clamp(min=1)
 
 
-def with_ends(batch: Batch, n_ends: int) -> Batch:
+def add_ends(batch: Batch, n_ends: int) -> Batch:
     """Return the batch with <cls> before each cell and, if `n_ends` is 2, <eos> after it."""
     if not n_ends:
         return batch
-    ended = with_extra_tokens(batch, 1, n_ends - 1, CLS)
+    ended = add_tokens(batch, 1, n_ends - 1, CLS)
     if n_ends == 1:
         return ended
     last = ended.cu_seqlens[1:].long() - 1

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, with_extra_tokens
+from cellmill.models.batch import PAD_TOKEN, AnyBatch, EncoderBatch, add_tokens
 from cellmill.models.blocks import Entry
 from cellmill.models.counter_rng import keyed_bits, threshold
 from cellmill.models.family import Model, ParallelPlan
@@ -68,7 +68,7 @@ class CovariatePrefix:
                 draws = keyed_bits(batch.cells[:, None], *keys, column, UNKNOWN)
                 numbers = numbers.masked_fill(draws < threshold(self.unknown_frac), 0)
         rows = numbers + torch.tensor(self.first_rows, device=device)  # (C, K)
-        extended = with_extra_tokens(batch, n_columns, 0, PAD_TOKEN)
+        extended = add_tokens(batch, n_columns, 0, PAD_TOKEN)
         tokens = extended.cu_seqlens[:-1, None].long() + column  # (C, K): the added tokens
         token_rows = torch.zeros_like(extended.genes)
         token_rows = token_rows.index_copy(0, tokens.flatten(), rows.flatten())

@@ -14,7 +14,7 @@ number of targets before the backward pass, which is exact however unevenly targ
 
 Tensor parallel shards modules over the mesh axis `tp`, by the names and styles of a family's plan.
 Between two sharded matrices activations are replicated, or with sequence parallel sharded by
-tokens, whose number is then divisible by tp (`models.batch.padded`). Modules take and return plain
+tokens, whose number is then divisible by tp (`models.batch.pad_batch`). Modules take and return plain
 tensors; parameters and buffers of sharded modules are DTensors.
 """
 

@@ -91,12 +91,12 @@ def build_mesh(parallel: Parallel, local_world: int, device_type: str) -> Mesh:
     return Mesh(devices, flat.get_local_rank(), flat.size(), flat.get_group(), sizes.tp * sizes.pp)
 
 
-def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+def get_mesh(tensor: Tensor) -> DeviceMesh | None:
     """Return the mesh of a DTensor, None for a plain tensor."""
     return tensor.device_mesh if is_dtensor(tensor) else None
 
 
-def local_of(tensor: Tensor | None) -> Tensor:
+def to_local(tensor: Tensor | None) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor.
 
     Do not keep it: FSDP2 moves it before its first pass.
@@ -138,7 +138,7 @@ def set_tf32(enabled: bool, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high" if enabled else "highest")
 
 
-def stages_of(rank: int, parallel: Parallel) -> list[int]:
+def list_stages(rank: int, parallel: Parallel) -> list[int]:
     """Return the pipeline stages of pipeline rank `rank`, ascending."""
     if parallel.stages == parallel.pp:
         return [rank]
@@ -146,7 +146,7 @@ def stages_of(rank: int, parallel: Parallel) -> list[int]:
     return [rank, second]
 
 
-def blocks_of(stage: int, stages: int, blocks: int) -> range:
+def list_blocks(stage: int, stages: int, blocks: int) -> range:
     """Return the blocks of a stage.
 
     The remainder goes to the middle: the ends hold the embedding and the loss.
@@ -200,7 +200,7 @@ def keep_stage(model: nn.Module, stage: int, stages: int) -> None:
     plan: Any = model.plan
     blocks = model.get_submodule(plan.blocks)
     names = [name for name, _ in blocks.named_children()]
-    stage_blocks = blocks_of(stage, stages, len(names))
+    stage_blocks = list_blocks(stage, stages, len(names))
     for name in names:
         if int(name) not in stage_blocks:
             delattr(blocks, name)  # del blocks[i] would renumber the others

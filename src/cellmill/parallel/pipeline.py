@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from cellmill.config.parallel import Parallel, pipeline_tokens
 from cellmill.errors import ConfigError
 from cellmill.parallel.apply import COMPUTE_DTYPE, reshard
-from cellmill.parallel.mesh import V_SHAPED, Mesh, PipelineStages, stages_of, tied_parameters
+from cellmill.parallel.mesh import V_SHAPED, Mesh, PipelineStages, list_stages, tied_parameters
 from cellmill.parallel.step import StepModel
 
 SCHEDULES = {"ZBV": "ZBVZeroBubble"}  # torch's names of schedules, where they differ from ours
@@ -127,7 +127,7 @@ class PipelineModel(StepModel):
         """Return the other process that holds a stage; None if this one does, or none."""
         if stage not in self.stages.numbers:
             for rank in range(self.parallel.pp):
-                if stage in stages_of(rank, self.parallel):
+                if stage in list_stages(rank, self.parallel):
                     return dist.get_global_rank(self.group, rank)
         return None
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cellmill.config.parallel import Parallel
 from cellmill.parallel.apply import COMPUTE_DTYPE
-from cellmill.parallel.mesh import Mesh, mesh_of
+from cellmill.parallel.mesh import Mesh, get_mesh
 
 
 class StepModel(nn.Module, ABC):
@@ -142,7 +142,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, pipeline: DeviceMes
             if gradient.placements != placements:
                 # the gradient of a norm over some of the tokens is a partial sum
                 parameter.grad = gradient.redistribute(placements=placements)
-        groups.setdefault(mesh_of(parameter), []).append(parameter)
+        groups.setdefault(get_mesh(parameter), []).append(parameter)
     norms = []
     for group in groups.values():
         gradients = [

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.models.build import ModelSpec
-from cellmill.parallel.mesh import blocks_of, stages_of
+from cellmill.parallel.mesh import list_blocks, list_stages
 from cellmill.planner.size import FLOAT32, ModelSize, measure
 
 AUTOCAST_ACTIVATION = 2.5
@@ -114,11 +114,11 @@ class PlannedModel:
         return self.layout.dp_shard if self.is_sharded else 1
 
     def stages(self, rank: int) -> list[Stage]:
-        """Stages of pipeline rank `rank`, in the order of `stages_of`."""
+        """Stages of pipeline rank `rank`, in the order of `list_stages`."""
         n_stages = self.parallel.stages
         stages = []
-        for stage in stages_of(rank, self.parallel):
-            blocks = len(blocks_of(stage, n_stages, self.size.blocks))
+        for stage in list_stages(rank, self.parallel):
+            blocks = len(list_blocks(stage, n_stages, self.size.blocks))
             stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
         return stages
 

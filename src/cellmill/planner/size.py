@@ -20,7 +20,7 @@ from cellmill.config.parallel import Parallel
 from cellmill.config.parts.methods import MethodConfig
 from cellmill.data.stream.batch import Batch, Tokenizer, make_batch
 from cellmill.finetune.method import Method, check_trains, load_method, trained_names
-from cellmill.models.batch import on_device, padded, to_tensors
+from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
@@ -351,9 +351,9 @@ class _Passes:
         self.cells = len(lengths)
         self.pairs_per_token = float(np.square(lengths, dtype=np.float64).sum() / self.tokens)
         view = model.view(to_tensors(batch), seed=0, step=0)
-        view = padded(view, -(-len(view.genes) // multiple) * multiple)
+        view = pad_batch(view, -(-len(view.genes) // multiple) * multiple)
         # masks are drawn on the CPU, since their number is a shape
-        prepared = on_device(model.prepare(view, seed=0, step=0), META)
+        prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)
         with OperationMeter() as meter:
             with meter.window() as self.begin:
                 entered = model.begin(prepared)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from cellmill.parallel.mesh import stages_of
+from cellmill.parallel.mesh import list_stages
 from cellmill.planner.memory import Counts, PlannedModel
 from cellmill.planner.size import FLOAT32
 
@@ -153,7 +153,7 @@ def _pipeline(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> Iterator[Collectives]:
     """Activations and gradients between pipeline stages, and gradients of tied parameters."""
-    stages = stages_of(rank, model.parallel)
+    stages = list_stages(rank, model.parallel)
     last = model.parallel.stages - 1
     messages = 0  # from a stage of this rank to one of another
     for stage in stages:

@@ -63,11 +63,11 @@ def with_shares(
         tables.append(mesh.sum(table))
     if not local_rows:
         return prepared  # only the last pipeline stage computes the loss
-    shares = shares_of(objective, tables, local_rows, first)
+    shares = compute_shares(objective, tables, local_rows, first)
     return [replace(batch, shares=part) for batch, part in zip(prepared, shares)]
 
 
-def shares_of(
+def compute_shares(
     objective: Objective, tables: Sequence[Tensor], rows: Sequence[Rows], first: int
 ) -> list[tuple[RowShare, ...]]:
     """Return the shares of each micro-batch.

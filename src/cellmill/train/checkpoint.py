@@ -42,7 +42,7 @@ from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import named_tensors
 from cellmill.parallel.mesh import gather_json
 from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder
-from cellmill.train.optimizer import WeightAverage, state_of
+from cellmill.train.optimizer import WeightAverage, get_state
 from cellmill.train.stored import INDEX, Stored, read_index
 
 CPU = torch.device("cpu")
@@ -289,7 +289,7 @@ class Checkpoints:
             if source is not tensor:
                 tensor.detach().copy_(source.detach())
                 for key, value in optimizer.state.get(source, {}).items():
-                    state_of(optimizer, tensor)[key].copy_(value)
+                    get_state(optimizer, tensor)[key].copy_(value)
         if self.average is not None:
             self.average.fill_tied_copies()
         self.saved_step = checkpoint.step
@@ -310,7 +310,7 @@ def list_tensors(
     tensors = {f"model.{name}": tensor.detach() for name, tensor in stored.items()}
     for name, tensor in stored.items():
         if id(tensor) in trained:
-            states = state_of(optimizer, tensor).items()
+            states = get_state(optimizer, tensor).items()
             tensors |= {f"optimizer.state.{name}.{key}": value for key, value in states}
     if average is not None:
         tensors |= {f"average.{name}": tensor for name, tensor in average.tensors().items()}

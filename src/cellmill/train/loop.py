@@ -32,7 +32,7 @@ from cellmill.errors import UserError
 from cellmill.files import write_json
 from cellmill.finetune.method import group_rates, load_method
 from cellmill.launch.signals import StopFlag
-from cellmill.models.batch import on_device, padded, to_tensors
+from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.materialize import plain_name
@@ -290,8 +290,8 @@ class Trainer:
         lengths = self.parallel_model.padded_lengths([len(view.genes) for view in views])
         prepared = []
         for view, length in zip(views, lengths):
-            masked = self.model.prepare(padded(view, length), **keys)
-            prepared.append(on_device(masked, self.device))
+            masked = self.model.prepare(pad_batch(view, length), **keys)
+            prepared.append(copy_to_device(masked, self.device))
         return prepared
 
     def _is_logged(self, step: int) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cellmill.config.run import Train
-from cellmill.parallel.mesh import local_of, mesh_of
+from cellmill.parallel.mesh import get_mesh, to_local
 from cellmill.parallel.torch_private import flatten_axes
 
 MOMENTUM = 0.95
@@ -82,7 +82,7 @@ class _SharedMatrices:
             rows, columns = part.sizes
             corners.append((row, row + rows, column, column + columns))
         ranks = dist.get_world_size(self.group)
-        local = torch.tensor(corners, device=local_of(matrices[0]).device)
+        local = torch.tensor(corners, device=to_local(matrices[0]).device)
         by_rank = [torch.empty_like(local) for _ in range(ranks)]
         dist.all_gather(by_rank, local, group=self.group)
         self.blocks: list[list[Block]] = torch.stack(by_rank, 1).tolist()
@@ -131,7 +131,7 @@ class _SharedMatrices:
 
 def _sharing_group(matrices: list[Tensor]) -> dist.ProcessGroup | None:
     """Return the ranks with different shards of the matrices; None if each has whole matrices."""
-    mesh = mesh_of(matrices[0])
+    mesh = get_mesh(matrices[0])
     if mesh is None:
         return None
     sharded_dims = set()
@@ -184,19 +184,19 @@ class Muon(torch.optim.AdamW):
             state = self.state[matrix]
             if not state:
                 state["momentum"] = torch.zeros_like(matrix)
-            gradient = local_of(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad)
-            moment = MOMENTUM * local_of(state["momentum"]) + gradient
+            gradient = to_local(torch.zeros_like(matrix) if matrix.grad is None else matrix.grad)
+            moment = MOMENTUM * to_local(state["momentum"]) + gradient
             moments.append(moment)
             nesterov.append(MOMENTUM * moment + gradient)
         updates = shared.orthogonalise(nesterov)
         for matrix, moment, update in zip(shared.matrices, moments, updates):
             if matrix.grad is None:  # as AdamW: it does not train in this step
                 continue
-            weights = local_of(matrix)
+            weights = to_local(matrix)
             scale = group["lr"] * SCALE * max(matrix.shape) ** 0.5
             decayed = weights * (1 - group["lr"] * group["weight_decay"])
             self._write(weights, decayed - scale * update)
-            self._write(local_of(self.state[matrix]["momentum"]), moment)
+            self._write(to_local(self.state[matrix]["momentum"]), moment)
 
     def _write(self, target: Tensor, value: Tensor) -> None:
         """Copy `value` into `target`, unless the step is skipped."""

@@ -25,7 +25,7 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.models.blocks import is_linear
 from cellmill.parallel.apply import reshard
 from cellmill.parallel.materialize import plain_name
-from cellmill.parallel.mesh import any_part, local_of, mesh_of
+from cellmill.parallel.mesh import any_part, get_mesh, to_local
 from cellmill.parallel.torch_private import move_all, version_of
 from cellmill.train.step_guard import AsyncScalars
 
@@ -75,14 +75,14 @@ def build_optimizer(
         is_matrix = name in matrices
         options["matrices"] = is_matrix
         options["state_names"] = config.matrix_state_names if is_matrix else config.state_names
-        group_key = (mesh_of(parameter), *sorted(options.items()))
+        group_key = (get_mesh(parameter), *sorted(options.items()))
         groups.setdefault(group_key, {"params": [], **options})["params"].append(parameter)
     build = config.load() if cpu_offload != "optimizer" else import_object(config.offloaded or "")
     optimizer: torch.optim.Optimizer = build(list(groups.values()) or [{"params": []}], train)
     return optimizer
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def get_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's state of a parameter, created as zeros if there is none."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
@@ -111,8 +111,8 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Move towards the weights after step `step`, from 0. No communication."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
-        averages = [local_of(average) for _, _, average in self._parts]
-        weights = [local_of(weight).detach() for _, weight, _ in self._parts]
+        averages = [to_local(average) for _, _, average in self._parts]
+        weights = [to_local(weight).detach() for _, weight, _ in self._parts]
         if averages:
             move_all(averages, weights, share)
 
@@ -147,8 +147,8 @@ class WeightAverage:
     def _swap(self) -> None:
         reshard(self.model)  # a forward pass may have left the old weights gathered
         for _, parameter, average in self._parts:
-            weights = local_of(parameter)
-            averages = local_of(average)
+            weights = to_local(parameter)
+            averages = to_local(average)
             previous = weights.clone()
             weights.copy_(averages)
             averages.copy_(previous)
@@ -196,9 +196,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(host),
                     "exp_avg_sq": torch.zeros_like(host),
                 }
-                if _needs_copy(local_of(parameter)):
-                    weights = torch.empty_like(local_of(host), pin_memory=pin)
-                    gradient = torch.empty_like(local_of(host), pin_memory=pin)
+                if _needs_copy(to_local(parameter)):
+                    weights = torch.empty_like(to_local(host), pin_memory=pin)
+                    gradient = torch.empty_like(to_local(host), pin_memory=pin)
                     self._hosts[parameter] = _Host(weights, gradient)
 
     @torch.no_grad()
@@ -219,14 +219,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
             gradients = []
             for parameter in parameters:
                 host = self._hosts.get(parameter)
-                weights.append(local_of(parameter) if host is None else host.weights)
-                gradients.append(local_of(parameter.grad) if host is None else host.gradient)
+                weights.append(to_local(parameter) if host is None else host.weights)
+                gradients.append(to_local(parameter.grad) if host is None else host.gradient)
             states = [self.state[parameter] for parameter in parameters]
             adamw_step(
                 weights,
                 gradients,
-                [local_of(state["exp_avg"]) for state in states],
-                [local_of(state["exp_avg_sq"]) for state in states],
+                [to_local(state["exp_avg"]) for state in states],
+                [to_local(state["exp_avg_sq"]) for state in states],
                 [],
                 [state["step"] for state in states],
                 fused=True,
@@ -243,7 +243,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 if host is not None:
                     # ordered before the next forward pass, whose gradients are awaited before
                     # `weights` changes again
-                    local_of(parameter).copy_(host.weights, non_blocking=True)
+                    to_local(parameter).copy_(host.weights, non_blocking=True)
                     host.version = _version_of(parameter)
 
     def _fetch(self, parameters: list[Tensor]) -> torch.cuda.Event | None:
@@ -251,19 +251,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             host = self._hosts.get(parameter)
             if host is not None:
-                host.gradient.copy_(local_of(parameter.grad), non_blocking=True)
+                host.gradient.copy_(to_local(parameter.grad), non_blocking=True)
                 if host.version != _version_of(parameter):
-                    host.weights.copy_(local_of(parameter), non_blocking=True)
-        if not parameters or local_of(parameters[0]).device.type != "cuda":
+                    host.weights.copy_(to_local(parameter), non_blocking=True)
+        if not parameters or to_local(parameters[0]).device.type != "cuda":
             return None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(local_of(parameters[0]).device))
+        event.record(torch.cuda.current_stream(to_local(parameters[0]).device))
         return event
 
 
 def _version_of(parameter: Tensor) -> tuple[int, int]:
     """Return a value that changes when the parameter is written in place or moved."""
-    local = local_of(parameter)
+    local = to_local(parameter)
     return local.data_ptr(), version_of(local)
 
 

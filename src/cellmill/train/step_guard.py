@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cellmill.parallel.mesh import Mesh, gather_json, local_of
+from cellmill.parallel.mesh import Mesh, gather_json, to_local
 from cellmill.parallel.torch_private import AsyncCollectiveTensor, scale_all, update_loss_scale
 
 INITIAL_SCALE = 2.0**16
@@ -64,7 +64,7 @@ class LossScale:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 # scaling shards, or the parts of a partial sum, scales the whole
-                shard = local_of(parameter.grad)
+                shard = to_local(parameter.grad)
                 shard = shard.trigger_wait() if isinstance(shard, AsyncCollectiveTensor) else shard
                 shards.setdefault(shard.device, []).append(shard)
         for device, group in shards.items():

@@ -40,7 +40,7 @@ with importing():
     from cellmill.models.gene_vectors import TABLE, read_gene_vectors
     from cellmill.parallel.apply import parallelize
     from cellmill.parallel.materialize import materialize, plain_name
-    from cellmill.parallel.mesh import Mesh, PipelineStages, build_mesh, set_tf32, stages_of
+    from cellmill.parallel.mesh import Mesh, PipelineStages, build_mesh, list_stages, set_tf32
     from cellmill.parallel.torch_private import set_group_timeouts
     from cellmill.planner.size import Flops, measure_flops
     from cellmill.runs.folder import TrainFolder
@@ -184,7 +184,7 @@ def build_model(
         if options.finetune.new_genes == "mean":
             mean_rows = mean_gene_rows(spec, weights, mesh.device)
     parts: dict[int, Model] = {}
-    for stage in stages_of(mesh.pp.get_local_rank(), parallel):
+    for stage in list_stages(mesh.pp.get_local_rank(), parallel):
         method = load_method(options.finetune)
         part = build(spec, method.transform)
         parts[stage] = part

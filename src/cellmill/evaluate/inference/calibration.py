@@ -23,8 +23,8 @@ from cellmill.models.objective import Objective
 from cellmill.models.objectives.classification import (
     Classification,
     calibration_error,
-    error_of_logits,
-    highest_of,
+    find_highest,
+    measure_error,
 )
 from cellmill.models.objectives.regression import Regression
 
@@ -58,9 +58,9 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
         if not held_out.all():
             scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
-    lowers_error = error_of_logits(scaled, labels) < error_of_logits(logits, labels)
+    lowers_error = measure_error(scaled, labels) < measure_error(logits, labels)
     temperature = fit_temperature(logits, labels) if lowers_error else 1.0
-    highest, right = highest_of(logits / temperature, labels)
+    highest, right = find_highest(logits / temperature, labels)
     above = highest[:, None] >= np.arange(STEPS) / STEPS
     accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
     return Calibration(
@@ -68,7 +68,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
         n_cells=len(labels),
         accuracy=float(right.mean()),
         calibration_error=calibration_error(highest, right),
-        calibration_error_uncalibrated=error_of_logits(logits, labels),
+        calibration_error_uncalibrated=measure_error(logits, labels),
         accuracy_above=accuracy,
         labelled_above=above.mean(axis=0).tolist(),
     )

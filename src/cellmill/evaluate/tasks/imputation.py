@@ -44,7 +44,7 @@ from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, ta
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.changes import ALPHAS, expected_log_expression
 from cellmill.evaluate.tasks.classify import Split, splits_of
-from cellmill.models.batch import PAD_TOKEN, to_tensors, with_extra_tokens
+from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
@@ -216,7 +216,7 @@ def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBa
     """The cells with the genes `wanted`, token ids that none has, behind their own tokens; their
     values are hidden.
     """
-    more = with_extra_tokens(batch, 0, len(wanted), PAD_TOKEN)
+    more = add_tokens(batch, 0, len(wanted), PAD_TOKEN)
     ends = more.cu_seqlens[1:, None].long()
     index = (ends - len(wanted) + torch.arange(len(wanted), device=ends.device)).flatten()
     genes = more.genes.index_copy(0, index, wanted.repeat(len(batch.lengths)))

@@ -24,7 +24,7 @@ from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, levels_of, t
 from cellmill.evaluate.inference.predict import classifiers_of, count_labels
 from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.models.batch import on_device, to_tensors
+from cellmill.models.batch import copy_to_device, to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import spec_of
 from cellmill.models.family import Model
@@ -105,7 +105,7 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
             rows, context.columns, model.vocabulary, model.tokens, mask, None, counted, per_cell
         ):
             for part in split_batch(block, TOKEN_BUDGET):
-                prepared = on_device(
+                prepared = copy_to_device(
                     network.prepare(network.view(to_tensors(part), **keys), **keys), device
                 )
                 # bfloat16 is unknown to numpy

@@ -27,7 +27,7 @@ from cellmill.config.parts.families import (
 )
 from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import PAD_TOKEN, EncoderBatch, with_extra_tokens
+from cellmill.models.batch import PAD_TOKEN, EncoderBatch, add_tokens
 from cellmill.models.blocks import Block, FeedForward
 from cellmill.models.cell_encoder import (
     CellEncoder,
@@ -117,7 +117,7 @@ class EncoderModel(TokenEncoder):
 
     def _add_cell_tokens(self, batch: Batch) -> Batch:
         """For pooling cls, add a token without a gene before each cell, which is no target."""
-        return with_extra_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
+        return add_tokens(batch, 1, 0, PAD_TOKEN) if self.pooling == "cls" else batch
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         x = self.inputs(prepared)

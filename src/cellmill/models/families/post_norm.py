@@ -21,7 +21,7 @@ from cellmill.config.parts.families import BertFamilyConfig, ScgptConfig
 from cellmill.config.parts.family import PostNormConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import EncoderBatch, with_ends
+from cellmill.models.batch import EncoderBatch, add_ends
 from cellmill.models.blocks import Block, Entry
 from cellmill.models.cell_encoder import TokenEncoder, first_state, mean_state
 from cellmill.models.initial import with_std
@@ -75,7 +75,7 @@ class PostNormEncoder(TokenEncoder):
         self.norm = Entry()  # each block ends with a norm
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
-        return with_ends(super().view(batch, seed=seed, step=step), self.config.n_ends)
+        return add_ends(super().view(batch, seed=seed, step=step), self.config.n_ends)
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         return self.enter(self.inputs(prepared))
@@ -94,7 +94,7 @@ class PostNormEncoder(TokenEncoder):
 
     def embed(self, batch: Batch) -> Tensor:
         """(cells, H) float32: the vectors of whole cells, from the block that `embed_layer` names."""
-        prepared = EncoderBatch.prepared(with_ends(batch, self.config.n_ends))
+        prepared = EncoderBatch.prepared(add_ends(batch, self.config.n_ends))
         n_blocks = len(self.blocks) + self.config.embed_layer
         states = self.through(self.begin(prepared), prepared, n_blocks)
         return self.cell_vectors(states, prepared)

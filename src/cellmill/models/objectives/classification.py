@@ -43,12 +43,12 @@ def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
     return float(np.abs(gaps).sum() / len(highest))
 
 
-def error_of_logits(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
+def measure_error(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
     """Return the calibration error of logits, (cells, labels) float64, divided by a temperature."""
-    return calibration_error(*highest_of(logits / temperature, labels))
+    return calibration_error(*find_highest(logits / temperature, labels))
 
 
-def highest_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_highest(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each cell's highest probability, and whether its label is right, 0 or 1."""
     probabilities = softmax(logits)
     highest = probabilities.max(axis=1)
@@ -124,8 +124,8 @@ class Classification(LabelObjective):
         logits = logits.astype(np.float64)
         if self.temperature is not None:
             metrics["temperature"] = self.temperature
-            metrics["calibration_error"] = error_of_logits(logits, labels, self.temperature)
-        metrics["calibration_error_uncalibrated"] = error_of_logits(logits, labels)
+            metrics["calibration_error"] = measure_error(logits, labels, self.temperature)
+        metrics["calibration_error_uncalibrated"] = measure_error(logits, labels)
         name = f"classification of {self.config.label_column}"
         against = "the frequencies of labels"
         return metrics, [compare(name, against, "nats", loss - entropy, lower_is_better=True)]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import LabelConfig
 from cellmill.data.arrays import MISSING
 from cellmill.data.stream.batch import Batch
-from cellmill.models.batch import EncoderBatch, with_genes
+from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.initial import with_std
 from cellmill.models.objective import Objective, RowShare
@@ -77,7 +77,7 @@ class CellObjective(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         targets, has_target = self.find_targets(batch)
-        cells = (has_target & with_genes(batch)).nonzero().flatten()
+        cells = (has_target & has_genes(batch)).nonzero().flatten()
         return TargetBatch.prepared(
             batch,
             (seed, step),
