@@ -30,7 +30,7 @@ from reported import (
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
-from cellmill.report import figures
+from cellmill.report import drawing, figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
 from cellmill.report.page import planned_and_measured, render, standings, training_figures
 from cellmill.report.tables import compare_runs
@@ -80,7 +80,7 @@ def page(tmp_path: Path) -> str:
 
 def without_scripts(page: str) -> str:
     """The page without its own two scripts, each of which must be there once."""
-    for script in figures.scripts():
+    for script in drawing.scripts():
         assert page.count(script) == 1
         page = page.replace(script, "")
     return re.sub(r'data:image/png;base64,[^"]*', "data:", page)
@@ -98,8 +98,8 @@ def rendered(*runs: Path) -> str:
 def test_the_bundle_of_scripts_is_kept_for_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = figures.scripts()[0]
-    read = figures.scripts.__wrapped__
+    bundle = drawing.scripts()[0]
+    read = drawing.scripts.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read()[0] == bundle
     [kept] = (tmp_path / "cellmill").iterdir()
@@ -112,7 +112,7 @@ def test_the_bundle_of_scripts_is_kept_for_the_user(
 
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own = without_scripts(page)
-    scripts = figures.scripts()
+    scripts = drawing.scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)
     digests = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts
@@ -296,7 +296,7 @@ def test_a_figure_uses_the_colours_of_the_page(tmp_path: Path) -> None:
             "validation": figures.points(lines, "val_loss"),
         }
     }
-    drawings = figures.Drawings()
+    drawings = drawing.Drawings()
     shown = drawings.draw(figures.losses("Loss, =1+1", series))
     assert shown.startswith("<figure")
     assert shown.count("<svg") == 1
@@ -533,7 +533,7 @@ def test_the_static_umap_has_every_pixel_in_fewer_bytes() -> None:
         "encoding": {"x": {"field": "x", "type": "quantitative"}},
     }
     png = vl_convert.vegalite_to_png(spec)
-    smaller = figures.compressed(png)
+    smaller = drawing.compressed(png)
     assert len(smaller) < len(png)
     (rest, pixels), (rest_of_smaller, pixels_of_smaller) = map(chunks, (png, smaller))
     assert zlib.decompress(pixels) == zlib.decompress(pixels_of_smaller)

@@ -45,7 +45,8 @@ def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
                 f"set train.steps: auto, {enough:,} in place of {steps:,}: at 32 cells a step it added up to 0.06 with "
                 "few genes, and up to 0.03 on whole cells"
             )
-        if exported is not None and exported < (last := (run.status or {}).get("step", 0)):
+        last = (run.status or {}).get("step", 0)
+        if exported is not None and exported < last:
             yield (
                 f"set consolidate.checkpoint: last: the exported one is of step {exported:,} of {last:,}, and "
                 "embeddings improve for longer than the validation loss"

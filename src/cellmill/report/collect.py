@@ -1,8 +1,8 @@
 """Files of runs and corpora, read for the page, and the Snakemake commands that make them again.
 
-Anything that a stage has not written yet is None or empty, and the page says so. Each file is
-checked once, when it is read, for what the page takes from it; a damaged file is a DataError that
-names it in one line.
+Files that no stage has written yet are None or empty, and the page says so. Each file is checked
+once, when it is read, for what the page takes from it; a damaged file is a DataError that names it
+in one line.
 """
 
 import shlex
@@ -62,19 +62,23 @@ SWEEP = create_model(
 
 
 def remake_commands(kind: str, folder: Path) -> dict[str, str]:
-    """Command by file that is in `folder`, one of results/<kind>. A stage runs again with `--force`
-    though its file is there; a finished training only if its folder is gone, so that no trained
-    weights are lost by a command alone.
+    """Command that makes each file of `folder`, one of results/<kind>, again.
+
+    A stage with `--force` runs again although its file exists. A finished training runs again only
+    if its folder is gone, so that no command loses trained weights.
     """
-    results = Path("results", kind, folder.resolve().name)
+    made = Path("results", kind, folder.resolve().name)
+    trained = shlex.quote(f"{made}/train")
     commands = {}
-    for path in (path for pattern in MADE[kind] for path in sorted(folder.glob(pattern))):
-        file = path.relative_to(folder).as_posix()
-        target = shlex.quote(f"{results}/{file}")
-        trained = shlex.quote(f"{results}/train")
-        commands[file] = f"snakemake --profile PROFILE --force {target}"
-        if file == "train/status.json":
-            commands[file] = f"mv {trained} {trained}.old && snakemake --profile PROFILE {target}"
+    for pattern in MADE[kind]:
+        for path in sorted(folder.glob(pattern)):
+            file = path.relative_to(folder).as_posix()
+            target = shlex.quote(f"{made}/{file}")
+            commands[file] = f"snakemake --profile PROFILE --force {target}"
+    finished = "train/status.json"
+    if finished in commands:
+        target = shlex.quote(f"{made}/{finished}")
+        commands[finished] = f"mv {trained} {trained}.old && snakemake --profile PROFILE {target}"
     return commands
 
 

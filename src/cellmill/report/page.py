@@ -1,7 +1,5 @@
-"""The HTML page (overview, training curves, scores of checkpoints), rendered from what stages
-wrote.
-
-It computes no result and loads nothing from elsewhere.
+"""The HTML page (overview, training curves, scores of checkpoints), rendered from the files of
+stages. It loads nothing from elsewhere.
 """
 
 from collections import Counter
@@ -15,7 +13,7 @@ from markupsafe import Markup
 from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import span
-from cellmill.report import figures
+from cellmill.report import drawing, figures
 from cellmill.report.advice import advice
 from cellmill.report.collect import ReportedCorpus, ReportedRun, evaluated_datasets
 from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
@@ -204,7 +202,7 @@ def compared_sentences(run: ReportedRun, *outcomes: str) -> list[str]:
     return sentences
 
 
-def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
+def training_figures(runs: list[ReportedRun]) -> Iterator[drawing.Figure]:
     """The loss of each objective, then each quantity that any run logged."""
     losses = {}
     objectives = {}
@@ -232,7 +230,7 @@ def training_figures(runs: list[ReportedRun]) -> Iterator[figures.Figure]:
 
 
 def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
-    """(quantity, planned, measured) of a run, None where unknown; rows without either are left out.
+    """(quantity, planned, measured) of a run, None if unknown; rows without either are left out.
 
     The plan counts tensors, and is compared with the tensors that a GPU held; a process with its
     libraries, which is what a CPU shows, has a row of its own. Fractions have two digits, as many
@@ -240,39 +238,30 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     """
     plan = run.plan or {}
     status = run.status or {}
-    last = {key: value for line in run.lines for key, value in line.items()}
-
-    def peak(key: str) -> tuple[float | None, int | None]:
-        """The largest memory, GB, and its rank."""
-        values = [(gb, rank) for line in run.lines for rank, gb in enumerate(line.get(key, []))]
-        return max(values, default=(None, None))
-
-    tensors_gb, tensors_rank = peak("peak_allocated_gb")
-    process_gb, process_rank = peak("peak_resident_gb")
-    fastest = max(
-        (line["cells_per_s"] for line in run.lines if "cells_per_s" in line), default=None
-    )
+    last: dict[str, Any] = {}
+    for line in run.lines:
+        last |= line
+    tensors_gb, tensors_rank = _peak(run, "peak_allocated_gb")
+    process_gb, process_rank = _peak(run, "peak_resident_gb")
+    fullest_rank = process_rank if tensors_rank is None else tensors_rank
+    rates = [line["cells_per_s"] for line in run.lines if "cells_per_s" in line]
     waits = [line["data_wait_frac"] for line in run.lines if "data_wait_frac" in line]
     wall_s = status.get("wall_s")
+    hours = None if wall_s is None else wall_s / 3600
     planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
     directions = last.get("effective_rank")
-    collapsed = (
-        ": collapsed to one direction" if directions is not None and directions < COLLAPSED else ""
-    )
+    has_collapsed = directions is not None and directions < COLLAPSED
+    collapsed = ": collapsed to one direction" if has_collapsed else ""
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
-        ("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
+        ("hours", plan.get("hours"), hours),
         ("largest memory of tensors of a rank, GB", planned_gb, tensors_gb),
         ("largest memory of a process with its libraries, GB", None, process_gb),
-        (
-            "rank with the largest memory",
-            None,
-            process_rank if tensors_rank is None else tensors_rank,
-        ),
+        ("rank with the largest memory", None, fullest_rank),
         ("steps skipped as not finite", None, status.get("skipped_steps")),
         ("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
         ("processes", plan.get("world_size"), status.get("world_size")),
-        ("highest cells/s", None, fastest),
+        ("highest cells/s", None, max(rates, default=None)),
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
         (f"effective rank of the embedding, last validation{collapsed}", None, directions),
         ("R² of log depth from the embedding, last validation", None, last.get("depth_r2")),
@@ -282,37 +271,47 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
             last.get("batch_r2"),
         ),
     ]
-
-    def rounded(value: Any) -> Any:
-        return float(f"{value:.2g}") if isinstance(value, float) else value
-
     return [
-        (what, rounded(one), rounded(other))
-        for what, one, other in rows
-        if one is not None or other is not None
+        (quantity, _two_digits(planned), _two_digits(measured))
+        for quantity, planned, measured in rows
+        if planned is not None or measured is not None
     ]
 
 
+def _peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
+    """The largest memory, GB, and its rank."""
+    peaks: list[tuple[float, int]] = []
+    for line in run.lines:
+        peaks += [(gb, rank) for rank, gb in enumerate(line.get(key, []))]
+    return max(peaks, default=(None, None))
+
+
+def _two_digits(value: Any) -> Any:
+    return float(f"{value:.2g}") if isinstance(value, float) else value
+
+
 def _energy_kwh(run: ReportedRun) -> float | None:
-    """Mean power of all GPUs together times the time in training steps; None where power was not
+    """Mean power of all GPUs together times the time in training steps; None if power was not
     measured.
     """
     watts = [sum(line["gpu_power_w"]) for line in run.lines if line.get("gpu_power_w")]
     seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
-    return sum(watts) / len(watts) * seconds / 3.6e6 if watts and seconds else None
+    if not watts or not seconds:
+        return None
+    return sum(watts) / len(watts) * seconds / 3.6e6
 
 
 def _cost(run: ReportedRun) -> str | None:
-    """GPU-hours of a run, or core-hours where it had no GPU; None before its training has ended."""
+    """GPU-hours of a run, or core-hours if it had no GPU; None before its training has ended."""
     totals = (run.cost or {}).get("totals") or {}
     for key, unit in (("gpu_hours", "GPU-hours"), ("cpu_core_hours", "core-hours")):
         hours = totals.get(key)
         if hours:
-            return f"{float(f'{hours:.2g}'):g} {unit}"
+            return f"{_two_digits(float(hours)):g} {unit}"
     return None
 
 
-def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[figures.Figure]:
+def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[drawing.Figure]:
     """A figure for each task whose rows a metric ranks; none for a run without evaluated
     checkpoints.
 
@@ -353,7 +352,7 @@ def render(
     runs: list[ReportedRun],
     corpora: list[ReportedCorpus],
     sweeps: Sequence[Mapping[str, Any]] = (),
-    drawings: figures.Drawings | None = None,
+    drawings: drawing.Drawings | None = None,
 ) -> str:
     """The page as HTML; its figures are added to `drawings`. Raises DataError when two runs or
     corpora share a name.
@@ -402,12 +401,12 @@ def render(
         training=training_figures(runs),
         measures=MEASURES,
         figures=figures,
-        drawings=figures.Drawings() if drawings is None else drawings,
+        drawings=drawing.Drawings() if drawings is None else drawings,
         labels_in=_frequent_labels,
         over_steps=scores_over_steps,
-        style=Markup(figures.text_of("page.css")),
-        scripts=figures.scripts(),
-        allowed=figures.allowed(),
+        style=Markup(drawing.text_of("page.css")),
+        scripts=drawing.scripts(),
+        allowed=drawing.allowed(),
     )
 
 

@@ -66,13 +66,14 @@ def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
 
 def rank(runs: Mapping[str, Scores]) -> Ranking:
     """The runs of a dataset, by name, compared over the tasks that all have."""
-    first = next(iter(runs.values()), {})
-    shared = [key for key in first if all(key in scores for scores in runs.values())]
+    shared = list(next(iter(runs.values()), {}))
+    for scores in runs.values():
+        shared = [key for key in shared if key in scores]
     if not shared:
         return Ranking()
-    means = {
-        name: statistics.fmean(scores[key].value for key in shared) for name, scores in runs.items()
-    }
+    means = {}
+    for name, scores in runs.items():
+        means[name] = statistics.fmean([scores[key].value for key in shared])
     best = max(means, key=means.__getitem__)
     tied = [best]
     ahead: list[tuple[str, str, float]] = []

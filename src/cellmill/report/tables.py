@@ -17,7 +17,9 @@ class TableColumn(NamedTuple):
     def score(self, row: Row) -> Score | None:
         """The row's mean with a standard deviation; None if it has no such score."""
         score = row.scores.get(self.heading)
-        return None if score is None or score.sd is None or score.mean is None else score
+        if score is None or score.sd is None or score.mean is None:
+            return None
+        return score
 
     def value(self, row: Row) -> Any:
         score = row.scores.get(self.heading)
@@ -26,12 +28,14 @@ class TableColumn(NamedTuple):
 
 def table_columns(rows: Sequence[Row]) -> list[TableColumn]:
     """Columns over all rows, without lists and without counts that are 0 in all rows."""
+    headings: dict[str, None] = {}
+    for row in rows:
+        headings |= dict.fromkeys([*row.scores, *row.numbers])
     columns = []
-    for heading in dict.fromkeys(name for row in rows for name in (*row.scores, *row.numbers)):
-        column = TableColumn(heading)
+    for column in map(TableColumn, headings):
         values = [column.value(row) for row in rows]
-        is_shown = any(isinstance(value, float) or value for value in values)
-        if is_shown and not any(isinstance(value, list) for value in values):
+        has_list = any(isinstance(value, list) for value in values)
+        if not has_list and any(isinstance(value, float) or value for value in values):
             columns.append(column)
     return columns
 
@@ -44,7 +48,8 @@ def make_grid(result: TaskResult) -> dict[str, dict[str, Row]]:
     for row in result.ranked_rows:
         by_classifier = grid.setdefault(row.method.features_name, {})
         by_classifier[row.method.classifier] = row
-    return grid if any(len(by_classifier) > 1 for by_classifier in grid.values()) else {}
+    has_several = any(len(by_classifier) > 1 for by_classifier in grid.values())
+    return grid if has_several else {}
 
 
 def best_baselines(result: TaskResult) -> set[tuple[str, str]]:
@@ -52,10 +57,10 @@ def best_baselines(result: TaskResult) -> set[tuple[str, str]]:
     baselines = [row for row in result.rows if row.method.kind == "baseline"]
     best = set()
     for column in table_columns(result.rows):
-        scores = {row.method.name: column.score(row) for row in baselines}
-        means = {name: score.mean or 0.0 for name, score in scores.items() if score is not None}
-        if means:
-            best.add((max(means, key=means.__getitem__), column.heading))
+        scored = [row for row in baselines if column.score(row)]
+        if scored:
+            highest = max(scored, key=column.value)
+            best.add((highest.method.name, column.heading))
     return best
 
 

@@ -1,0 +1,182 @@
+"""Figures on the page: Vega-Lite specifications, which a browser draws live and vl-convert draws as
+SVG.
+
+Field names are ours; user text appears only as values and titles, which Vega-Lite draws literally.
+Ink is `currentColor`, so that figures follow the page's colours.
+"""
+
+import base64
+import csv
+import hashlib
+import re
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from cellmill.errors import DataError
+from cellmill.files import atomic_path, user_cache, write_text
+
+PALETTE = (
+    "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
+    "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
+)  # fmt: skip
+"""Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first
+class on.
+"""
+MOST_STILL_POINTS = 200  # points in all curves of a static figure; above, it has only lines
+FORMULA = ("=", "+", "@", "\t")  # beginnings of a text that a spreadsheet computes
+WIDTH = 500  # width of a static figure, in pixels; a live one takes the width of its card
+
+CONFIG: dict[str, Any] = {
+    "background": None,
+    "view": {"stroke": None},
+    "font": "system-ui, sans-serif",
+    "range": {"category": list(PALETTE)},
+    "axis": {
+        **dict.fromkeys(("labelColor", "titleColor", "domainColor", "gridColor"), "currentColor"),
+        "gridOpacity": 0.14, "domainOpacity": 0.3, "ticks": False, "labelPadding": 5, "titleFontWeight": "normal",
+        "labelFontSize": 11, "titleFontSize": 12, "labelLimit": 230, "labelSeparation": 8,
+    },
+    "legend": {
+        **dict.fromkeys(("labelColor", "titleColor"), "currentColor"), "orient": "bottom", "title": None,
+        "columns": 2, "labelFontSize": 11, "labelLimit": 220, "symbolLimit": 60,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    title: str  # what it shows, in words: its name to a screen reader, and of its files
+    rows: list[dict[str, Any]]  # all that is drawn, as a table
+    spec: dict[str, Any]  # Vega-Lite, without data
+    canvas: bool = False  # thousands of marks: drawn as a bitmap
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+    @property
+    def complete(self) -> dict[str, Any]:
+        """The specification with what all figures share."""
+        return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
+
+
+class Drawings:
+    """Figures of one page in their order: a picture of each for print and without scripts, and its
+    specification.
+    """
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+        self.pictures: list[str] = []  # of each, as a standalone SVG
+
+    def draw(self, figure: Figure) -> Markup:
+        """The `<figure>` element with the static picture; the same numbers give the same bytes."""
+        number = len(self.figures)
+        title = escape(figure.title)
+        spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
+        # the figure has a label, and each mark's would be half of the bytes
+        spec["config"] = CONFIG | {"aria": False}
+        if len(figure.rows) > MOST_STILL_POINTS and "point" in spec.get("mark", {}):
+            spec["mark"] = spec["mark"] | {"point": False}
+        svg = vl_convert.vegalite_to_svg(spec)
+        # ids of this figure alone, which do not depend on what the process drew before
+        names = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
+        new = {name: f"f{number}-{order}" for order, name in enumerate(names)}
+        svg = re.sub(r'(id="|url\(#|href="#)([\w-]+)', lambda m: m[1] + new.get(m[2], m[2]), svg)
+        self.figures.append(figure)
+        self.pictures.append(svg)
+        if figure.canvas:  # thousands of circles as text are larger than as a bitmap
+            png = base64.b64encode(compressed(vl_convert.vegalite_to_png(spec, scale=1.5))).decode()
+            still = f'<img src="data:image/png;base64,{png}" alt="{title}">'
+        else:
+            inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+            still = inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+        return Markup(
+            f'<figure class="chart" data-chart="{number}" aria-label="{title}">'
+            f'<div class="still">{still}</div></figure>'
+        )
+
+    def save(self, folder: Path) -> None:
+        """Each figure as SVG, its data as CSV; files of an earlier page are removed."""
+        for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
+            old.unlink()
+        for number, (figure, svg) in enumerate(zip(self.figures, self.pictures), start=1):
+            name = f"{number:03}_{re.sub(r'[^A-Za-z0-9.-]+', '_', figure.title).strip('_.')[:100]}"
+            write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
+            with (
+                atomic_path(folder / f"{name}.csv") as path,
+                open(path, "w", encoding="utf-8", newline="") as file,
+            ):
+                writer = csv.DictWriter(file, figure.keys, lineterminator="\n")
+                writer.writeheader()
+                for row in figure.rows:
+                    quoted = {
+                        key: f"'{value}"
+                        for key, value in row.items()
+                        if str(value).startswith(FORMULA)
+                    }
+                    writer.writerow(row | quoted)
+
+    @property
+    def data(self) -> Markup:
+        """The figures as JSON for the page's script, safe inside a script element."""
+        shown = []
+        for figure in self.figures:
+            rows = [[row.get(key) for key in figure.keys] for row in figure.rows]
+            drawn = {"title": figure.title, "canvas": figure.canvas, "keys": figure.keys}
+            shown.append(drawn | {"spec": figure.complete, "rows": rows})
+        return htmlsafe_json_dumps(
+            shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
+
+
+def compressed(png: bytes) -> bytes:
+    """The same picture in a third of the bytes: vl-convert compresses for speed."""
+    begin = end = png.index(b"IDAT") - 4
+    pixels = b""
+    while png[end + 4 : end + 8] == b"IDAT":
+        size = int.from_bytes(png[end : end + 4], "big")
+        pixels = pixels + png[end + 8 : end + 8 + size]
+        end = end + size + 12
+    chunk = b"IDAT" + zlib.compress(zlib.decompress(pixels), 9)
+    framed = (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    return png[:begin] + framed + png[end:]
+
+
+@cache
+def scripts() -> tuple[Markup, Markup]:
+    """Vega with vega-embed, and the page's own script. The first takes two seconds to bundle, so it is kept for the
+    user: in a folder of several users, each could put scripts into the pages of the others.
+    """
+    kept = user_cache() / f"vega-{version('vl-convert-python')}.js"
+    try:
+        bundle = kept.read_text(encoding="utf-8")
+    except OSError:
+        bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
+        with suppress(OSError, DataError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_text(kept, bundle)
+    return Markup(bundle), Markup(text_of("page.js"))
+
+
+def allowed() -> str:
+    """`script-src` of the page: the hashes of its own scripts and nothing else."""
+    digests = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts()
+    )
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def text_of(name: str) -> str:
+    return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")
