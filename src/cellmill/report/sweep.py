@@ -168,7 +168,10 @@ def draw_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[dict[str,
             curve = {
                 "axis": axis,
                 "quantity": quantity,
-                **measure._asdict(),
+                "dataset": measure.dataset,
+                "task": measure.task,
+                "name": measure.name,
+                "metric": measure.metric,
                 "lines": lines,
                 "baseline": baselines.get(measure.column),
             }
