@@ -25,6 +25,7 @@ import pytest
 import scipy.io
 import scipy.sparse as sp
 import zarr
+from anndata.experimental import concat_on_disk
 
 from cellmill.config import plugin
 from cellmill.data.genes.names import is_expression
@@ -507,7 +508,7 @@ def test_normalised_values_that_were_rounded_are_warned_of(
     path = make_h5ad(sp.csr_matrix(change(cells).astype(np.float32)))
     with open_counts(path) as reader:
         assert sum(block.shape[0] for block in reader.rows()) <= 100
-        reader.warn_if_rounded()
+        reader.warn_of_values()
     lines = capsys.readouterr().err.splitlines()
     if sign is None:
         assert lines == []
@@ -515,6 +516,48 @@ def test_normalised_values_that_were_rounded_are_warned_of(
         [line] = lines
         assert line.startswith(f"warning: {path}: X may hold normalised values that were rounded: ")
         assert sign in line
+
+
+def read_warnings(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines on stderr after all counts of a file were read."""
+    with open_counts(path) as reader:
+        for _ in reader.rows(7):
+            pass
+        reader.warn_of_values()
+    return capsys.readouterr().err.splitlines()
+
+
+def test_counts_cut_off_by_concat_on_disk_are_warned_of(
+    make_h5ad: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = np.random.default_rng(0)
+    shallow = draw.poisson(1, (20, 60)).astype(np.uint8)
+    deep = draw.poisson(draw.lognormal(2, 2, (20, 60))).astype(np.float32)
+    first = make_h5ad(sp.csr_matrix(shallow), "first.h5ad")
+    second = make_h5ad(sp.csr_matrix(deep), "second.h5ad")
+    joined = tmp_path / "joined.h5ad"
+    concat_on_disk({"a": first, "b": second}, joined, index_unique="-")
+    assert read_warnings(first, capsys) == []
+    assert read_warnings(second, capsys) == []
+    n_cut = int((deep >= 255).sum())
+    assert read_warnings(joined, capsys) == [
+        f"warning: {joined}: X may hold counts that were cut off: {n_cut} values are 255, the largest uint8; "
+        "write the file again with a larger type, from the files that it was made of"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
+def test_counts_that_just_fit_their_type_are_not_warned_of(
+    dtype: type, make_h5ad: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    largest = np.iinfo(dtype).max
+    counts = np.random.default_rng(0).poisson(np.full((20, 60), 3)).astype(dtype)
+    counts[::2] *= 2  # sums that are not equal, as of normalised cells
+    counts[3, 5] = largest
+    assert read_warnings(make_h5ad(sp.csr_matrix(counts)), capsys) == []
+    counts[5, 5] = largest
+    counts[7:11:2, 5] = largest - 1
+    assert read_warnings(make_h5ad(sp.csr_matrix(counts)), capsys) == []
 
 
 @pytest.mark.parametrize(

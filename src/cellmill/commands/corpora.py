@@ -51,7 +51,7 @@ def convert(
             n_values = n_values + block.nnz
             largest = max(largest, int(block.data.max(initial=0)))
         write_cells(out, reader.obs, reader.var, reader.rows(), n_values, count_dtype(largest))
-        reader.warn_if_rounded()
+        reader.warn_of_values()
         print(
             f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts",
             flush=True,

@@ -96,7 +96,7 @@ def preprocess(
             reader.use_gene_column(gene_column)
         prepare = preprocess_sequences if reader.ordered else preprocess_cells
         qc = prepare(reader, options.preprocess, out, columns)
-        reader.warn_if_rounded()
+        reader.warn_of_values()
     origin = origin_of(path) | {"counts": counts, "source": source, "licence": licence}
     if state_of(path) != before:
         out.unlink()

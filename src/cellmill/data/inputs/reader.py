@@ -30,6 +30,7 @@ _FEWEST = 20  # cells; fewer show nothing
 _GENES = 50
 _MANY_GENES = 300
 _LOW_COUNT = 10  # log(1 + counts per 10,000) is at most 9.2
+_FEWEST_CLIPPED = 2  # values at the largest number of their type; one may be so by chance
 _SPREAD = 1.3  # 95th percentile of the cells' sums over the 5th
 OBS_REMEDY = "call obs_names_make_unique() and write the file again"
 
@@ -76,6 +77,37 @@ class RoundedCounts:
         return None
 
 
+class ClippedCounts:
+    """Stored values at the largest number of a small integer type, where larger counts may have
+    been cut off: anndata's `concat_on_disk` casts every file to the type of the first one.
+    """
+
+    def __init__(self) -> None:
+        self._dtype: np.dtype | None = None
+        self._n_largest = 0
+        self._n_below = 0  # values in the tenth of the range below the largest
+
+    def add(self, values: np.ndarray) -> None:
+        """Add stored values. Only types of one or two bytes are counted."""
+        if values.dtype.kind not in "iu" or values.dtype.itemsize > 2:
+            return
+        self._dtype = values.dtype
+        largest = np.iinfo(values.dtype).max
+        n_high = int((values >= largest - largest // 10).sum())
+        n_largest = int((values == largest).sum())
+        self._n_largest += n_largest
+        self._n_below += n_high - n_largest
+
+    def sign(self) -> str | None:
+        """The sign that the values show, in words; None if none."""
+        if self._dtype is None or self._n_largest < _FEWEST_CLIPPED:
+            return None
+        if self._n_largest <= self._n_below:
+            return None
+        largest = np.iinfo(self._dtype).max
+        return f"{self._n_largest:,} values are {largest}, the largest {self._dtype}"
+
+
 class CountsReader(AbstractContextManager["CountsReader"]):
     """Counts of one input; made by `open_counts`, closed by `close` or a `with` block.
 
@@ -104,6 +136,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         # of `names.match_columns`, by the digest of the vocabulary
         self.matches: dict[str, Any] = {}
         self._rounded = RoundedCounts()
+        self._clipped = ClippedCounts()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -151,7 +184,9 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """
         first = 0
         self.n_rounded = 0
+        self._clipped = ClippedCounts()
         for matrix in self._source.matrix.blocks(block):
+            self._clipped.add(matrix.data)
             values = self._whole_numbers(matrix, first)
             counts = sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
             if not self.ordered:
@@ -165,18 +200,26 @@ class CountsReader(AbstractContextManager["CountsReader"]):
             yield counts
             first += matrix.shape[0]
 
-    def warn_if_rounded(self) -> None:
-        """Print one line on stderr if the cells that were read look like normalised values that
-        were rounded.
+    def warn_of_values(self) -> None:
+        """Print a line on stderr if the values that were read look normalised and rounded, and a
+        line if they look cut off at the largest number of their type.
         """
-        sign = None if self.ordered else self._rounded.sign()
-        if sign is not None:
-            print(
-                f"warning: {self.path}: {self.counts} may hold normalised values that were rounded: {sign}; "
-                f"{self._elsewhere()}",
-                file=sys.stderr,
-                flush=True,
+        if self.ordered:
+            return
+        rounded = self._rounded.sign()
+        if rounded is not None:
+            self._warn(
+                f"may hold normalised values that were rounded: {rounded}; {self._elsewhere()}"
             )
+        clipped = self._clipped.sign()
+        if clipped is not None:
+            self._warn(
+                f"may hold counts that were cut off: {clipped}; "
+                "write the file again with a larger type, from the files that it was made of"
+            )
+
+    def _warn(self, message: str) -> None:
+        print(f"warning: {self.path}: {self.counts} {message}", file=sys.stderr, flush=True)
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
         """Values of `matrix`, uint32, rounded by `counts_rule`. Raises DataError for values that

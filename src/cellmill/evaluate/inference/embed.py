@@ -212,7 +212,7 @@ def embed_cells(
             f"{reader.path}: it measures {genes}; embed.min_expressed_frac is {least:g}; "
             f"{_advice(columns, '--min-expressed-frac')}"
         )
-    reader.warn_if_rounded()
+    reader.warn_of_values()
     lost = sorted(unnamed, key=lambda column: -of_columns[column])
     return Embedding(
         vectors,
