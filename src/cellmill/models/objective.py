@@ -191,6 +191,13 @@ def r2_over(base: float, error: float) -> float | None:
     return 1 - error / base if base > 0 else None
 
 
+def loss_verdict(
+    name: str, baseline: str, difference: float, metric: str = "nats cross-entropy"
+) -> list[Verdict]:
+    """Return the verdict of a difference of losses, of which the lower is better."""
+    return [compare(name, baseline, metric, difference, lower_is_better=True)]
+
+
 def r2_verdict(name: str, baseline: str, r2: float | None) -> list[Verdict]:
     """Return the verdict of an R², none if it is undefined."""
     return [] if r2 is None else [compare(name, baseline, "R²", r2)]

@@ -24,12 +24,11 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
-from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare
+from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare, loss_verdict
 from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
 from cellmill.models.objectives.views import Decoding, ViewBatch, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
-from cellmill.runs.results import compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +208,4 @@ class CellDecoding(Objective):
         }
         name = f"prediction of {self.config.target} genes"
         against = "mean profile of training cells"
-        difference = loss - base_loss
-        return metrics, [
-            compare(name, against, "nats cross-entropy", difference, lower_is_better=True)
-        ]
+        return metrics, loss_verdict(name, against, loss - base_loss)

@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
-from cellmill.models.objective import GeneStatistics, Judgement
+from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
 from cellmill.models.objectives.per_cell import CellHead, LabelObjective, TargetBatch
-from cellmill.runs.results import compare
 
 BINS = 15
 
@@ -128,4 +127,4 @@ class Classification(LabelObjective):
         metrics["calibration_error_uncalibrated"] = measure_error(logits, labels)
         name = f"classification of {self.config.label_column}"
         against = "the frequencies of labels"
-        return metrics, [compare(name, against, "nats", loss - entropy, lower_is_better=True)]
+        return metrics, loss_verdict(name, against, loss - entropy, "nats")

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
-from cellmill.models.objective import GeneStatistics, Judgement
+from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
 from cellmill.models.objectives.per_cell import LabelObjective, TargetBatch
-from cellmill.runs.results import compare
 
 ANCHORS = 1024  # cells compared with all others at once
 
@@ -69,8 +68,7 @@ class SupervisedContrastive(LabelObjective):
             "supervised_contrastive_alike": loss_if_equal,
         }
         name = f"supervised contrast of {self.config.label_column}"
-        difference = loss - loss_if_equal
-        return metrics, [compare(name, "equal vectors", "nats", difference, lower_is_better=True)]
+        return metrics, loss_verdict(name, "equal vectors", loss - loss_if_equal, "nats")
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:

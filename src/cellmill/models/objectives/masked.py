@@ -38,6 +38,7 @@ from cellmill.models.objective import (
     Judgement,
     Objective,
     expected_bins,
+    loss_verdict,
     r2_over,
     r2_verdict,
     value_loss,
@@ -45,7 +46,6 @@ from cellmill.models.objective import (
 from cellmill.models.objectives.views import make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
-from cellmill.runs.results import compare
 
 NEVER = 2**63 - 1  # the highest draw
 # last keys of a masked token's draws
@@ -295,7 +295,4 @@ class MaskedGene(MaskedObjective):
         }
         name = "prediction of masked genes"
         against = "gene frequency in training cells"
-        difference = loss - base_loss
-        return metrics, [
-            compare(name, against, "nats cross-entropy", difference, lower_is_better=True)
-        ]
+        return metrics, loss_verdict(name, against, loss - base_loss)

@@ -33,13 +33,13 @@ from cellmill.models.objective import (
     Judgement,
     Objective,
     expected_bins,
+    loss_verdict,
     r2_over,
     r2_verdict,
     value_loss,
 )
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
-from cellmill.runs.results import compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,7 @@ class NextGene(Objective):
         }
         name = "prediction of the next gene"
         against = "gene frequency at the same rank in training cells"
-        difference = loss - base_loss
-        verdicts = [compare(name, against, "nats cross-entropy", difference, lower_is_better=True)]
+        verdicts = loss_verdict(name, against, loss - base_loss)
         if values:
             truth, predicted = (array.astype(np.float64) for array in values)
             error = float(np.square(truth - predicted).sum())
