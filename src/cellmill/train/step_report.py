@@ -56,7 +56,7 @@ class StepScalars(NamedTuple):
     """Numbers of a step that are known on the device: global, and equal on all ranks."""
 
     norm: float  # gradient norm
-    loss_scale: float  # of the next step; 0 without a scale
+    loss_scale: float  # loss scale of the next step; 0 without a scale
     loss: float
     bad_norms: float  # ranks whose gradient norm is not finite
     stops: float  # ranks that got a stop signal
@@ -66,7 +66,7 @@ class StepScalars(NamedTuple):
     flops: float
     part_losses: list[float]
     readings: list[float]  # `local_readings`, in a logged step
-    targets: list[float]  # by part
+    targets: list[float]  # targets of each part
 
     @staticmethod
     def pack(norm: Tensor, loss_scale: Tensor, summed: Tensor, targets: Tensor) -> Tensor:

@@ -143,9 +143,8 @@ class EncoderModel(TokenEncoder):
             genes = genes + self.gene_vectors(partial(embed_tokens, tokens)).to(genes.dtype)
         values = prepared.values[index]
         if values.is_floating_point():
-            # in log(1 + counts per 10,000) of detected genes, sequencing depth is the strongest
-            # signal: values are centred within each cell, or the embedding would encode depth (98 %
-            # of it did)
+            # centred within each cell: sequencing depth is the strongest signal in log(1 + counts
+            # per 10,000) of detected genes, and the embedding would encode it (98 % of it did)
             values = (values - prepared.center[prepared.cell[index]])[:, None]
             values = values.to(next(self.value_embedding.parameters()).dtype)
         x = genes + self.with_hidden(self.value_embedding(values), prepared, index)

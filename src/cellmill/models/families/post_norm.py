@@ -129,7 +129,7 @@ class BertModel(PostNormEncoder):
         <cls> and <eos> are counted in positions.
         """
         table = self.place_embedding.weight
-        positions = prepared.values  # of the rank tokenizer
+        positions = prepared.values  # the rank tokenizer gives positions
         if self.config.n_ends:
             # cells of padding may be longer than the table; nobody reads them
             positions = prepared.position.clamp(max=len(table) - 1)
