@@ -72,10 +72,10 @@ class Preprocess(Section):
     min_coverage_frac: float = Field(0.5, ge=0, le=1)
     """Minimum fraction of genes with an Ensembl id."""
     gene_length: Literal["keep", "normalise", "refuse"] = "keep"
-    """Cells of full-length protocols (Smart-seq and others, found by any obs column that names
-    them), whose counts grow with the length of a gene: keep them as they are, with a warning;
-    normalise their counts by gene length, keeping the sum of each cell, and draw whole numbers; or
-    refuse the dataset.
+    """What to do with cells of full-length protocols (Smart-seq and others, found by any obs column
+    that names them), whose counts grow with gene length. keep: leave them as they are, with a
+    warning. normalise: divide their counts by gene length, keep the sum of each cell, and draw
+    whole numbers. refuse: refuse the dataset.
     """
     keep_obs: list[str] | None = None
     """obs columns to keep; null keeps all."""

@@ -77,8 +77,9 @@ class ObsColumns(Section):
     """Columns of the table about obs; each obs column must exist before anything is computed."""
 
     filter: str | None = None
-    """Filter for cells to keep, as for `pandas.DataFrame.query`: comparisons of obs columns (`` `in
-    backticks` `` if the name has spaces) with strings, numbers and lists, joined by and, or, not.
+    """Filter for cells to keep, in the syntax of `pandas.DataFrame.query`. It compares obs columns
+    (`` `in backticks` `` if the name has spaces) with strings, numbers and lists, joined by and,
+    or, not.
     """
     label: str | None = None
     """obs column of the label, which the evaluation predicts, or several, separated by |. It is
@@ -269,10 +270,10 @@ class Dataset(ObsColumns):
     cell's total counts.
     """
     counts_rule: CountsRule = "refuse"
-    """Estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of STARsolo and
-    alevin): refuse; round to the nearest whole number; or stochastic, a reproducible draw of one of
-    the two nearest that keeps the expectation of each value and the sum of each cell. Logarithms,
-    normalised and imputed values are always refused.
+    """What to do with estimated counts, which have fractions (RSEM, SoupX, CellBender, the EM of
+    STARsolo and alevin). refuse: stop with an error. round: take the nearest whole number.
+    stochastic: draw one of the two nearest reproducibly, which keeps the expectation of each value
+    and the sum of each cell. Logarithms, normalised and imputed values are always refused.
     """
     gene_column: str | None = None
     """Column of var that names the genes, or `index`. If empty, the column that names the most

@@ -32,8 +32,8 @@ class Stream(Section):
     no reproduces earlier runs.
     """
     train_frac: float = Field(1.0, gt=0, le=1)
-    """Fraction of the training cells that the run reads, sampled evenly over the corpus; a smaller
-    fraction is a subset of a larger one, and the validation and test cells are always the same.
+    """Fraction of the training cells that the run reads, sampled evenly over the corpus. A smaller
+    fraction is a subset of a larger one. The validation and test cells are always the same.
     """
     weight_by: str | None = None
     """obs column, such as a label, or `dataset`, for weighted sampling: cells of rare values are

@@ -37,10 +37,10 @@ class GeneVectorsConfig(Section):
     """Pretrained gene vectors from a file, for example of a protein or text model."""
 
     gene_vectors: str | None = None
-    """File with a vector per gene, named by Ensembl id or symbol: NAME.npy with shape (genes, dim),
-    with the names in NAME.genes.txt, one per line; .safetensors with a tensor per name; or .tsv or
-    .csv with a gene and its numbers per line. A learned projection of the vector is added to the
-    gene's learned embedding. A gene without a vector has only its learned embedding.
+    """File with a vector per gene, named by Ensembl id or symbol. NAME.npy has shape (genes, dim),
+    and NAME.genes.txt has the names, one per line. A .safetensors file has a tensor per name; a
+    .tsv or .csv has a gene and its numbers per line. A learned projection of the vector is added to
+    the gene's learned embedding. A gene without a vector has only its learned embedding.
     """
     gene_vector_dim: int | None = Field(None, ge=1)
     """Dimension of the vectors; null means no vectors. Without a file the vectors are those of
