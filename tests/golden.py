@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -322,16 +323,15 @@ def _options(checkout: Path, work: Path) -> dict[str, str]:
 
 def _curves(checkout: Path, work: Path) -> dict[str, str]:
     cases = {name: (name, {}) for name in MODELS}
-    cases |= {
-        f"{name}, {layout}": (name, LAYOUTS[layout]) for layout in LAYOUTS for name in IN_LAYOUTS
-    }
+    for layout, name in product(LAYOUTS, IN_LAYOUTS):
+        cases[f"{name}, {layout}"] = (name, LAYOUTS[layout])
+    curves = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         lines = pool.map(lambda item: _trained(checkout, work, item[0], *item[1]), cases.items())
-        return {
-            f"{kind} {name}": value
-            for name, found in zip(cases, lines)
-            for kind, value in found.items()
-        }
+        for name, found in zip(cases, lines):
+            for kind, value in found.items():
+                curves[f"{kind} {name}"] = value
+    return curves
 
 
 def _trained(
@@ -351,11 +351,11 @@ def _trained(
     except subprocess.CalledProcessError as error:
         return {"curve": error.stderr.strip().splitlines()[-1]}
     kept = ("step", "loss", "grad_norm", "lr", "cells", "tokens")
-    lines = [json.loads(line) for line in (out / "train/metrics.jsonl").read_text().splitlines()]
-    curve = [
-        {k: v for k, v in line.items() if k in kept or k.startswith(("loss_", "val_"))}
-        for line in lines
-    ]
+    curve = []
+    for text in (out / "train/metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        names = [key for key in line if key in kept or key.startswith(("loss_", "val_"))]
+        curve.append({name: line[name] for name in names})
     _cellmill(
         checkout,
         f"consolidate --train {out}/train --vocabulary {work}/vocabulary.tsv --out {out}/model",

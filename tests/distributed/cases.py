@@ -126,10 +126,11 @@ def of_training(lines: Lines) -> list[dict[str, Any]]:
     """The lines without what depends on the machine."""
     # the name of an objective's part, or of a metric
     parts = ("loss_", "lr_", "val_", "labelled_frac")
-    return [
-        {k: v for k, v in line.items() if k in LOGGED or k.startswith(parts)}
-        for line in lines.lines
-    ]
+    kept = []
+    for line in lines.lines:
+        names = [key for key in line if key in LOGGED or key.startswith(parts)]
+        kept.append({name: line[name] for name in names})
+    return kept
 
 
 def losses_and_norms(lines: Lines) -> list[list[float]]:
@@ -186,15 +187,14 @@ def trained(
         made.close()
     names = {id(parameter): plain_name(name) for name, parameter in made.model.named_parameters()}
     states = {names[id(parameter)]: state for parameter, state in made.optimizer.state.items()}
-    groups = [
-        ({names[id(p)] for p in g["params"]}, g["weight_decay"], g["lr"])
-        for g in made.optimizer.param_groups
-    ]
-    moments = (
-        {}
-        if bad is None
-        else {name: list(map(full, state.values())) for name, state in states.items()}
-    )
+    groups = []
+    for group in made.optimizer.param_groups:
+        in_group = {names[id(parameter)] for parameter in group["params"]}
+        groups.append((in_group, group["weight_decay"], group["lr"]))
+    moments = {}
+    if bad is not None:
+        for name, state in states.items():
+            moments[name] = [full(value).numpy().tobytes() for value in state.values()]
     return {
         "lines": of_training(lines),
         "curve": losses_and_norms(lines),
@@ -205,9 +205,7 @@ def trained(
             plain_name(name) for name, p in made.model.named_parameters() if p.requires_grad
         },
         "states": set(states),
-        "moments": {
-            name: [value.numpy().tobytes() for value in values] for name, values in moments.items()
-        },
+        "moments": moments,
         "done": done,
         "error": error,
         "progress": {key: value for key, value in vars(made.progress).items() if key != "wall_s"},

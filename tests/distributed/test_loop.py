@@ -51,9 +51,8 @@ def test_all_ranks_stop_at_the_same_validation(
         pool.run("trained", steps=steps, load=steps > 2, **given)[0]["lines"] for steps in (2, 9)
     ]
     for key in ("loss", "val_loss"):
-        found, expected = (
-            [line[key] for line in of if key in line] for of in ([*halves[0], *halves[1]], whole)
-        )
+        found = [line[key] for line in (*halves[0], *halves[1]) if key in line]
+        expected = [line[key] for line in whole if key in line]
         np.testing.assert_allclose(found, expected, atol=1e-4)
     best = TrainFolder(tmp_path / "spread").best().step
     newest = TrainFolder(tmp_path / "spread").saved_step()
@@ -185,9 +184,8 @@ def test_the_average_of_weights_follows_its_formula(
     assert [line["loss"] for line in lines if "loss" in line] == [
         line["loss"] for line in plain if "loss" in line
     ]
-    validated, at_end = (
-        [line["val_loss"] for line in of if "val_loss" in line] for of in (lines, plain)
-    )
+    validated = [line["val_loss"] for line in lines if "val_loss" in line]
+    at_end = [line["val_loss"] for line in plain if "val_loss" in line]
     assert [line["val_loss"] for line in same if "val_loss" in line] == pytest.approx(
         at_end, abs=1e-6
     )

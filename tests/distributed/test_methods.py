@@ -3,6 +3,7 @@ exports are merged.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def moved(found: Found) -> set[str]:
 
 
 def of_blocks(names: set[str], *blocks: int) -> set[str]:
-    return {name for name in names if name.startswith(tuple(f"blocks.{i}." for i in blocks))}
+    prefixes = tuple(f"blocks.{block}." for block in blocks)
+    return {name for name in names if name.startswith(prefixes)}
 
 
 def heads(names: set[str]) -> set[str]:
@@ -89,16 +91,23 @@ def heads(names: set[str]) -> set[str]:
 
 
 def rates(found: Found) -> dict[str, float]:
-    return {name: lr for names, _, lr in found["groups"] for name in names}
+    rate_by_name = {}
+    for names, _, rate in found["groups"]:
+        rate_by_name |= dict.fromkeys(names, rate)
+    return rate_by_name
 
 
 def rates_of_steps(found: Found) -> list[dict[str, float]]:
-    lines = [line for line in found["lines"] if "loss" in line]
-    return [{key: line[key] for key in line if key.startswith("lr_")} for line in lines]
+    rates_by_step = []
+    for line in found["lines"]:
+        if "loss" in line:
+            rates_by_step.append({key: line[key] for key in line if key.startswith("lr_")})
+    return rates_by_step
 
 
 ADAPTERS = {
-    f"blocks.{i}.{layer}.{part}.weight" for i in range(LAYERS) for layer in LINEAR for part in "ab"
+    f"blocks.{block}.{layer}.{part}.weight"
+    for block, layer, part in product(range(LAYERS), LINEAR, "ab")
 }
 
 
@@ -170,7 +179,7 @@ def test_a_merged_export_equals_the_adapted_model(alone: None, corpus: str, tmp_
     assert config["peft_type"] == "LORA"
     assert (config["r"], config["lora_alpha"]) == (4, 12)
     assert config["target_modules"] == [
-        f"blocks.{i}.{layer}" for i in range(LAYERS) for layer in ("qkv", "down")
+        f"blocks.{block}.{layer}" for block, layer in product(range(LAYERS), ("qkv", "down"))
     ]
     base = dict(found["first"])
     for name, tensor in merged.items():

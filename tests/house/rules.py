@@ -1,6 +1,7 @@
 """Rules of the workflow as text, with their directives."""
 
 import re
+from collections import ChainMap
 from pathlib import Path
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
@@ -16,7 +17,7 @@ BRIDGES, ZOO = BY_FILE.pop("bridges.smk"), BY_FILE.pop("zoo.smk")
 """Bodies of the rules of other packages, which call a script in an environment of its own and no
 stage, by name.
 """
-RULES = {name: body for bodies in BY_FILE.values() for name, body in bodies.items()}
+RULES = dict(ChainMap(*BY_FILE.values()))
 """Bodies of the others."""
 
 
@@ -29,8 +30,7 @@ def directive(body: str, name: str) -> str:
 def outputs() -> list[str]:
     """Every output pattern."""
     bodies = [*RULES.values(), *BRIDGES.values(), *ZOO.values()]
-    return [
-        path
-        for body in bodies
-        for path in re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))
-    ]
+    patterns = []
+    for body in bodies:
+        patterns += re.findall(r'"([^"]+/[^"]+)"', directive(body, "output"))
+    return patterns

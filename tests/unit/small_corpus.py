@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
@@ -96,6 +97,19 @@ def write_corpus(
     path = write_dataset(folder / "cells" / "one.h5ad", counts, ids, obs)
     shard = Shard(**({"val_frac": 0, "test_frac": 0, "cells_per_shard": 100} | options))
     return write_shards([path], vocabulary_of(ids), shard, folder / "shards" / "manifest.json")
+
+
+def shard_paths(manifest: Manifest, *splits: str) -> list[Path]:
+    """Files of the shards of some splits, of every split if none is named."""
+    paths = []
+    for split in splits or manifest.splits:
+        paths += [manifest.shard_path(shard) for shard in manifest.splits[split].shards]
+    return paths
+
+
+def read_obs(manifest: Manifest, *splits: str) -> pd.DataFrame:
+    """Columns of the cells of some splits, shard after shard."""
+    return pd.concat([ad.read_h5ad(path).obs for path in shard_paths(manifest, *splits)])
 
 
 def stream_of(

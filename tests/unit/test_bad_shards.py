@@ -131,19 +131,25 @@ def check(folder: Path, right: str | None, what: str) -> bool:
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """(container, key) of every value in a tree."""
-    keys = (
-        list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
-    )
-    return [place for key in keys for place in [(tree, key), *places(tree[key])]]
+    keys: Any = []
+    if isinstance(tree, dict):
+        keys = list(tree)
+    elif isinstance(tree, list):
+        keys = range(len(tree))
+    found = []
+    for key in keys:
+        found += [(tree, key), *places(tree[key])]
+    return found
 
 
 def sign(tree: dict[str, Any]) -> None:
     """Give a manifest the fingerprint and checksum of its entries, where they have one."""
     try:
-        splits = {
-            name: [[shard["n_obs"], shard["nnz"], shard["content"]] for shard in split["shards"]]
-            for name, split in tree["splits"].items()
-        }
+        splits: dict[str, list[Any]] = {}
+        for name, split in tree["splits"].items():
+            splits[name] = []
+            for shard in split["shards"]:
+                splits[name].append([shard["n_obs"], shard["nnz"], shard["content"]])
         fields = {"format": 1} | {key: tree[key] for key in ("vocabulary", "seed", "split")}
         tree["fingerprint"] = digest(fields | {"splits": splits})
         tree["checksum"] = digest(

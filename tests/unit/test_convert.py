@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,13 @@ def saved(folder: Path, cells: list[list[int]], **columns: Any) -> Path:
 
 def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) -> None:
     rng = np.random.RandomState(4)
-    cells = [
-        [GENES[i] for i in rng.permutation(len(GENES))[: rng.randint(5, 30)]] for _ in range(12)
-    ]
-    tokens = [
-        [NUMBERS["<cls>"], *(NUMBERS[gene] for gene in cell), NUMBERS["<eos>"]] for cell in cells
-    ]
+    cells = []
+    tokens = []
+    for _ in range(12):
+        rows = rng.permutation(len(GENES))[: rng.randint(5, 30)]
+        cell = [GENES[row] for row in rows]
+        cells.append(cell)
+        tokens.append([NUMBERS[token] for token in ("<cls>", *cell, "<eos>")])
     types = [f"type{i % 2}" for i in range(11)] + [None]
     folder = saved(tmp_path / "cells.dataset", tokens, cell_type=types, nested=[[1]] * 12)
     out = tmp_path / "raw.h5ad"
@@ -132,10 +134,15 @@ def test_ranks_keep_their_order_into_the_batch(tmp_path: Path, published: Path) 
         "shuffle": False,
     }
     stream = CellStream(manifest.path, "train", ranked, Stream(lanes=1), **given)
-    batches = [batch for step in stream for batch in step]
-    got = [b.genes[s:e].tolist() for b in batches for s, e in zip(b.cu_seqlens, b.cu_seqlens[1:])]
-    rows = [[vocabulary.gene_ids.index(gene) + len(SPECIAL) for gene in cell][:8] for cell in kept]
-    assert sorted(got) == sorted(rows)
+    streamed = []
+    for batch in chain.from_iterable(stream):
+        for start, end in pairwise(batch.cu_seqlens):
+            streamed.append(batch.genes[start:end].tolist())
+    token_ids = {gene: row + len(SPECIAL) for row, gene in enumerate(vocabulary.gene_ids)}
+    expected = []
+    for cell in kept:
+        expected.append([token_ids[gene] for gene in cell[:8]])
+    assert sorted(streamed) == sorted(expected)
     with pytest.raises(
         ConfigError, match=r"it has ranks without counts, which the objective needs; set obj"
     ):

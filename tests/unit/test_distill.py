@@ -4,6 +4,7 @@ cannot be used.
 
 import json
 from collections.abc import Callable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from cellmill.runs.identity import changed_keys, identity
 from cellmill.stages.train import supervised_by
 from tests.checks import refused
 from tests.models import initialized, prepare, random_cells, spec, train_options
-from tests.unit.small_corpus import write_corpus
+from tests.unit.small_corpus import read_obs, write_corpus
 from tests.unit.test_labels import GENES, TOKENS
 from tests.unit.test_supervised_contrastive import card
 
@@ -68,11 +69,7 @@ def shards(tmp_path: Path) -> Manifest:
 
 def cells_of(shards: Manifest, split: str) -> list[int]:
     """Number in the name of each cell of a split, in the order of the shards."""
-    names = [
-        name
-        for shard in shards.splits[split].shards
-        for name in ad.read_h5ad(shards.shard_path(shard)).obs_names
-    ]
+    names = read_obs(shards, split).index
     return [int(name.removeprefix("one:cell")) for name in names]
 
 
@@ -165,7 +162,7 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     stream = CellStream(
         shards.path, "train", TOKENS, Stream(lanes=4), teacher=str(tmp_path / "out"), **shared
     )
-    batches = [batch for _, step in zip(range(4), stream) for batch in step]
+    batches = [*chain.from_iterable(islice(stream, 4))]
     stream.close()
     cells = np.concatenate([batch.cells for batch in batches])
     assert not np.array_equal(cells, np.sort(cells))

@@ -80,10 +80,7 @@ def made(model: dict[str, Any]) -> Any:
 
 
 def batch() -> Any:
-    rows = [
-        np.array([RESIDUES.index(letter) for letter in sequence], np.int32)
-        for sequence in SEQUENCES
-    ]
+    rows = [np.array(list(map(RESIDUES.index, sequence)), np.int32) for sequence in SEQUENCES]
     lengths = [len(row) for row in rows]
     places = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
@@ -189,11 +186,10 @@ def test_the_head_of_the_folder_predicts_like_transformers(folder: Path) -> None
     network: Any = made({"path": str(folder)})
     prepared = network.prepare(batch(), seed=0, step=0)
     starts = np.cumsum([0, *map(len, SEQUENCES)])
-    hidden = [
-        (cell, int(at) - starts[cell])
-        for at in prepared.targets
-        for cell in [int(prepared.cell[at])]
-    ]
+    hidden = []
+    for target in prepared.targets.tolist():
+        cell = int(prepared.cell[target])
+        hidden.append((cell, target - starts[cell]))
     ids = padded_ids(set(hidden))
     with torch.inference_mode():
         logits = network.objective.predict(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,14 @@ def stream_of(manifest: Manifest, folder: Path | None, rank: int = 0, world: int
 
 
 def digests(stream: CellStream, steps: int = STEPS) -> list[bytes]:
+    digests = []
     try:
-        return [
-            b"".join(b.genes.tobytes() + b.values.tobytes() for b in step)
-            for step in islice(stream, steps)
-        ]
+        for step in islice(stream, steps):
+            arrays = [batch.genes.tobytes() + batch.values.tobytes() for batch in step]
+            digests.append(b"".join(arrays))
     finally:
         stream.close()
+    return digests
 
 
 def copier(
@@ -179,7 +180,9 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, 
     stream = stream_of(manifest, None, rank=1, world=4)
     stream.load_state_dict(stream.state_dict() | {"epoch": first // 17, "step": first % 17})
     named = [path.name for path in stream.shards_read({1}, first, first + 2)]
-    cells = [int(cell) for step in islice(stream, 2) for batch in step for cell in batch.cells]
+    cells: list[int] = []
+    for batch in chain.from_iterable(islice(stream, 2)):
+        cells += batch.cells.tolist()
     stream.close()
     names = [shard.name for shard in manifest.splits["train"].shards]
     # the window's other cells are read too

@@ -5,7 +5,7 @@ pipelines.
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -144,16 +144,15 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
 def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
-    stages = [stage for rank in range(3) for stage in model.stages(rank)]
+    stages = [*chain.from_iterable(map(model.stages, range(3)))]
     assert sum(stage.blocks for stage in stages) == SIZE.blocks
     tied = SIZE.tied.parameters
     assert sum(model.counts(rank).parameters for rank in range(3)) == SIZE.parameters + tied
     assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(
         SIZE.flops.of(10, 100, 2)
     )
-    assert sorted(stage for rank in range(3) for stage in list_stages(rank, parallel)) == list(
-        range(parallel.stages)
-    )
+    numbers = [*list_stages(0, parallel), *list_stages(1, parallel), *list_stages(2, parallel)]
+    assert sorted(numbers) == list(range(parallel.stages))
 
 
 def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
@@ -253,10 +252,11 @@ def _table(parallel: Parallel, micro_batches: int) -> list[list[Any]]:
         loss_fn=lambda a, b: a,
     )
     order = made.pipeline_order
-    return [
-        [part for action in order[rank] if action for part in [action.sub_actions or (action,)]]
-        for rank in range(parallel.pp)
-    ]
+    table = []
+    for rank in range(parallel.pp):
+        actions = [action for action in order[rank] if action]
+        table.append([action.sub_actions or (action,) for action in actions])
+    return table
 
 
 def _play(table: list[list[Any]], parallel: Parallel) -> float:

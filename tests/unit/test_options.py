@@ -7,7 +7,7 @@ and sees its effect, and is named in SHARED if another section has an option of 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -82,14 +82,17 @@ change them.
 """
 
 
-def cases(changes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(section, option) for section, options in changes.items() for option in options]
+def cases(changes: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
+    pairs = []
+    for section, options in changes.items():
+        pairs += [(section, option) for option in options]
+    return pairs
 
 
 def options_of(section: type[Any]) -> set[str]:
     """Keys of a section, of every built-in choice where it has several."""
     models = section.built_in().values() if issubclass(section, Plugin) else [section]
-    return {name for model in models for name in model.model_fields}
+    return set().union(*(model.model_fields for model in models))
 
 
 def test_every_option_is_set_by_a_test() -> None:
@@ -98,16 +101,15 @@ def test_every_option_is_set_by_a_test() -> None:
     }
     for name, owner in ENTRIES.items():
         sections[name] = set(owner.model_fields) - set(sections_of(owner))
-    every = {(section, option) for section, options in sections.items() for option in options}
-    here = {case for changes in (CORPUS, PLAN, TRAIN) for case in cases(changes)}
+    every = {*cases(sections)}
+    here = {*cases(CORPUS), *cases(PLAN), *cases(TRAIN)}
     assert here - every == set(), "values of options that do not exist"
     files = {*TESTS.rglob("*.py")} - {Path(__file__).resolve(), TESTS / "golden.py"}
     texts = {path.relative_to(TESTS).as_posix(): path.read_text(encoding="utf-8") for path in files}
-    own = {
-        tuple(option.split(".")): file
-        for file, options in SHARED.items()
-        for option in options.split()
-    }
+    own = {}
+    for file, options in SHARED.items():
+        for option in options.split():
+            own[tuple(option.split("."))] = file
     n_sections = Counter(option for _, option in every)
     assert own.keys() == {case for case in every - here if n_sections[case[1]] > 1}
     set_in = {

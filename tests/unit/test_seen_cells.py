@@ -11,6 +11,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+from small_corpus import read_obs
 
 import cellmill
 from cellmill.config.options import PredictOptions
@@ -56,11 +57,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, cells: Path) -> dict[str, P
 
 def names_of(corpus: dict[str, Path], *splits: str) -> set[str]:
     """Names of the cells of these splits, read from the shards as any program reads them."""
-    manifest = Manifest.read(corpus["manifest"])
-    paths = [
-        manifest.shard_path(shard) for split in splits for shard in manifest.splits[split].shards
-    ]
-    return {name.partition(":")[2] for path in paths for name in ad.read_h5ad(path).obs_names}
+    names = read_obs(Manifest.read(corpus["manifest"]), *splits).index
+    return {name.partition(":")[2] for name in names}
 
 
 def run_predict(model: Path, source: Path, out: Path, smallest: float | None = None) -> ad.AnnData:

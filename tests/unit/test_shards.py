@@ -7,6 +7,7 @@ do not name them.
 
 import json
 from functools import reduce
+from itertools import chain
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import scipy.sparse as sp
 from small_corpus import (
     genes_named,
     random_counts,
+    read_obs,
+    shard_paths,
     stream_of,
     vocabulary_of,
     write_corpus,
@@ -38,12 +41,6 @@ from cellmill.data.split import hash_cells, hash_genes, split_by_content, split_
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import sha256_file
-
-
-def shard_files(manifest: Manifest) -> list[Path]:
-    return [
-        manifest.shard_path(shard) for split in manifest.splits.values() for shard in split.shards
-    ]
 
 
 def two_datasets(folder: Path) -> tuple[list[Path], dict[str, sp.csr_matrix], list[str]]:
@@ -124,7 +121,7 @@ def test_every_cell_is_written_once_with_its_counts(two: Any) -> None:
 
 def test_obs_is_the_union_with_missing_as_missing(two: Any) -> None:
     columns = ["dataset", "donor", "age", "ok", "n", "dataset_original"]
-    obs = pd.concat([ad.read_h5ad(path).obs for path in shard_files(two[0])])
+    obs = pd.concat([ad.read_h5ad(path).obs for path in shard_paths(two[0])])
     assert list(obs.columns) == two[0].obs_columns == columns
     a, b = (obs[obs["dataset"] == name] for name in "ab")
     number = np.array([int(name.split(":cell")[1]) for name in a.index])
@@ -146,7 +143,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def test_a_shard_opens_in_anndata_in_every_way(corpus: Manifest, tmp_path: Path) -> None:
-    first, second = shard_files(corpus)[:2]
+    first, second = shard_paths(corpus)[:2]
     with h5py.File(first) as file:
         for name, dtype in (("data", "<u2"), ("indices", "<i4"), ("indptr", "<i4")):
             assert file["X"][name].dtype == np.dtype(dtype)
@@ -200,14 +197,7 @@ def test_cells_of_one_value_of_a_column_stay_in_one_split(
         split_by="donor",
         **options,
     )
-    donors = {
-        name: {
-            donor
-            for shard in split.shards
-            for donor in ad.read_h5ad(manifest.shard_path(shard)).obs["donor"]
-        }
-        for name, split in manifest.splits.items()
-    }
+    donors = {name: {*read_obs(manifest, name)["donor"]} for name in manifest.splits}
     assert {name: len(own) for name, own in donors.items()} == n_donors
     assert len(set.union(*donors.values())) == 10
     assert {*options.get("train_values", [])} <= donors["train"]
@@ -333,7 +323,7 @@ def test_a_changed_count_changes_the_hash() -> None:
         hash_cells(np.array([0, len(g)]), np.array(g), np.array(c), genes)[0].tolist()
         for g, c in rows
     ]
-    assert len({number for pair in hashes for number in pair}) == 2 * len(rows)
+    assert len({*chain.from_iterable(hashes)}) == 2 * len(rows)
     both = hash_cells(np.array([0, 2, 4]), np.array([0, 1] * 2), np.array([2, 3, 70_000, 3]), genes)
     # beyond the table
     large = hash_cells(np.array([0, 2]), np.array([0, 1]), np.array([70_000, 3]), genes)
@@ -429,7 +419,7 @@ def test_every_rank_reads_the_levels_of_its_cells(manifest: Manifest, split: str
     for rank in range(2):
         stream = _stream(manifest, COLUMNS, split=split, rank=rank, world=2, shuffle=False)
         assert stream.levels == LEVELS
-        for batch in (batch for step in stream for batch in step):
+        for batch in chain.from_iterable(stream):
             assert batch.levels is not None
             assert batch.levels.dtype == np.int32
             assert batch.levels.shape == (len(batch.cells), len(COLUMNS))

@@ -294,10 +294,10 @@ def test_explicit_keys_override_a_named_size() -> None:
         },
     }
     runs = check_config(tree).runs
-    found = {
-        name: (m.hidden, m.layers, m.heads, m.dropout)
-        for name, m in ((n, run.model) for n, run in runs.items())
-    }
+    found = {}
+    for name, run in runs.items():
+        model = run.model
+        found[name] = (model.hidden, model.layers, model.heads, model.dropout)
     assert found == {
         "named": (256, 6, 4, 0.1),
         "shallow": (256, 1, 4, 0.1),

@@ -3,7 +3,7 @@ documentation run.
 """
 
 import re
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOPS = re.findall(
     r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.M | re.S
 )
-TORCH, LIGHTNING = (
-    next(text for text in LOOPS if f"import {name}\n" in text) for name in ("torch", "lightning")
-)
+TORCH = next(text for text in LOOPS if "import torch\n" in text)
+LIGHTNING = next(text for text in LOOPS if "import lightning\n" in text)
+
+
+def cells_of(batches: list[Any]) -> list[int]:
+    cells: list[int] = []
+    for batch in batches:
+        cells += batch["cells"].tolist()
+    return cells
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,7 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
         manifest, "train", Tokens.model_validate(tokens), Stream.model_validate(LANES), **shared
     )
     assert [len(epoch) for epoch in found] == 3 * [len(stream)] == 3 * [engine.steps_per_epoch]
-    for batch, [theirs] in zip((batch for epoch in found for batch in epoch), engine):
+    for batch, [theirs] in zip(chain.from_iterable(found), engine):
         for name in ("genes", "values", "cu_seqlens", "cells"):
             np.testing.assert_array_equal(batch[name].numpy(), getattr(theirs, name))
     engine.close()
@@ -84,13 +90,12 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
         "numbers": ("float64", 2),
     }
     assert stream.levels == {"bulk_labels": ("B", "NK", "T")}
-    train = [sorted(int(cell) for batch in epoch for cell in batch["cells"]) for epoch in found]
-    assert train == 3 * [list(range(len(train[0])))]
+    train = [sorted(cells_of(epoch)) for epoch in found]
+    n_train = len(train[0])
+    assert train == 3 * [list(range(n_train))]
     validated = opened(folder, "val")
     once, again = epochs(validated, 2)
-    assert [int(cell) for batch in once for cell in batch["cells"]] == list(
-        range(CELLS - len(train[0]))
-    )
+    assert cells_of(once) == list(range(CELLS - n_train))
     for one, other in zip(once, again, strict=True):
         assert_same(one, other)
     with pytest.raises(ConfigError, match="always read from its start"):
@@ -103,25 +108,23 @@ def test_batches_are_those_that_a_run_reads_an_epoch_at_a_time(folder: Path) -> 
 def test_a_tensor_stream_resumes_with_the_same_batches(step: int, folder: Path) -> None:
     whole, first = (opened(folder, columns=["bulk_labels"]) for _ in range(2))
     assert len(whole) == 14
-    expected = [batch for epoch in epochs(whole, 3) for batch in epoch]
+    expected = [*chain.from_iterable(epochs(whole, 3))]
     for _ in range(step // 14):
         list(first)
     list(islice(first, step % 14))
     state = first.state_dict()
     again = opened(folder, columns=["bulk_labels"])
     again.load_state_dict(state)
-    rest = [batch for epoch in epochs(again, 3 - step // 14) for batch in epoch]
+    rest = chain.from_iterable(epochs(again, 3 - step // 14))
     for one, other in zip(rest, expected[step:], strict=True):
         assert_same(one, other)
     ranks = [opened(folder, columns=["bulk_labels"], rank=rank, world_size=4) for rank in range(4)]
     for stream in ranks:
         stream.load_state_dict(state)
     for parts, batch in zip(zip(*ranks, strict=True), expected[step:]):
-        kinds = {
-            int(cell): int(level)
-            for part in parts
-            for cell, level in zip(part["cells"], part["levels"][:, 0])
-        }
+        kinds: dict[int, int] = {}
+        for part in parts:
+            kinds |= zip(part["cells"].tolist(), part["levels"][:, 0].tolist())
         assert kinds == dict(zip(batch["cells"].tolist(), batch["levels"][:, 0].tolist()))
         assert sum(len(part["genes"]) for part in parts) == len(batch["genes"])
     for stream in (whole, first, again, *ranks):

@@ -8,6 +8,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -29,8 +30,12 @@ CURVES = {"loss": LOSSES, "val_loss": [(4, 0.75)]}
 
 def curves(rows: Iterable[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Steps and values of the losses in rows of scalars with their step."""
-    rows = list(rows)
-    return {name: [(row["step"], row[name]) for row in rows if name in row] for name in CURVES}
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
+    for row in rows:
+        for name, points in found.items():
+            if name in row:
+                points.append((row["step"], row[name]))
+    return found
 
 
 def package(name: str, extra: str) -> Any:
@@ -66,9 +71,8 @@ def test_tensorboard_has_what_was_written(tmp_path: Path) -> None:
 
     train = send(tmp_path, "tensorboard")
     read = EventAccumulator(str(train / "track" / "tensorboard"), {"tensors": 0}).Reload()
-    assert {
-        name: [(event.step, event.value) for event in read.Scalars(name)] for name in CURVES
-    } == CURVES
+    for name, points in CURVES.items():
+        assert [(event.step, event.value) for event in read.Scalars(name)] == points
     assert {event.value for event in read.Scalars("resident_gb")} == {4.0}
     texts = {
         tag: read.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
@@ -89,10 +93,9 @@ def test_mlflow_has_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     uri = f"sqlite:///{tmp_path}/results/mlflow.db"
     client = mlflow.MlflowClient(tracking_uri=uri)
     [run] = client.search_runs([client.get_experiment_by_name("pbmc").experiment_id])
-    read = {name: client.get_metric_history(run.info.run_id, name) for name in CURVES}
-    assert {
-        name: [(line.step, line.value) for line in lines] for name, lines in read.items()
-    } == CURVES
+    for name, points in CURVES.items():
+        history = client.get_metric_history(run.info.run_id, name)
+        assert [(line.step, line.value) for line in history] == points
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert {"train.lr": "0.001", "steps": "20"}.items() <= run.data.params.items()
     assert {
@@ -112,20 +115,27 @@ def test_wandb_has_what_was_written(tmp_path: Path) -> None:
 
     train = send(tmp_path, "wandb", mode="offline")
     files = sorted((train / "track" / "wandb" / "wandb").glob("offline-run-*/*.wandb"))
-    records = [Record.FromString(data) for file in files for data in leveldb_records(file)]
+    records = []
+    for file in files:
+        records += [Record.FromString(data) for data in leveldb_records(file)]
     runs = [record.run for record in records if record.HasField("run")]
     assert {(run.run_id, run.display_name, run.project) for run in runs} == {
         (file_id(train), "one", "cellmill")
     }
-    rows = [
-        {"/".join(i.nested_key) or i.key: i.value_json for i in r.history.item} for r in records
-    ]
-    assert curves({key: json.loads(value) for key, value in row.items()} for row in rows) == CURVES
+    rows = []
+    for record in records:
+        row = {}
+        for item in record.history.item:
+            row["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+        rows.append(row)
+    assert curves(rows) == CURVES
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert (config["commit"], config["options"]["train"]["lr"]) == ("c" * 40, 1e-3)
     kept = [record.artifact for record in records if record.HasField("artifact")]
     kept += [r.request.log_artifact.artifact for r in records if r.request.HasField("log_artifact")]
-    names = {entry.path for artifact in kept for entry in artifact.manifest.contents}
+    names = set()
+    for artifact in kept:
+        names |= {entry.path for entry in artifact.manifest.contents}
     assert names == {"plan.json", "train/run.json", "train/metrics.jsonl"}
 
 
@@ -164,11 +174,10 @@ def test_comet_has_what_was_written(tmp_path: Path) -> None:
     assert {(one["offline_id"], one["project_name"]) for one in described} == {
         (file_id(train), "cells")
     }
-    messages = [
-        json.loads(line)["payload"]
-        for archive in archives
-        for line in archive.read("messages.json").splitlines()
-    ]
+    messages = []
+    for archive in archives:
+        for line in archive.read("messages.json").splitlines():
+            messages.append(json.loads(line)["payload"])
     metrics = [message["metric"] for message in messages if "metric" in message]
     assert curves({"step": m["step"], m["metricName"]: m["metricValue"]} for m in metrics) == CURVES
     parameters = [message["param"] for message in messages if "param" in message]
@@ -220,15 +229,13 @@ def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
         for path, body in posted
         if path.endswith("/traces")
     ]
-    spans = [
-        span
-        for one in sent
-        for of in one.resource_spans
-        for scope in of.scope_spans
-        for span in scope.spans
-    ]
-    assert {span.trace_id.hex() for span in spans} == {file_id(train)}
-    told = [(span.name, {a.key: a.value.string_value for a in span.attributes}) for span in spans]
+    told = []
+    resources = chain.from_iterable(request.resource_spans for request in sent)
+    scopes = chain.from_iterable(resource.scope_spans for resource in resources)
+    for span in chain.from_iterable(scope.spans for scope in scopes):
+        assert span.trace_id.hex() == file_id(train)
+        attributes = {item.key: item.value.string_value for item in span.attributes}
+        told.append((span.name, attributes))
     lines = [
         (
             json.loads(values["langfuse.observation.input"])["step"],
@@ -247,7 +254,10 @@ def test_langfuse_has_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
         "done",
     ]
     assert json.loads(runs[0]["langfuse.observation.input"])["options"]["train"]["lr"] == 1e-3
-    scores = [score for path, body in posted if path == SCORES for score in json.loads(body)]
+    scores = []
+    for path, body in posted:
+        if path == SCORES:
+            scores += json.loads(body)
     assert {(score["name"], score["value"]) for score in scores} == {
         ("loss", 0.25),
         ("loss", 0.125),

@@ -87,16 +87,13 @@ def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (site / "toy_tracks.py").write_text(PACKAGE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-tracks\nVersion: 1.0\n")
-    groups = {
-        kind: [name for name in NAMES if name.startswith(kind)] for kind in ("tracker", "observer")
-    }
-    (info / "entry_points.txt").write_text(
-        "".join(
-            f"[cellmill.{kind}]\n"
-            + "".join(f"{name} = toy_tracks:{kind.title()}Options\n" for name in names)
-            for kind, names in groups.items()
-        )
-    )
+    lines = []
+    for kind in ("tracker", "observer"):
+        lines.append(f"[cellmill.{kind}]\n")
+        for name in NAMES:
+            if name.startswith(kind):
+                lines.append(f"{name} = toy_tracks:{kind.title()}Options\n")
+    (info / "entry_points.txt").write_text("".join(lines))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     )
