@@ -14,13 +14,8 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.changes import (
-    CO_EXPRESSION,
-    HeldOut,
-    of_new_contexts,
-    of_new_perturbations,
-    prior_method,
-)
+from cellmill.evaluate.tasks.changes import predict_new_contexts, predict_new_perturbations
+from cellmill.evaluate.tasks.held_out import CO_EXPRESSION, HeldOut, prior_method
 from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import named
@@ -90,23 +85,23 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
     states = rng.normal(size=(8, 30))
     train = np.arange(5)
     test = np.arange(5, 8)
-    found = named(of_new_perturbations(changes, train, test, features, 2))
+    found = named(predict_new_perturbations(changes, train, test, features, 2))
     # no features: the mean
     np.testing.assert_array_equal(found["f + linear"][1], changes[:5].mean(0))
     has = changes[[0, 2, 3, 4]]
     assert all((row == has).all(1).any() for row in found["f + nearest"][[0, 2]])
     pairs = {tuple((a + b) / 2) for number, a in enumerate(has) for b in has[number + 1 :]}
     assert all(any(np.allclose(row, pair) for pair in pairs) for row in found["f + kNN"][[0, 2]])
-    one = named(of_new_perturbations(changes, train, test, features, 1))
+    one = named(predict_new_perturbations(changes, train, test, features, 1))
     np.testing.assert_array_equal(one["f + kNN"], found["f + nearest"])
-    every = named(of_new_perturbations(changes, train, test, features, 9))
+    every = named(predict_new_perturbations(changes, train, test, features, 9))
     np.testing.assert_allclose(every["f + kNN"][[0, 2]], [has.mean(0)] * 2)
-    contexts = named(of_new_contexts(changes, train, test, names, states))
+    contexts = named(predict_new_contexts(changes, train, test, names, states))
     np.testing.assert_allclose(contexts["same perturbation + mean"][0], changes[[0, 2]].mean(0))
     # d is new
     np.testing.assert_allclose(contexts["same perturbation + mean"][2], changes[:5].mean(0))
     other = np.where(np.isin(np.arange(8), test)[:, None], 7.0, changes)
-    again = named(of_new_contexts(other, train, test, names, states))
+    again = named(predict_new_contexts(other, train, test, names, states))
     for name, predicted in again.items():
         np.testing.assert_array_equal(predicted, contexts[name], "of expression of tested units")
 
@@ -323,6 +318,6 @@ def test_an_informative_prior_predicts_what_the_mean_cannot() -> None:
     programs = rng.normal(size=(3, 40))
     features = rng.normal(size=(30, 3))
     changes = features @ programs + 0.1 * rng.normal(size=(30, 40))
-    found = of_new_perturbations(changes, np.arange(24), np.arange(24, 30), {F: features}, 3)
+    found = predict_new_perturbations(changes, np.arange(24), np.arange(24, 30), {F: features}, 3)
     error = named({name: np.abs(values - changes[24:]).mean() for name, values in found.items()})
     assert error["f + linear"] < 0.15 < error["f + kNN"] < error["mean"]

@@ -18,7 +18,7 @@ from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.changes import (
     Profiles,
     expected_log_expression,
-    predicted_changes,
+    predict_responses,
     read_profiles,
 )
 from cellmill.models.batch import to_tensors
@@ -161,7 +161,7 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
     )
     profiles: Profiles = read_profiles(changed, ("batch",))
     strata = np.array([[1.0, 0.0], [0.25, 0.75]])
-    found = predicted_changes(changed, profiles, strata, ["A", "A"], [[2], [2]])
+    found = predict_responses(changed, profiles, strata, ["A", "A"], [[2], [2]])
     assert found is not None
     of_strata = []
     for stratum in (0, 1):
@@ -180,4 +180,4 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
         of_strata.append(after - before)
     np.testing.assert_allclose(found, strata @ np.array(of_strata), atol=1e-6)
     assert np.abs(found).max() > 1e-3
-    assert predicted_changes(context, profiles, strata, ["A", "A"], [[2], [2]]) is None
+    assert predict_responses(context, profiles, strata, ["A", "A"], [[2], [2]]) is None

@@ -1,9 +1,7 @@
-"""Changes of expression under perturbations: measured, and predicted for held-out units by
-baselines or by the model.
+"""Changes of expression under perturbations: measured, and predicted by baselines or by the model.
 
-A unit is a perturbation with its dose, and with its context (such as a donor) where contexts are
-held out. Of a tested unit only the gene, the context and the strata of its cells are read, never
-its expression.
+A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
+out (`held_out.py`).
 
 Expression is log(1 + counts per 10,000) over the model's genes that the dataset has. A measured
 change is the mean over a unit's cells minus the mean over controls of the same stratum (a batch of
@@ -13,65 +11,41 @@ other: otherwise the noise of the controls would be in both.
 Legend: U units, G genes, F features of a unit, C controls.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Self
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import torch
 from sklearn.linear_model import RidgeCV
-from sklearn.model_selection import GroupKFold, KFold
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.corpus import IS_CONTROL
-from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text_values
-from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.errors import DataError
-from cellmill.evaluate.components import pca
-from cellmill.evaluate.evaluated import PCA_CELLS
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.inference.embed import inference
-from cellmill.evaluate.methods import EMBEDDING, KNN
+from cellmill.evaluate.methods import KNN
 from cellmill.evaluate.scores import divide, seeded
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.genes import (
-    LOADINGS,
-    OF_GENES,
-    UNTRAINED_OF_GENES,
-    expression_statistics,
-    gene_vectors,
-    scaled_loadings,
-)
-from cellmill.models.gene_vectors import read_vectors
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
 from cellmill.runs.results import ScoredMethod
 
-MIN_CONTROLS = 5  # of a stratum, in each half
-# of the ridge; the one of least leave-one-out error on the training units is taken
+MIN_CONTROLS = 5  # controls of a stratum in each half
+MOST_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
+# strengths of the ridge; the one with the least leave-one-out error on the training units is taken
 ALPHAS = np.logspace(-2, 4, 13)
-MIN_KNOWN = 3  # training units with features that a linear prediction needs
-Prediction = dict[ScoredMethod, np.ndarray]
-MOST_CONTROLS = 128  # of a stratum: the first of the half that predictions start from
+MIN_FITTED = 3  # training units with features that a linear prediction needs
 # expected counts from which the logarithm of the expectation is within 0.02 of the expected one
 LARGE = 30.0
-RESPONSE = replace(EMBEDDING, classifier="response head")
-CO_EXPRESSION = ScoredMethod("co-expression of controls")
 NO_CHANGE = ScoredMethod("no change")
 MEAN = ScoredMethod("mean")
 SAME_MEAN = ScoredMethod("same perturbation", "mean")
 SAME_LINEAR = ScoredMethod("same perturbation", "linear")
 SAME_NEAREST = ScoredMethod("same perturbation", "nearest")
-# a group counts as unseen if this share of its cells is scored; the others equal training cells or
-# have no known gene
-UNSEEN_FRAC = 0.9
-STRATA = ("batch", "donor")
-Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
+Prediction = dict[ScoredMethod, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -80,89 +54,87 @@ class Profiles:
 
     expression: sp.csr_matrix  # (cells, G) float32
     genes: np.ndarray  # (G,) int64: rows of the vocabulary
-    depth: np.ndarray  # (cells,) int64: counts of these genes
+    depth: np.ndarray  # (cells,) int64: total count of these genes
     perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
     dose: np.ndarray  # (cells,) text, empty without the role
     stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    # (cells,) int8: 0 or 1 of controls, the half that they are in; -1 of other cells
-    half: np.ndarray
+    half: np.ndarray  # (cells,) int8: half (0 or 1) that a control is in; -1 for other cells
 
     def control_means(self, half: int) -> np.ndarray:
         """(strata, G) float64: mean of the controls of a half."""
-        return _means(
-            self.expression, np.where(self.half == half, self.stratum, -1), self.stratum.max() + 1
-        )
+        stratum = np.where(self.half == half, self.stratum, -1)
+        return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
     def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
-        """(U, G) float64: mean over the cells of each unit, (cells,) int64, minus `controls` of
-        their strata.
+        """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
+        strata.
 
-        Cells of unit -1, and without a stratum, take no part; a unit without cells has NaN.
+        `unit` is (cells,) int64. Cells with unit -1 or without a stratum take no part; a unit
+        without cells has NaN.
         """
         unit = np.where(self.stratum == -1, -1, unit)
-        return _means(self.expression, unit, n_units) - self.controls_of(unit, n_units, controls)
+        unit_means = _average_groups(self.expression, unit, n_units)
+        return unit_means - self.unit_controls(unit, n_units, controls)
 
-    def controls_of(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+    def unit_controls(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
-        # a stratum without controls has no cells
-        return self.strata_of(unit, n_units) @ np.nan_to_num(controls)
+        # NaN marks a stratum without controls, in which no unit has cells
+        return self.stratum_shares(unit, n_units) @ np.nan_to_num(controls)
 
-    def strata_of(self, unit: np.ndarray, n_units: int) -> np.ndarray:
-        """(U, strata) float64: share of each stratum in the cells of a unit; NaN for a unit without
+    def stratum_shares(self, unit: np.ndarray, n_units: int) -> np.ndarray:
+        """(U, strata) float64: share of a unit's cells in each stratum; NaN for a unit without
         cells.
         """
         cells = np.flatnonzero((unit >= 0) & (self.stratum != -1))
-        shares = np.zeros((n_units, self.stratum.max() + 1))
-        np.add.at(shares, (unit[cells], self.stratum[cells]), 1)
-        return divide(shares, shares.sum(1, keepdims=True))
+        n_cells = np.zeros((n_units, self.stratum.max() + 1))
+        np.add.at(n_cells, (unit[cells], self.stratum[cells]), 1)
+        return divide(n_cells, n_cells.sum(1, keepdims=True))
 
 
 def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
-    """Profiles of all cells of the dataset. `roles` divide cells into strata, as far as the dataset
-    has them.
-    """
+    """Profiles of all cells of the dataset, with strata by those of `roles` that it has."""
     reader = context.reader
     genes = context.measured_genes
-    target = context.columns.target
-    target = np.where(target >= 0, np.searchsorted(genes, target), -1).astype(np.int32)
-    counts = sp.vstack(
-        [select_columns(block, target, len(genes)) for block in reader.rows(ROW_BLOCK)],
-        format="csr",
-    )
+    vocabulary_row = context.columns.target
+    column = np.where(vocabulary_row >= 0, np.searchsorted(genes, vocabulary_row), -1)
+    column = column.astype(np.int32)
+    blocks = [select_columns(block, column, len(genes)) for block in reader.rows(ROW_BLOCK)]
+    counts = sp.vstack(blocks, format="csr")
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    texts = {
-        role: text_values(context.roles[role]).astype(str)
-        for role in roles
-        if role in context.roles
-    }
-    strata = np.zeros(reader.n_obs, np.int64)
-    if texts:  # a number for each combination of values; missing values are one value
-        strata = pd.DataFrame(texts).groupby([*texts], sort=True).ngroup().to_numpy(np.int64)
+    stratum = _number_strata(context, roles)
     half = np.full(reader.n_obs, -1, np.int8)
     generator = seeded(context.options.seed, 4)
-    few = []
-    for number in np.unique(strata):
-        controls = generator.permutation(np.flatnonzero(is_control & (strata == number)))
+    too_few = []
+    for number in np.unique(stratum):
+        controls = generator.permutation(np.flatnonzero(is_control & (stratum == number)))
         half[controls] = np.arange(len(controls)) % 2
         if len(controls) // 2 < MIN_CONTROLS:
-            few.append(number)
+            too_few.append(number)
     perturbation = text_values(context.roles[controlled_role(context)]).astype(str)
+    dose = np.full(reader.n_obs, "")
+    if "dose" in context.roles:
+        dose = text_values(context.roles["dose"]).astype(str)
     return Profiles(
         expression=log_normalise(counts),
         genes=genes,
         depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
         perturbation=np.where(is_control, "", perturbation),
-        dose=text_values(context.roles["dose"]).astype(str)
-        if "dose" in context.roles
-        else np.full(reader.n_obs, ""),
-        stratum=np.where(np.isin(strata, few), -1, strata),
+        dose=dose,
+        stratum=np.where(np.isin(stratum, too_few), -1, stratum),
         half=half,
     )
 
 
-def prior_method(name: str) -> ScoredMethod:
-    """Gene vectors of a file, one of `priors`."""
-    return ScoredMethod(f"prior {name}")
+def _number_strata(context: Context, roles: Iterable[str]) -> np.ndarray:
+    """(cells,) int64: a number for each combination of values of the roles that the dataset has."""
+    columns = {}
+    for role in roles:
+        if role in context.roles:
+            columns[role] = text_values(context.roles[role]).astype(str)
+    if not columns:
+        return np.zeros(context.reader.n_obs, np.int64)
+    # missing values are one value, the empty text
+    return pd.DataFrame(columns).groupby([*columns], sort=True).ngroup().to_numpy(np.int64)
 
 
 def check_changes(context: Context) -> None:
@@ -179,13 +151,13 @@ def check_changes(context: Context) -> None:
 
 
 def controlled_role(context: Context) -> str:
-    """Role whose values are perturbations: as in the table, the condition of a dataset without
-    perturbations.
+    """Role whose values are perturbations: the condition, for a dataset without the role
+    perturbation.
     """
     return "perturbation" if "perturbation" in context.roles else "condition"
 
 
-def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
+def _average_groups(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
     has NaN.
     """
@@ -193,78 +165,80 @@ def _means(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.nd
     member = sp.csr_matrix(
         (np.ones(len(cells)), (group[cells], cells)), shape=(n_groups, expression.shape[0])
     )
-    return divide(
-        (member @ expression).toarray(), np.bincount(group[cells], minlength=n_groups)[:, None]
-    )
+    n_cells = np.bincount(group[cells], minlength=n_groups)
+    return divide((member @ expression).toarray(), n_cells[:, None])
 
 
-def of_new_perturbations(
+def predict_new_perturbations(
     changes: np.ndarray,
     train: np.ndarray,
     test: np.ndarray,
     features: Mapping[ScoredMethod, np.ndarray],
     neighbors: int,
 ) -> Prediction:
-    """Changes `(test units, G)` by method, of units whose perturbation no training unit has.
+    """Changes `(test units, G)` by method, for perturbations that no training unit has.
 
-    `features` are `(U, F)`, NaN rows for units without any, which get the mean of the
-    training units.
+    `features` are `(U, F)`. Units with NaN rows have no features and get the mean of the training
+    units.
     """
-    none = np.zeros((len(test), changes.shape[1]))
-    predicted = {NO_CHANGE: none, MEAN: none + changes[train].mean(0)}
-    for source, values in features.items():
-        has = np.isfinite(values).all(1)
-        known = train[has[train]]
-        wanted = np.flatnonzero(has[test])
-        linear, nearest, several = (predicted[MEAN].copy() for _ in range(3))
-        if len(known) >= MIN_KNOWN and len(wanted):
-            scaler = StandardScaler().fit(values[known])
-            given = scaler.transform(values[known])
-            queries = scaler.transform(values[test[wanted]])
-            linear[wanted] = RidgeCV(ALPHAS).fit(given, changes[known]).predict(queries)
-            similar = known[
-                np.argsort(-_directions(queries) @ _directions(given).T, axis=1, kind="stable")
-            ]
-            nearest[wanted] = changes[similar[:, 0]]
-            several[wanted] = changes[similar[:, :neighbors]].mean(1)
-        predicted |= {
-            replace(source, classifier="linear"): linear,
-            replace(source, classifier="nearest"): nearest,
-            replace(source, classifier=KNN): several,
-        }
+    no_change = np.zeros((len(test), changes.shape[1]))
+    mean = no_change + changes[train].mean(0)
+    predicted = {NO_CHANGE: no_change, MEAN: mean}
+    for source, vectors in features.items():
+        has_features = np.isfinite(vectors).all(1)
+        fitted = train[has_features[train]]  # units
+        rows = np.flatnonzero(has_features[test])  # rows of the prediction
+        linear = mean.copy()
+        nearest = mean.copy()
+        nearest_few = mean.copy()
+        if len(fitted) >= MIN_FITTED and len(rows):
+            scaler = StandardScaler().fit(vectors[fitted])
+            keys = scaler.transform(vectors[fitted])
+            queries = scaler.transform(vectors[test[rows]])
+            linear[rows] = RidgeCV(ALPHAS).fit(keys, changes[fitted]).predict(queries)
+            # (rows, fitted): fitted units by falling cosine similarity
+            cosine = _scale_to_unit(queries) @ _scale_to_unit(keys).T
+            similar = fitted[np.argsort(-cosine, axis=1, kind="stable")]
+            nearest[rows] = changes[similar[:, 0]]
+            nearest_few[rows] = changes[similar[:, :neighbors]].mean(1)
+        predicted[replace(source, classifier="linear")] = linear
+        predicted[replace(source, classifier="nearest")] = nearest
+        predicted[replace(source, classifier=KNN)] = nearest_few
     return predicted
 
 
-def _directions(vectors: np.ndarray) -> np.ndarray:
+def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)
 
 
-def of_new_contexts(
+def predict_new_contexts(
     changes: np.ndarray,
     train: np.ndarray,
     test: np.ndarray,
     perturbation: np.ndarray,
-    states: np.ndarray,
+    controls: np.ndarray,
 ) -> Prediction:
-    """Changes `(test units, G)` by method, of units of contexts, such as donors, that no training
-    unit has.
+    """Changes `(test units, G)` by method, for contexts, such as donors, that no training unit has.
 
-    `perturbation` `(U,)` names each unit's, `states` `(U, G)` are its controls. A perturbation
-    without a training unit gets the mean of the training units.
+    `perturbation`, `(U,)`, names each unit's perturbation; `controls`, `(U, G)`, are the mean
+    controls of each unit. A perturbation without a training unit gets the mean of the training
+    units.
     """
-    none = np.zeros((len(test), changes.shape[1]))
-    mean = none + changes[train].mean(0)
+    no_change = np.zeros((len(test), changes.shape[1]))
+    mean = no_change + changes[train].mean(0)
     same_mean = mean.copy()
     nearest = mean.copy()
-    for at, unit in enumerate(test):
+    for row, unit in enumerate(test):
         same = train[perturbation[train] == perturbation[unit]]
         if len(same):
-            same_mean[at] = changes[same].mean(0)
-            nearest[at] = changes[same[np.abs(states[same] - states[unit]).mean(1).argmin()]]
+            same_mean[row] = changes[same].mean(0)
+            distances = np.abs(controls[same] - controls[unit]).mean(1)
+            nearest[row] = changes[same[distances.argmin()]]
+    # (U, training perturbations)
     one_hot = (perturbation[:, None] == np.unique(perturbation[train])).astype(float)
     linear = RidgeCV(ALPHAS).fit(one_hot[train], changes[train]).predict(one_hot[test])
     return {
-        NO_CHANGE: none,
+        NO_CHANGE: no_change,
         MEAN: mean,
         SAME_MEAN: same_mean,
         SAME_LINEAR: linear,
@@ -272,53 +246,50 @@ def of_new_contexts(
     }
 
 
-def predicted_changes(
+def predict_responses(
     context: Context,
     profiles: Profiles,
-    strata: np.ndarray,
+    stratum_shares: np.ndarray,
     names: Sequence[str],
     genes: Sequence[list[int]],
 ) -> np.ndarray | None:
-    """(U, G) float64: predicted change of each unit; None for a model that predicts no responses.
+    """(U, G) float64: change of each unit by the model's response head; None without such a head.
 
-    `strata` (U, strata) are the share of each stratum in the cells of a unit, `names` and `genes`
-    the perturbation of each unit and the vocabulary rows of its genes.
+    `stratum_shares`, (U, strata), are the shares of a unit's cells in each stratum. `names` are the
+    perturbations of the units, `genes` the vocabulary rows of their genes.
     """
     network = context.model.network
-    parts = network.objective.leaves().values()
-    objective = next((part for part in parts if isinstance(part, PerturbationResponse)), None)
+    leaves = network.objective.leaves().values()
+    objective = next((leaf for leaf in leaves if isinstance(leaf, PerturbationResponse)), None)
     if objective is None:
         return None
     device = next(network.parameters()).device
 
-    def expression(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
-        """(G,): mean expected expression of control cells under a perturbation, or as they are
-        (None).
+    def predict_mean(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
+        """(G,): mean expected expression of control cells under a perturbation; None is no
+        perturbation.
         """
+        tokens = [row + len(SPECIAL) for row in rows]
         with inference(device, context.options.precision):
             vectors = torch.from_numpy(context.vectors[cells]).to(device)
-            log_shares = objective.log_profile(
-                network, vectors, name, [row + len(SPECIAL) for row in rows]
-            )
+            log_shares = objective.log_profile(network, vectors, name, tokens)
+            # shares of the genes that the dataset has sum to 1
             in_dataset = log_shares[:, torch.from_numpy(profiles.genes)]
             shares = in_dataset.double().softmax(1).cpu().numpy()
         return expected_log_expression(shares, profiles.depth[cells]).mean(0)
 
+    is_start = (profiles.half == 0) & np.isfinite(context.vectors).all(1)
     changes = np.zeros((len(names), len(profiles.genes)))
-    for stratum in np.flatnonzero(strata.sum(0)).tolist():
-        usable = (
-            (profiles.half == 0)
-            & (profiles.stratum == stratum)
-            & np.isfinite(context.vectors).all(1)
-        )
-        cells = np.flatnonzero(usable)[:MOST_CONTROLS]
-        before = expression(cells, None, [])
-        by_name: dict[str, np.ndarray] = {}  # doses of a perturbation are predicted alike
-        for unit in np.flatnonzero(strata[:, stratum]).tolist():
+    for stratum in np.flatnonzero(stratum_shares.sum(0)).tolist():
+        controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MOST_CONTROLS]
+        unperturbed = predict_mean(controls, None, [])
+        # all doses of a perturbation get the same prediction
+        change_by_name: dict[str, np.ndarray] = {}
+        for unit in np.flatnonzero(stratum_shares[:, stratum]).tolist():
             name = names[unit]
-            if name not in by_name:
-                by_name[name] = expression(cells, name, genes[unit]) - before
-            changes[unit] += strata[unit, stratum] * by_name[name]
+            if name not in change_by_name:
+                change_by_name[name] = predict_mean(controls, name, genes[unit]) - unperturbed
+            changes[unit] += stratum_shares[unit, stratum] * change_by_name[name]
     return changes
 
 
@@ -330,220 +301,13 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
     """
     mean = depth[:, None] * shares
     scale = TARGET_SUM / np.maximum(depth, 1)[:, None]
-    small = np.minimum(mean, LARGE)
-    last = int(np.ceil(small.max(initial=0) + 8 * small.max(initial=0) ** 0.5)) + 5
-    probability = np.exp(-small)
-    total = np.zeros_like(mean)
-    for count in range(1, last + 1):
-        probability = probability * small / count
-        total += probability * np.log1p(count * scale)
-    return np.where(mean < LARGE, total, np.log1p(mean * scale))
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Units of a role whose values are held out whole, and what predicts their changes.
-
-    A unit is a perturbation, its dose, and its context if contexts are held out.
-    """
-
-    context: Context
-    config: PerturbationConfig
-    role: str
-    profiles: Profiles
-    # (cells,) int64: its unit; -1 for controls, and for units with too few cells
-    unit_of_cell: np.ndarray
-    perturbation: np.ndarray  # (U,) text
-    group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
-    unseen: np.ndarray  # (U,) bool: of a group that the model saw no cell of
-    # (U,) bool: of a group with cells that the model was fitted on, not only validated
-    trained: np.ndarray
-    left_out: list[str]
-
-    @classmethod
-    def of(
-        cls,
-        context: Context,
-        config: PerturbationConfig,
-        role: str,
-        profiles: Profiles | None = None,
-    ) -> Self:
-        """Units of at least `min_cells` cells; of units that may be tested, of scored cells.
-
-        `profiles` are those of the dataset, if they are known. Raises Skipped where no stratum has
-        enough controls.
-        """
-        if profiles is None:
-            profiles = read_profiles(
-                context, dict.fromkeys([*STRATA, *([] if role == "perturbation" else [role])])
-            )
-        if profiles.stratum.max() < 0:
-            raise Skipped("no stratum has enough controls")
-        perturbation = profiles.perturbation
-        value = (
-            perturbation if role == "perturbation" else text_values(context.roles[role]).astype(str)
-        )
-        usable = (perturbation != "") & (profiles.stratum >= 0)
-        if role != "perturbation":
-            usable &= context.roles[role].notna().to_numpy()
-        groups, group = np.unique(value, return_inverse=True)
-        n_cells = np.bincount(group[usable], minlength=len(groups))
-        n_scored = np.bincount(group[usable & context.scored], minlength=len(groups))
-        names = np.array([" | ".join(parts) for parts in zip(perturbation, profiles.dose, value)])
-        units, first, unit = np.unique(names, return_index=True, return_inverse=True)
-        unseen = (n_scored >= UNSEEN_FRAC * n_cells)[group[first]]
-        is_trained = context.model.is_training_cell(context.dataset, context.reader.obs.index)
-        trained = (np.bincount(group[usable & is_trained], minlength=len(groups)) > 0)[group[first]]
-        counted = usable & (context.scored | ~unseen[unit])
-        enough = np.bincount(unit[counted], minlength=len(units)) >= config.min_cells
-        has_cells = np.bincount(unit[usable], minlength=len(units)) > 0
-        kept = np.flatnonzero(enough & has_cells)
-        return cls(
-            context,
-            config,
-            role,
-            profiles,
-            unit_of_cell=np.where(usable & enough[unit], np.searchsorted(kept, unit), -1),
-            perturbation=perturbation[first[kept]],
-            group=value[first[kept]],
-            unseen=unseen[kept],
-            trained=trained[kept],
-            left_out=sorted(
-                {str(perturbation[first[at]]) for at in np.flatnonzero(has_cells & ~enough)}
-            ),
-        )
-
-    def folds(self) -> Iterator[Fold]:
-        """Units to fit on and to test; none where the model saw cells of all groups, or groups are
-        too few.
-
-        Where the model was fitted on some groups, so are the baselines: not on those that only
-        validated it.
-        """
-        options = self.context.options
-        groups = np.unique(self.group)
-        unseen = np.unique(self.group[self.unseen])
-        every = np.arange(len(self.group))
-        if len(groups) < 2 or not len(unseen):
-            return
-        if len(unseen) < len(groups):
-            seen = ~self.unseen
-            fitted = seen & self.trained
-            if fitted.any():
-                seen = fitted
-            yield 0, every[seen], every[self.unseen]
-        elif self.role == "perturbation":
-            for repetition in range(self.config.seeds):
-                n = min(options.folds, len(groups))
-                seed = options.seed + repetition
-                for _, test in KFold(n, shuffle=True, random_state=seed).split(groups):
-                    tested = np.isin(self.group, groups[test])
-                    yield repetition, every[~tested], every[tested]
-        else:
-            for train, test in GroupKFold(min(len(groups), self.config.most_folds)).split(
-                every, groups=self.group
-            ):
-                yield 0, train, test
-
-    @cached_property
-    def scored_unit(self) -> np.ndarray:
-        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 of other
-        cells.
-        """
-        return np.where(self.context.scored, self.unit_of_cell, -1)
-
-    @cached_property
-    def genes(self) -> list[list[int]]:
-        """Rows of the vocabulary of each unit's perturbed genes."""
-        rows = perturbed_genes(sorted(set(self.perturbation)), self.context.model.vocabulary)
-        return [rows[name] for name in self.perturbation]
-
-    @cached_property
-    def start_means(self) -> np.ndarray:
-        """(strata, G) float64: mean of the controls that predictions start from."""
-        return self.profiles.control_means(0)
-
-    @cached_property
-    def fitted_changes(self) -> np.ndarray:
-        """(U, G) float64: changes from these controls, which predictions are fitted on."""
-        return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
-
-    @cached_property
-    def features(self) -> dict[ScoredMethod, np.ndarray]:
-        """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
-        without a vector.
-
-        Sources are the model, the correlation of genes over the controls that predictions start
-        from, and the files of `config.priors`. Raises DataError for a file that cannot be used.
-        """
-        model = self.context.model
-        vectors = gene_vectors(model)
-        by_gene = {LOADINGS: scaled_loadings(model.components)}
-        for source in (OF_GENES, UNTRAINED_OF_GENES):
-            if source in vectors:
-                by_gene[source] = vectors[source]
-        by_gene[CO_EXPRESSION] = self._co_expression()
-        features = {source: _of_units(self.genes, values) for source, values in by_gene.items()}
-        return features | {
-            prior_method(name): self._prior(Path(path)) for name, path in self.config.priors.items()
-        }
-
-    def _co_expression(self) -> np.ndarray:
-        """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
-        not measured.
-        """
-        starts = (self.profiles.half == 0) & (self.profiles.stratum >= 0)
-        controls = self.profiles.expression[np.flatnonzero(starts)[:PCA_CELLS]]
-        spread = expression_statistics(controls)[:, 1]
-        standard = controls @ sp.diags(
-            np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
-        )
-        measured = scaled_loadings(pca(standard.shape).fit(sp.csr_matrix(standard)))
-        loadings = np.full((self.context.model.vocabulary.n_genes, measured.shape[1]), np.nan)
-        loadings[self.profiles.genes] = measured
-        return loadings
-
-    def _prior(self, path: Path) -> np.ndarray:
-        """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes
-        not measured.
-        """
-        vocabulary = self.context.model.vocabulary
-        parts = [[part.strip() for part in name.split(SEPARATOR)] for name in self.perturbation]
-        named = names_of_genes((part for of_unit in parts for part in of_unit), vocabulary)
-        genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
-        vectors = read_vectors(path, [*genes, *named.values()])[len(genes) :].double().numpy()
-        row = {part: at for at, part in enumerate(named) if np.isfinite(vectors[at]).all()}
-        return _of_units(
-            [[row[part] for part in of_unit if part in row] for of_unit in parts], vectors
-        )
-
-    def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
-        """Repetition, test units and their predicted changes by method, `(test units, G)`, of each
-        fold.
-        """
-        states = self.profiles.controls_of(self.unit_of_cell, len(self.group), self.start_means)
-        shares = np.nan_to_num(self.profiles.strata_of(self.scored_unit, len(self.group)))
-        responses = predicted_changes(
-            self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
-        )
-        for repetition, train, test in folds:
-            if self.role == "perturbation":
-                predicted = of_new_perturbations(
-                    self.fitted_changes, train, test, self.features, self.config.neighbors
-                )
-            else:
-                predicted = of_new_contexts(
-                    self.fitted_changes, train, test, self.perturbation, states
-                )
-            if responses is not None:
-                predicted[RESPONSE] = responses[test]
-            yield repetition, test, predicted
-
-
-def _of_units(genes: Iterable[list[int]], values: np.ndarray) -> np.ndarray:
-    """(U, F): mean of `values` over the rows of each unit's genes; NaN for a unit without any."""
-    rows = [
-        values[of_unit].mean(0) if of_unit else np.full(values.shape[1], np.nan)
-        for of_unit in genes
-    ]
-    return np.array(rows, np.float64).reshape(-1, values.shape[1])
+    summed_mean = np.minimum(mean, LARGE)
+    # counts beyond 8 standard deviations add nothing
+    largest = summed_mean.max(initial=0)
+    n_counts = int(np.ceil(largest + 8 * largest**0.5)) + 5
+    probability = np.exp(-summed_mean)
+    expectation = np.zeros_like(mean)
+    for count in range(1, n_counts + 1):
+        probability = probability * summed_mean / count
+        expectation += probability * np.log1p(count * scale)
+    return np.where(mean < LARGE, expectation, np.log1p(mean * scale))

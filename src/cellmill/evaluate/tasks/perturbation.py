@@ -45,18 +45,10 @@ from cellmill.evaluate.scores import (
     tabulate,
 )
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.changes import (
-    CO_EXPRESSION,
-    MEAN,
-    NO_CHANGE,
-    Fold,
-    HeldOut,
-    check_changes,
-    controlled_role,
-    prior_method,
-)
+from cellmill.evaluate.tasks.changes import MEAN, NO_CHANGE, check_changes, controlled_role
 from cellmill.evaluate.tasks.classify import group_by_features
 from cellmill.evaluate.tasks.genes import correlations
+from cellmill.evaluate.tasks.held_out import CO_EXPRESSION, Fold, HeldOut, prior_method
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lower is better

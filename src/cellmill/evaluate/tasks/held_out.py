@@ -1,0 +1,282 @@
+"""Units of perturbed cells that are held out whole, and the predictions of their changes.
+
+A unit is a perturbation with its dose, and with its context (such as a donor) if contexts are held
+out. Of a tested unit only the gene, the context and the strata of its cells are read, never its
+expression.
+
+Legend: U units, G genes, V genes of the vocabulary, F features of a unit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from sklearn.model_selection import GroupKFold, KFold
+
+from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.data.arrays import text_values
+from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
+from cellmill.evaluate.components import pca
+from cellmill.evaluate.evaluated import PCA_CELLS
+from cellmill.evaluate.methods import EMBEDDING
+from cellmill.evaluate.task import Context, Skipped
+from cellmill.evaluate.tasks.changes import (
+    Prediction,
+    Profiles,
+    predict_new_contexts,
+    predict_new_perturbations,
+    predict_responses,
+    read_profiles,
+)
+from cellmill.evaluate.tasks.genes import (
+    LOADINGS,
+    OF_GENES,
+    UNTRAINED_OF_GENES,
+    expression_statistics,
+    gene_vectors,
+    scaled_loadings,
+)
+from cellmill.models.gene_vectors import read_vectors
+from cellmill.runs.results import ScoredMethod
+
+STRATA = ("batch", "donor")  # roles that divide cells into strata
+# a group counts as unseen if this share of its cells is scored; the rest equal training cells or
+# have no known gene
+UNSEEN_FRAC = 0.9
+RESPONSE = replace(EMBEDDING, classifier="response head")
+CO_EXPRESSION = ScoredMethod("co-expression of controls")
+Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
+
+
+def prior_method(name: str) -> ScoredMethod:
+    """Gene vectors of a file, one of `priors`."""
+    return ScoredMethod(f"prior {name}")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Units of a role whose values are held out whole, and what predicts their changes."""
+
+    context: Context
+    config: PerturbationConfig
+    role: str
+    profiles: Profiles
+    # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
+    unit_of_cell: np.ndarray
+    perturbation: np.ndarray  # (U,) text
+    group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
+    unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
+    trained: (
+        np.ndarray
+    )  # (U,) bool: the model was fitted, not only validated, on cells of the group
+    left_out: list[str]  # perturbations of units with too few cells
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        config: PerturbationConfig,
+        role: str,
+        profiles: Profiles | None = None,
+    ) -> Self:
+        """Units with at least `min_cells` cells. For units that may be tested, only scored cells
+        count.
+
+        `profiles` are read if they are not passed. Raises Skipped if no stratum has enough
+        controls.
+        """
+        if profiles is None:
+            roles = STRATA if role == "perturbation" else (*STRATA, role)
+            profiles = read_profiles(context, dict.fromkeys(roles))
+        if profiles.stratum.max() < 0:
+            raise Skipped("no stratum has enough controls")
+        is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
+        group = profiles.perturbation
+        if role != "perturbation":
+            group = text_values(context.roles[role]).astype(str)
+            is_usable &= context.roles[role].notna().to_numpy()
+        cells = pd.DataFrame(
+            {
+                "perturbation": profiles.perturbation,
+                "dose": profiles.dose,
+                "group": group,
+                "is_scored": context.scored,
+                "is_trained": context.model.is_training_cell(
+                    context.dataset, context.reader.obs.index
+                ),
+            }
+        )
+        # one sortable name for each unit
+        cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["group"]
+        usable = cells[is_usable]
+
+        groups = usable.groupby("group")
+        is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
+        is_trained = groups["is_trained"].any()
+
+        # cells of a unit that may be tested count if they are scored, others always
+        counts = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
+        units = usable.assign(counts=counts).groupby("unit")
+        units = units.agg({"perturbation": "first", "group": "first", "counts": "sum"})
+        has_enough = units["counts"] >= config.min_cells
+        kept = units[has_enough]
+        return cls(
+            context,
+            config,
+            role,
+            profiles,
+            unit_of_cell=np.where(is_usable, kept.index.get_indexer(cells["unit"]), -1),
+            perturbation=kept["perturbation"].to_numpy(str),
+            group=kept["group"].to_numpy(str),
+            unseen=is_unseen[kept["group"]].to_numpy(bool),
+            trained=is_trained[kept["group"]].to_numpy(bool),
+            left_out=sorted(units["perturbation"][~has_enough].unique()),
+        )
+
+    def folds(self) -> Iterator[Fold]:
+        """Units to fit on and to test. Empty if the model saw cells of all groups, or if there are
+        fewer than two groups.
+
+        If the model was fitted on some groups, baselines are fitted on the same groups, not on
+        those that only validated the model.
+        """
+        options = self.context.options
+        groups = np.unique(self.group)
+        unseen = np.unique(self.group[self.unseen])
+        units = np.arange(len(self.group))
+        if len(groups) < 2 or not len(unseen):
+            return
+        if len(unseen) < len(groups):
+            fitted = ~self.unseen & self.trained
+            if not fitted.any():
+                fitted = ~self.unseen
+            yield 0, units[fitted], units[self.unseen]
+        elif self.role == "perturbation":
+            n_folds = min(options.folds, len(groups))
+            for repetition in range(self.config.seeds):
+                splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
+                for _, test in splitter.split(groups):
+                    is_tested = np.isin(self.group, groups[test])
+                    yield repetition, units[~is_tested], units[is_tested]
+        else:
+            splitter = GroupKFold(min(len(groups), self.config.most_folds))
+            for train, test in splitter.split(units, groups=self.group):
+                yield 0, train, test
+
+    @cached_property
+    def scored_unit(self) -> np.ndarray:
+        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other
+        cells.
+        """
+        return np.where(self.context.scored, self.unit_of_cell, -1)
+
+    @cached_property
+    def genes(self) -> list[list[int]]:
+        """Vocabulary rows of each unit's perturbed genes."""
+        rows = perturbed_genes(sorted(set(self.perturbation)), self.context.model.vocabulary)
+        return [rows[name] for name in self.perturbation]
+
+    @cached_property
+    def start_means(self) -> np.ndarray:
+        """(strata, G) float64: mean of the controls that predictions start from."""
+        return self.profiles.control_means(0)
+
+    @cached_property
+    def fitted_changes(self) -> np.ndarray:
+        """(U, G) float64: changes from these controls, which predictions are fitted on."""
+        return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
+
+    @cached_property
+    def features(self) -> dict[ScoredMethod, np.ndarray]:
+        """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
+        without a vector.
+
+        Sources are the model, the correlation of genes over the controls that predictions start
+        from, and the files of `config.priors`. Raises DataError for an unusable file.
+        """
+        model = self.context.model
+        vectors = gene_vectors(model)
+        by_gene = {LOADINGS: scaled_loadings(model.components)}
+        for source in (OF_GENES, UNTRAINED_OF_GENES):
+            if source in vectors:
+                by_gene[source] = vectors[source]
+        by_gene[CO_EXPRESSION] = self._correlate_controls()
+        features = {source: _average_rows(self.genes, table) for source, table in by_gene.items()}
+        for name, path in self.config.priors.items():
+            features[prior_method(name)] = self._read_prior(Path(path))
+        return features
+
+    def _correlate_controls(self) -> np.ndarray:
+        """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
+        not measured.
+        """
+        is_start = (self.profiles.half == 0) & (self.profiles.stratum >= 0)
+        controls = self.profiles.expression[np.flatnonzero(is_start)[:PCA_CELLS]]
+        # components of genes with unit variance are those of their correlation
+        sd = expression_statistics(controls)[:, 1]
+        weight = np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
+        standard = sp.csr_matrix(controls @ sp.diags(weight))
+        measured = scaled_loadings(pca(standard.shape).fit(standard))
+        loadings = np.full((self.context.model.vocabulary.n_genes, measured.shape[1]), np.nan)
+        loadings[self.profiles.genes] = measured
+        return loadings
+
+    def _read_prior(self, path: Path) -> np.ndarray:
+        """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes
+        not measured.
+        """
+        vocabulary = self.context.model.vocabulary
+        parts = []  # names of each unit's perturbed genes
+        names = []
+        for perturbation in self.perturbation:
+            parts.append([part.strip() for part in perturbation.split(SEPARATOR)])
+            names += parts[-1]
+        named = names_of_genes(names, vocabulary)
+        # read for all genes of the model too: a file that has none of them is an error
+        genes = [*zip(vocabulary.gene_ids, vocabulary.symbols)]
+        vectors = read_vectors(path, [*genes, *named.values()])[len(genes) :].double().numpy()
+        row_of_name = {}
+        for row, name in enumerate(named):
+            if np.isfinite(vectors[row]).all():
+                row_of_name[name] = row
+        rows = []
+        for unit_parts in parts:
+            rows.append([row_of_name[part] for part in unit_parts if part in row_of_name])
+        return _average_rows(rows, vectors)
+
+    def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
+        """Repetition, test units and their predicted changes by method, `(test units, G)`, of each
+        fold.
+        """
+        n_units = len(self.group)
+        controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
+        shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit, n_units))
+        responses = predict_responses(
+            self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
+        )
+        for repetition, train, test in folds:
+            if self.role == "perturbation":
+                predicted = predict_new_perturbations(
+                    self.fitted_changes, train, test, self.features, self.config.neighbors
+                )
+            else:
+                predicted = predict_new_contexts(
+                    self.fitted_changes, train, test, self.perturbation, controls
+                )
+            if responses is not None:
+                predicted[RESPONSE] = responses[test]
+            yield repetition, test, predicted
+
+
+def _average_rows(rows_by_unit: list[list[int]], table: np.ndarray) -> np.ndarray:
+    """(U, F) float64: mean of `table` over the rows of each unit; NaN for a unit without rows."""
+    means = np.full((len(rows_by_unit), table.shape[1]), np.nan)
+    for unit, rows in enumerate(rows_by_unit):
+        if rows:
+            means[unit] = table[rows].mean(0)
+    return means
