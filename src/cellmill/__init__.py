@@ -21,7 +21,7 @@ def load(path: Path | str) -> Any:
     Torch is imported by this call, not with the package.
     """
     if isinstance(path, str) and path.startswith("hf://"):
-        path = importlib.import_module("cellmill.models.hub").cached(path)
+        path = importlib.import_module("cellmill.models.hub").download(path)
     return importlib.import_module("cellmill.evaluate.inference.predict").LoadedModel(Path(path))
 
 

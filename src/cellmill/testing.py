@@ -61,20 +61,22 @@ def check_plugin(
     """Train small models on 240 simulated cells, on the CPU, and assert the promises:
 
     - each of `layouts` has the losses and gradient norms of one process,
-    - a run that is resumed has the curve and the exported model of an uninterrupted one: to the bit in one process, and
-      nearly so in the last of `layouts`,
-    - every option that the plug-in adds to `sections` is read: its value in `changes` gives another curve.
+    - a resumed run has the curve and the exported model of an uninterrupted run: to the bit in one
+      process, and nearly so in the last of `layouts`,
+    - every option that the plug-in adds to `sections` is read: its value in `changes` gives another
+      curve.
 
     Args:
         folder: an empty folder, such as pytest's `tmp_path`
-        changes: another value for each of these options, by its path, such as `train.optimizer.decay`
+        changes: another value for each of these options, by path, such as `train.optimizer.decay`
         layouts: sections `parallel` of two processes that the plug-in supports
-        sections: of the configuration (`model`, `objective`, `tokens`, `finetune`, `train`), over those of SECTIONS
+        sections: sections of the configuration (`model`, `objective`, `tokens`, `finetune`,
+            `train`), which replace options of SECTIONS
     """
     options = {
         name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in TrainOptions.model_fields
     }
-    missing = {*added_options(TrainOptions.model_validate(options))} - changes.keys()
+    missing = {*list_added_options(TrainOptions.model_validate(options))} - changes.keys()
     assert not missing, (
         f"expected another value of every option in `changes`, got none of {sorted(missing)}"
     )
@@ -83,59 +85,58 @@ def check_plugin(
         folder / "corpus",
         "simulate --out @/raw.h5ad --cells 240 --genes 120 --types 4 --batches 2 --seed 1",
     )
-    corpus = sharded(folder / "corpus", "raw.h5ad")
+    corpus = write_shards(folder / "corpus", "raw.h5ad")
 
-    alone = train(corpus, folder / "alone", options)
-    assert len(alone) == np.isfinite(alone).all(1).sum() == STEPS, alone
+    single = train(corpus, folder / "alone", options)
+    assert len(single) == np.isfinite(single).all(1).sum() == STEPS, single
     for name, parallel in layouts.items():
         curve = train(corpus, folder / name, options | {"parallel": parallel}, processes=2)
         np.testing.assert_allclose(
-            curve, alone, rtol=TOLERANCE, err_msg=f"layout {name} trains another model"
+            curve, single, rtol=TOLERANCE, err_msg=f"layout {name} trains another model"
         )
-    expected = exported(corpus, folder / "alone")
-    train(corpus, folder / "half", changed(options, "train.steps", STEPS // 2))
+    expected = export(corpus, folder / "alone")
+    train(corpus, folder / "half", change_option(options, "train.steps", STEPS // 2))
     last_layout = list(layouts.items())[-1:]
     for name, parallel in [("one process", {}), *last_layout]:
         resumed = shutil.copytree(folder / "half", folder / f"resumed, {name}")
-        curve = train(
-            corpus, resumed, options | {"parallel": parallel}, processes=2 if parallel else 1
-        )
+        processes = 2 if parallel else 1
+        tolerance = TOLERANCE if parallel else 0.0
+        curve = train(corpus, resumed, options | {"parallel": parallel}, processes)
         np.testing.assert_allclose(
-            curve, alone, rtol=TOLERANCE if parallel else 0, err_msg=f"a run resumed in {name}"
+            curve, single, rtol=tolerance, err_msg=f"a run resumed in {name}"
         )
-        found = exported(corpus, resumed)
-        assert found.keys() == expected.keys()
-        np.testing.assert_allclose(
-            found["embeddings"], expected["embeddings"], rtol=1e-3, atol=1e-4
-        )
+        tensors = export(corpus, resumed)
+        assert tensors.keys() == expected.keys()
+        vectors = tensors["embeddings"]
+        np.testing.assert_allclose(vectors, expected["embeddings"], rtol=1e-3, atol=1e-4)
         if not parallel:
-            for tensor, values in found.items():
+            for tensor, values in tensors.items():
                 assert np.array_equal(values, expected[tensor]), (
                     f"the export of a resumed run has another {tensor}"
                 )
     for path, value in changes.items():
-        curve = train(corpus, folder / f"changed {path}", changed(options, path, value))
-        assert not np.array_equal(curve, alone), (
+        curve = train(corpus, folder / f"changed {path}", change_option(options, path, value))
+        assert not np.array_equal(curve, single), (
             f"{path}: {value!r} changes no loss and no gradient norm"
         )
 
 
-def added_options(section: BaseModel, path: str = "") -> Iterator[str]:
+def list_added_options(section: BaseModel, path: str = "") -> Iterator[str]:
     """Yield paths of the options that other packages add, without the option that names a choice."""
     bases = [base for base in type(section).__mro__ if issubclass(base, BaseModel)]
     ours = next(base for base in bases if base.__module__.split(".")[0] in ("cellmill", "pydantic"))
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from added_options(value, f"{path}{name}.")
+            yield from list_added_options(value, f"{path}{name}.")
         elif name not in ours.model_fields and get_origin(field.annotation) is not Literal:
             yield path + name
 
 
-def changed(options: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of `options` with another value at `path`."""
+def change_option(options: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `options` with another value at `path`."""
     name, _, rest = path.partition(".")
-    return options | {name: changed(options[name], rest, value) if rest else value}
+    return options | {name: change_option(options[name], rest, value) if rest else value}
 
 
 def run(folder: Path, words: str) -> None:
@@ -145,7 +146,7 @@ def run(folder: Path, words: str) -> None:
     )
 
 
-def sharded(folder: Path, raw: str, config: str = CONFIG) -> Path:
+def write_shards(folder: Path, raw: str, config: str = CONFIG) -> Path:
     """Write sim.h5ad, vocabulary.tsv and shards/manifest.json of the file `raw`; return `folder`."""
     (folder / "datasets.tsv").write_text(f"dataset\tpath\nsim\t{raw}\n")
     (folder / "config.yaml").write_text(config.replace("TABLE", str(folder / "datasets.tsv")))
@@ -174,7 +175,7 @@ def train(corpus: Path, out: Path, options: dict[str, Any], processes: int = 1) 
     return np.array([[line["loss"], line["grad_norm"]] for line in lines])
 
 
-def exported(corpus: Path, out: Path) -> dict[str, np.ndarray]:
+def export(corpus: Path, out: Path) -> dict[str, np.ndarray]:
     """Return tensors of the exported last checkpoint, and embeddings of the corpus as `embeddings`."""
     model = out.with_name(f"{out.name}, model")
     last = '{"consolidate":{"checkpoint":"last"}}'

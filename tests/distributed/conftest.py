@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cellmill.cli import main
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.testing import sharded
+from cellmill.testing import write_shards
 from tests.distributed.pool import Pool
 from tests.models import split
 
@@ -97,7 +97,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
         age=age, depth=np.asarray(cells.X.sum(1)).ravel(), one=1.0, few=few
     )
     cells.write_h5ad(folder / "raw.h5ad")
-    sharded(folder, "raw.h5ad")
+    write_shards(folder, "raw.h5ad")
     vectors = np.random.default_rng(1).normal(2, 3, (len(cells), 6))
     vectors[::7] = np.nan
     (folder / "big").mkdir()
@@ -112,7 +112,7 @@ def proteins(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same of 120 simulated proteins."""
     folder = tmp_path_factory.mktemp("proteins")
     assert main(f"simulate --out {folder}/raw.fasta --cells 120 --types 3 --seed 1".split()) == 0
-    return str(sharded(folder, "raw.fasta"))
+    return str(write_shards(folder, "raw.fasta"))
 
 
 @pytest.fixture(scope="session")

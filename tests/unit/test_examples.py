@@ -27,7 +27,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.workflow import expand
 from cellmill.data.shards.manifest import Manifest
 from cellmill.planner.inputs import check_genes, check_weights, fitted
-from cellmill.testing import sharded
+from cellmill.testing import write_shards
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -90,13 +90,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     adata.write_h5ad(raw)
     shutil.copy(raw, made["panel"])
     assert main(f"simulate --out {made['sequences']}/raw.fasta --cells 120".split()) == 0
-    sharded(made["cells"], "raw.h5ad", CONFIG + "preprocess: {min_genes: 1}\n")
-    sharded(
+    write_shards(made["cells"], "raw.h5ad", CONFIG + "preprocess: {min_genes: 1}\n")
+    write_shards(
         made["panel"],
         "raw.h5ad",
         CONFIG + "preprocess: {min_genes: 1}\nvocabulary: {max_genes: 45}\n",
     )
-    sharded(made["sequences"], "raw.fasta", CONFIG + "preprocess: {min_counts: 1}\n")
+    write_shards(made["sequences"], "raw.fasta", CONFIG + "preprocess: {min_counts: 1}\n")
     return made
 
 

@@ -50,18 +50,18 @@ class WeightsFile:
         self._path = path
         if path.exists():
             require_file(path)  # the library would wait for a FIFO
-        with self._named():
+        with self._name_errors():
             self._file: Any = safe_open(path, framework="pt")
             stored = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118  no mapping
         self.shapes = {name: torch.Size(tensor.get_shape()) for name, tensor in stored.items()}
         self.float32 = {name for name, tensor in stored.items() if tensor.get_dtype() == "F32"}
 
     def read(self, name: str, part: Part) -> Tensor:
-        with self._named():
+        with self._name_errors():
             return self._file.get_slice(name)[part] if part else self._file.get_tensor(name)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _name_errors(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:

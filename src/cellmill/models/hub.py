@@ -56,7 +56,7 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
         contents["metrics.json"] = str(metrics)
     added = [CommitOperationAdd(file, content) for file, content in contents.items()]
     api = HfApi(token=token)
-    with _named(name):
+    with _name_errors(name):
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
             raise ConfigError(
@@ -75,7 +75,7 @@ def pull(repo: str, folder: Path) -> str:
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary)
         name, revision = split_name(repo)
-        with _named(name):
+        with _name_errors(name):
             commit = HfApi(token=_token()).model_info(name, revision=revision).sha
             snapshot_download(
                 name, revision=commit, allow_patterns=[*FILES], local_dir=made, token=_token()
@@ -97,10 +97,10 @@ def pull(repo: str, folder: Path) -> str:
     return str(commit)
 
 
-def cached(repo: str) -> Path:
+def download(repo: str) -> Path:
     """Return the folder of a model in the hub's cache, downloaded if missing. Raise UserError."""
     name, revision = split_name(repo)
-    with _named(name):
+    with _name_errors(name):
         folder = snapshot_download(name, revision=revision, allow_patterns=[*FILES], token=_token())
     return Path(folder)
 
@@ -123,7 +123,7 @@ def _token() -> str | bool:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _name_errors(name: str) -> Iterator[None]:
     try:
         yield
     except UserError:

@@ -202,8 +202,8 @@ class Trainer:
     def _step(self, batches: Iterator[list[Batch]]) -> StepReport:
         began = time.perf_counter()
         with self._part("data", "data loading"):
-            read = next(batches)
-            micro_batches = [to_tensors(batch) for batch in read]
+            arrays = next(batches)
+            micro_batches = [to_tensors(batch) for batch in arrays]
         waited_s = time.perf_counter() - began
         step = self.progress.step
         lr = learning_rate(self.train, step, self.steps)
@@ -237,7 +237,7 @@ class Trainer:
             scalars = AsyncScalars(StepScalars.pack(norm, next_scale, summed, targets))
             self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        cells = [batch.cells for batch in read]
+        cells = [batch.cells for batch in arrays]
         return StepReport(step + 1, scalars, lr, waited_s, time.perf_counter(), loss, cells)
 
     def _drop_early_gradients(self, step: int) -> None:
