@@ -99,11 +99,8 @@ class MaskedObjective(Objective):
         cell, position = positions(batch)
         keys = keyed_token_bits(batch.cells, cell, seed, step, position)
         is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
-        # (T,) bool: masked tokens, the lowest draw of a cell in any case
-        draws = torch.where(is_gene, keys, NEVER)
-        lowest = torch.full((len(batch.lengths),), NEVER, device=keys.device)
-        lowest = lowest.scatter_reduce(0, cell, draws, "amin")
-        masked = ((draws < threshold(config.mask_frac)) | (draws == lowest[cell])) & is_gene
+        masked = self._draw_mask(torch.where(is_gene, keys, NEVER), cell, len(batch.lengths))
+        masked = masked & is_gene
         targets = masked.nonzero().flatten()
         # (T,) bool: masked tokens that are hidden, keep their content, or show random content
         hidden = masked
@@ -148,6 +145,12 @@ class MaskedObjective(Objective):
             answers=(batch.genes if self.hides_gene else batch.values)[targets],
             n_targets=torch.tensor(len(targets), device=keys.device),
         )
+
+    def _draw_mask(self, draws: Tensor, cell: Tensor, n_cells: int) -> Tensor:
+        """(T,) int64 each -> (T,) bool: masked tokens, the lowest draw of a cell in any case."""
+        lowest = torch.full((n_cells,), NEVER, device=draws.device)
+        lowest = lowest.scatter_reduce(0, cell, draws, "amin")
+        return (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
 
     def _renormalize(self, batch: Batch, visible: Tensor) -> Tensor:
         """(T,) bool -> (T,): values from the counts of visible tokens only, 0 for others."""
