@@ -16,17 +16,17 @@ from cellmill.data.arrays import text_values
 from cellmill.data.genes.lookup import MISSING_NAMES, Matches, match_names
 
 INDEX = "the index"
-# of the genes that two columns have in common, for the second to fill gaps of the first
+# share of equal genes in the rows that two columns name, for the second to fill gaps of the first
 _LEAST_AGREEMENT = 0.8
-_FEW = 10  # genes in common that say nothing
-_MOSTLY = 0.5  # of the texts of a column
+_FEW = 10  # rows in common that show nothing
+_MOSTLY = 0.5  # share of the texts of a column
 
 
 @dataclass(frozen=True)
 class NameColumn:
     """Texts of one column of `var`, or of its index, as names of genes."""
 
-    name: str  # of the column, or INDEX
+    name: str  # name of the column, or INDEX
     texts: list[str]
     matches: Matches
 
@@ -52,11 +52,10 @@ class NameColumn:
         """Share of rows with the same gene, of the rows where both columns have one; 1 for few such
         rows.
         """
-        pairs = zip(self.matches.gene_ids, other.matches.gene_ids)
-        is_same = [own == others for own, others in pairs if own and others]
-        if len(is_same) < _FEW:
+        pairs = [pair for pair in zip(self.matches.gene_ids, other.matches.gene_ids) if all(pair)]
+        if len(pairs) < _FEW:
             return 1.0
-        return sum(is_same) / len(is_same)
+        return sum(first == second for first, second in pairs) / len(pairs)
 
 
 @dataclass
@@ -122,13 +121,12 @@ def text_columns(var: pd.DataFrame) -> dict[str, list[str]]:
     """Texts of the columns that hold text, or categories of text, by name; empty where a value is
     missing.
     """
-    found = {}
-    for position, name in enumerate(var.columns):
-        column = var.iloc[:, position]
+    texts = {}
+    for name, column in var.items():
         values = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else column
         if pd.api.types.is_object_dtype(values) or pd.api.types.is_string_dtype(values):
-            found[str(name)] = text_values(column).tolist()
-    return found
+            texts[str(name)] = text_values(column).tolist()
+    return texts
 
 
 def _read_columns(names: Sequence[str], var: pd.DataFrame, organism: str) -> list[NameColumn]:
@@ -155,5 +153,5 @@ def _contradicts(column: NameColumn, best: NameColumn) -> bool:
 
 def _first_known(columns: list[NameColumn]) -> list[NameColumn]:
     """For each row the first column that has a gene there, or else the first of all."""
-    known = np.array([[bool(gene) for gene in column.matches.gene_ids] for column in columns])
-    return [columns[position] for position in known.argmax(axis=0)]
+    has_gene = np.array([column.matches.gene_ids for column in columns], object) != ""
+    return [columns[position] for position in has_gene.argmax(axis=0)]

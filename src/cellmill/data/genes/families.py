@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cellmill.data.genes.lookup import MISSING_NAMES
 from cellmill.data.genes.tables import gene_table
 
-_LEAST_SHARE = 0.3  # of the unknown names
+_LEAST_SHARE = 0.3  # share of the unknown names
 _TO_IDS = "replace them by Ensembl gene ids, with the annotation that the file was made with"
 _OTHER_ORGANISM = (
     "set preprocess.organism to null to use the names as they are, or map them to "
@@ -80,17 +80,18 @@ FAMILIES = (
 
 
 def describe_names(names: Sequence[str], organism: str) -> str | None:
-    """Line on names that are not genes of `organism`, with the way on; None if they look like
-    nothing known.
+    """Line on names that are not genes of `organism`, with a remedy; None if they look like nothing
+    known.
     """
     names = [name for name in names if name not in MISSING_NAMES]
     least = max(1.0, _LEAST_SHARE * len(names))
     numbers = [int(name) for name in names if _NUMBER.fullmatch(name)]
     if numbers and len(numbers) >= least:
         return _describe_numbers(numbers)
-    tally = Counter(family for name in names if (family := _family_of(name)) is not None)
+    tally = Counter(map(_family_of, names))
+    tally.pop(None, None)
     for family, count in tally.most_common(1):
-        if count >= least:
+        if family is not None and count >= least:
             return f"{count:,} look like {family.kind}: {family.remedy}"
     same_letters = _in_other_case(names, organism)
     if same_letters and len(same_letters) >= least:

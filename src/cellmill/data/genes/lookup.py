@@ -25,10 +25,10 @@ _SEPARATORS = re.compile(r"[-_.:|]+")
 _PARTS = re.compile(r"[|;,]+|\s\((?=[0-9]+\)$)")
 _WEAK = ("alias", "ambiguous", "unmapped")  # kinds of a match that a repeated name overrules
 _LONGEST_PREFIX = 40  # characters
-_MOST_SEPARATORS = 4  # of a prefix
-_LEAST_SHARE = 0.05  # of the names of a file, that have a prefix
-_LEAST_KNOWN = 0.5  # of the names with a prefix, that are genes without it
-_MOST_REPEATED = 0.1  # of the genes with a prefix, that the file also has without it
+_MOST_SEPARATORS = 4  # separators of a prefix
+_LEAST_SHARE = 0.05  # share of a file's names that have a prefix
+_LEAST_KNOWN = 0.5  # share of the names with a prefix that are genes without it
+_MOST_REPEATED = 0.1  # share of the genes with a prefix that the file also has without it
 _NO_GENE = re.compile(
     r"(?i)(adt|ab|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|sg|sgrna|grna|guide|crispr)[^a-z]|.*\|pabo$"
 )
@@ -44,9 +44,12 @@ class Match(NamedTuple):
     kind: str  # id, symbol, previous, alias, ambiguous or unmapped
 
 
+UNMAPPED = Match("", "unmapped")
+
+
 @dataclass(frozen=True)
 class Matches:
-    """Genes of the names of a file, one entry per name, and what tools had done to the names."""
+    """Genes of the names of a file, one entry per name, and how tools had changed the names."""
 
     gene_ids: list[str]
     kinds: list[str]
@@ -78,19 +81,17 @@ def look_up(name: str, organism: str) -> Match:
 
 
 def match_names(names: Sequence[str], organism: str) -> Matches:
-    """Genes of the names of one file, which are looked at together."""
-    known = {
-        name: Match("", "unmapped") if _is_missing(name) else look_up(name, organism)
-        for name in dict.fromkeys(names)
-    }
+    """Genes of the names of one file, which are looked up together."""
+    missing = {name for name in names if _is_missing(name)}
+    known = {}
+    for name in dict.fromkeys(names):
+        known[name] = UNMAPPED if name in missing else look_up(name, organism)
     respelled = dict[str, str]()
     unknown = list[str]()
-    for name, match in list(known.items()):
-        if match.gene or _is_missing(name):
-            continue
-        respelled_match, part = _respell(name, known, organism)
-        if respelled_match.gene:  # before prefixes: HLA.A is HLA-A, and not A with a prefix
-            known[name] = respelled_match
+    for name in [name for name, match in known.items() if not match.gene and name not in missing]:
+        match, part = _respell(name, known, organism)
+        if match.gene:  # before prefixes: HLA.A is HLA-A, and not A with a prefix
+            known[name] = match
             respelled[name] = part
         else:
             unknown.append(name)
@@ -134,12 +135,12 @@ def _is_missing(name: str) -> bool:
 def _symbol(name: str, table: GeneTable) -> Match:
     if name.isdecimal():
         # a row or an Entrez number; a few are listed as aliases, such as 225 of EGR1
-        return Match("", "unmapped")
+        return UNMAPPED
     for kind, ids in table.ids.items():
         gene = ids.get(name)
         if gene is not None:
             return Match(gene, kind if gene else "ambiguous")
-    return Match("", "unmapped")
+    return UNMAPPED
 
 
 def _repeated_name(name: str, known: Mapping[str, Match]) -> str | None:
@@ -162,17 +163,19 @@ def _repeated_name(name: str, known: Mapping[str, Match]) -> str | None:
 def _respell(name: str, known: Mapping[str, Match], organism: str) -> tuple[Match, str]:
     """Gene of a name of several parts or with `.` for `-`, and the part or spelling that names it."""
     if _NO_GENE.match(name):
-        return Match("", "unmapped"), name
-    parts = [part for part in _PARTS.split(name.strip("\"' ")) if part]
-    matches = {part: look_up(part, organism) for part in parts if len(parts) > 1 or part != name}
-    genes = {match.gene for match in matches.values() if match.gene}
-    if len(genes) == 1:
-        return next((match, part) for part, match in matches.items() if match.gene)
+        return UNMAPPED, name
+    matches: dict[str, tuple[Match, str]] = {}  # by gene: the first part that names it
+    for part in filter(None, _PARTS.split(name.strip("\"' "))):
+        match = look_up(part, organism)
+        if match.gene:
+            matches.setdefault(match.gene, (match, part))
+    if len(matches) == 1:
+        return next(iter(matches.values()))
     dashed = name.replace(".", "-")
     match = _symbol(dashed, gene_table(organism))
     if dashed != name and dashed not in known and match.kind in ("symbol", "previous"):
         return match, dashed
-    return Match("", "unmapped"), name
+    return UNMAPPED, name
 
 
 def _shared_prefixes(
@@ -191,9 +194,9 @@ def _shared_prefixes(
             continue
         if look_up(prefix.rstrip("-_.:|"), organism).kind != "unmapped":
             continue  # two genes in one name
-        found = {look_up(name.removeprefix(prefix), organism).gene for name in names} - {""}
-        is_copy = len(found & present) > _MOST_REPEATED * len(found)  # such as TP53 and intron_TP53
-        if len(found) >= _LEAST_KNOWN * len(names) and not is_copy:
+        genes = {look_up(name.removeprefix(prefix), organism).gene for name in names} - {""}
+        is_copy = len(genes & present) > _MOST_REPEATED * len(genes)  # such as TP53 and intron_TP53
+        if len(genes) >= _LEAST_KNOWN * len(names) and not is_copy:
             accepted.append(prefix)
-            present |= found
+            present |= genes
     return sorted(accepted, key=len, reverse=True)

@@ -28,9 +28,9 @@ from cellmill.errors import DataError
 SYMBOL_COLUMNS = ("symbol", "gene_symbol", "feature_name", "gene_name", "gene_symbols")
 """var columns searched for symbols of ids that the table lacks."""
 
-# share of a file's counts on genes without an Ensembl id above which a file is warned about
+# share of counts on genes without an Ensembl id above which a file is warned about
 MOST_LOST = 0.02
-LOST_NAMES = 5  # that such a warning names
+LOST_NAMES = 5  # genes that such a warning names
 SEPARATOR = "+"
 """Between the genes of one perturbation."""
 
@@ -60,10 +60,9 @@ class Coverage:
     ambiguous: int = 0
     unmapped: int = 0
     examples: tuple[str, ...] = ()
-    column: str | None = None  # of `var` that names most genes, if it is not the index
-    by_column: dict[str, float] = field(
-        default_factory=dict
-    )  # share of genes with an id, by column, if several name any
+    column: str | None = None  # column of `var` that names most genes; None for the index
+    # share of genes with an id, by column, if several columns name any
+    by_column: dict[str, float] = field(default_factory=dict)
     # prefix that was left out -> number of names
     prefixes: dict[str, int] = field(default_factory=dict)
     # name with a suffix -> the name that it repeats
@@ -85,18 +84,19 @@ class Coverage:
 
     def as_json(self) -> dict[str, Any]:
         """Fields and `frac` for a report, without those that say nothing about these genes."""
-        fields = asdict(self)
-        left_out = {name for name in _IF_ANY if not fields[name]}
+        fields = asdict(self) | {"examples": list(self.examples), "frac": self.frac}
         for name in ("made_unique", "respelled"):
             if fields[name]:
                 fields[f"n_{name}"] = len(fields[name])
                 fields[name] = dict(islice(fields[name].items(), _EXAMPLES))
-        fields |= {"examples": list(self.examples), "frac": self.frac}
-        if self.reference is not None:
-            fields["ortholog_frac"] = self.orthologs / max(1, self.n_with_id)
+        for name in _IF_ANY:
+            if not fields[name]:
+                del fields[name]
+        if self.reference is None:
+            del fields["reference"], fields["orthologs"]
         else:
-            left_out |= {"reference", "orthologs"}
-        return {name: value for name, value in fields.items() if name not in left_out}
+            fields["ortholog_frac"] = self.orthologs / max(1, self.n_with_id)
+        return fields
 
 
 class MappedGenes(NamedTuple):
@@ -107,8 +107,7 @@ class MappedGenes(NamedTuple):
     is_mito: np.ndarray  # mitochondrial genes; bool
     coverage: Coverage
     names: list[str]  # as the file has them, in the column of `var` that names each gene
-    # a column of `var` that names as many genes as the one that was taken, but others
-    conflict: str | None = None
+    conflict: str | None = None  # a column of `var` that names as many genes, but other ones
 
 
 class GeneColumns(NamedTuple):
@@ -117,7 +116,7 @@ class GeneColumns(NamedTuple):
     target: np.ndarray  # row of the vocabulary for each column, -1 for none; int32
     measured: np.ndarray  # columns of gene expression, not of antibodies or guides; bool
     ordered: bool = False  # rows are sequences, and all columns are residues
-    # measured columns whose name is not one of a gene; bool, None if all are
+    # measured columns whose name is not a gene's, bool; None if there are none
     unnamed: np.ndarray | None = None
     notes: tuple[str, ...] = ()  # lines on how the names were read
     mismatch: str | None = None  # line on genes of another organism than the model's
@@ -127,26 +126,24 @@ def map_genes(var_names: Sequence[str], var: pd.DataFrame, organism: str | None)
     """Ensembl ids and symbols of the genes of a dataset; several genes may get the same id.
 
     The column of `var` that names most genes is taken (`columns.choose_names`), `var_names` being
-    its index, and each name is looked up as `lookup` says. Without `organism`, names are ids.
+    its index, and each name is looked up as in `lookup`. Without `organism`, names are ids.
     """
-    names = [str(name) for name in var_names]
-    own = next((text_values(var[name]).tolist() for name in SYMBOL_COLUMNS if name in var), None)
+    names = list(map(str, var_names))
+    columns = [name for name in SYMBOL_COLUMNS if name in var]
+    in_var = text_values(var[columns[0]]).tolist() if columns else []
     if organism is None:
-        symbols = [symbol or name for name, symbol in zip(names, own or names)]
-        return MappedGenes(
-            names,
-            symbols,
-            _mitochondrial(symbols),
-            Coverage(None, len(names), id=len(names)),
-            names,
-        )
+        symbols = [symbol or name for name, symbol in zip(names, in_var or names)]
+        coverage = Coverage(None, len(names), id=len(names))
+        return MappedGenes(names, symbols, _mitochondrial(symbols), coverage, names)
     chosen = choose_names(names, var, organism)
+    gene_ids = chosen.gene_ids
     known = gene_table(organism).symbols
-    texts = zip(chosen.texts, chosen.gene_ids, own or chosen.gene_ids)
-    symbols = [known.get(gene) or symbol or gene or name for name, gene, symbol in texts]
+    symbols = []
+    for name, gene, symbol in zip(chosen.texts, gene_ids, in_var or gene_ids):
+        symbols.append(known.get(gene) or symbol or gene or name)
     mito = _mitochondrial(symbols)
     coverage = _coverage(chosen, organism)
-    return MappedGenes(chosen.gene_ids, symbols, mito, coverage, chosen.texts, chosen.conflict)
+    return MappedGenes(gene_ids, symbols, mito, coverage, chosen.texts, chosen.conflict)
 
 
 def map_names(names: Sequence[str], organism: str) -> MappedGenes:
@@ -155,22 +152,27 @@ def map_names(names: Sequence[str], organism: str) -> MappedGenes:
     gene_ids = [match.gene for match in matches]
     symbols = gene_table(organism).symbols
     shown = [symbols.get(gene) or gene or name for name, gene in zip(names, gene_ids)]
-    unknown = [name for name, gene in zip(names, gene_ids) if not gene]
     tally: dict[str, Any] = Counter(match.kind for match in matches)
-    coverage = Coverage(organism, len(names), examples=tuple(unknown[:_EXAMPLES]), **tally)
+    coverage = Coverage(organism, len(names), examples=_unknown(names, gene_ids), **tally)
     return MappedGenes(gene_ids, shown, _mitochondrial(shown), coverage, list(names))
 
 
+def _unknown(names: Sequence[str], gene_ids: Sequence[str]) -> tuple[str, ...]:
+    """The first names without a gene."""
+    unknown = (name for name, gene in zip(names, gene_ids) if not gene)
+    return tuple(islice(unknown, _EXAMPLES))
+
+
 def _coverage(chosen: GeneNames, organism: str) -> Coverage:
-    unknown = [text for text, gene in zip(chosen.texts, chosen.gene_ids) if not gene]
-    several = len([share for share in chosen.coverage.values() if share > 0]) > 1
+    is_index = chosen.column == INDEX
+    n_naming = sum(share > 0 for share in chosen.coverage.values())
     tally: dict[str, Any] = Counter(chosen.kinds)
     return Coverage(
         organism,
         len(chosen.gene_ids),
-        examples=tuple(unknown[:_EXAMPLES]),
-        column=None if chosen.column == INDEX else chosen.column,
-        by_column=chosen.coverage if several or chosen.column != INDEX else {},
+        examples=_unknown(chosen.texts, chosen.gene_ids),
+        column=None if is_index else chosen.column,
+        by_column=chosen.coverage if n_naming > 1 or not is_index else {},
         prefixes=dict(chosen.prefixes),
         made_unique=chosen.made_unique,
         respelled=chosen.respelled,
@@ -179,10 +181,10 @@ def _coverage(chosen: GeneNames, organism: str) -> Coverage:
 
 
 def map_orthologs(mapped: MappedGenes, reference: str, table: Path | None = None) -> MappedGenes:
-    """Genes of one organism under the ids and symbols of `reference`; those without an ortholog
+    """Genes of one organism under the ids and symbols of `reference`; genes without an ortholog
     lose their id.
 
-    `table` is a user's file of orthologs instead of the packaged one. Genes of `reference` itself
+    `table` is a user's file of orthologs, instead of the packaged one. Genes of `reference` itself
     stay as they are.
     """
     organism = mapped.coverage.organism
@@ -200,15 +202,17 @@ def match_columns(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     """Match columns of `reader` to genes of `vocabulary`: by name, through a table of symbols, or
     through orthologs.
 
-    Takes the reading that matches most genes, then most columns. Raises DataError when none matches
-    any.
+    Takes the reading that matches most genes, then most columns. Raises DataError when no reading
+    matches any gene.
     """
     if reader.ordered:
         rows = vocabulary.rows_of(reader.var_names)
         if (rows < 0).any():
             missing = reader.var_names[int((rows < 0).argmax())]
-            has = "genes in rank order" if reader.ranked else "sequences"
-            wanted = "the same token dictionary" if reader.ranked else "sequences"
+            has = wanted = "sequences"
+            if reader.ranked:
+                has = "genes in rank order"
+                wanted = "the same token dictionary"
             raise DataError(
                 f"{reader.path}: it has {has}, and the model does not know {missing!r}: its first gene is "
                 f"{vocabulary.gene_ids[0]!r}; use a model of {wanted}"
@@ -224,8 +228,8 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     measured = is_expression(reader.var)
     rows = np.flatnonzero(measured)
     names = [reader.var_names[row] for row in rows]
-    best = GeneColumns(np.full(reader.n_vars, -1, np.int32), measured)
-    most = (0, 0)
+    best = None
+    most = (0, 0)  # genes and columns that match
     mismatch = None
     for reading in _readings(names, reader.var.iloc[rows], vocabulary):
         target = np.full(reader.n_vars, -1, np.int32)
@@ -235,29 +239,28 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
         if matched > most:
             unnamed = np.zeros(reader.n_vars, bool)
             unnamed[rows] = [not gene for gene in reading.gene_ids]
-            notes = (*reading.notes, *describe_sums(_carriers(reading.gene_ids, names)))
+            sums = describe_sums(_shared_genes(reading.gene_ids, names))
             best = GeneColumns(
                 target,
                 measured,
                 unnamed=unnamed if unnamed.any() else None,
-                notes=notes,
+                notes=(*reading.notes, *sums),
                 mismatch=reading.mismatch,
             )
             most = matched
         mismatch = reading.mismatch or mismatch
         if len(known) == len(rows):
             break  # no table can match more
-    if most == (0, 0) and mismatch is not None:
-        raise DataError(
-            f"{reader.path}: no genes in common with the model: {mismatch}, and none is left"
-        )
-    if most == (0, 0):
-        first = next(iter(reader.var_names), None)
-        raise DataError(
-            f"{reader.path}: no genes in common with the model: its first is {first!r}, the model's "
-            f"{vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name genes by Ensembl id or current symbol"
-        )
-    return best
+    if best is not None:
+        return best
+    fault = f"{reader.path}: no genes in common with the model"
+    if mismatch is not None:
+        raise DataError(f"{fault}: {mismatch}, and none is left")
+    first = next(iter(reader.var_names), None)
+    raise DataError(
+        f"{fault}: its first is {first!r}, the model's {vocabulary.gene_ids[0]!r} ({vocabulary.symbols[0]}); name "
+        "genes by Ensembl id or current symbol"
+    )
 
 
 class _Reading(NamedTuple):
@@ -269,10 +272,10 @@ class _Reading(NamedTuple):
 
 
 def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[_Reading]:
-    """Ids of genes: as names of an organism of the vocabulary, as they are, as of another one's
-    orthologs.
+    """Read names as those of an organism of the vocabulary, as ids, and as those of another
+    organism with orthologs.
     """
-    if (vocabulary.rows_of(names) >= 0).all():  # as of preprocessed cells: no table is read
+    if (vocabulary.rows_of(names) >= 0).all():  # as in preprocessed cells: no table is read
         yield _Reading(names)
         return
     known = organisms_of(vocabulary)
@@ -293,26 +296,25 @@ def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> It
         yield _Reading(gene_ids, tuple(describe_changes(mapped.coverage)), mismatch)
 
 
-def _carriers(gene_ids: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Names of the rows of `var` by gene, of genes that several rows have."""
-    carriers: dict[str, list[str]] = {}
+def _shared_genes(gene_ids: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Names of the rows of `var` by gene, for genes of several rows."""
+    by_gene: dict[str, list[str]] = {}
     for gene, name in zip(gene_ids, names):
-        if gene:
-            carriers.setdefault(gene, []).append(name)
-    return {gene: found for gene, found in carriers.items() if len(found) > 1}
+        by_gene.setdefault(gene, []).append(name)
+    return {gene: carriers for gene, carriers in by_gene.items() if gene and len(carriers) > 1}
 
 
 def organisms_of(vocabulary: Vocabulary) -> list[str]:
     """Organisms whose Ensembl ids a vocabulary has."""
-    return [
-        o for o in ORGANISMS if any(gene.startswith(PREFIXES[o]) for gene in vocabulary.gene_ids)
-    ]
+    organisms = []
+    for organism, prefix in PREFIXES.items():
+        if any(gene.startswith(prefix) for gene in vocabulary.gene_ids):
+            organisms.append(organism)
+    return organisms
 
 
 def describe_changes(coverage: Coverage) -> list[str]:
-    """Lines on the column that names the genes, if it is not the index, and on what was done to its
-    names.
-    """
+    """Lines on the column that names the genes, if it is not the index, and on changed names."""
     lines = []
     if coverage.column is not None:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
@@ -328,11 +330,9 @@ def describe_changes(coverage: Coverage) -> list[str]:
         )
     if coverage.made_unique:
         name, stem = next(iter(coverage.made_unique.items()))
-        repeats = (
-            f"repeat another name with a suffix that made them unique, as {name!r} repeats {stem!r}"
-        )
         lines.append(
-            f"{len(coverage.made_unique):,} names {repeats}: their counts are added to its gene"
+            f"{len(coverage.made_unique):,} names repeat another name with a suffix that made them unique, as {name!r} "
+            f"repeats {stem!r}: their counts are added to its gene"
         )
     return lines
 
@@ -361,12 +361,12 @@ def lost_counts(frac: float, names: Sequence[str]) -> str | None:
 
 
 def is_expression(var: pd.DataFrame) -> np.ndarray:
-    """Genes of a dataset; False for antibodies and guides of 10x files, whose names (CD3) would
-    pass for genes.
+    """Mask of the genes; False for antibodies and guides of 10x files, whose names (CD3) would pass
+    for genes.
 
-    Upper and lower case are the same, and a gene without a type is one. If no type is `Gene
-    Expression`, as in files of tools that write biotypes or `Gene` there, every row is a gene but
-    those of types that 10x has for other features.
+    Types count in any case, and a row without a type is a gene. Some tools write biotypes or `Gene`
+    there: if no type is `Gene Expression`, every row is a gene, except for the types of other
+    features that 10x has.
     """
     if "feature_types" not in var:
         return np.ones(len(var), dtype=bool)
@@ -381,18 +381,17 @@ def _mitochondrial(symbols: list[str]) -> np.ndarray:
 
 
 def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
-    """Row of each name's gene; -1 for one that is not in the vocabulary.
+    """Row of each name's gene; -1 for a gene that is not in the vocabulary.
 
     A name is looked up as an id, as a symbol of the vocabulary, then in the packaged tables of its
     organisms.
     """
     by_symbol = {symbol: row for row, symbol in enumerate(vocabulary.symbols)}
     rows = {}
-    for name, known in names_of_genes(names, vocabulary).items():
-        first, *others = vocabulary.rows_of(known).tolist()
-        rows[name] = next(
-            (row for row in (first, by_symbol.get(name, -1), *others) if row >= 0), -1
-        )
+    for name, synonyms in names_of_genes(names, vocabulary).items():
+        first, *others = vocabulary.rows_of(synonyms).tolist()
+        found = [row for row in (first, by_symbol.get(name, -1), *others) if row >= 0]
+        rows[name] = found[0] if found else -1
     return rows
 
 
@@ -402,22 +401,23 @@ def names_of_genes(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, tu
 
     Ids and symbols come from the packaged tables of the vocabulary's organisms.
     """
-    unique = sorted({*names})
-    found: dict[str, tuple[str, ...]] = {name: (name,) for name in unique}
+    synonyms: dict[str, tuple[str, ...]] = {name: (name,) for name in sorted({*names})}
     for organism in organisms_of(vocabulary):
         symbols = gene_table(organism).symbols
-        for name in unique:
+        for name in synonyms:
             gene = look_up(name, organism).gene
-            found[name] += (gene, symbols.get(gene, gene)) if gene else ()
-    return found
+            if gene:
+                synonyms[name] += (gene, symbols.get(gene, gene))
+    return synonyms
 
 
 def perturbed_genes(names: Sequence[str], vocabulary: Vocabulary) -> dict[str, list[int]]:
-    """Rows of the vocabulary by perturbation, found as `rows_of_names` finds them; empty if none is
+    """Rows of the vocabulary of each perturbation's genes, by `rows_of_names`; empty if none is
     known.
     """
-    genes = {name: [part.strip() for part in name.split(SEPARATOR)] for name in names}
-    rows = rows_of_names(chain.from_iterable(genes.values()), vocabulary)
-    return {
-        name: [rows[gene] for gene in parts if rows[gene] >= 0] for name, parts in genes.items()
-    }
+    genes = {name: list(map(str.strip, name.split(SEPARATOR))) for name in names}
+    row_of_gene = rows_of_names(chain.from_iterable(genes.values()), vocabulary)
+    rows = {}
+    for name, parts in genes.items():
+        rows[name] = [row_of_gene[gene] for gene in parts if row_of_gene[gene] >= 0]
+    return rows

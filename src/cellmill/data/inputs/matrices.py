@@ -298,7 +298,7 @@ class SparseMatrix(StoredMatrix):
         self._data = SequentialArray(path, stored["data"])
         self._indices = SequentialArray(path, stored["indices"])
         n = len(self._data)
-        fits = len(stored["indptr"]) == shape[by_gene] + 1 and len(self._indices) == n
+        fits = stored["indptr"].shape[0] == shape[by_gene] + 1 and len(self._indices) == n
         if fits:  # before memory is taken for it: a damaged file may declare any size
             with reading(path):
                 indptr = np.asarray(stored["indptr"][:]).astype(np.int64)
