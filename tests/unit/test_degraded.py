@@ -2,6 +2,7 @@
 scikit-learn.
 """
 
+from itertools import product
 from typing import Any
 
 import anndata as ad
@@ -21,7 +22,9 @@ from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.degraded import Degraded, TrainingCounts, keep_genes, thin
+from cellmill.runs.results import TaskResult
 from tests.unit.evaluated import regression
+from tests.unit.small_corpus import shard_paths
 
 WAYS = ("matched", "shifted", "trained on all levels")
 CLASSIFIERS = ("logistic regression", "logistic regression, unscaled", "kNN")
@@ -36,105 +39,131 @@ def chosen_cells(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]
 
 def training_counts(context: Context) -> np.ndarray:
     """Counts of the cells of all training shards, `(cells, genes)`."""
-    manifest = context.model.manifest
-    shards = [
-        ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
-    ]
-    return np.asarray(sp.vstack(shards).todense(), np.float64)
+    paths = shard_paths(context.model.manifest, "train")
+    shards = [ad.read_h5ad(path).X.toarray() for path in paths]
+    return np.concatenate(shards).astype(np.float64)
 
 
 def in_vocabulary(context: Context, counts: sp.csr_matrix) -> np.ndarray:
     """The counts by gene of the vocabulary, column by column."""
-    found = np.zeros((counts.shape[0], context.model.vocabulary.n_genes))
-    for column, row in enumerate(context.columns.target):
-        if row >= 0:
-            found[:, row] += counts[:, [column]].toarray().ravel()
-    return found
+    dense = counts.toarray()
+    by_gene = np.zeros((len(dense), context.model.vocabulary.n_genes))
+    for column, gene in enumerate(context.columns.target):
+        if gene >= 0:
+            by_gene[:, gene] += dense[:, column]
+    return by_gene
 
 
 def log_profiles(counts: np.ndarray, total: float) -> np.ndarray:
     """log(1 + counts per `total`)."""
-    return np.log1p(total * counts / np.maximum(counts.sum(1, keepdims=True), 1))
+    depths = np.maximum(counts.sum(1, keepdims=True), 1)
+    return np.log1p(total * counts / depths)
 
 
-def same_components(found: np.ndarray, expected: np.ndarray) -> None:
-    """The first components are the same but for their signs."""
-    np.testing.assert_allclose(np.abs(found[:, :5]), np.abs(expected[:, :5]), rtol=1e-2, atol=1e-2)
+def check_components(components: np.ndarray, training: np.ndarray, cells: np.ndarray) -> None:
+    """The first components of cells are those of a PCA of training cells, but for their signs."""
+    pca = PCA(30, svd_solver="full").fit(training)
+    expected = np.abs(pca.transform(cells))
+    first = np.abs(components[:, :5])
+    np.testing.assert_allclose(first, expected[:, :5], rtol=1e-2, atol=1e-2)
+
+
+def twenty_of_some_genes() -> sp.csr_matrix:
+    """Counts of 200 cells and 80 genes: 20 of two genes of five, and none of the others."""
+    is_expressed = np.random.default_rng(0).random((200, 80)) < 0.4
+    return sp.csr_matrix(20 * is_expressed.astype(np.uint32))
 
 
 def test_thinning_keeps_each_count_with_equal_probability() -> None:
-    counts = sp.random(
-        200, 80, 0.4, "csr", np.uint32, np.random.default_rng(0), lambda n: np.full(n, 20)
-    )
+    counts = twenty_of_some_genes()
     thinned = thin(0.1, counts, np.random.default_rng(1))
     assert thinned.dtype == counts.dtype
     assert thinned.data.all()
     assert (thinned.toarray() <= counts.toarray()).all()
-    assert thinned.sum() / counts.sum() == pytest.approx(0.1, rel=0.03)
-    assert 1 - thinned.nnz / counts.nnz == pytest.approx(0.9**20, abs=0.01)
+    kept_frac = thinned.sum() / counts.sum()
+    lost_genes_frac = 1 - thinned.nnz / counts.nnz
+    assert kept_frac == pytest.approx(0.1, rel=0.03)
+    assert lost_genes_frac == pytest.approx(0.9**20, abs=0.01)
+
+
+def test_the_same_genes_are_kept_in_every_cell() -> None:
+    counts = twenty_of_some_genes()
     kept = keep_genes(7, counts, np.random.default_rng(1))
     columns = np.unique(kept.indices)
-    assert (len(columns), kept.dtype) == (7, counts.dtype)
+    assert len(columns) == 7
+    assert kept.dtype == counts.dtype
     assert (kept[:, columns] != counts[:, columns]).nnz == 0
-    assert (keep_genes(500, counts, np.random.default_rng(1)) != counts).nnz == 0
+    every = keep_genes(500, counts, np.random.default_rng(1))
+    assert (every != counts).nnz == 0
 
 
 def test_components_of_a_panel_are_fitted_to_its_genes(context: Context) -> None:
     training = TrainingCounts.of(context)
     assert training is not None
-    panel = keep_genes(40, read_rows(context.reader, np.arange(30)), np.random.default_rng(1))
-    kept = in_vocabulary(context, panel).any(0)
+    counts = read_rows(context.reader, np.arange(30))
+    panel = keep_genes(40, counts, np.random.default_rng(1))
+    cells = in_vocabulary(context, panel)
+    in_panel = cells.any(0)
     whole = training_counts(context)
-    components = PCA(30, svd_solver="full").fit(log_profiles(whole[:, kept], 1e4))
-    cells = in_vocabulary(context, panel)[:, kept]
-    same_components(training.over_panel(panel), components.transform(log_profiles(cells, 1e4)))
+    check_components(
+        training.over_panel(panel),
+        training=log_profiles(whole[:, in_panel], 1e4),
+        cells=log_profiles(cells[:, in_panel], 1e4),
+    )
 
 
 def test_components_of_counts_per_1000_are_fitted_on_them(context: Context) -> None:
     training = TrainingCounts.of(context)
     assert training is not None
     counts = read_rows(context.reader, np.arange(30))
-    components = PCA(30, svd_solver="full").fit(log_profiles(training_counts(context), 1e3))
-    expected = components.transform(log_profiles(in_vocabulary(context, counts), 1e3))
-    same_components(training.per_1k(counts), expected)
+    check_components(
+        training.per_1k(counts),
+        training=log_profiles(training_counts(context), 1e3),
+        cells=log_profiles(in_vocabulary(context, counts), 1e3),
+    )
 
 
 def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Context) -> None:
     training = TrainingCounts.of(context)
     assert training is not None
-    given: list[float] = []
+    sums: list[float] = []
 
-    def half(counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-        given.append(float(counts.sum()))
-        lost = counts.copy()
-        lost.data //= 2
-        lost.eliminate_zeros()
-        return lost
+    def halve(counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
+        sums.append(float(counts.sum()))
+        halves = counts.copy()
+        halves.data //= 2
+        halves.eliminate_zeros()
+        return halves
 
     counts = read_rows(context.reader, np.arange(30))
     whole = training_counts(context)
-    components = PCA(30, svd_solver="full").fit(log_profiles(whole // 2, 1e4))
-    found = training.thinned(half, np.random.default_rng(0))(counts)
-    same_components(found, components.transform(log_profiles(in_vocabulary(context, counts), 1e4)))
-    assert given == [whole.sum()]
+    transform = training.thinned(halve, np.random.default_rng(0))
+    check_components(
+        transform(counts),
+        training=log_profiles(whole // 2, 1e4),
+        cells=log_profiles(in_vocabulary(context, counts), 1e4),
+    )
+    assert sums == [whole.sum()]
 
 
 def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -> None:
     result = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
     table = {row.method.name: row for row in result.rows}
-    of_panel = [name for name in table if "of the panel" in name]
-    kinds = ("embedding", "PCA50", "all genes")
-    assert of_panel == [f"{kind} of the panel + {one}" for kind in kinds for one in CLASSIFIERS]
-    assert {table[name].method.kind for name in of_panel[:3]} == {"model"}
-    for name in of_panel:
-        assert table[name].value("whole") is None
+    features = ("embedding", "PCA50", "all genes")
+    expected = [f"{kind} of the panel + {name}" for kind, name in product(features, CLASSIFIERS)]
+    assert [name for name in table if "of the panel" in name] == expected
+    for name in expected:
+        row = table[name]
+        assert row.method.kind == ("model" if name.startswith("embedding") else "baseline")
+        assert row.value("whole") is None
         for level in ("20 genes", "9 genes"):
-            assert len({table[name].scores[f"{level}, {way}"].mean for way in WAYS}) == 1
+            matched = row.scores[f"{level}, matched"].mean
+            assert row.scores[f"{level}, shifted"].mean == matched
+            assert row.scores[f"{level}, trained on all levels"].mean == matched
     column = "9 genes, matched"
-    for kind in ("embedding", "all genes"):
-        for one in CLASSIFIERS:
-            of_panel_row = table[f"{kind} of the panel + {one}"]
-            assert of_panel_row.value(column) == table[f"{kind} + {one}"].value(column)
+    for kind, name in product(("embedding", "all genes"), CLASSIFIERS):
+        of_panel = table[f"{kind} of the panel + {name}"]
+        assert of_panel.value(column) == table[f"{kind} + {name}"].value(column)
 
 
 @pytest.mark.parametrize(
@@ -143,86 +172,114 @@ def test_baselines_of_a_panel_are_as_good_shifted_as_matched(context: Context) -
 def test_a_model_that_copies_a_baseline_is_never_ahead(
     context: Context, monkeypatch: pytest.MonkeyPatch, config: Any
 ) -> None:
-    def copied(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
-        return context.model.components.transform(
-            sp.csr_matrix(log_profiles(in_vocabulary(context, counts), 1e4).astype(np.float32))
-        ).astype(np.float32)
+    def copy_baseline(context: Context, counts: sp.csr_matrix, *_: Any) -> np.ndarray:
+        profiles = log_profiles(in_vocabulary(context, counts), 1e4)
+        sparse = sp.csr_matrix(profiles.astype(np.float32))
+        return context.model.components.transform(sparse).astype(np.float32)
 
-    monkeypatch.setattr(features_module, "embed_counts", copied)
+    monkeypatch.setattr(features_module, "embed_counts", copy_baseline)
     result = Degraded(config).run(context)
     table = {row.method.name: row for row in result.rows}
-    for one in CLASSIFIERS:
-        copy, baseline = (
-            table[f"{kind} + {one}"] for kind in ("embedding", "PCA50 of the training cells")
-        )
+    for name in CLASSIFIERS:
+        copy = table[f"embedding + {name}"]
+        baseline = table[f"PCA50 of the training cells + {name}"]
         for column in copy.scores:
             assert copy.value(column) == pytest.approx(baseline.value(column), abs=0.02)
-    assert all(verdict.outcome != "ahead" for verdict in result.verdicts)
+    outcomes = {verdict.outcome for verdict in result.verdicts}
+    assert "ahead" not in outcomes
 
 
+COLUMNS = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
+
+
+@pytest.fixture(scope="module")
+def low_depth(context: Context) -> TaskResult:
+    with pytest.MonkeyPatch.context() as patch:
+        # one of these cells is about as near to two classes
+        patch.setattr(classifiers, "TOLERANCE", 1e-6)
+        config = LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)
+        return Degraded(config).run(context)
+
+
+@pytest.mark.parametrize("features", [ALL_GENES, EMBEDDING], ids=lambda features: features.name)
 def test_classifiers_are_trained_on_whole_degraded_or_all_cells(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: Context, low_depth: TaskResult, features: Any
 ) -> None:
-    # a cell of these is about as near to two classes
-    monkeypatch.setattr(classifiers, "TOLERANCE", 1e-6)
-    result = Degraded(LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)).run(context)
-    chosen, labels = chosen_cells(context, 3)
-    whole = read_rows(context.reader, chosen)
-    scaler = {ALL_GENES: StandardScaler(with_mean=False), EMBEDDING: StandardScaler()}
-    table = {row.method.name: row for row in result.rows}
-    columns = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
-    for kind in scaler:
-        expected: dict[str, list[float]] = {column: [] for column in columns}
-        for repeat in range(2):
-            lost = thin(0.1, whole, np.random.Generator(np.random.Philox(key=[4, 1000 + repeat])))
-            cells = [features_of_counts(context, counts)[kind] for counts in (whole, lost)]
-            right: dict[str, int] = dict.fromkeys(columns, 0)
-            folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
-            for train, test in folds.split(labels, labels):
-                a, b = (
-                    sp.csr_matrix(values[train]) if kind == ALL_GENES else values[train]
-                    for values in cells
-                )
-                both = sp.vstack([a, b]) if kind == ALL_GENES else np.concatenate([a, b])
-                for column, seen, tested in zip(columns, (a, b, a, both), (0, 1, 1, 1)):
-                    of = np.tile(labels[train], seen.shape[0] // len(train))
-                    pipeline = make_pipeline(scaler[kind], regression(sparse=kind == ALL_GENES))
-                    right[column] += (
-                        pipeline.fit(seen, of).predict(cells[tested][test]) == labels[test]
-                    ).sum()
-            for column in columns:
-                expected[column].append(right[column] / len(labels))
-        row = table[f"{kind.name} + logistic regression"]
-        for column in columns:
-            assert row.scores[column].repetitions == pytest.approx(expected[column]), column
-            assert row.scores[column].mean == pytest.approx(np.mean(expected[column]))
-    largest = max((labels == name).mean() for name in labels)
-    assert [table["majority"].scores[column].mean for column in columns] == pytest.approx(
-        len(columns) * [largest]
-    )
-    assert [row.method.kind for row in result.rows] == 3 * ["model"] + 16 * ["baseline"]
-    made = [row.method.name for row in result.rows if row.value("whole") is None]
-    assert made == [f"PCA50 of thinned cells + {name}" for name in CLASSIFIERS]
-    assert all(row.value(column) is not None for row in result.rows for column in columns[1:])
-    assert result.metric == "10 % of counts, shifted"
-    assert [verdict.metric for verdict in result.verdicts] == [
-        f"accuracy, {column}" for column in columns
+    cells, labels = chosen_cells(context, 3)
+    counts = read_rows(context.reader, cells)
+    is_sparse = features == ALL_GENES
+    scaler = StandardScaler(with_mean=not is_sparse)
+    stack: Any = sp.vstack if is_sparse else np.concatenate
+    expected: dict[str, list[float]] = {column: [] for column in COLUMNS}
+    for repeat in range(2):
+        bits = np.random.Philox(key=[4, 1000 + repeat])
+        thinned_counts = thin(0.1, counts, np.random.Generator(bits))
+        whole = features_of_counts(context, counts)[features]
+        thinned = features_of_counts(context, thinned_counts)[features]
+        n_right = dict.fromkeys(COLUMNS, 0)
+        folds = StratifiedKFold(3, shuffle=True, random_state=4 + repeat)
+        for train, test in folds.split(labels, labels):
+            # of each column: the cells that are trained on, and those that are tested
+            runs = [
+                ([whole[train]], whole[test]),
+                ([thinned[train]], thinned[test]),
+                ([whole[train]], thinned[test]),
+                ([whole[train], thinned[train]], thinned[test]),
+            ]
+            for column, (training, tested) in zip(COLUMNS, runs, strict=True):
+                pipeline = make_pipeline(scaler, regression(sparse=is_sparse))
+                pipeline.fit(stack(training), np.tile(labels[train], len(training)))
+                n_right[column] += np.count_nonzero(pipeline.predict(tested) == labels[test])
+        for column in COLUMNS:
+            expected[column].append(n_right[column] / len(labels))
+    [row] = [
+        row for row in low_depth.rows if row.method.name == f"{features.name} + logistic regression"
     ]
-    for column, verdict in zip(columns, result.verdicts):
-        means = {row.method.name: row.value(column) for row in result.rows}
-        best = [
-            max(
-                means[row.method.name]
-                for row in result.rows
-                if row.method.kind == kind and means[row.method.name] is not None
-            )
-            for kind in ("model", "baseline")
-        ]
-        assert [means[verdict.compared], means[verdict.against]] == pytest.approx(best)
-        assert verdict.difference == pytest.approx(best[0] - best[1])
-    genes = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
-    expected_columns = [
-        "whole",
-        *(f"{level}, {way}" for level in ("20 genes", "9 genes") for way in WAYS),
-    ]
-    assert [*genes.rows[0].scores] == expected_columns
+    for column in COLUMNS:
+        score = row.scores[column]
+        assert score.repetitions == pytest.approx(expected[column]), column
+        assert score.mean == pytest.approx(np.mean(expected[column]))
+
+
+def test_majority_is_the_largest_class_at_every_depth(
+    context: Context, low_depth: TaskResult
+) -> None:
+    _, labels = chosen_cells(context, 3)
+    _, sizes = np.unique(labels, return_counts=True)
+    [row] = [row for row in low_depth.rows if row.method.name == "majority"]
+    for column in COLUMNS:
+        assert row.scores[column].mean == pytest.approx(sizes.max() / len(labels))
+
+
+def test_only_thinned_components_have_no_score_of_whole_cells(low_depth: TaskResult) -> None:
+    kinds = [row.method.kind for row in low_depth.rows]
+    assert kinds == 3 * ["model"] + 16 * ["baseline"]
+    without_whole = [row.method.name for row in low_depth.rows if row.value("whole") is None]
+    assert without_whole == [f"PCA50 of thinned cells + {name}" for name in CLASSIFIERS]
+    for row, column in product(low_depth.rows, COLUMNS[1:]):
+        assert row.value(column) is not None
+
+
+def test_each_depth_has_a_verdict_of_the_best_rows(low_depth: TaskResult) -> None:
+    assert low_depth.metric == "10 % of counts, shifted"
+    for column, verdict in zip(COLUMNS, low_depth.verdicts, strict=True):
+        assert verdict.metric == f"accuracy, {column}"
+        means: dict[str, list[float]] = {"model": [], "baseline": []}
+        mean_by_name = {}
+        for row in low_depth.rows:
+            mean = row.value(column)
+            if mean is not None:
+                means[row.method.kind].append(mean)
+                mean_by_name[row.method.name] = mean
+        best_model = max(means["model"])
+        best_baseline = max(means["baseline"])
+        assert mean_by_name[verdict.compared] == pytest.approx(best_model)
+        assert mean_by_name[verdict.against] == pytest.approx(best_baseline)
+        assert verdict.difference == pytest.approx(best_model - best_baseline)
+
+
+def test_columns_of_missing_genes_are_levels_in_three_ways(context: Context) -> None:
+    result = Degraded(MissingGenesConfig(genes=[20, 9], repeats=1)).run(context)
+    levels = ("20 genes", "9 genes")
+    columns = [f"{level}, {way}" for level, way in product(levels, WAYS)]
+    assert [*result.rows[0].scores] == ["whole", *columns]

@@ -33,20 +33,37 @@ MEASURES = [(nmi_scores, normalized_mutual_info_score), (ari_scores, adjusted_ra
 
 @pytest.mark.parametrize(("scores", "reference"), MEASURES)
 def test_the_mean_score_of_cells_is_the_measure(scores: Any, reference: Any) -> None:
-    random = np.random.default_rng(0)
-    classes = random.integers(0, 4, 400)
-    clusters = np.where(random.random(400) < 0.7, classes, random.integers(0, 6, 400))
-    made = scores(classes, clusters)
-    assert made.mean() == pytest.approx(reference(classes, clusters), abs=1e-12)
-    draws = random.integers(0, 400, (300, 400))
-    bootstrap = np.std([reference(classes[cells], clusters[cells]) for cells in draws])
-    assert made.std() / 20 == pytest.approx(bootstrap, rel=0.15)
+    classes, clusters = labelled_clusters()
+    of_cells = scores(classes, clusters)
+    assert of_cells.mean() == pytest.approx(reference(classes, clusters), abs=1e-12)
     named = np.array(["d", "a", "c", "b"])[classes]
-    np.testing.assert_allclose(scores(named, clusters), made, atol=1e-12)
-    np.testing.assert_allclose(scores(clusters, classes), made, atol=1e-12)
+    np.testing.assert_allclose(scores(named, clusters), of_cells, atol=1e-12)
+    np.testing.assert_allclose(scores(clusters, classes), of_cells, atol=1e-12)
+    one_cluster = np.zeros(400, int)
+    assert scores(classes, one_cluster).mean() == pytest.approx(0, abs=1e-12)
     for same in (np.zeros(9, int), np.arange(9)):
         assert scores(same, same).mean() == pytest.approx(1)
-    assert scores(classes, np.zeros(400, int)).mean() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("scores", "reference"), MEASURES)
+def test_scores_of_cells_spread_like_a_bootstrap(scores: Any, reference: Any) -> None:
+    classes, clusters = labelled_clusters()
+    random = np.random.default_rng(1)
+    measures = []
+    for _ in range(300):
+        cells = random.integers(0, 400, 400)
+        measures.append(reference(classes[cells], clusters[cells]))
+    error = scores(classes, clusters).std() / 400**0.5
+    assert error == pytest.approx(np.std(measures), rel=0.15)
+
+
+def labelled_clusters() -> tuple[np.ndarray, np.ndarray]:
+    """Classes of 400 cells, and clusters that equal them for about 70 % of the cells."""
+    random = np.random.default_rng(0)
+    classes = random.integers(0, 4, 400)
+    is_right = random.random(400) < 0.7
+    clusters = np.where(is_right, classes, random.integers(0, 6, 400))
+    return classes, clusters
 
 
 def test_the_graph_has_jaccard_weights() -> None:
@@ -56,19 +73,23 @@ def test_the_graph_has_jaccard_weights() -> None:
     assert graph.distances.tolist() == [[1, 3], [1, 2], [2, 3], [4, 6]]
     weights = jaccard_weights(graph).toarray()
     # neighbours with themselves: {0, 1, 2} three times, and {1, 2, 3}, which shares two of four
-    assert weights.tolist() == [[0, 1, 1, 0], [0, 0, 1, 0.5], [0, 0, 0, 0.5], [0, 0, 0, 0]]
-    np.testing.assert_array_equal(NeighborGraph.of(line, 90).indices.shape, (4, 3))
+    assert weights.tolist() == [
+        [0, 1, 1, 0],
+        [0, 0, 1, 0.5],
+        [0, 0, 0, 0.5],
+        [0, 0, 0, 0],
+    ]
+    assert NeighborGraph.of(line, 90).indices.shape == (4, 3)
 
 
-def test_planted_groups_are_found(
-    context: Context,
-) -> None:
+def test_planted_groups_are_found(context: Context) -> None:
     pytest.importorskip("igraph")
     label = context.roles["label"].astype(str)
     classes = np.unique(label, return_inverse=True)[1]
     random = np.random.default_rng(0)
-    vectors = (10 * np.eye(16)[classes] + random.normal(size=(len(classes), 16))).astype(np.float32)
-    planted = replace(context, vectors=vectors)
+    noise = random.normal(size=(len(classes), 16))
+    vectors = 10 * np.eye(16)[classes] + noise
+    planted = replace(context, vectors=vectors.astype(np.float32))
     config = ClusteringConfig(resolutions=[0.1, 1.0], seeds=2, min_cells=5)
     result = Clustering(config).run(planted)
     rows = {row.method.name: row for row in result.rows}
@@ -81,18 +102,17 @@ def test_planted_groups_are_found(
         "all genes",
     ]
     own = rows["embedding"]
-    assert (
-        own.scores["ARI, best resolution"].repetitions
-        == own.scores["NMI, best resolution"].repetitions
-        == [1.0, 1.0]
-    )
+    assert own.scores["ARI, best resolution"].repetitions == [1.0, 1.0]
+    assert own.scores["NMI, best resolution"].repetitions == [1.0, 1.0]
     assert own.numbers["clusters there"] == len(result.figures["classes"])
-    noise = replace(context, vectors=random.normal(size=vectors.shape).astype(np.float32))
-    lost = Clustering(config).run(noise)
-    assert abs(lost.rows[0].scores["ARI, resolution 1"].mean) < 0.1
+    without_groups = random.normal(size=vectors.shape).astype(np.float32)
+    lost = Clustering(config).run(replace(context, vectors=without_groups))
+    score = lost.rows[0].scores["ARI, resolution 1"]
+    assert abs(score.mean) < 0.1
     assert lost.rows[1:] == result.rows[1:]  # of cached baselines too
-    assert any(v.outcome == "behind" for v in lost.verdicts)
-    again = Clustering(config).run(replace(planted, baselines=type(context.baselines)()))
+    assert "behind" in {verdict.outcome for verdict in lost.verdicts}
+    without_cache = replace(planted, baselines=type(context.baselines)())
+    again = Clustering(config).run(without_cache)
     assert again.to_json() == result.to_json()
 
 
@@ -110,32 +130,38 @@ def cells(apart: float, n: int = 240) -> Cells:
     return vectors, batches, labels
 
 
-def measured(of: Cells) -> dict[str, float]:
-    vectors, batches, labels = of
-    values = Integration(IntegrationConfig(neighbors=30)).measure(
-        vectors, np.eye(3)[batches], batches, labels
-    )
-    return {
-        name.partition(": ")[2]: float(np.mean(value))
-        for name, value in values.items()
-        if value is not None
-    }
+def measured(apart: float) -> dict[str, float]:
+    """Mean of each measure over `cells(apart)`."""
+    vectors, batches, labels = cells(apart)
+    one_hot = np.eye(3)[batches]
+    task = Integration(IntegrationConfig(neighbors=30))
+    means = {}
+    for name, value in task.measure(vectors, one_hot, batches, labels).items():
+        if value is not None:
+            means[name.partition(": ")[2]] = float(np.mean(value))
+    return means
 
 
 def test_mixed_batches_score_higher_than_separated_ones() -> None:
-    mixed = measured(cells(0))
-    separated = measured(cells(15))
-    for name, high, low in (("iLISI", 0.6, 1e-6), ("kBET", 0.9, 1e-6), ("BRAS", 0.9, 0.75)):
-        assert mixed[name] > high, name
-        assert separated[name] <= low, name
-    for one in (mixed, separated):
-        assert one["cLISI"] == pytest.approx(1)
+    mixed = measured(apart=0)
+    separated = measured(apart=15)
+    assert mixed["iLISI"] > 0.6
+    assert separated["iLISI"] <= 1e-6
+    assert mixed["kBET"] > 0.9
+    assert separated["kBET"] <= 1e-6
+    assert mixed["BRAS"] > 0.9
+    assert separated["BRAS"] <= 0.75
+    assert mixed["PCR"] > 0.99
+    assert separated["PCR"] < 0.8
     assert mixed["graph connectivity"] == 1
     # each label is three components
     assert separated["graph connectivity"] == pytest.approx(27 / 80)
-    # of components that have no variance but between batches
-    assert mixed["PCR"] > 0.99 > 0.8 > separated["PCR"]
-    assert mixed["label ASW"] > 0.9
+
+
+def test_separated_labels_score_high() -> None:
+    assert measured(apart=0)["cLISI"] == pytest.approx(1)
+    assert measured(apart=15)["cLISI"] == pytest.approx(1)
+    assert measured(apart=0)["label ASW"] > 0.9
 
 
 def test_lisi_has_the_weights_of_its_perplexity() -> None:
@@ -144,18 +170,24 @@ def test_lisi_has_the_weights_of_its_perplexity() -> None:
     weights = mixing.neighbor_weights(graph.distances, 10)
     entropy = -(weights * np.log(weights)).sum(1)
     np.testing.assert_allclose(np.exp(entropy), 10, rtol=1e-4)
-    # equal distances: equal weights
+    # three neighbours at equal distances have equal weights: two of one label, one of the other
     even = NeighborGraph(np.array([[1, 2, 3]] * 4), np.ones((4, 3)))
-    assert mixing.lisi(even, np.array([0, 0, 1, 1]), 3) == pytest.approx([1 / (1 / 9 + 4 / 9)] * 4)
+    simpson = (1 / 3) ** 2 + (2 / 3) ** 2
+    found = mixing.lisi(even, np.array([0, 0, 1, 1]), 3)
+    assert found == pytest.approx([1 / simpson] * 4)
 
 
 def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
     vectors, batches, _ = cells(2)
     graph = NeighborGraph.of(vectors, 19)
-    expected = np.bincount(batches) / len(batches) * 20  # a quarter of a batch's mean size
-    for cell, accepted in enumerate(mixing.kbet(vectors, batches, np.zeros(len(batches)))):
-        around = np.bincount(batches[[cell, *graph.indices[cell]]], minlength=3)
-        assert accepted == pytest.approx(float(chisquare(around, expected).pvalue >= 0.05))
+    n_cells = len(batches)
+    expected = np.bincount(batches) / n_cells * 20  # a quarter of a batch's mean size
+    accepted = mixing.kbet(vectors, batches, np.zeros(n_cells))
+    for cell in range(n_cells):
+        neighbourhood = [cell, *graph.indices[cell]]
+        counts = np.bincount(batches[neighbourhood], minlength=3)
+        p = chisquare(counts, expected).pvalue
+        assert bool(accepted[cell]) == (p >= 0.05)
 
 
 def test_bras_is_a_silhouette_against_all_other_batches() -> None:
@@ -164,63 +196,80 @@ def test_bras_is_a_silhouette_against_all_other_batches() -> None:
     assert mixing.bras(vectors, np.zeros(60, int), labels) is None
     by_label = []
     for label in range(3):
-        of = labels == label
-        distances = pairwise_distances(vectors[of], metric="cosine")
-        batch = batches[of]
-        s = []
+        is_of_label = labels == label
+        vectors_of_label = vectors[is_of_label]
+        distances = pairwise_distances(vectors_of_label, metric="cosine")
+        batch = batches[is_of_label]
+        silhouettes = []
         for cell in range(20):
-            same = (batch == batch[cell]) & (np.arange(20) != cell)
-            a = distances[cell, same].mean()
-            b = distances[cell, batch != batch[cell]].mean()
-            s.append((b - a) / max(a, b))
+            is_other_batch = batch != batch[cell]
+            is_own_batch = ~is_other_batch
+            is_own_batch[cell] = False
+            within = distances[cell, is_own_batch].mean()
+            between = distances[cell, is_other_batch].mean()
+            silhouettes.append((between - within) / max(within, between))
         if label == 1:
-            np.testing.assert_allclose(
-                s, silhouette_samples(vectors[of], batch, metric="cosine"), atol=1e-9
-            )
-        by_label.append(np.mean(1 - np.abs(s)))
-    assert np.mean(mixing.bras(vectors, batches, labels)) == pytest.approx(np.mean(by_label))
+            expected = silhouette_samples(vectors_of_label, batch, metric="cosine")
+            np.testing.assert_allclose(silhouettes, expected, atol=1e-9)
+        by_label.append(1 - np.mean(np.abs(silhouettes)))
+    found = mixing.bras(vectors, batches, labels)
+    assert np.mean(found) == pytest.approx(np.mean(by_label))
 
 
 def test_batch_variance_is_a_regression_on_all_components() -> None:
     vectors, batches, _ = cells(4)
     components = PCA().fit(vectors)
-    values = components.transform(vectors)
     one_hot = np.eye(3)[batches][:, 1:]
-    r2 = [LinearRegression().fit(one_hot, column).score(one_hot, column) for column in values.T]
-    expected = np.dot(r2, components.explained_variance_ratio_)
+    expected = 0.0
+    for values, share in zip(components.transform(vectors).T, components.explained_variance_ratio_):
+        regression = LinearRegression().fit(one_hot, values)
+        expected += share * regression.score(one_hot, values)
     terms = mixing.batch_variance(vectors, batches)
     assert terms.mean() == pytest.approx(expected)
+
+
+def test_terms_of_batch_variance_spread_like_a_bootstrap() -> None:
+    vectors, batches, _ = cells(4)
     # without the labels, whose shares of the batches vary from draw to draw
     vectors = vectors[:, 3:]
-    terms = mixing.batch_variance(vectors, batches)
+    n_cells = len(batches)
     random = np.random.default_rng(2)
-    draws = random.integers(0, len(batches), (300, len(batches)))
-    bootstrap = np.std([mixing.batch_variance(vectors[of], batches[of]).mean() for of in draws])
-    assert terms.std() / len(batches) ** 0.5 == pytest.approx(bootstrap, rel=0.2)
+    means = []
+    for _ in range(300):
+        draw = random.integers(0, n_cells, n_cells)
+        means.append(mixing.batch_variance(vectors[draw], batches[draw]).mean())
+    error = mixing.batch_variance(vectors, batches).std() / n_cells**0.5
+    assert error == pytest.approx(np.std(means), rel=0.2)
 
 
 def test_means_weigh_every_label_equally() -> None:
     values = np.array([1.0, 1, 1, 0, np.nan])
-    made = mixing.mean_of_labels(values, np.array([0, 0, 0, 1, 2]))
-    assert made is not None
-    assert made.mean() == 0.5
-    assert mixing.mean_of_labels(np.full(3, np.nan), np.zeros(3)) is None
+    labels = np.array([0, 0, 0, 1, 2])
+    scores = mixing.mean_of_labels(values, labels)
+    assert scores is not None
+    assert scores.mean() == 0.5
+    without_values = np.full(3, np.nan)
+    assert mixing.mean_of_labels(without_values, np.zeros(3)) is None
+
+
+def test_labels_of_the_fewest_batches_are_isolated() -> None:
     widths = np.array([0.2, 0.4, 0.9, 0.9])
-    batches = np.array([0, 0, 0, 1])
-    found = mixing.isolated_labels(widths, batches, np.array([0, 0, 1, 1]))
-    assert found is not None
-    assert found.mean() == pytest.approx(0.3)
-    assert mixing.isolated_labels(widths, np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])) is None
+    labels = np.array([0, 0, 1, 1])
+    scores = mixing.isolated_labels(widths, np.array([0, 0, 0, 1]), labels)
+    assert scores is not None
+    assert scores.mean() == pytest.approx(0.3)
+    in_all_batches = np.array([0, 1, 0, 1])
+    assert mixing.isolated_labels(widths, in_all_batches, labels) is None
 
 
-def test_random_vectors_mix_best(
-    context: Context,
-) -> None:
+def test_random_vectors_mix_best(context: Context) -> None:
     pytest.importorskip("harmonypy")
-    batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 3, name="batch").astype(str)
+    number = np.arange(context.reader.n_obs) // 2 % 3
+    batch = pd.Series(number, name="batch").astype(str)
     batch[:6] = None
-    label = np.unique(context.roles["label"].astype(str), return_inverse=True)[1]
-    vectors = 5 * np.eye(16)[label] + 3 * np.eye(16)[[8, 9, 10]][np.arange(len(batch)) // 2 % 3]
+    _, label = np.unique(context.roles["label"].astype(str), return_inverse=True)
+    directions = np.eye(16)
+    vectors = 5 * directions[label] + 3 * directions[8 + number]
     vectors += np.random.default_rng(0).normal(size=vectors.shape)
     with_batch = replace(
         context, roles={**context.roles, "batch": batch}, vectors=vectors.astype(np.float32)
@@ -248,24 +297,27 @@ def test_random_vectors_mix_best(
     assert {verdict.against for verdict in result.verdicts} == {"PCA50, Harmony"}
     assert result.to_json() == task.run(with_batch).to_json()
     assert run_task(task, context).skipped == "the dataset has no batch column"
-    one = replace(
-        with_batch,
-        roles={**context.roles, "batch": pd.Series("x", index=batch.index, name="batch")},
-    )
+    batch[:] = "x"
+    one = replace(with_batch, roles={**context.roles, "batch": batch})
     assert run_task(task, one).skipped == "the labelled scored cells have 1 batches, not 2"
 
 
 @pytest.mark.parametrize("n", [12, 15, 16])
 def test_harmony_of_few_cells_is_a_reason_to_skip(context: Context, n: int) -> None:
     pytest.importorskip("harmonypy")
+    n_obs = context.reader.n_obs
     label = context.roles["label"].astype(str).to_numpy()
-    scored = np.flatnonzero(context.scored & np.isin(label, np.unique(label)[:2]))[:n]
-    batch = pd.Series(np.arange(context.reader.n_obs) // 2 % 2, name="batch").astype(str)
+    of_two_labels = np.isin(label, np.unique(label)[:2])
+    chosen = np.flatnonzero(context.scored & of_two_labels)[:n]
+    scored = np.zeros(n_obs, bool)
+    scored[chosen] = True
+    batch = pd.Series(np.arange(n_obs) // 2 % 2, name="batch").astype(str)
+    vectors = np.random.default_rng(0).normal(size=(n_obs, 16))
     few = replace(
         context,
-        scored=np.isin(np.arange(context.reader.n_obs), scored),
+        scored=scored,
         roles={**context.roles, "batch": batch},
-        vectors=np.random.default_rng(0).normal(size=(context.reader.n_obs, 16)).astype(np.float32),
+        vectors=vectors.astype(np.float32),
     )
     result = run_task(Integration(IntegrationConfig(harmony=True, min_cells=2)), few)
     if n > 15:
@@ -288,13 +340,14 @@ def test_the_training_components_see_no_scored_cell(context: Context) -> None:
 
 def test_cells_of_a_cluster_stay_together_in_the_picture() -> None:
     random = np.random.default_rng(0)
-    of_cell = np.arange(180) % 3
-    vectors = (8 * random.normal(size=(3, 16))[of_cell] + random.normal(size=(180, 16))).astype(
-        np.float32
-    )
+    cluster = np.arange(180) % 3
+    centres = 8 * random.normal(size=(3, 16))
+    vectors = centres[cluster] + random.normal(size=(180, 16))
+    vectors = vectors.astype(np.float32)
     picture = project(vectors, seed=1)
-    nearest = NearestNeighbors(n_neighbors=6).fit(picture).kneighbors(return_distance=False)
-    assert (of_cell[nearest] == of_cell[:, None]).all()
+    neighbours = NearestNeighbors(n_neighbors=6).fit(picture)
+    nearest = neighbours.kneighbors(return_distance=False)
+    assert (cluster[nearest] == cluster[:, None]).all()
     np.testing.assert_array_equal(project(vectors, seed=1), picture)
     assert not np.array_equal(project(vectors, seed=2), picture)
     assert "umap" in sys.modules
@@ -305,7 +358,9 @@ def test_cells_of_a_cluster_stay_together_in_the_picture() -> None:
 
 def test_few_or_equal_cells_have_a_picture_too() -> None:
     for n in (1, 3, 4, 5, 17):
-        for vectors in (np.random.default_rng(n).normal(size=(n, 4)), np.ones((n, 4))):
+        different = np.random.default_rng(n).normal(size=(n, 4))
+        equal = np.ones((n, 4))
+        for vectors in (different, equal):
             picture = project(vectors.astype(np.float32), seed=0)
             assert picture.shape == (n, 2)
             assert np.isfinite(picture).all()
