@@ -65,7 +65,12 @@ class Profiles:
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
-    def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+    def changes(
+        self,
+        unit: np.ndarray,
+        n_units: int,
+        controls: np.ndarray,
+    ) -> np.ndarray:
         """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
         strata.
 
@@ -76,7 +81,12 @@ class Profiles:
         unit_means = _average_groups(self.expression, unit, n_units)
         return unit_means - self.unit_controls(unit, n_units, controls)
 
-    def unit_controls(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
+    def unit_controls(
+        self,
+        unit: np.ndarray,
+        n_units: int,
+        controls: np.ndarray,
+    ) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
         # NaN marks a stratum without controls, in which no unit has cells
         return self.stratum_shares(unit, n_units) @ np.nan_to_num(controls)
@@ -110,6 +120,7 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
         half[controls] = np.arange(len(controls)) % 2
         if len(controls) // 2 < MIN_CONTROLS:
             too_few.append(number)
+    depth = np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel()
     perturbation = text_values(context.roles[controlled_role(context)]).astype(str)
     dose = np.full(reader.n_obs, "")
     if "dose" in context.roles:
@@ -117,7 +128,7 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     return Profiles(
         expression=log_normalise(counts),
         genes=genes,
-        depth=np.asarray(counts.sum(axis=1, dtype=np.int64)).ravel(),
+        depth=depth,
         perturbation=np.where(is_control, "", perturbation),
         dose=dose,
         stratum=np.where(np.isin(stratum, too_few), -1, stratum),
@@ -134,7 +145,8 @@ def _number_strata(context: Context, roles: Iterable[str]) -> np.ndarray:
     if not columns:
         return np.zeros(context.reader.n_obs, np.int64)
     # missing values are one value, the empty text
-    return pd.DataFrame(columns).groupby([*columns], sort=True).ngroup().to_numpy(np.int64)
+    combinations = pd.DataFrame(columns).groupby([*columns], sort=True)
+    return combinations.ngroup().to_numpy(np.int64)
 
 
 def check_changes(context: Context) -> None:
@@ -157,16 +169,24 @@ def controlled_role(context: Context) -> str:
     return "perturbation" if "perturbation" in context.roles else "condition"
 
 
-def _average_groups(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
+def _average_groups(
+    expression: sp.csr_matrix,
+    group: np.ndarray,
+    n_groups: int,
+) -> np.ndarray:
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
     has NaN.
     """
     cells = np.flatnonzero(group >= 0)
-    member = sp.csr_matrix(
-        (np.ones(len(cells)), (group[cells], cells)), shape=(n_groups, expression.shape[0])
+    ones = np.ones(len(cells))
+    # (groups, cells): 1 for the cells of a group
+    members = sp.csr_matrix(
+        (ones, (group[cells], cells)),
+        shape=(n_groups, expression.shape[0]),
     )
+    sums = (members @ expression).toarray()
     n_cells = np.bincount(group[cells], minlength=n_groups)
-    return divide((member @ expression).toarray(), n_cells[:, None])
+    return divide(sums, n_cells[:, None])
 
 
 def predict_new_perturbations(
@@ -195,7 +215,8 @@ def predict_new_perturbations(
             scaler = StandardScaler().fit(vectors[fitted])
             keys = scaler.transform(vectors[fitted])
             queries = scaler.transform(vectors[test[rows]])
-            linear[rows] = RidgeCV(ALPHAS).fit(keys, changes[fitted]).predict(queries)
+            ridge = RidgeCV(ALPHAS).fit(keys, changes[fitted])
+            linear[rows] = ridge.predict(queries)
             # (rows, fitted): fitted units by falling cosine similarity
             cosine = _scale_to_unit(queries) @ _scale_to_unit(keys).T
             similar = fitted[np.argsort(-cosine, axis=1, kind="stable")]
@@ -208,7 +229,8 @@ def predict_new_perturbations(
 
 
 def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / lengths.clip(1e-12)
 
 
 def predict_new_contexts(
@@ -234,14 +256,15 @@ def predict_new_contexts(
             same_mean[row] = changes[same].mean(0)
             distances = np.abs(controls[same] - controls[unit]).mean(1)
             nearest[row] = changes[same[distances.argmin()]]
-    # (U, training perturbations)
-    one_hot = (perturbation[:, None] == np.unique(perturbation[train])).astype(float)
-    linear = RidgeCV(ALPHAS).fit(one_hot[train], changes[train]).predict(one_hot[test])
+    # (U, perturbations of training units)
+    names = np.unique(perturbation[train])
+    one_hot = (perturbation[:, None] == names).astype(float)
+    ridge = RidgeCV(ALPHAS).fit(one_hot[train], changes[train])
     return {
         NO_CHANGE: no_change,
         MEAN: mean,
         SAME_MEAN: same_mean,
-        SAME_LINEAR: linear,
+        SAME_LINEAR: ridge.predict(one_hot[test]),
         SAME_NEAREST: nearest,
     }
 
@@ -265,7 +288,11 @@ def predict_responses(
         return None
     device = next(network.parameters()).device
 
-    def predict_mean(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
+    def predict_mean(
+        cells: np.ndarray,
+        name: str | None,
+        rows: list[int],
+    ) -> np.ndarray:
         """(G,): mean expected expression of control cells under a perturbation; None is no
         perturbation.
         """

@@ -43,13 +43,11 @@ from cellmill.runs.results import Row, ScoredMethod, TaskResult
 CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
 PRINCIPAL = ScoredMethod(f"PCA{COMPONENTS}")
 RANDOM = ScoredMethod("random")
-# of the bandwidth that has the perplexity
-SEARCH_STEPS = 60
-TOLERANCE = 1e-6
+SEARCH_STEPS = 60  # most steps of the search for the bandwidth with the wanted perplexity
+TOLERANCE = 1e-6  # largest error of the perplexity's logarithm
 ALPHA = 0.05  # level of kBET's test
-# cells of a label in kBET, as in scIB; neighbours tested
-FEWEST_OF_LABEL = 10
-MOST_NEIGHBORS = 70
+FEWEST_OF_LABEL = 10  # cells that a label needs in kBET, as in scIB
+MOST_NEIGHBORS = 70  # neighbours that kBET tests at most
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
 
@@ -64,46 +62,49 @@ class Integration(Task):
         chosen = labelled_cells(
             context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells"
         )
-        given = context.roles["batch"].iloc[chosen.cells]
-        known = given.notna().to_numpy()
-        names, batches = np.unique(text_values(given[known]).astype(str), return_inverse=True)
-        numbers = chosen.numbers | {"n_batches": len(names), "n_without_batch": int((~known).sum())}
+        column = context.roles["batch"].iloc[chosen.cells]
+        has_batch = column.notna().to_numpy()
+        batch_of_cell = text_values(column[has_batch]).astype(str)
+        names, batches = np.unique(batch_of_cell, return_inverse=True)
+        numbers = chosen.numbers | {
+            "n_batches": len(names),
+            "n_without_batch": int((~has_batch).sum()),
+        }
         if len(names) < 2:
             raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", numbers)
-        classes, labels = np.unique(chosen.labels[known], return_inverse=True)
+        classes, labels = np.unique(chosen.labels[has_batch], return_inverse=True)
         if not 2 <= len(classes) < len(labels):
             raise Skipped(
                 f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers
             )
-        vectors = self.vectors(context, chosen.cells[known], batches)
-        measures = {
-            method: self.measure(values, vectors[PRINCIPAL], batches, labels)
-            for method, values in vectors.items()
-        }
         rows = []
-        for method, by_heading in measures.items():
-            means = {
-                heading: None if values is None else float(np.mean(values)) + 0.0
-                for heading, values in by_heading.items()
-            }
-            rows.append(Row(method, numbers=means))
-        columns = []
-        for heading, values in measures[EMBEDDING].items():
-            # graph connectivity is no mean over cells: without interval and verdict
-            if isinstance(values, np.ndarray):
-                scores = {
-                    method: by_heading[heading][None] for method, by_heading in measures.items()
-                }
-                columns.append(ScoreColumn(heading, heading, scores))
-        against = CORRECTED if self.config.harmony else PRINCIPAL
+        scores: dict[str, dict[ScoredMethod, np.ndarray]] = {}  # by heading and method
+        vectors_by_method = self.embed_cells(context, chosen.cells[has_batch], batches)
+        for method, vectors in vectors_by_method.items():
+            measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
+            row = Row(method)
+            for heading, values in measures.items():
+                # adding 0.0 turns -0.0 into 0.0
+                row.numbers[heading] = None if values is None else float(np.mean(values)) + 0.0
+                # graph connectivity is no mean over cells, so it has no interval and no verdict
+                if isinstance(values, np.ndarray):
+                    scores.setdefault(heading, {})[method] = values[None]
+            rows.append(row)
+        columns = [
+            ScoreColumn(heading, heading, by_method) for heading, by_method in scores.items()
+        ]
+        baseline = CORRECTED if self.config.harmony else PRINCIPAL
+        differences = []
+        for column in columns:
+            differences += column.differences()
         return TaskResult(
             rows,
-            verdicts=[column.compare(EMBEDDING, against) for column in columns],
+            verdicts=[column.compare(EMBEDDING, baseline) for column in columns],
             figures=numbers,
-            differences=[line for column in columns for line in column.differences()],
+            differences=differences,
         )
 
-    def vectors(
+    def embed_cells(
         self, context: Context, cells: np.ndarray, batches: np.ndarray
     ) -> dict[ScoredMethod, np.ndarray]:
         """Vectors of the cells by method, `(cells, width)`."""
@@ -119,51 +120,61 @@ class Integration(Task):
             PRINCIPAL: fit_own_components(log_normalise(profiles)),
         }
         if self.config.harmony:
-            vectors[CORRECTED] = harmonised(vectors[PRINCIPAL], batches, context.options.seed)
-        vectors[RANDOM] = seeded(context.options.seed, 2).normal(size=vectors[EMBEDDING].shape)
+            vectors[CORRECTED] = run_harmony(vectors[PRINCIPAL], batches, context.options.seed)
+        generator = seeded(context.options.seed, 2)
+        vectors[RANDOM] = generator.normal(size=vectors[EMBEDDING].shape)
         return vectors | external_features(context, cells)
 
     def measure(
-        self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray
-    ) -> dict[str, Any]:
-        """Numbers of the cells by column; a single number for graph connectivity, None for what
-        does not apply.
+        self,
+        vectors: np.ndarray,
+        principal: np.ndarray,
+        batches: np.ndarray,
+        labels: np.ndarray,
+    ) -> dict[str, np.ndarray | float | None]:
+        """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
+        measure that does not apply.
         """
         graph = NeighborGraph.of(vectors, self.config.neighbors)
         perplexity = graph.indices.shape[1] / 3
+        batches_around = lisi(graph, batches, perplexity)
+        labels_around = lisi(graph, labels, perplexity)
         widths = silhouettes(vectors, labels)
         between = batch_variance(vectors, batches)
-        before = batch_variance(principal, batches).mean()
+        uncorrected = batch_variance(principal, batches).mean()
+        # `max` is the number of classes - 1
         return {
-            "batch: iLISI": (lisi(graph, batches, perplexity) - 1) / batches.max(),
+            "batch: iLISI": (batches_around - 1) / batches.max(),
             "batch: kBET": kbet(vectors, batches, labels),
             "batch: graph connectivity": graph_connectivity(graph, labels),
             "batch: BRAS": bras(vectors, batches, labels),
-            "batch: PCR": 1 - between / before if before > 0 else None,
-            "bio: cLISI": 1 - (lisi(graph, labels, perplexity) - 1) / labels.max(),
+            "batch: PCR": 1 - between / uncorrected if uncorrected > 0 else None,
+            "bio: cLISI": 1 - (labels_around - 1) / labels.max(),
             "bio: isolated labels": isolated_labels(widths, batches, labels),
             "bio: label ASW": widths,
         }
 
 
-def harmonised(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
+def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
     """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
     2019).
 
-    Raises Skipped where it cannot: harmonypy makes one cluster of 30 cells, none of 15 or fewer.
+    Raises Skipped if there are too few cells: harmonypy makes one cluster of 30 cells, and none of
+    15 or fewer.
     """
     harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
-    frame = pd.DataFrame({"batch": batches.astype(str)})
+    obs = pd.DataFrame({"batch": batches.astype(str)})
     try:
-        done = harmony.run_harmony(
-            vectors, frame, "batch", verbose=False, random_state=seed, ncores=1
+        result = harmony.run_harmony(
+            vectors, obs, "batch", verbose=False, random_state=seed, ncores=1
         )
-        corrected = np.asarray(done.Z_corr, np.float64)
+        corrected = np.asarray(result.Z_corr, np.float64)
     except ValueError as error:
         raise Skipped(
             f"harmonypy refuses the {len(vectors):,} scored cells with a batch: {one_line(error)}; score more cells "
             "(shard.test_frac), or set harmony: false"
         ) from None
+    # versions of harmonypy differ in the order of the axes
     return corrected if corrected.shape == vectors.shape else corrected.T
 
 
@@ -176,47 +187,54 @@ class NeighborGraph:
 
     @classmethod
     def of(cls, features: Any, k: int) -> Self:
-        """Graph of `features` `(cells, width)`, dense or sparse; with fewer than k + 1 cells, of
-        all other cells.
+        """Graph of `features` `(cells, width)`, dense or sparse; all other cells are neighbours if
+        there are fewer than k.
         """
         k = min(k, features.shape[0] - 1)
-        distances, indices = (
-            NearestNeighbors(n_neighbors=k, algorithm="brute").fit(features).kneighbors()
-        )
+        nearest = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(features)
+        distances, indices = nearest.kneighbors()
         return cls(indices.astype(np.int32), distances.astype(np.float64))
 
 
-def adjacency_of(indices: np.ndarray) -> sp.csr_matrix:
+def link_neighbors(indices: np.ndarray) -> sp.csr_matrix:
     """1 from each cell to its neighbours `(cells, k)`; `(cells, cells)` float64, not symmetric."""
     n, k = indices.shape
-    return sp.csr_matrix(
-        (np.ones(n * k), indices.ravel(), np.arange(0, n * k + 1, k)), shape=(n, n)
-    )
+    ones = np.ones(n * k)
+    row_starts = np.arange(0, n * k + 1, k)
+    return sp.csr_matrix((ones, indices.ravel(), row_starts), shape=(n, n))
 
 
 def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     """Undirected edges, upper triangle: share of common neighbours, cells included (Levine et al.
     2015, Cell 162).
     """
-    n = len(graph.indices)
-    adjacency = adjacency_of(graph.indices)
-    edges = sp.triu(adjacency.maximum(adjacency.T), k=1).tocoo()
-    closed = adjacency + sp.identity(n, format="csr")
-    k = graph.indices.shape[1] + 1
-    shared = np.asarray(closed[edges.row].multiply(closed[edges.col]).sum(axis=1)).ravel()
-    return sp.coo_matrix((shared / (2 * k - shared), (edges.row, edges.col)), shape=(n, n))
+    n, k = graph.indices.shape
+    adjacency = link_neighbors(graph.indices)
+    undirected = adjacency.maximum(adjacency.T)
+    edges = sp.triu(undirected, k=1).tocoo()
+    # each cell counts as its own neighbour, so a neighbourhood has k + 1 cells
+    with_self = adjacency + sp.identity(n, format="csr")
+    common = with_self[edges.row].multiply(with_self[edges.col])
+    n_common = np.asarray(common.sum(axis=1)).ravel()
+    weights = n_common / (2 * (k + 1) - n_common)
+    return sp.coo_matrix((weights, (edges.row, edges.col)), shape=(n, n))
 
 
-def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
+def lisi(
+    graph: NeighborGraph,
+    classes: np.ndarray,
+    perplexity: float,
+) -> np.ndarray:
     """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
     weights = neighbor_weights(graph.distances, perplexity)
-    index = np.empty(len(classes))
     n_classes = int(classes.max()) + 1
-    for first in range(0, len(classes), BLOCK):
-        part = slice(first, first + BLOCK)
-        shares = _sums(classes[graph.indices[part]], weights[part], n_classes)
-        index[part] = 1 / (shares**2).sum(1)
-    return index
+    effective = np.empty(len(classes))
+    for block_start in range(0, len(classes), BLOCK):
+        block = slice(block_start, block_start + BLOCK)
+        classes_around = classes[graph.indices[block]]
+        shares = _sum_by_class(classes_around, weights[block], n_classes)
+        effective[block] = 1 / (shares**2).sum(1)
+    return effective
 
 
 def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
@@ -224,6 +242,7 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
     log(perplexity).
     """
     shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
+    # bisection of each cell's beta, (cells,), which doubles until an upper bound is known
     low = np.zeros(len(distances))
     high = np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
@@ -236,16 +255,22 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
             break
         low = np.where(excess > 0, beta, low)
         high = np.where(excess > 0, high, beta)
-        beta = np.where(np.isinf(high), 2 * beta, (low + np.where(np.isinf(high), 0, high)) / 2)
+        unbounded = np.isinf(high)
+        middle = (low + np.where(unbounded, 0, high)) / 2
+        beta = np.where(unbounded, 2 * beta, middle)
     return weights / total[:, None]
 
 
-def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """1 where the batches of a cell and its neighbours do not differ from the label's at the level
-    of 5 %, by label.
+def kbet(
+    vectors: np.ndarray,
+    batches: np.ndarray,
+    labels: np.ndarray,
+) -> np.ndarray | None:
+    """1 for a cell whose neighbours have the label's batches, by a test at the level of 5 %; mean
+    over labels.
 
-    Neighbours are of the label, a quarter of a batch's mean size, 10 to 70, as in scIB. Labels of
-    one batch or below 10 cells are left out; None if all are.
+    Neighbours are cells of the same label, a quarter of a batch's mean size, 10 to 70, as in scIB.
+    Labels of one batch or below 10 cells are left out; None if all are.
     """
     accepted = np.full(len(labels), np.nan)
     for label in np.unique(labels):
@@ -256,19 +281,22 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
             continue
         k = min(MOST_NEIGHBORS, max(10, len(cells) // n_batches // 4))
         graph = NeighborGraph.of(vectors[cells], k - 1)
-        around = np.hstack([np.arange(len(cells), dtype=np.int32)[:, None], graph.indices])
-        expected = sizes / len(cells) * around.shape[1]
-        observed = _sums(batch[around], np.ones(around.shape), n_batches)
+        # (cells, k): each cell and its neighbours
+        itself = np.arange(len(cells), dtype=np.int32)
+        tested = np.column_stack([itself, graph.indices])
+        # (batches,) and (cells, batches): cells of each batch among them
+        expected = sizes / len(cells) * tested.shape[1]
+        observed = _sum_by_class(batch[tested], np.ones(tested.shape), n_batches)
         statistic = ((observed - expected) ** 2 / expected).sum(1)
         accepted[cells] = chi2.sf(statistic, n_batches - 1) >= ALPHA
     return mean_of_labels(accepted, labels)
 
 
 def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
-    """Mean over labels of the share of cells in the largest connected component of their part of
-    the graph.
+    """Share of a label's cells in the largest connected component of its part of the graph; mean
+    over labels.
     """
-    adjacency = adjacency_of(graph.indices[:, :CONNECTED])
+    adjacency = link_neighbors(graph.indices[:, :CONNECTED])
     shares = []
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
@@ -277,95 +305,118 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
     return float(np.mean(shares))
 
 
-def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+def bras(
+    vectors: np.ndarray,
+    batches: np.ndarray,
+    labels: np.ndarray,
+) -> np.ndarray | None:
     """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label
     has two batches.
     """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float64)
+    directions = vectors / np.where(lengths > 0, lengths, 1)
+    directions = directions.astype(np.float64)
     scores = np.full(len(labels), np.nan)
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
         names, batch = np.unique(batches[cells], return_inverse=True)
         if len(names) > 1:
-            scores[cells] = 1 - np.abs(_cosine_silhouette(directions[cells], batch))
+            silhouette = _cosine_silhouette(directions[cells], batch)
+            scores[cells] = 1 - np.abs(silhouette)
     return mean_of_labels(scores, labels)
 
 
 def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     """Silhouette by cosine distance against all cells of other batches; 0 for a batch of one cell.
 
-    A mean cosine distance to cells is 1 minus the product with their mean direction: no pairs are
-    needed.
+    The mean cosine distance to some cells is 1 minus the product with their mean direction, so no
+    pairs of cells are needed.
     """
-    n = len(batch)
-    sizes = np.bincount(batch).astype(float)
-    sums = np.stack([directions[batch == one].sum(0) for one in range(len(sizes))])
-    own = sizes[batch]
-    others = n - sizes[batch]
-    to_own = (directions * sums[batch]).sum(1)
+    n_batches = batch.max() + 1
+    # (batches, width): sum of the directions of a batch
+    sums = np.stack([directions[batch == number].sum(0) for number in range(n_batches)])
+    # (cells,): cells of the same batch, and of other batches
+    n_same = np.bincount(batch).astype(float)[batch]
+    n_other = len(batch) - n_same
+    # (cells,): sums of cosines with the same batch, all cells, and itself
+    to_same = (directions * sums[batch]).sum(1)
     to_all = directions @ directions.sum(0)
-    itself = (directions * directions).sum(1)
-    within = ((own - 1) - (to_own - itself)) / np.maximum(own - 1, 1)
-    between = (others - (to_all - to_own)) / others
+    to_itself = (directions * directions).sum(1)
+    n_near = n_same - 1  # cells of the same batch without the cell itself
+    within = (n_near - (to_same - to_itself)) / np.maximum(n_near, 1)
+    between = (n_other - (to_all - to_same)) / n_other
     larger = np.maximum(within, between)
-    defined = (own > 1) & (larger > 0)
-    return np.where(defined, (between - within) / np.where(defined, larger, 1), 0)
+    is_defined = (n_same > 1) & (larger > 0)
+    silhouette = (between - within) / np.where(is_defined, larger, 1)
+    return np.where(is_defined, silhouette, 0)
 
 
 def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Silhouette of the labels by Euclidean distance, rescaled from -1 to 1 to 0 to 1."""
-    return (np.asarray(silhouette_samples(vectors, labels), np.float64) + 1) / 2
+    widths = np.asarray(silhouette_samples(vectors, labels), np.float64)
+    return (widths + 1) / 2
 
 
 def isolated_labels(
-    widths: np.ndarray, batches: np.ndarray, labels: np.ndarray
+    widths: np.ndarray,
+    batches: np.ndarray,
+    labels: np.ndarray,
 ) -> np.ndarray | None:
-    """`silhouettes` of the labels in the fewest batches, mean over these labels; None if all labels
-    are in all.
+    """Silhouettes `widths` of the labels in the fewest batches, mean over these labels; None if
+    every label is in all batches.
     """
-    spread = {label: len(np.unique(batches[labels == label])) for label in np.unique(labels)}
-    fewest = min(spread.values())
-    if fewest == len(np.unique(batches)):
+    n_batches = pd.Series(batches).groupby(labels).nunique()  # by label
+    if n_batches.min() == len(np.unique(batches)):
         return None
-    isolated = np.isin(labels, [label for label, n in spread.items() if n == fewest])
-    return mean_of_labels(np.where(isolated, widths, np.nan), labels)
+    isolated = n_batches.index[n_batches == n_batches.min()]
+    is_isolated = np.isin(labels, isolated)
+    return mean_of_labels(np.where(is_isolated, widths, np.nan), labels)
 
 
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Share of the variance of `vectors` that lies between batches; derivatives of the means
-    vanish.
+    """Share of the variance of `vectors` that lies between batches, as one number per cell.
+
+    The means have no share in it: derivatives of the variances by them vanish.
     """
     values = np.asarray(vectors, np.float64)
-    around_all = ((values - values.mean(0)) ** 2).sum(1)
-    means = np.stack([values[batches == one].mean(0) for one in range(int(batches.max()) + 1)])
-    around_batch = ((values - means[batches]) ** 2).sum(1)
-    total = around_all.mean()
+    # (cells,): squared distance to the mean of all cells, and of the cell's batch
+    to_mean = ((values - values.mean(0)) ** 2).sum(1)
+    n_batches = batches.max() + 1
+    means = np.stack([values[batches == batch].mean(0) for batch in range(n_batches)])
+    to_batch_mean = ((values - means[batches]) ** 2).sum(1)
+    total = to_mean.mean()
     if total == 0:
         return np.zeros(len(values))
-    within = around_batch.mean() / total
-    return 1 - within - (around_batch - within * around_all) / total
+    within = to_batch_mean.mean() / total
+    return 1 - within - (to_batch_mean - within * to_mean) / total
 
 
 def mean_of_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Numbers whose mean over all cells is the mean over labels of mean `values`; labels of NaN do
-    not count.
+    """Numbers whose mean over all cells is the mean over labels of each label's mean of `values`.
+
+    Cells with NaN do not count; None if all have NaN.
     """
-    known = np.isfinite(values)
-    if not known.any():
+    counts = np.isfinite(values)
+    if not counts.any():
         return None
-    classes, of = np.unique(labels[known], return_inverse=True)
-    sizes = np.bincount(of)
-    means = np.bincount(of, values[known]) / sizes
-    made = np.full(len(values), means.mean())
-    made[known] += len(values) / (len(classes) * sizes[of]) * (values[known] - means[of])
-    return made
+    # of the cells that count: number of the label, (cells,); size and mean, (labels,)
+    _, label = np.unique(labels[counts], return_inverse=True)
+    sizes = np.bincount(label)
+    means = np.bincount(label, values[counts]) / sizes
+    terms = np.full(len(values), means.mean())
+    weights = len(values) / (len(sizes) * sizes[label])
+    terms[counts] += weights * (values[counts] - means[label])
+    return terms
 
 
-def _sums(classes: np.ndarray, weights: np.ndarray, n_classes: int) -> np.ndarray:
+def _sum_by_class(
+    classes: np.ndarray,
+    weights: np.ndarray,
+    n_classes: int,
+) -> np.ndarray:
     """Sum of the weights of each class in each row, `(rows, n_classes)`."""
-    rows = np.arange(len(classes))[:, None] * n_classes
-    sums = np.bincount(
-        (rows + classes).ravel(), weights.ravel(), minlength=len(classes) * n_classes
-    )
-    return sums.reshape(len(classes), n_classes)
+    n_rows = len(classes)
+    # one bin for each pair of row and class
+    bins = np.arange(n_rows)[:, None] * n_classes + classes
+    sums = np.bincount(bins.ravel(), weights.ravel(), minlength=n_rows * n_classes)
+    return sums.reshape(n_rows, n_classes)
