@@ -36,13 +36,15 @@ from cellmill.evaluate.tasks.genes import (
     expression_statistics,
 )
 from cellmill.evaluate.tasks.grn import Grn, average_precision, known_edges, network_of
-from cellmill.evaluate.tasks.imputation import (
+from cellmill.evaluate.tasks.hidden_genes import (
     HiddenGenes,
+    decode_expression,
+    expression_of_shares,
+)
+from cellmill.evaluate.tasks.imputation import (
     Imputation,
     TrainingCells,
-    expression_of_shares,
     expression_scores,
-    own_expression,
     regressions,
 )
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
@@ -300,8 +302,8 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
         vectors
         != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embedded(context.model.network)
     ).any()
-    own = own_expression(hidden, vectors)
-    of_changed = own_expression(changed, vectors)
+    own = decode_expression(hidden, vectors)
+    of_changed = decode_expression(changed, vectors)
     assert own is not None
     assert of_changed is not None
     np.testing.assert_array_equal(own, of_changed)
@@ -323,7 +325,7 @@ def test_masked_values_are_predicted_for_the_requested_gene(
     context = make_context(tmp_path, corpus, tokens={"tokenizer": "continuous"}, **options)
     hidden = _hidden(context)
     network = context.model.network
-    own = own_expression(hidden, np.zeros((20, 16), np.float32))
+    own = decode_expression(hidden, np.zeros((20, 16), np.float32))
     assert own is not None
     centers = np.array(
         [
@@ -427,7 +429,7 @@ def test_a_decoder_that_copies_the_baseline_is_level(
         )
         return np.asarray(ridge.predict(components.transform(profiles(dense[:, shown]))))
 
-    monkeypatch.setattr(imputation, "own_expression", copied)
+    monkeypatch.setattr(imputation, "decode_expression", copied)
     result = Imputation(CONFIG).run(context)
     rows = tables(result)
     for metric in ("Pearson by gene", "Spearman by gene", "Pearson by cell", "MSE"):

@@ -26,8 +26,8 @@ MAX_BYTES = 2**20  # of one array of features: the file is read whole by each ev
 
 
 class BaselineCache:
-    """Known predictions by digest, kept by `save` in an .npz file; without `file`, in this process
-    alone.
+    """Known predictions by digest, kept by `save` in an .npz file; without `file`, only in
+    this process.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -42,10 +42,10 @@ class BaselineCache:
         it is small.
         """
         key = _digest(f"{about} of {VERSIONS}", values)
-        found = self.known[key] if key in self.known else compute()
-        if found.nbytes <= MAX_BYTES:
-            self.known[key] = found
-        return found
+        result = self.known[key] if key in self.known else compute()
+        if result.nbytes <= MAX_BYTES:
+            self.known[key] = result
+        return result
 
     def save(self) -> None:
         """Write what was added. Of two evaluations that save at the same time, one may lose its
@@ -77,14 +77,14 @@ class CachedClassifiers:
 
     def predict(self, features: Any) -> dict[str, np.ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""
-        found = {}
-        of_cells = _digest(self._digest, features)
+        predicted = {}
+        digest = _digest(self._digest, features)
         for name, classifier in self._classifiers.items():
-            key = _digest(f"{name}: {classifier!r} on {of_cells}")
+            key = _digest(f"{name}: {classifier!r} on {digest}")
             if key not in self._known:
                 self._known[key] = self._classes[self._fitted(name).predict(features)]
-            found[name] = self._known[key]
-        return found
+            predicted[name] = self._known[key]
+        return predicted
 
 
 def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:

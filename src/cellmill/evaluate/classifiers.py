@@ -177,9 +177,10 @@ class LogisticRegression:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
         classes or more.
 
-        Warns by ConvergenceWarning where it stops before it converged.
+        Warns by ConvergenceWarning if it stops before it converged.
         """
-        centred, (n, width) = not sp.issparse(features), features.shape
+        centred = not sp.issparse(features)
+        n, width = features.shape
         small = min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
         values = features.astype(np.float64)
         mean = np.zeros(width)
@@ -188,9 +189,12 @@ class LogisticRegression:
             mean = values.mean(0)
             values -= mean
         if self.standardised:
-            squares = (mean, np.einsum("ij,ij->j", values, values) / n) if centred else None
-            around, variance = squares or mean_variance_axis(values, axis=0)
-            variance[variance <= 1e-20 * around**2] = 1  # of a constant feature
+            if centred:
+                center = mean
+                variance = np.einsum("ij,ij->j", values, values) / n
+            else:
+                center, variance = mean_variance_axis(values, axis=0)
+            variance[variance <= 1e-20 * center**2] = 1  # a constant feature keeps its values
             scale = np.sqrt(variance)
         if centred:
             values /= scale
@@ -200,9 +204,9 @@ class LogisticRegression:
             values = dense
         else:
             values = sp.hstack([values @ sp.diags_array(1 / scale), np.ones((n, 1))], format="csr")
-        self.classes, of_cell = np.unique(labels, return_inverse=True)
+        self.classes, class_of_cell = np.unique(labels, return_inverse=True)
         coefficients, intercepts = _fit(
-            values, of_cell, len(self.classes), small, intercept=centred
+            values, class_of_cell, len(self.classes), small, intercept=centred
         )
         self.coefficients = coefficients[:width] / scale[:, None]
         self.intercepts = intercepts - mean @ self.coefficients if centred else coefficients[width]
@@ -214,24 +218,23 @@ class LogisticRegression:
 
 
 def _fit(
-    features: Any, of_cell: np.ndarray, n_classes: int, small: bool, intercept: bool
+    features: Any, class_of_cell: np.ndarray, n_classes: int, small: bool, intercept: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients `(width, classes)`, and intercepts `(classes,)` of centred features, else zeros."""
     if small:
         with suppress(LinAlgError):  # where scales are more than about 1e4 apart
             penalty = (2 if n_classes == 2 else 1) / len(features)
-            whitened, kernel, unwhiten = _whiten(
-                features, penalty, np.full(int(intercept), CURVATURE**-0.5)
-            )
-            found = _minimise(whitened, kernel, np.eye(n_classes)[:, of_cell])
-            return unwhiten(found), found.sum(1) * (intercept / CURVATURE)
+            more = np.full(int(intercept), CURVATURE**-0.5)
+            whitened, kernel, unwhiten = _whiten(features, penalty, more)
+            targets = np.eye(n_classes)[:, class_of_cell]  # (classes, cells)
+            weights = _minimise(whitened, kernel, targets)
+            return unwhiten(weights), weights.sum(1) * (intercept / CURVATURE)
     model = linear_model.LogisticRegression(
         solver="newton-cg", max_iter=1000, fit_intercept=intercept
     )
-    # two have one logit
-    found = model.fit(features, of_cell).coef_.T
-    sign = [-0.5, 0.5] if n_classes == 2 else 1.0
-    return found * sign, model.intercept_ * sign
+    model.fit(features, class_of_cell)
+    sign = [-0.5, 0.5] if n_classes == 2 else 1.0  # two classes have one logit
+    return model.coef_.T * sign, model.intercept_ * sign
 
 
 def _whiten(
@@ -244,7 +247,8 @@ def _whiten(
     side = min(n, width)
     square = n <= min(2 * width, MAX_SIDE)
     columns = np.empty((n, side + len(more)), order="C" if square and width <= n else "F")
-    whitened, columns[:, side:], kernel = columns[:, :side], more, None
+    columns[:, side:] = more
+    whitened = columns[:, :side]
     gram = features @ features.T if width > n else features.T @ features
     gram *= CURVATURE / n
     gram.flat[:: side + 1] += penalty
@@ -253,21 +257,27 @@ def _whiten(
         inverse, _ = dpotri(factor, lower=True)  # zeros above the diagonal
         inverse *= -penalty * n / CURVATURE
         kernel = inverse + inverse.T
-        # of centred features, else singular
+        # centred features would be singular without it
         kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
         whitened[:] = kernel.T
         _cholesky(whitened)
         kernel += more @ more
-        return (
-            columns,
-            kernel,
-            lambda weights: (dpotrs(factor, weights.T, lower=True)[0].T @ features).T,
-        )
+
+        def unwhiten_wide(weights: np.ndarray) -> np.ndarray:
+            solved = dpotrs(factor, weights.T, lower=True)[0]
+            return (solved.T @ features).T
+
+        return columns, kernel, unwhiten_wide
     whitened[:] = dtrtrs(factor, features.T, lower=True)[0].T
+    kernel = None
     if square:
         kernel = columns @ columns.T
         kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
-    return columns, kernel, lambda weights: dpotrs(factor, (weights @ features).T, lower=True)[0]
+
+    def unwhiten(weights: np.ndarray) -> np.ndarray:
+        return np.asarray(dpotrs(factor, (weights @ features).T, lower=True)[0])
+
+    return columns, kernel, unwhiten
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
@@ -348,30 +358,30 @@ def _newton_step(
     time here.
     """
     weights = probabilities / probabilities.shape[1]
-    own = weights - CURVATURE / probabilities.shape[1]
+    diagonal = weights - CURVATURE / probabilities.shape[1]
+    # weights of the cells and their product with UUᵀ, (2, classes, cells) each
     left = -gradient
     direction = np.zeros_like(gradient)
-    moved = np.zeros_like(gradient)
-    curved = np.empty_like(own)
-    shared = np.empty_like(own)
-    (residual, image), (along, seen) = left, direction
-    all_left = left.ravel()
-    all_along = direction.ravel()
-    all_moved = moved.ravel()
-    flat_residual, flat_image, flat_seen, flat_curved = (
-        one.ravel() for one in (residual, image, seen, curved)
-    )
+    step = np.zeros_like(gradient)
+    residual = left[0]
+    direction_logits = direction[1]
+    curved = np.empty_like(diagonal)  # direction times the Hessian
+    shared = np.empty_like(diagonal)
+    flat_residual = residual.ravel()
+    flat_image = left[1].ravel()
+    flat_logits = direction_logits.ravel()
+    flat_curved = curved.ravel()
     enough = FORCING**2 * norm
     while norm > enough:
-        daxpy(all_left, all_along, a=1 / norm)
-        np.multiply(probabilities, seen, out=shared)
+        daxpy(left.ravel(), direction.ravel(), a=1 / norm)
+        np.multiply(probabilities, direction_logits, out=shared)
         np.multiply(weights, np.add.reduce(shared, 0), out=shared)
-        np.multiply(own, seen, out=curved)
+        np.multiply(diagonal, direction_logits, out=curved)
         curved -= shared
-        curved += along  # with the Hessian
-        length = 1 / flat_seen.dot(flat_curved)
-        daxpy(all_along, all_moved, a=length)
+        curved += direction[0]
+        length = 1 / flat_logits.dot(flat_curved)
+        daxpy(direction.ravel(), step.ravel(), a=length)
         daxpy(flat_curved, flat_residual, a=-length)
-        multiply(residual, image)
+        multiply(residual, left[1])
         norm = flat_residual.dot(flat_image)
-    return moved
+    return step

@@ -51,16 +51,16 @@ class PrincipalComponents(BaseEstimator):
             return cells.T @ x - np.multiply.outer(mean, x.sum(0))
 
         n, width = cells.shape
-        smaller = min(n, width)
         # eigenvectors of the smaller of X X' and X' X, then the exact SVD inside their span
         if n < width:
-            basis = self._basis(smaller, multiply_transposed, multiply, cells.dtype)
-            left, lengths, right = svd(multiply_transposed(basis), full_matrices=False)
-            left, right = basis @ right.T, left.T
+            basis = self._basis(n, multiply_transposed, multiply, cells.dtype)
+            loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
+            left = basis @ rotation.T
+            right = loadings.T
         else:
-            basis = self._basis(smaller, multiply, multiply_transposed, cells.dtype)
-            left, lengths, right = svd(multiply(basis), full_matrices=False)
-            right = right @ basis.T
+            basis = self._basis(width, multiply, multiply_transposed, cells.dtype)
+            left, lengths, rotation = svd(multiply(basis), full_matrices=False)
+            right = rotation @ basis.T
         left, right = svd_flip(left, right, u_based_decision=False)
         rank = max(1, int((lengths > NO_SPREAD * lengths[0]).sum()))
         self.components_ = right[:rank]
@@ -75,7 +75,8 @@ class PrincipalComponents(BaseEstimator):
         # ARPACK takes neither one gene nor cells without any counts
         if size == 1 or not gram.matvec(start).any():
             return np.eye(size, self.n_components, dtype=dtype)
-        return np.linalg.qr(eigsh(gram, self.n_components, v0=start, rng=0)[1])[0]
+        _, vectors = eigsh(gram, self.n_components, v0=start, rng=0)
+        return np.linalg.qr(vectors)[0]
 
     def transform(self, cells: sp.csr_matrix) -> np.ndarray:
         """Components of `cells`, `(n, features)`."""
@@ -86,7 +87,8 @@ def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponen
     """Unfitted principal components for an array of `shape`, fewer than `components` if it is
     small.
     """
-    return PrincipalComponents(max(1, min(components, *(size - 1 for size in shape))))
+    n_components = min(components, min(shape) - 1)
+    return PrincipalComponents(max(1, n_components))
 
 
 def fit_own_components(profiles: sp.csr_matrix) -> np.ndarray:
@@ -100,13 +102,16 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
 
     Variance over mean of counts per 10,000; its logarithm is standardised over genes of like means.
     """
-    mean, variance = mean_variance_axis(profiles.expm1().astype(np.float64), axis=0)
+    counts = profiles.expm1().astype(np.float64)
+    mean, variance = mean_variance_axis(counts, axis=0)
     varying = np.flatnonzero(variance > 0)
     dispersion = pd.Series(np.log(variance[varying] / mean[varying]))
-    bins = dispersion.groupby(pd.cut(np.log1p(mean[varying]), BINS, labels=False))
+    bin_of_gene = pd.cut(np.log1p(mean[varying]), BINS, labels=False)
+    bins = dispersion.groupby(bin_of_gene)
     scores = (dispersion - bins.transform("mean")) / bins.transform("std")
     scores = scores.fillna(1)  # a gene that is the only one in its bin has no deviation
-    return np.sort(varying[np.argsort(-scores.to_numpy(), kind="stable")[:VARIABLE_GENES]])
+    order = np.argsort(-scores.to_numpy(), kind="stable")
+    return np.sort(varying[order[:VARIABLE_GENES]])
 
 
 class RankedGenes:
@@ -124,7 +129,8 @@ class RankedGenes:
         n_expressed = np.diff(self.above.indptr)  # (cells,)
         n_absent = width - n_expressed
         cell = np.repeat(np.arange(n), n_expressed)  # cell of each stored value
-        ranks = n_absent[cell] + pd.Series(self.above.data).groupby(cell).rank().to_numpy()
+        ranks_in_cell = pd.Series(self.above.data).groupby(cell).rank()
+        ranks = n_absent[cell] + ranks_in_cell.to_numpy()
         middle = (width + 1) / 2  # mean rank of a cell
         lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
         squares = np.bincount(cell, ranks**2, n) + n_absent * lowest**2
@@ -144,9 +150,12 @@ class RankedGenes:
         zero = self.zero[cells]
         sums = member @ above + (member @ zero)[:, None]  # (classes, genes)
         squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero  # (genes,)
-        explained = (sums**2 / member.sum(1)[:, None]).sum(0)
+        sizes = member.sum(1)[:, None]
+        explained = (sums**2 / sizes).sum(0)
         between = explained - sums.sum(0) ** 2 / len(cells)
         within = np.maximum(np.asarray(squares).ravel() - explained, 1e-9)
         f = between / within  # up to a factor that all genes share
-        chosen = np.sort(np.argsort(-f, kind="stable")[:RANKED_GENES])
-        return np.asarray(self.above[:, chosen].toarray() + self.zero[:, None])
+        order = np.argsort(-f, kind="stable")
+        chosen = np.sort(order[:RANKED_GENES])
+        values = self.above[:, chosen].toarray() + self.zero[:, None]
+        return np.asarray(values)

@@ -1,6 +1,6 @@
 """Features of cells made from their counts: the embedding and the baselines."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -58,21 +58,18 @@ def features_of_counts(
     }
 
 
-def tokens_of_counts(context: Context, counts: sp.csr_matrix) -> Iterator[Batch]:
-    """Tokens of the cells; those without a known gene are left out."""
-    return tokens_of([counts], context.columns, context.model.vocabulary, context.model.tokens)
-
-
 def embed_counts(
     context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
 ) -> np.ndarray:
     """Vectors of the cells, or of other `tokens` of theirs, `(cells, hidden)` float32; zeros for
     cells without any.
     """
-    batches = tokens_of_counts(context, counts) if tokens is None else tokens
-    return np.nan_to_num(
-        embed_batches(batches, network, counts.shape[0], TOKEN_BUDGET, context.options.precision)
-    )
+    model = context.model
+    if tokens is None:
+        tokens = tokens_of([counts], context.columns, model.vocabulary, model.tokens)
+    n_cells = counts.shape[0]
+    vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
+    return np.nan_to_num(vectors)
 
 
 def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:

@@ -17,12 +17,11 @@ def find_failures(
     """
     lines = []
     for gate in gates:
-        results = {
-            f"{name}: {task}": result
-            for name, dataset in datasets.items()
-            for task, result in dataset.tasks.items()
-            if result.task == gate.task and result.skipped is None
-        }
+        results: dict[str, TaskResult] = {}
+        for name, dataset in datasets.items():
+            for task, result in dataset.tasks.items():
+                if result.task == gate.task and result.skipped is None:
+                    results[f"{name}: {task}"] = result
         if not results:
             raise ConfigError(
                 f"evaluate.gate: task {gate.task} was skipped on every dataset: no row to compare"

@@ -25,6 +25,7 @@ Efron 1981), which is coarse for classes of a few cells.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,7 +212,7 @@ class ScoreColumn:
         """Every method on the model's own features minus every other."""
         own = [method for method in self.scores if method.network == "trained"]
         others = [method for method in self.scores if method.network != "trained"]
-        return [self.difference(method, other) for method in own for other in others]
+        return [self.difference(*pair) for pair in product(own, others)]
 
     def _units(self, scores: np.ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
@@ -297,15 +298,15 @@ class Predictions:
             return column
         if metric != "accuracy" and (is_tested & (self.halves == "")).any():
             return column  # an F1 over some of the cells would be another one
-        number_of = {name: number for number, name in enumerate(self.classes)} | {"": NOT_TESTED}
-        ceiling = np.array([number_of.get(name, len(number_of)) for name in self.halves])
+        numbers = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
+        ceiling = np.array([numbers.get(name, len(numbers)) for name in self.halves])
         largest = np.bincount(self.truth).argmax()
 
-        def score_tested(numbers: Any) -> np.ndarray:
-            return cell_scores(metric, self.truth, np.where(is_tested, numbers, NOT_TESTED))
+        def score_tested(predicted: Any) -> np.ndarray:
+            return cell_scores(metric, self.truth, np.where(is_tested, predicted, NOT_TESTED))
 
-        trivial = {LARGEST_CLASS: score_tested(largest)}
-        trivial = {MAJORITY: scores.get(MAJORITY, trivial[LARGEST_CLASS])} | trivial
+        of_largest = score_tested(largest)
+        trivial = {MAJORITY: scores.get(MAJORITY, of_largest), LARGEST_CLASS: of_largest}
         return replace(column, trivial=trivial, ceiling=(HALF_LABELS, score_tested(ceiling)))
 
     def confusion(self, condition: str, method: ScoredMethod) -> Confusion:
@@ -355,7 +356,7 @@ def tabulate(
     if "verdicts" not in fields:
         fields["verdicts"] = [column.compare_best() for column in judged]
     if "differences" not in fields:
-        fields["differences"] = [line for column in judged for line in column.differences()]
+        fields["differences"] = list(chain.from_iterable(map(ScoreColumn.differences, judged)))
     fields.setdefault("metric", columns[0].heading)
     gaps = [column.gap() for column in judged]
     return TaskResult(figures=numbers, gaps=[gap for gap in gaps if gap is not None], **fields)

@@ -1,8 +1,8 @@
 """Cells of a file that a model was trained on, and the agreement of its labels with those of the
 file.
 
-A cell is told by its counts of the vocabulary's genes, under any name: hashes of all training and
-validation cells lie beside the shards. For a file that lacks some of these genes, the cells of the
+A cell is recognised by its counts of the vocabulary's genes, under any name: hashes of all training
+and validation cells are stored next to the shards. For a file that lacks some of these genes, the cells of the
 shards are hashed again over the others. A model folder contains none of this. The shards are found
 through train/run.json of the run that the folder is in, also for the models that the run started
 from or learnt from. A model that was copied elsewhere has lost its training cells, and its users
@@ -111,38 +111,37 @@ def find_equal_cells(
 ) -> np.ndarray:
     """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a cell of `corpora`.
 
-    Only genes that both have are compared; a cell with few of them is never found.
+    Only genes that both have are compared; a cell with few of them equals none.
     """
-    found = np.zeros(reader.n_obs, bool)
+    is_equal = np.zeros(reader.n_obs, bool)
     if not among.any():
-        return found
+        return is_equal
     for corpus in corpora:
-        genes = corpus.genes
-        known = corpus.hashes
+        n_genes = corpus.genes.n_genes
         try:
-            target = match_columns(reader, genes).target
+            target = match_columns(reader, corpus.genes).target
         except DataError:
             continue  # no gene in common: no equal cells
-        shared = np.zeros(genes.n_genes, bool)
+        shared = np.zeros(n_genes, bool)
         shared[target[target >= 0]] = True
         lacks_genes = not shared.all() and not reader.ordered
-        if lacks_genes:
-            known = corpus.hashes_over(shared)
-        gene_hashes = hash_genes(genes.gene_ids)
-        last = 0
+        corpus_hashes = corpus.hashes_over(shared) if lacks_genes else corpus.hashes
+        least_genes = _LEAST_GENES if lacks_genes else 0
+        gene_hashes = hash_genes(corpus.genes.gene_ids)
+        block_start = 0
         for raw in reader.rows(HASHED_ROWS):
-            first = last
-            last = last + raw.shape[0]
-            rows = np.flatnonzero(among[first:last])
+            rows = np.flatnonzero(among[block_start : block_start + raw.shape[0]])
+            cells = block_start + rows
+            block_start += raw.shape[0]
             if not len(rows):
                 continue
-            block = select_genes(raw[rows], target, genes.n_genes, reader.ordered)
+            block = select_genes(raw[rows], target, n_genes, reader.ordered)
             values = positions_in_rows(block.indptr) if reader.ordered else block.data
             hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
-            has_enough = np.diff(block.indptr) >= (_LEAST_GENES if lacks_genes else 0)
-            for split in known:
-                found[first + rows] |= has_enough & are_in(hashes, split)
-    return found
+            has_enough = np.diff(block.indptr) >= least_genes
+            for split_hashes in corpus_hashes:
+                is_equal[cells] |= has_enough & are_in(hashes, split_hashes)
+    return is_equal
 
 
 def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:

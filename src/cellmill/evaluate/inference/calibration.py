@@ -9,6 +9,7 @@ expected calibration error of the same paper, section 3.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,8 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     logits = logits.astype(np.float64)
     fold = np.arange(len(labels)) % FOLDS
     scaled = logits.copy()
-    for held_out in (fold == number for number in range(min(FOLDS, len(labels)))):
+    for number in range(min(FOLDS, len(labels))):
+        held_out = fold == number
         if not held_out.all():
             scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
     lowers_error = measure_error(scaled, labels) < measure_error(logits, labels)
@@ -91,10 +93,11 @@ def classifications_of(objective: Objective) -> dict[str, Classification]:
     """Return the objective, or the parts of a sum, that predict labels, by part; not those whose
     label is hidden.
     """
-    heads = {
-        name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Classification)
+    return {
+        name: leaf
+        for name, leaf in objective.leaves().items()
+        if isinstance(leaf, Classification) and leaf.config.adversarial_scale is None
     }
-    return {name: head for name, head in heads.items() if head.config.adversarial_scale is None}
 
 
 def regressions_of(objective: Objective) -> dict[str, Regression]:
@@ -136,20 +139,19 @@ def calibration_of(
         max_cells=options.train.val_cells,
         columns=options.obs_columns(),
     )
-    at = [*options.obs_columns()].index(objective.config.label_column)
+    column = [*options.obs_columns()].index(objective.config.label_column)
     vectors = []
     labels = []
     with torch.inference_mode():
-        for batch in (batch for step in stream for batch in step):
+        for batch in chain.from_iterable(stream):
             assert batch.levels is not None
-            known = (batch.levels[:, at] > 0) & (batch.levels[:, at] <= len(objective.labels))
-            known &= np.diff(batch.cu_seqlens) > 0
-            vectors.append(model.embed(to_tensors(batch)).float().numpy()[known])
-            labels.append(batch.levels[known, at].astype(np.int64) - 1)
+            level = batch.levels[:, column]  # 0 is unknown, the one after the labels is missing
+            is_known = (level > 0) & (level <= len(objective.labels))
+            is_known &= np.diff(batch.cu_seqlens) > 0
+            vectors.append(model.embed(to_tensors(batch)).float().numpy()[is_known])
+            labels.append(level[is_known].astype(np.int64) - 1)
     stream.close()
-    found = np.concatenate(labels)
-    return (
-        calibrate(run_head(model, np.concatenate(vectors), objective.predict), found)
-        if len(found)
-        else None
-    )
+    numbers = np.concatenate(labels)
+    if not len(numbers):
+        return None
+    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), numbers)

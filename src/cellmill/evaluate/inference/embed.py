@@ -201,15 +201,16 @@ def embed_cells(
     if np.isnan(vectors).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     frac = float(totals[0] / totals[1])
-    if frac < (least := section.min_coverage_frac):
+    if frac < section.min_coverage_frac:
         raise DataError(
             f"{reader.path}: {frac:.1%} of its counts fall on genes that the model knows, embed.min_coverage_frac is "
-            f"{least:g}; {_advice(columns, '--min-coverage-frac')}"
+            f"{section.min_coverage_frac:g}; {_advice(columns, '--min-coverage-frac')}"
         )
     genes = gene_coverage(columns, vocabulary)
-    if genes.expressed_frac < (least := section.min_expressed_frac):
+    if genes.expressed_frac < section.min_expressed_frac:
         raise DataError(
-            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is {least:g}; "
+            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is "
+            f"{section.min_expressed_frac:g}; "
             f"{_advice(columns, '--min-expressed-frac')}"
         )
     reader.warn_of_values()

@@ -6,8 +6,9 @@ Embeddings and predictions are written to a file of their own or added to a copy
 import csv
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anndata as ad
 import h5py
@@ -76,22 +77,15 @@ def write_prediction(
             raise DataError(
                 f"{source}: its obs is of an AnnData before 0.7; read and write it once, or leave out --append"
             )
-        for name in [name for name in obs if name.startswith(OWN_COLUMNS) and name not in columns]:
-            del obs[name]
-        for name in [
-            name
-            for name in file["obsm"]
-            if name.startswith(PROBABILITIES) and name not in predicted.obsm
-        ]:
-            del file["obsm"][name]
+        for name in list(obs):
+            if name.startswith(OWN_COLUMNS) and name not in columns:
+                del obs[name]
+        for name in list(file["obsm"]):
+            if name.startswith(PROBABILITIES) and name not in predicted.obsm:
+                del file["obsm"][name]
         for name, column in plain_text(pd.DataFrame(columns)).items():
-            write_elem(
-                obs,
-                name,
-                column.array
-                if isinstance(column.dtype, pd.CategoricalDtype)
-                else column.to_numpy(),
-            )
+            is_categorical = isinstance(column.dtype, pd.CategoricalDtype)
+            write_elem(obs, name, column.array if is_categorical else column.to_numpy())
         order = [name for name in obs.attrs["column-order"] if name not in columns and name in obs]
         obs.attrs["column-order"] = np.array([*order, *columns], dtype=h5py.string_dtype())
 
@@ -125,8 +119,9 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
     with open_h5(path, AGAIN) as file:
-        _, _, vectors, about = _read(file, str(path), (OWN,), names, "the dataset", f"; {AGAIN}")
-    digest = str(about.get("model_digest"))
+        stored = _read(file, str(path), (OWN,), names, "the dataset", f"; {AGAIN}")
+    vectors = stored.vectors
+    digest = str(stored.about.get("model_digest"))
     if digest != model_digest:
         raise DataError(
             f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {AGAIN}"
@@ -163,14 +158,14 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
     with open_h5(path, command) as file:
-        _, where, vectors, _ = _read(file, command, (EXTERNAL, OWN, "X"), names, "{cells}")
-    finite = np.isfinite(vectors).all(axis=1)
-    if not finite.all():
+        stored = _read(file, command, (EXTERNAL, OWN, "X"), names, "{cells}")
+    is_infinite = ~np.isfinite(stored.vectors).all(axis=1)
+    if is_infinite.any():
         raise DataError(
-            f"{command}: {int((~finite).sum()):,} cells have numbers in {where} that are not finite, the first is "
-            f"{names[int((~finite).argmax())]!r}; expected an embedding of every cell"
+            f"{command}: {int(is_infinite.sum()):,} cells have numbers in {stored.place} that are not finite, "
+            f"the first is {names[int(is_infinite.argmax())]!r}; expected an embedding of every cell"
         )
-    return vectors
+    return stored.vectors
 
 
 def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
@@ -180,10 +175,18 @@ def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
     Vectors are `(cells, width)` float32; a row is finite, or all NaN.
     """
     with open_h5(path) as file:
-        names, _, vectors, about = _read(file, str(path), (OWN, EXTERNAL, "X"))
-    refuse_duplicates(str(path), "obs", names)
+        stored = _read(file, str(path), (OWN, EXTERNAL, "X"))
+    refuse_duplicates(str(path), "obs", stored.names)
+    vectors = stored.vectors
     vectors[~np.isfinite(vectors).all(axis=1)] = np.nan
-    return names, vectors, about
+    return stored.names, vectors, stored.about
+
+
+class _Stored(NamedTuple):
+    names: pd.Index  # obs names
+    place: str  # the key of PATHS that the vectors are from
+    vectors: np.ndarray  # (cells, width) float32
+    about: dict[str, Any]  # uns["cellmill"], only of vectors of stage embed
 
 
 def _read(
@@ -193,39 +196,39 @@ def _read(
     names: pd.Index | None = None,
     cells: str = "",
     remedy: str = "",
-) -> tuple[pd.Index, str, np.ndarray, dict[str, Any]]:
-    """obs names, which must be `names`; the first array of `wanted`, by name; and uns["cellmill"]
-    with an own one.
-    """
+) -> _Stored:
+    """The first array of `wanted` that the file has; its obs names must be `names`."""
     with _readable(f"{source}: obs, obsm or uns", remedy):
-        found = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
-        where = next((name for name in wanted if PATHS[name] in file), wanted[-1])
-        stored = file.get(PATHS[where])
-        about = dict(read_elem(file["uns"][ABOUT])) if where == OWN and stored is not None else {}
-    if names is not None and not found.equals(names.astype(str)):
-        at = next(
-            (i for i, (a, b) in enumerate(zip(found, names)) if a != b), min(len(found), len(names))
+        stored_names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
+        place = next((name for name in wanted if PATHS[name] in file), wanted[-1])
+        stored = file.get(PATHS[place])
+        about = {}
+        if place == OWN and stored is not None:
+            about = dict(read_elem(file["uns"][ABOUT]))
+    if names is not None and not stored_names.equals(names.astype(str)):
+        n_equal = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored_names, names))
         )
-        there, here = (
-            repr(index[at]) if at < len(index) else "no cell" for index in (found, names)
-        )
+        got = repr(stored_names[n_equal]) if n_equal < len(stored_names) else "no cell"
+        expected = repr(names[n_equal]) if n_equal < len(names) else "no cell"
         raise DataError(
-            f"{source}: expected the {len(names):,} cells of {cells} in their order, got {len(found):,}; the first "
-            f"that differs is cell {at + 1:,}, {there} instead of {here}{remedy}"
+            f"{source}: expected the {len(names):,} cells of {cells} in their order, got "
+            f"{len(stored_names):,}; the first that differs is cell {n_equal + 1:,}, {got} instead of "
+            f"{expected}{remedy}"
         )
     if not isinstance(stored, h5py.Dataset) or stored.ndim != 2 or stored.dtype.kind not in "fiu":
         # a null dataset, as anndata 0.12 writes for X = None, has no shape
-        dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
-        form = f"shape {stored.shape} of {stored.dtype}" if dense else "no dense array"
+        is_dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
+        form = f"shape {stored.shape} of {stored.dtype}" if is_dense else "no dense array"
         raise DataError(
             f"{source}: expected a dense array of numbers in {' or '.join(wanted)}, got {form}{remedy}"
         )
-    if stored.shape[0] != len(found) or not stored.shape[1]:
+    if stored.shape[0] != len(stored_names) or not stored.shape[1]:
         raise DataError(
-            f"{source}: expected {len(found):,} rows in {where}, got shape {stored.shape}{remedy}"
+            f"{source}: expected {len(stored_names):,} rows in {place}, got shape {stored.shape}{remedy}"
         )
-    with _readable(f"{source}: {where}", remedy):
-        return found, where, np.asarray(stored[:], np.float32), about
+    with _readable(f"{source}: {place}", remedy):
+        return _Stored(stored_names, place, np.asarray(stored[:], np.float32), about)
 
 
 @contextmanager

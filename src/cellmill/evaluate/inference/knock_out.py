@@ -47,7 +47,7 @@ def knock_out_genes(
     X, CSR float32, has an entry for each cell that expresses the gene. var is by Ensembl id, the
     largest z first: symbol, n_cells, expression (mean log(1 + counts per 10,000)), shift,
     null_mean, null_sd, z, p (one-sided, at least 1 / (null genes + 1)). Raises DataError as
-    `embed_cells`, and where every gene is rare; ConfigError for one that is unknown or rare.
+    `embed_cells`, and if every gene is rare; ConfigError for a gene that is unknown or rare.
     """
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
@@ -71,63 +71,62 @@ def knock_out_genes(
             f"{reader.path}: no gene has counts in more than {n_expressing.max():,} of the {len(cells):,} drawn cells, "
             f"knock_out.min_cells is {section.min_cells:,}; lower it"
         )
-    nulls = {}  # other genes, the nearest in expression first
+    nulls: dict[int, list[int]] = {}  # other genes, the nearest in expression first
     for gene in wanted.tolist():
         others = usable[usable != gene]
         nearest = np.argsort(np.abs(expression[others] - expression[gene]), kind="stable")
         nulls[gene] = others[nearest][: section.null_genes].tolist()
 
-    def shifts_of(gene: int) -> tuple[np.ndarray, np.ndarray]:
+    def measure_shifts(gene: int) -> tuple[np.ndarray, np.ndarray]:
         """Drawn cells that express the gene and another one, and their shifts."""
-        cells = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
-        block = keep_columns(counts[cells], columns.target != gene)
-        per_cell = {"levels": None if levels is None else levels[drawn][cells]}
+        expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
+        block = keep_columns(counts[expressing], columns.target != gene)
+        per_cell = {"levels": None if levels is None else levels[drawn][expressing]}
         batches = tokens_of([block], columns, vocabulary, tokens, per_cell=per_cell)
-        without = _unit(
-            embed_batches(batches, network, len(cells), embed.token_budget, embed.precision)
+        vectors = embed_batches(
+            batches, network, len(expressing), embed.token_budget, embed.precision
         )
-        shifts = 1 - (without * whole[cells]).sum(1)
-        known = np.isfinite(shifts)
-        return cells[known], shifts[known]
+        shifts = 1 - (_unit(vectors) * whole[expressing]).sum(1)
+        is_known = np.isfinite(shifts)
+        return expressing[is_known], shifts[is_known]
 
     removed = sorted({*nulls}.union(*nulls.values()))
-    steps = progress(
-        removed, f"knock_out {reader.path.stem}", len(removed), "genes", size=lambda gene: 1
-    )
-    found = {gene: shifts_of(gene) for gene in steps}
-    mean = {
-        gene: float(shifts.mean()) if len(shifts) else np.nan for gene, (_, shifts) in found.items()
+    title = f"knock_out {reader.path.stem}"
+    steps = progress(removed, title, len(removed), "genes", size=lambda gene: 1)
+    shifts_by_gene = {gene: measure_shifts(gene) for gene in steps}
+    means = {
+        gene: float(shifts.mean()) if len(shifts) else np.nan
+        for gene, (_, shifts) in shifts_by_gene.items()
     }
     rows: list[dict[str, Any]] = []
     for gene, others in nulls.items():
-        null = np.array([mean[other] for other in others])
-        null = null[np.isfinite(null)]
-        shift = mean[gene]
         about = {
             "symbol": vocabulary.symbols[gene],
-            "n_cells": len(found[gene][0]),
+            "n_cells": len(shifts_by_gene[gene][0]),
             "expression": expression[gene],
         }
-        compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
-        if len(null) and np.isfinite(shift):
-            center = float(null.mean())
-            sd = float(null.std())
-            compared |= {
-                "null_mean": center,
-                "null_sd": sd,
-                "z": (shift - center) / sd if sd else np.nan,
-            }
-            compared["p"] = (1 + int((null >= shift).sum())) / (1 + len(null))
-        rows.append(about | compared)
+        null = np.array([means[other] for other in others])
+        rows.append(about | _compare(means[gene], null[np.isfinite(null)]))
     genes = pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in nulls])
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
-    by_gene = [found[gene] for gene in wanted[order].tolist()]
+    by_gene = [shifts_by_gene[gene] for gene in wanted[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
-    of_cells, shifts = (np.concatenate(part) for part in zip(*by_gene))
-    matrix = sp.csc_matrix(
-        (shifts.astype(np.float32), of_cells, ends), shape=(len(cells), len(wanted))
-    )
+    cell_of_shift, shifts = map(np.concatenate, zip(*by_gene))
+    shape = len(cells), len(wanted)
+    matrix = sp.csc_matrix((shifts.astype(np.float32), cell_of_shift, ends), shape=shape)
     return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
+
+
+def _compare(shift: float, null: np.ndarray) -> dict[str, float]:
+    """The shift of a gene against the shifts of other genes."""
+    compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
+    if len(null) and np.isfinite(shift):
+        compared["null_mean"] = float(null.mean())
+        compared["null_sd"] = float(null.std())
+        if compared["null_sd"]:
+            compared["z"] = (shift - compared["null_mean"]) / compared["null_sd"]
+        compared["p"] = (1 + int((null >= shift).sum())) / (1 + len(null))
+    return compared
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -59,17 +59,16 @@ def classifiers_of(
     first = next(iter(heads), None)
     if first is None or "classifier" not in config:
         return {}
-    others = {
-        name: entry for name, entry in config.get("more_classifiers", {}).items() if name in heads
-    }
-    return {"": (heads[first], config["classifier"])} | {
-        f"_{name}": (heads[name], own) for name, own in others.items()
-    }
+    classifiers = {"": (heads[first], config["classifier"])}
+    for name, entry in config.get("more_classifiers", {}).items():
+        if name in heads:
+            classifiers[f"_{name}"] = (heads[name], entry)
+    return classifiers
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Content that `cellmill predict` writes; names end in `_PART` where a sum has several heads
+    """Content that `cellmill predict` writes; names end in `_PART` if a sum has several heads
     alike.
     """
 
@@ -85,16 +84,15 @@ class Predicted:
 
     def __repr__(self) -> str:
         n_cells = len(next(iter(self.obs.values()), ()))
-        lines = [f"{n_cells:,} cells, obs: {', '.join(self.obs)}"]
+        lines = ["Predicted", f"{n_cells:,} cells, obs: {', '.join(self.obs)}"]
         for name, column in self.obs.items():
             if name.startswith(LABEL):
                 counts = tally(np.asarray(column.dropna(), str))
-                lines.append(
-                    f"{name}: {_listed([f'{label!r} {n:,}' for label, n in counts.items()]) or 'no label'}"
-                )
+                labels = _listed([f"{label!r} {n:,}" for label, n in counts.items()])
+                lines.append(f"{name}: {labels or 'no label'}")
             elif name.startswith(REJECTED):
                 lines.append(f"{name}: {int(column.sum()):,}")
-        return "\n".join(["Predicted", *(f"    {line}" for line in [*lines, *self.agreement])])
+        return "\n    ".join(lines + self.agreement)
 
     @property
     def labels(self) -> pd.Categorical:
@@ -139,18 +137,14 @@ def thresholds_of(
             raise ConfigError(
                 f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability"
             )
-        known = [
-            (accuracy, at)
-            for at, accuracy in enumerate(calibration["accuracy_above"])
-            if accuracy is not None
-        ]
-        reached = [at for accuracy, at in known if accuracy >= section.min_accuracy]
-        if not reached:
+        accuracies = [-1.0 if known is None else known for known in calibration["accuracy_above"]]
+        reached = [accuracy >= section.min_accuracy for accuracy in accuracies]
+        if not any(reached):
             raise ConfigError(
                 f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the "
-                f"best has {max(known)[0]:.3f}; lower it"
+                f"best has {max(accuracies):.3f}; lower it"
             )
-        smallest[end] = reached[0] / STEPS
+        smallest[end] = reached.index(True) / STEPS
     return smallest
 
 
@@ -225,23 +219,19 @@ def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
     is not `known`.
     """
     codes, values = pd.factorize(column)
-    texts: list[str | None] = [as_text(value) for value in values]
-    for at, text in enumerate(texts):
-        if (
-            isinstance(values[at], str)
-            and text not in known
-            and NO_COLUMNS.means_no_label(str(text))
-        ):
-            texts[at] = None
+    texts: list[str | None] = []
+    for value in values:
+        text = as_text(value)
+        is_unknown = isinstance(value, str) and text not in known
+        texts.append(None if is_unknown and NO_COLUMNS.means_no_label(text) else text)
     return np.array([*texts, None], object)[codes]
 
 
 class LoadedModel:
-    """An exported model with its vocabulary and tokens. A cell's vector depends on its counts
-    alone.
+    """An exported model with its vocabulary and tokens. A cell's vector depends only on its counts.
 
-    Neither the other cells nor their order change it (but for rounding, 5e-6), and `cellmill embed`
-    writes the same.
+    Neither the other cells nor their order change it (except for rounding, 5e-6), and `cellmill
+    embed` writes the same.
 
     Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels`, of the first head; empty without any.
     """
@@ -309,11 +299,12 @@ class LoadedModel:
     def __repr__(self) -> str:
         organisms = ", ".join(organisms_of(self.vocabulary)) or "unknown organism"
         lines = [
+            f"LoadedModel {self.folder}",
             f"{self.config['family']} of {self._model.vector_width:,} dimensions, "
             f"{self.vocabulary.n_genes:,} genes ({organisms})",
             f"labels: {_listed(self.labels) or 'none'}",
         ]
-        return "\n".join([f"LoadedModel {self.folder}", *(f"    {line}" for line in lines)])
+        return "\n    ".join(lines)
 
 
 def _warn(dataset: str, embedding: Embedding) -> None:
@@ -335,10 +326,10 @@ class LabelCounts:
 
     def numbers(self) -> dict[str, Any]:
         """Cells of unknown labels and the labels of most of them; empty without any."""
+        if not self.unknown:
+            return {}
         named = dict(list(self.unknown.items())[:MOST_NAMES])
-        return (
-            {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named} if named else {}
-        )
+        return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named}
 
 
 def count_labels(
@@ -369,5 +360,6 @@ def count_labels(
 
 def _listed(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
+    shown = ", ".join(names[:MOST_NAMES])
     more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+    return f"{shown} and {more:,} more" if more > 0 else shown

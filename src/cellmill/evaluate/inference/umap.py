@@ -1,8 +1,8 @@
 """Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv
 of drawn cells.
 
-umap-learn, a second's import, is imported by the process that draws, not by those that read or
-write the file.
+umap-learn takes a second to import, so only the process that draws imports it, and none that reads
+or writes the file.
 """
 
 import csv
@@ -23,7 +23,7 @@ from cellmill.errors import DataError
 from cellmill.files import require_file, write_text
 
 COLUMNS = ("dataset", "obs_name", "label", "x", "y", "heldout", "batch")
-APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # what umap-learn imports of it
+APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # the names that umap-learn imports
     "pynndescent": {"NNDescent": type("NNDescent", (), {})},
     "pynndescent.distances": {"named_distances": {}},
     "pynndescent.sparse": {"sparse_named_distances": {}},
@@ -48,7 +48,7 @@ def import_umap() -> Any:
         for name in stand_ins:
             del sys.modules[name]
     dispatcher = import_module("numba.core.dispatcher").Dispatcher
-    with suppress(RuntimeError):  # no writable place
+    with suppress(RuntimeError):  # no writable folder
         for module in (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse):
             for function in vars(module).values():
                 if isinstance(function, dispatcher):
@@ -63,21 +63,26 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     if len(vectors) < 4:  # too few for a neighbour graph
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
     neighbors = min(15, len(vectors) - 1)
-    # exact neighbours, 4 CPU-seconds for 20,000 cells of width 128; a cell is its own first one,
-    # even where another is at the same place
+    # exact neighbours, 4 CPU-seconds for 20,000 cells of width 128; a cell is its own nearest
+    # neighbour, also if another cell has the same vector
     search = import_module("sklearn.neighbors").NearestNeighbors(
         n_neighbors=neighbors, algorithm="brute"
     )
     distances, indices = search.fit(vectors).kneighbors()
-    indices = np.hstack([np.arange(len(vectors))[:, None], indices[:, :-1]])
-    known = indices, np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
+    cells = np.arange(len(vectors))[:, None]
+    indices = np.hstack([cells, indices[:, :-1]])
+    distances = np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
     # spectral initialisation needs more cells than dimensions and neighbours
     init = "spectral" if len(vectors) > 16 else "random"
     umap = import_umap()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
         model = umap.UMAP(
-            n_neighbors=neighbors, init=init, random_state=seed, n_jobs=1, precomputed_knn=known
+            n_neighbors=neighbors,
+            init=init,
+            random_state=seed,
+            n_jobs=1,
+            precomputed_knn=(indices, distances),
         )
         return model.fit_transform(vectors)
 
@@ -101,11 +106,10 @@ def read_umap(path: Path) -> list[dict[str, str]]:
             if tuple(next(lines, ())) != COLUMNS:
                 raise ValueError(f"expected the columns {', '.join(COLUMNS)}")
             for line in lines:
-                if len(line) != len(COLUMNS) or not all(
-                    isfinite(float(value)) for value in line[3:5]
-                ):
+                row = dict(zip(COLUMNS, line))
+                if len(line) != len(COLUMNS) or not isfinite(float(row["x"]) + float(row["y"])):
                     raise ValueError(f"expected {', '.join(COLUMNS)}")
-                rows.append(dict(zip(COLUMNS, line)))
+                rows.append(row)
     except (ValueError, csv.Error) as error:
         raise DataError(
             f"{path}, row {lines.line_num}: damaged ({error}); run evaluate again"

@@ -29,13 +29,13 @@ from sklearn.metrics import silhouette_samples
 from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import IntegrationConfig
-from cellmill.data.arrays import log_normalise, select_columns, summed, text_values
+from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.components import COMPONENTS, fit_own_components
-from cellmill.evaluate.features import embed_counts, external_features, read_rows
+from cellmill.evaluate.features import external_features, features_of_counts, read_rows
 from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.methods import EMBEDDING, OF_TRAINING, UNTRAINED
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.scores import ScoreColumn, seeded
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
@@ -108,21 +108,14 @@ class Integration(Task):
         self, context: Context, cells: np.ndarray, batches: np.ndarray
     ) -> dict[ScoredMethod, np.ndarray]:
         """Vectors of the cells by method, `(cells, width)`."""
-        model = context.model
-        columns = context.columns
         counts = read_rows(context.reader, cells)
-        profiles = summed(counts) if columns.ordered else counts
-        known = log_normalise(select_columns(profiles, columns.target, model.vocabulary.n_genes))
-        vectors = {
-            EMBEDDING: context.vectors[cells],
-            UNTRAINED: embed_counts(context, counts, model.untrained),
-            OF_TRAINING: model.components.transform(known),
-            PRINCIPAL: fit_own_components(log_normalise(profiles)),
-        }
+        features = features_of_counts(context, counts, context.vectors[cells])
+        principal = fit_own_components(features.pop(ALL_GENES))
+        vectors = features | {PRINCIPAL: principal}
+        seed = context.options.seed
         if self.config.harmony:
-            vectors[CORRECTED] = run_harmony(vectors[PRINCIPAL], batches, context.options.seed)
-        generator = seeded(context.options.seed, 2)
-        vectors[RANDOM] = generator.normal(size=vectors[EMBEDDING].shape)
+            vectors[CORRECTED] = run_harmony(principal, batches, seed)
+        vectors[RANDOM] = seeded(seed, 2).normal(size=vectors[EMBEDDING].shape)
         return vectors | external_features(context, cells)
 
     def measure(

@@ -38,7 +38,7 @@ from cellmill.evaluate.scores import (
 )
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import METRICS, majority
-from cellmill.evaluate.tasks.imputation import HiddenGenes
+from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
 from cellmill.models.family import Model
 from cellmill.runs.results import ScoredMethod, TaskResult
 
