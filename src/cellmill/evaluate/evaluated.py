@@ -49,6 +49,11 @@ class DatasetFiles:
     labels: list[str]  # obs columns
 
 
+def is_label(role: str) -> bool:
+    """True for `label`, `label 2` and so on."""
+    return role.partition(" ")[0] == "label"
+
+
 class OpenDataset(NamedTuple):
     """See the fields of `task.Context`."""
 

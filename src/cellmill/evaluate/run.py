@@ -20,6 +20,7 @@ import torch
 
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError, UserError
+from cellmill.evaluate.evaluated import is_label
 from cellmill.evaluate.task import Context, Task, run_task
 from cellmill.files import progress
 from cellmill.launch.signals import belong_to_parent, interrupted_later
@@ -62,7 +63,7 @@ def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
     for name, task in tasks.items():
         yield _Work(name, name, task, context)
     for role, column in context.roles.items():
-        if not role.startswith("label "):
+        if role == "label" or not is_label(role):
             continue
         relabelled = replace(context, roles={**context.roles, "label": column})
         for name, task in tasks.items():

@@ -191,7 +191,8 @@ class FewShot(Task):
         """Accuracy for each number of cells per class; numbers that fewer than two classes have are
         left out.
         """
-        config, fewest = self.config, min(self.config.shots) + FEWEST_TESTED
+        config = self.config
+        fewest = min(config.shots) + FEWEST_TESTED
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
         predictions = Predictions(
@@ -226,10 +227,9 @@ def draw_shots(
     for draw in range(draws):
         generator = seeded(seed, (shots << 32) + draw)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
-        train, test = (
-            [cells[part] for cells in drawn] for part in (slice(shots), slice(shots, None))
-        )
-        yield draw, np.concatenate(train), np.concatenate(test)
+        train = np.concatenate([cells[:shots] for cells in drawn])
+        test = np.concatenate([cells[shots:] for cells in drawn])
+        yield draw, train, test
 
 
 class LeaveOut(Task):
@@ -243,41 +243,40 @@ class LeaveOut(Task):
         if not roles:
             raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
         chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
-        columns: list[ScoreColumn] = []
         labels = chosen.labels
-        numbers = chosen.numbers
         halves = predict_halves(context)[chosen.cells]
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
+        columns: list[ScoreColumn] = []
+        numbers = chosen.numbers
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
-            groups_by_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
-            # training cells of one class fit nothing
-            pairs = [
-                s
-                for s in splits_of(groups, self.config.most_folds)
-                if len(np.unique(labels[s[0]])) > 1
-            ]
+            n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # by class
+            of_one = ", ".join(sorted(n_groups.index[n_groups < 2]))
+            splits: list[Split] = []
+            for train, test in splits_of(groups, self.config.most_folds):
+                # training cells of one class fit nothing
+                if len(np.unique(labels[train])) > 1:
+                    splits.append((len(splits), train, test))
             numbers |= {
                 MANY[role]: int(groups.nunique()),
-                f"{role}_folds": len(pairs),
-                f"classes_of_one_{role}": ", ".join(
-                    sorted(groups_by_class.index[groups_by_class < 2])
-                )
-                or "none",
+                f"{role}_folds": len(splits),
+                f"classes_of_one_{role}": of_one or "none",
             }
-            if not pairs:
+            if not splits:
                 continue
-            predictions = Predictions(labels, len(pairs), halves=halves)
-            splits = [(at, *pair) for at, pair in enumerate(pairs)]
+            predictions = Predictions(labels, len(splits), halves=halves)
             predict_splits(
                 predictions, features, splits, self.config.neighbors, context, components=COMPONENTS
             )
-            for metric, short, words in (("accuracy",) * 3, ("macro_f1", "macro F1", "macro-F1")):
-                named = f"{short}, new {role}", f"{words}, {MANY[role]} not seen"
-                columns.append(replace(predictions.column("", metric, *named), n_units=len(pairs)))
+            unseen = f"{MANY[role]} not seen"
+            accuracy = predictions.column(
+                "", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"
+            )
+            f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
+            columns += [replace(column, n_units=len(splits)) for column in (accuracy, f1)]
         if not columns:
-            one = " and one ".join(roles)
-            raise Skipped(f"the scored cells of two classes or more have one {one}", numbers)
+            which = " and one ".join(roles)
+            raise Skipped(f"the scored cells of two classes or more have one {which}", numbers)
         return tabulate(columns, numbers)
 
 

@@ -149,9 +149,9 @@ def _members(
     n_genes = int(expressed.sum())
     kept = {}
     for name, genes in sets.items():
-        usable = np.unique(
-            [row for gene in genes if (row := rows[gene]) >= 0 and expressed[row]]
-        ).astype(np.int64)
+        rows_of_set = np.unique([rows[gene] for gene in genes]).astype(np.int64)
+        known = rows_of_set[rows_of_set >= 0]
+        usable = known[expressed[known]]
         if fewest <= len(usable) <= n_genes - fewest:
             kept[name] = usable
     left_out = ", ".join(sorted(set(sets) - set(kept)))

@@ -163,9 +163,11 @@ def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n); 0 for
     constant ones.
     """
-    standard = []
-    for values in (first, second):
-        centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
-        length = np.linalg.norm(centred, axis=0)
-        standard.append(np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-9))
-    return np.asarray(standard[0].T @ standard[1])
+    return np.asarray(_standardise(first).T @ _standardise(second))
+
+
+def _standardise(values: np.ndarray) -> np.ndarray:
+    """Columns centred and of length 1; a constant one becomes zeros."""
+    centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+    length = np.linalg.norm(centred, axis=0)
+    return np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-9)

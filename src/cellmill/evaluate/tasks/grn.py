@@ -129,14 +129,6 @@ def _ranked(
     `edge` and `candidate` are (factors, targets) bool, as are the pairs of `similarities`.
     """
 
-    def scored(
-        function: Callable[[np.ndarray, np.ndarray], float], values: np.ndarray
-    ) -> tuple[np.ndarray, float]:
-        by_factor = [
-            function(row[pair], own[pair]) for row, pair, own in zip(edge, candidate, values)
-        ]
-        return np.array([by_factor]), function(edge[candidate], values[candidate])
-
     columns = []
     pooled: dict[ScoredMethod, dict[str, float]] = {
         method: {} for method in (*similarities, RANDOM_RANKING)
@@ -144,14 +136,31 @@ def _ranked(
     for score, function in (("AUROC", auroc), ("AUPRC", average_precision)):
         heading = f"{score}, all pairs"
         scores = {}
-        for name, values in similarities.items():
-            scores[name], pooled[name][heading] = scored(function, values)
+        for method, values in similarities.items():
+            scores[method] = _score_factors(function, edge, candidate, values)
+            pooled[method][heading] = function(edge[candidate], values[candidate])
         generator = seeded(seed, 8)
-        drawn = [scored(function, generator.random(edge.shape)) for _ in range(DRAWS)]
-        scores[RANDOM_RANKING] = np.mean([by_factor for by_factor, _ in drawn], axis=0)
-        pooled[RANDOM_RANKING][heading] = float(np.mean([of_all for _, of_all in drawn]))
+        by_factor = []
+        over_pairs = []
+        for _ in range(DRAWS):
+            values = generator.random(edge.shape)
+            by_factor.append(_score_factors(function, edge, candidate, values))
+            over_pairs.append(function(edge[candidate], values[candidate]))
+        scores[RANDOM_RANKING] = np.mean(by_factor, axis=0)
+        pooled[RANDOM_RANKING][heading] = float(np.mean(over_pairs))
         columns.append(ScoreColumn(score, f"{score} of edges", scores))
     return columns, pooled
+
+
+def _score_factors(
+    function: Callable[[np.ndarray, np.ndarray], float],
+    edge: np.ndarray,
+    candidate: np.ndarray,
+    values: np.ndarray,
+) -> np.ndarray:
+    """(1, factors): score of each factor over its candidate targets."""
+    rows = zip(edge, candidate, values)
+    return np.array([[function(is_edge[pair], row[pair]) for is_edge, pair, row in rows]])
 
 
 def known_edges(

@@ -17,7 +17,7 @@ from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.classifiers import fit_all, predict_all, small_problems
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
-from cellmill.evaluate.evaluated import EvaluatedModel
+from cellmill.evaluate.evaluated import EvaluatedModel, is_label
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.inference.predict import tally
 from cellmill.evaluate.labels import choose_cells, predict_halves
@@ -28,6 +28,7 @@ from cellmill.evaluate.methods import (
     OF_TRAINING,
     RANKED,
     UNTRAINED,
+    add_note,
 )
 from cellmill.evaluate.scores import (
     NOT_TESTED,
@@ -123,45 +124,49 @@ def transfer_features(
     """Features by method, `(cells, width)`, of fitted and of tested cells, from the counts of
     `genes`.
     """
-    counts = sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
-    profiles = log_normalise(counts[0]), log_normalise(counts[1])
+    n_genes = model.vocabulary.n_genes
+    fitted_counts = sp.vstack([group.over(genes) for group in fitted], format="csr")
+    counts = (fitted_counts, tested.over(genes))
+    profiles = [log_normalise(part) for part in counts]
     rows = model.vocabulary.rows_of(genes).astype(np.int32)
-    known = [log_normalise(select_columns(part, rows, model.vocabulary.n_genes)) for part in counts]
-    hidden = np.setdiff1d(np.arange(model.vocabulary.n_genes), rows)
+    hidden = np.setdiff1d(np.arange(n_genes), rows)
+    groups = (*fitted, tested)
 
-    def embedded(network: Model) -> tuple[np.ndarray, np.ndarray]:
+    # each of the lists below is of fitted and of tested cells
+    def embed_shared(network: Model) -> list[np.ndarray]:
         parts = [
-            HiddenGenes(group.context, group.counts, hidden).embedded(network)
-            for group in (*fitted, tested)
+            HiddenGenes(group.context, group.counts, hidden).embedded(network) for group in groups
         ]
-        return np.concatenate(parts[:-1]), parts[-1]
+        return [np.concatenate(parts[:-1]), parts[-1]]
 
-    *parts, whole_tested = [group.context.vectors[group.cells] for group in (*fitted, tested)]
-    whole = np.concatenate(parts), whole_tested
-    more = np.isin(
-        hidden, np.concatenate([group.context.measured_genes for group in (*fitted, tested)])
-    ).any()
-    both: dict[ScoredMethod, Any] = (
-        {EMBEDDING: embedded(model.network), FULL_PANEL: whole} if more else {EMBEDDING: whole}
-    )
-    both[UNTRAINED] = embedded(model.untrained)
-    both[OF_TRAINING] = [model.components.transform(part) for part in known]
+    vectors = [group.context.vectors[group.cells] for group in groups]
+    whole = [np.concatenate(vectors[:-1]), vectors[-1]]
+    both: dict[ScoredMethod, Any] = {EMBEDDING: whole}
+    measured = np.concatenate([group.context.measured_genes for group in groups])
+    if np.isin(hidden, measured).any():
+        both = {EMBEDDING: embed_shared(model.network), FULL_PANEL: whole}
+    both[UNTRAINED] = embed_shared(model.untrained)
+    both[OF_TRAINING] = [
+        model.components.transform(log_normalise(select_columns(part, rows, n_genes)))
+        for part in counts
+    ]
     if min(profiles[0].shape) > 1:
-        components = pca(profiles[0].shape)
-        scaled = make_pipeline(StandardScaler(with_mean=False), pca(profiles[0].shape))
-        for ending, unfitted in (("", components), (", scaled genes", scaled)):
-            fit = unfitted.fit(profiles[0])
-            both[ScoredMethod(f"PCA{COMPONENTS} of the fitted cells{ending}")] = [
-                fit.transform(part) for part in profiles
-            ]
+        components = ScoredMethod(f"PCA{COMPONENTS} of the fitted cells")
+        scaler = StandardScaler(with_mean=False)
+        for method, unfitted in (
+            (components, pca(profiles[0].shape)),
+            (add_note(components, ", scaled genes"), make_pipeline(scaler, pca(profiles[0].shape))),
+        ):
+            unfitted.fit(profiles[0])
+            both[method] = [unfitted.transform(part) for part in profiles]
     both[ScoredMethod("all shared genes")] = profiles
     n = len(whole[0])
     labels = np.concatenate([group.labels for group in fitted])
     ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
-    both[RANKED] = ranked[:n], ranked[n:]
-    return {name: parts[0] for name, parts in both.items()}, {
-        name: parts[1] for name, parts in both.items()
-    }
+    both[RANKED] = [ranked[:n], ranked[n:]]
+    fitted_features = {method: parts[0] for method, parts in both.items()}
+    tested_features = {method: parts[1] for method, parts in both.items()}
+    return fitted_features, tested_features
 
 
 class Transfer(Task):
@@ -241,16 +246,14 @@ def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd
     position.
     """
     name = context.roles["label"].name
-    labels = {role: column for role, column in roles.items() if role.partition(" ")[0] == "label"}
-    for column in labels.values():
-        if column.name == name:
+    position = "label"
+    for role, column in context.roles.items():
+        if is_label(role) and column.name == name:
+            position = role
+    for role, column in roles.items():
+        if is_label(role) and column.name == name:
             return column
-    further = [
-        role
-        for role, column in context.roles.items()
-        if role.startswith("label ") and column.name == name
-    ]
-    label = labels.get(further[0] if further else "label")
+    label = roles.get(position)
     if label is None:
         raise ConfigError(
             f"evaluate.tasks.transfer.fit_on: {dataset!r} has no label for {name!r} of {context.dataset!r}; name "
