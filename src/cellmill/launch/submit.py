@@ -135,6 +135,14 @@ def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
     return executor
 
 
+class _NotSubmitted(Exception):
+    """sbatch gave no job. If SLURM is unreachable it may still accept it."""
+
+    def __init__(self, complaint: str, is_unreachable: bool) -> None:
+        super().__init__(complaint)
+        self.is_unreachable = is_unreachable
+
+
 @dataclass
 class SlurmJobs:
     """Submits and finds the jobs of `jobs`.
@@ -190,60 +198,70 @@ class SlurmJobs:
     def submit(self, job: Callable[[Path], Job]) -> JobRecord:
         """Submit the job that `job` returns for its folder, unless SLURM has one of this folder.
 
-        Waits for SLURM; raises UserError if it refuses. The folder of a submission without an
-        answer stays: its job may be accepted late, and then ends at once if another one has claimed
-        the run.
+        Waits for SLURM. Raise UserError if it refuses. The folder of a submission without an answer
+        stays: its job may be accepted late, and then ends at once if another job has claimed the
+        run.
         """
-        deadline = time.monotonic() + self.patience_s
-        warned = set[bool]()
         path = str(self.jobs.path.resolve())
         if "%" in path or "\\" in path:
             raise UserError(
                 f"{path}: SLURM interprets % and \\ in the path of a log; use a folder without them"
             )
+        deadline = time.monotonic() + self.patience_s
+        printed = set[bool]()
         while True:
             accepted = self.find()
             if accepted is not None:
                 say(f"job {accepted.job_id} of this run is alive; its log: {accepted.log}")
                 return accepted
-            folder, name = self.jobs.new()
-            task = write_task(job(folder), self.machine, folder)
             try:
-                # submitted and recorded, or neither; submitit would print errors at each try, below
-                # they are said once
-                with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
-                    submitted = _executor(self.machine, folder, name).submit(run_task, str(task))
-                    record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
-                say(f"submitted job {record.job_id}; its log: {record.log}")
-                return record
-            except BlockingIOError:
-                unreachable = True
-                complaint = NO_PROCESS
-            except (FailedJobError, FailedSubmissionError) as error:
-                lines = [line.strip() for line in str(error).splitlines()]
-                errors = [
-                    line for line in lines if line.startswith("sbatch:") or "error" in line.lower()
-                ]
-                complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
-                unreachable = bool(TRANSIENT.search(complaint))
-            line = f"warning: sbatch: {complaint}; trying again"
-            if not unreachable:
-                shutil.rmtree(folder, ignore_errors=True)
-                quota = QUOTA.search(complaint)
-                if quota is None:
+                return self._submit_once(job)
+            except _NotSubmitted as error:
+                complaint = str(error)
+                is_unreachable = error.is_unreachable
+            quota = QUOTA.search(complaint)
+            if is_unreachable:
+                line = f"warning: sbatch: {complaint}; trying again"
+                if time.monotonic() > deadline:
                     raise UserError(
-                        f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
+                        f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}"
                     )
+            elif quota:
                 deadline = time.monotonic() + self.patience_s
                 line = f"sbatch: {quota[0]}: SLURM accepts no further job of yours until others have ended; waiting"
-            elif time.monotonic() > deadline:
+            else:
                 raise UserError(
-                    f"sbatch could not reach SLURM within {self.patience_s:.0f} s: {complaint}"
+                    f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
                 )
-            if unreachable not in warned:
+            if is_unreachable not in printed:
                 say(line)
-                warned.add(unreachable)
+                printed.add(is_unreachable)
             self.pause(min(10.0, 5 * self.machine.poll_s))
+
+    def _submit_once(self, job: Callable[[Path], Job]) -> JobRecord:
+        """Call sbatch and record the job. Raise _NotSubmitted without a job."""
+        folder, name = self.jobs.new()
+        task = write_task(job(folder), self.machine, folder)
+        try:
+            # submitted and recorded, or neither; submitit would print errors at each try, `submit`
+            # prints them once
+            with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
+                submitted = _executor(self.machine, folder, name).submit(run_task, str(task))
+                record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
+        except BlockingIOError:
+            raise _NotSubmitted(NO_PROCESS, is_unreachable=True) from None
+        except (FailedJobError, FailedSubmissionError) as error:
+            lines = [line.strip() for line in str(error).splitlines()]
+            errors = [
+                line for line in lines if line.startswith("sbatch:") or "error" in line.lower()
+            ]
+            complaint = " ".join(errors or lines)[:400].replace("sbatch: error: ", "")
+            is_unreachable = bool(TRANSIENT.search(complaint))
+            if not is_unreachable:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise _NotSubmitted(complaint, is_unreachable) from None
+        say(f"submitted job {record.job_id}; its log: {record.log}")
+        return record
 
     def pause(self, seconds: float) -> None:
         """Wait. Raise Interrupted at a request."""
@@ -258,6 +276,8 @@ class StillQueued(UserError):
 
 @dataclass(frozen=True)
 class End:
+    """How a job of `run_once` ended."""
+
     path: Path  # its folder
     # SLURM's; COMPLETED or FAILED without SLURM, LAUNCH_FAILED if srun could not launch a task
     state: str
