@@ -278,31 +278,39 @@ def progress(
     done = 0.0
     began = clock()
     ended = Event()
-    bar = out.isatty()
+    is_terminal = out.isatty()
     due = began + (QUIET_S if os.environ.get("RANK", "0") == "0" else math.inf)
-    drawn = False
+    has_drawn = False
 
     def show_if_due() -> None:
-        nonlocal due, drawn
+        nonlocal due, has_drawn
         time_now = clock()
         if time_now < due:
             return
-        due = time_now + (REDRAW_S if bar else EVERY_S)
+        due = time_now + (REDRAW_S if is_terminal else EVERY_S)
         elapsed = time_now - began
-        rate = done / elapsed
         named = f", now {now()}" if now is not None else ""
-        if bar:  # imported late: it takes 0.1 s
-            meter = import_module("tqdm").tqdm.format_meter
-            columns = shutil.get_terminal_size().columns
-            units = {"unit": f" {unit}", "unit_scale": True}
-            drawn = True
-            line = meter(done, total, elapsed, ncols=columns - 1, prefix=what + named, **units)
-            out.write(f"\r{line}")
+        if is_terminal:  # imported late: it takes 0.1 s
+            format_meter = import_module("tqdm").tqdm.format_meter
+            has_drawn = True
+            bar = format_meter(
+                done,
+                total,
+                elapsed,
+                ncols=shutil.get_terminal_size().columns - 1,
+                prefix=what + named,
+                unit=f" {unit}",
+                unit_scale=True,
+            )
+            out.write(f"\r{bar}")
         else:
-            speed = f", {rate:,.0f} {unit}/s" if rate >= 1 else ""
-            left = f", {span(max(0.0, total - done) / rate)} left" if done else ""
-            share = f"{done:,.0f} of {total:,.0f} {unit} ({done / max(total, done, 1):.0%})"
-            out.write(f"{what}: {share}{speed}{left}{named}\n")
+            rate = done / elapsed
+            line = f"{what}: {done:,.0f} of {total:,.0f} {unit} ({done / max(total, done, 1):.0%})"
+            if rate >= 1:
+                line += f", {rate:,.0f} {unit}/s"
+            if done:
+                line += f", {span(max(0.0, total - done) / rate)} left"
+            out.write(f"{line}{named}\n")
         out.flush()
 
     def beat() -> None:
@@ -318,6 +326,6 @@ def progress(
             done += size(item)
     finally:
         ended.set()
-        if drawn:
+        if has_drawn:
             out.write("\r\x1b[K")  # clears the bar
             out.flush()

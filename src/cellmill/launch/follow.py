@@ -116,7 +116,7 @@ class JobFollower:
         self._silent_since = 0.0
         self._began = time.monotonic()
         self._next_poll = 0.0
-        self._released = False
+        self._was_released = False
 
     @classmethod
     def of(
@@ -169,47 +169,29 @@ class JobFollower:
     def _poll(self) -> None:
         state = self.queue.state(self.job_id, self.name)
         if state.name == UNKNOWN:
-            if not self._silent_since:
-                say(f"warning: no usable answer from squeue ({state.reason}); waiting for one")
-                self._silent_since = time.monotonic()
-            elif time.monotonic() - self._silent_since > self.patience_s:
-                raise Stopped(
-                    f"no usable answer from squeue for {self.patience_s:.0f} s ({state.reason}); job {self.job_id} may "
-                    f"still run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
-                )
+            self._wait_for_answer(state.reason)
             return
         if self._silent_since:
             say("squeue answers again")
             self._silent_since = 0.0
         if state.name != NOT_LISTED and state.reason != UNLISTED:
             self._gone_since = 0.0
-        else:  # it may live, as a controller in trouble answers with an empty list
-            self._gone_since = self._gone_since or time.monotonic()
-            # the time counts for a released claim too: a requeued job waits without one
-            alive = self.record is not None and claimant(self.record.path.parents[1]) == self.job_id
-            gone_too_long = time.monotonic() - self._gone_since >= GONE_S
-            if not alive and gone_too_long and self.queue.controller_has(self.job_id, self.name):
-                self._gone_since = 0.0  # squeue's answers were old
-            elif not alive and gone_too_long:
-                if state.reason == UNLISTED:
-                    say(
-                        f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
-                        f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct "
-                        "sacct)"
-                    )
-                state = JobState(NOT_LISTED)
-            elif state.name == NOT_LISTED:
-                return
+        elif self._is_gone():
+            if state.reason == UNLISTED:
+                say(
+                    f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
+                    f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct "
+                    "sacct)"
+                )
+            state = JobState(NOT_LISTED)
+        elif state.name == NOT_LISTED:
+            return
         self.state = state
         self.nodes = state.nodes or self.nodes
         self._ended = not state.alive
         if state.name == "PENDING" and state.reason.replace("_", " ") == HELD_AFTER_FAILED_START:
             self._release()
-        text = state.name
-        if state.nodes and state.name in ("RUNNING", "COMPLETING"):
-            text += f" on {state.nodes}"
-        elif state.name == "PENDING":
-            text = state.text if self.record is None else explained(state, **self.record.request)
+        text = self._describe(state)
         if text != self._printed:
             if self._ended:
                 self.tail.read()  # the job's last lines come before its end
@@ -217,18 +199,54 @@ class JobFollower:
             self._printed = text
             self._note(state, self._ended)
 
+    def _wait_for_answer(self, reason: str) -> None:
+        """Say once that squeue gives no usable answer; raise Stopped after `patience_s`."""
+        now = time.monotonic()
+        if not self._silent_since:
+            say(f"warning: no usable answer from squeue ({reason}); waiting for one")
+            self._silent_since = now
+        elif now - self._silent_since > self.patience_s:
+            raise Stopped(
+                f"no usable answer from squeue for {self.patience_s:.0f} s ({reason}); job {self.job_id} may still "
+                f"run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
+            )
+
+    def _is_gone(self) -> bool:
+        """True if a job that squeue does not list has ended.
+
+        It may live, as a controller in trouble answers with an empty list.
+        """
+        self._gone_since = self._gone_since or time.monotonic()
+        # the time counts for a released claim too: a requeued job waits without one
+        if self.record is not None and claimant(self.record.path.parents[1]) == self.job_id:
+            return False
+        if time.monotonic() - self._gone_since < GONE_S:
+            return False
+        if self.queue.controller_has(self.job_id, self.name):  # squeue's answers were old
+            self._gone_since = 0.0
+            return False
+        return True
+
+    def _describe(self, state: JobState) -> str:
+        if state.nodes and state.name in ("RUNNING", "COMPLETING"):
+            return f"{state.name} on {state.nodes}"
+        if state.name != "PENDING":
+            return state.name
+        return state.text if self.record is None else explained(state, **self.record.request)
+
     def _release(self) -> None:
         """Release, once, a job that SLURM holds because its start failed.
 
         SLURM has drained the node that failed.
         """
-        if not self._released:
-            self._released = True
-            complaint = self.queue.release(self.job_id)
-            if not complaint:
-                say(
-                    f"job {self.job_id}: held after a failed start: released; SLURM does not use the failed node again"
-                )
+        if self._was_released:
+            return
+        self._was_released = True
+        complaint = self.queue.release(self.job_id)
+        if not complaint:
+            say(
+                f"job {self.job_id}: held after a failed start: released; SLURM does not use the failed node again"
+            )
 
 
 def lost_start(train: Path) -> str:

@@ -37,8 +37,7 @@ CONNECT_WITHIN_S = 120
 WRITTEN_BYTES = 64 << 20
 CPU_BYTES = 16 << 20
 GPU_BYTES = 256 << 20
-# all-reduces
-WARM_UP = 2
+WARM_UP = 2  # all-reduces before those that are timed
 TIMED = 5
 
 
@@ -57,11 +56,14 @@ def main(folder: Path) -> None:
     if local_rank == 0:
         store.set(f"gpus-{node}", str(len(gpu_names())))
     # one backend for all: a node that lacks GPUs must be reported, not waited for
-    cuda = all(int(store.get(f"gpus-{index}")) >= local_world for index in range(nodes))
-    device, backend = (
-        (torch.device("cuda", local_rank), "nccl") if cuda else (torch.device("cpu"), "gloo")
-    )
-    if cuda:
+    has_gpus = all(int(store.get(f"gpus-{index}")) >= local_world for index in range(nodes))
+    device = torch.device("cpu")
+    backend = "gloo"
+    n_bytes = CPU_BYTES
+    if has_gpus:
+        device = torch.device("cuda", local_rank)
+        backend = "nccl"
+        n_bytes = GPU_BYTES
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
@@ -69,15 +71,14 @@ def main(folder: Path) -> None:
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=CONNECT_WITHIN_S),
-        device_id=device if cuda else None,
+        device_id=device if has_gpus else None,
     )
     inside, _ = dist.new_subgroups(local_world)
-    n_bytes = GPU_BYTES if cuda else CPU_BYTES
-    ones = torch.ones(1 << 16, device=device)
-    dist.all_reduce(ones)
-    if not bool((ones == world).all()):
+    total = torch.ones(1 << 16, device=device)
+    dist.all_reduce(total)
+    if not bool((total == world).all()):
         raise RuntimeError(
-            f"an all-reduce of ones over {world} processes gave {ones.min().item():g}"
+            f"an all-reduce of ones over {world} processes gave {total.min().item():g}"
         )
     speed = bus_bandwidth(inside, local_world, device, n_bytes)
     before = carried()
@@ -85,23 +86,20 @@ def main(folder: Path) -> None:
     if local_rank == 0:
         moved = {name: count - before.get(name, 0) for name, count in carried().items()}
         used = busiest(moved, n_bytes) if between is not None else None
-        store.set(
-            f"node-{node}", json.dumps({"host": node_name(), "inside": speed, "interface": used})
-        )
+        entry = {"host": node_name(), "inside": speed, "interface": used}
+        store.set(f"node-{node}", json.dumps(entry))
     if rank == 0:
-        measured = [json.loads(store.get(f"node-{index}")) for index in range(nodes)]
-        result: dict[str, Any] = {
+        entries = [json.loads(store.get(f"node-{index}")) for index in range(nodes)]
+        result = {
             "backend": backend,
             "bytes": n_bytes,
             "nodes": nodes,
             "nproc_per_node": local_world,
-        }
-        result["inside"] = [
-            {"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in measured
-        ]
-        result |= {
+            "inside": [
+                {"host": entry["host"], "bus_gb_per_s": entry["inside"]} for entry in entries
+            ],
             "between": between,
-            "interfaces": {entry["host"]: entry["interface"] for entry in measured},
+            "interfaces": {entry["host"]: entry["interface"] for entry in entries},
         }
         write_json(folder / ALLREDUCE, result)
     dist.barrier()  # a process that leaves early would break the others' connections
@@ -122,15 +120,16 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
     """Report of this node: versions, hardware, write speed, and what it sees of the shared folder."""
     write_s, error = write_speed(folder / f"written-{node:03}.bin")
     gpus = gpu_names()
+    nccl = None
+    if torch.version.cuda and gpus:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     value: dict[str, Any] = {
         "host": node_name(),
         "python": platform.python_version(),
         "cellmill": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
-        if torch.version.cuda and gpus
-        else None,
+        "nccl": nccl,
         "driver": driver_version(),
         "gpus": gpus,
         "cpus": len(os.sched_getaffinity(0)),
@@ -170,22 +169,20 @@ def gpu_names() -> list[str]:
 
 def links() -> dict[str, int]:
     """Bytes received and sent by each network interface of this process's namespace."""
-    return {
-        name: sent.bytes_sent + sent.bytes_recv
-        for name, sent in psutil.net_io_counters(pernic=True).items()
-    }
+    counters = psutil.net_io_counters(pernic=True).items()
+    return {name: counter.bytes_sent + counter.bytes_recv for name, counter in counters}
 
 
 def carried() -> dict[str, int]:
     """Bytes received and sent by interfaces and InfiniBand devices; RDMA bypasses the interfaces."""
-    carried_bytes = links()
+    n_bytes = links()
     for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
         if counter.name in ("port_xmit_data", "port_rcv_data"):
             device = counter.parts[-5]
             with suppress(OSError, ValueError):  # a port that is off
-                # words of 4 bytes
-                carried_bytes[device] = carried_bytes.get(device, 0) + 4 * int(counter.read_text())
-    return carried_bytes
+                # the counters are words of 4 bytes
+                n_bytes[device] = n_bytes.get(device, 0) + 4 * int(counter.read_text())
+    return n_bytes
 
 
 def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
@@ -211,13 +208,13 @@ def bus_bandwidth(
     if size == 1:
         return None
     values = torch.zeros(n_bytes // 4, device=device)
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for repeats in (WARM_UP, TIMED):
         dist.barrier(group=group)
         began = time.perf_counter()
         for _ in range(repeats):
             dist.all_reduce(values, group=group)
-        finish()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
     return bus_gb_per_s(n_bytes, took.item(), size)
@@ -239,8 +236,8 @@ if __name__ == "__main__":
         dist.destroy_process_group()
     except BaseException as error:
         traceback.print_exc()
-        who = f"rank {os.environ.get('RANK', '?')} on {node_name()}"
-        line = f"{who}: {type(error).__name__}: {' '.join(str(error).split())}"
+        rank = f"rank {os.environ.get('RANK', '?')} on {node_name()}"
+        line = f"{rank}: {type(error).__name__}: {' '.join(str(error).split())}"
         with suppress(OSError):  # a full disk, which the node's report names
             if not (shared / "error.txt").exists():  # the first failure is the cause
                 write_text(shared / "error.txt", line[:400])
