@@ -9,7 +9,7 @@ from typing import Any
 
 from cellmill.config.machine import Machine
 from cellmill.files import write_text
-from cellmill.preflight.profile_text import Place, Site, render
+from cellmill.preflight.profile_text import Site, StagePartition, render
 
 WHY = {
     "status_command": "needs no accounting; with accounting use sacct, which survives a controller outage",
@@ -35,8 +35,8 @@ def site(
         "and slurm_account.",
         machine=Machine.model_validate({"launcher": "slurm", "save_within_s": 300} | machine),
         device=gpu,
-        stages=Place(stages),
-        vectors=Place(stages and on_a_gpu),
+        stages=StagePartition(stages),
+        vectors=StagePartition(stages and on_a_gpu),
         gpu={"slurm_partition": on_a_gpu, "gpu": 1} | model | {"tasks_per_gpu": 0},
         status_command="squeue",
         why=WHY

@@ -62,14 +62,16 @@ class ExternalModel(Section):
                 words = shlex.split(self.command)
             except ValueError as error:
                 yield f"command: expected words as of a shell, got {self.command!r} ({error})"
-            for place in PLACEHOLDERS:
-                if not any(place in word for word in words):
-                    yield f"command: expected {place} among its arguments, got {self.command!r}"
+            for placeholder in PLACEHOLDERS:
+                if not any(placeholder in word for word in words):
+                    yield f"command: expected {placeholder} among its arguments, got {self.command!r}"
 
     @property
     def note(self) -> str:
         """End of its name in tables."""
-        return f" ({PRESETS[self.preset]})" if self.preset else f" ({AS_IS})" if self.model else ""
+        if self.preset:
+            return f" ({PRESETS[self.preset]})"
+        return f" ({AS_IS})" if self.model else ""
 
     @property
     def line(self) -> str | None:
@@ -81,11 +83,9 @@ class ExternalModel(Section):
     @property
     def read_files(self) -> list[str]:
         """Files whose change reruns it."""
-        return (
-            self.files
-            if self.model is None
-            else [f"{model_folder_of(self.model)}/model.safetensors"]
-        )
+        if self.model is None:
+            return self.files
+        return [f"{model_folder_of(self.model)}/model.safetensors"]
 
     @property
     def digest(self) -> str:
@@ -99,12 +99,16 @@ class ExternalModel(Section):
 
 
 def command_words(command: str, cells: str, out: str) -> list[str]:
-    """Program and arguments with the two paths in their places: split first, so that a path stays
-    in one argument.
+    """Program and arguments with the two paths in place of the placeholders.
+
+    The command is split first, so that a path stays in one argument.
     """
-    places = dict(zip(PLACEHOLDERS, (cells, out)))
+    paths = dict(zip(PLACEHOLDERS, (cells, out)))
     either = "|".join(map(re.escape, PLACEHOLDERS))
-    return [re.sub(either, lambda found: places[found[0]], word) for word in shlex.split(command)]
+    words = []
+    for word in shlex.split(command):
+        words.append(re.sub(either, lambda match: paths[match[0]], word))
+    return words
 
 
 class BaselineGate(Section):
@@ -171,15 +175,12 @@ class Evaluate(Section):
 def check_transfer(evaluate: Evaluate, evaluated: list[str], where: str) -> None:
     """Raise ConfigError for a dataset of task `transfer` that is not among the `evaluated` ones."""
     task = evaluate.tasks.get("transfer")
-    options = (
-        {"fit_on": task.fit_on, "test_on": task.test_on or []}
-        if isinstance(task, TransferConfig)
-        else {}
-    )
-    for option, datasets in options.items():
+    if not isinstance(task, TransferConfig):
+        return
+    for option, datasets in (("fit_on", task.fit_on), ("test_on", task.test_on or [])):
         for name in datasets:
             if name not in evaluated:
-                wrong = f"{where}.tasks.transfer.{option}: {name!r} is not evaluated"
+                problem = f"{where}.tasks.transfer.{option}: {name!r} is not evaluated"
                 raise ConfigError(
-                    f"{wrong}; name one of {', '.join(evaluated)}, or add it to evaluate.datasets"
+                    f"{problem}; name one of {', '.join(evaluated)}, or add it to evaluate.datasets"
                 )

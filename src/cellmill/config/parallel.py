@@ -98,11 +98,8 @@ class Parallel(Section):
 
         Not in a pipeline, which needs them again.
         """
-        return (
-            self.strategy == "fsdp"
-            and self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
-            and self.pp == 1
-        )
+        reshards = self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        return self.strategy == "fsdp" and reshards and self.pp == 1
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -115,7 +112,10 @@ class Parallel(Section):
 
     @property
     def stages(self) -> int:
-        return self.pp * (1 if self.pp == 1 or self.schedule in ("GPipe", "1F1B") else 2)
+        """Pipeline stages over all processes."""
+        if self.pp == 1 or self.schedule in ("GPipe", "1F1B"):
+            return self.pp
+        return 2 * self.pp
 
 
 @dataclass(frozen=True)
@@ -135,18 +135,16 @@ class Layout:
     @property
     def tp_pp_text(self) -> str:
         """Axes whose processes share the same cells, as text to append: ` x tp 2 x pp 4`, or empty."""
-        return "".join(
-            f" x {name} {size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1
-        )
+        tp = f" x tp {self.tp}" if self.tp > 1 else ""
+        pp = f" x pp {self.pp}" if self.pp > 1 else ""
+        return tp + pp
 
     @property
     def dp_text(self) -> str:
         """The data-parallel groups as text: `8 processes`, `4 groups of tp 2`."""
-        return (
-            f"{self.dp} groups of{self.tp_pp_text[2:]}"
-            if self.tp_pp_text
-            else f"{self.dp} processes"
-        )
+        if self.tp_pp_text:
+            return f"{self.dp} groups of{self.tp_pp_text[2:]}"
+        return f"{self.dp} processes"
 
 
 def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
@@ -159,12 +157,10 @@ def layout(parallel: Parallel, world: int, local_world: int) -> Layout:
     pp = parallel.pp
     _check_divides("pp", pp, world, f"{world} processes")
     stage = world // pp
-    _check_divides(
-        "tp",
-        tp,
-        stage,
-        f"{world} processes" if pp == 1 else f"the {stage} processes of each of pp {pp}",
-    )
+    processes = f"{world} processes"
+    if pp > 1:
+        processes = f"the {stage} processes of each of pp {pp}"
+    _check_divides("tp", tp, stage, processes)
     data = stage // tp
     shards = data if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else 1
     if sharding == "HYBRID_SHARD":
@@ -188,11 +184,9 @@ def min_microbatches(parallel: Parallel) -> int:
     """Fewest micro-batches of a step that fill the pipeline schedule: a multiple of `pp`."""
     if parallel.pp == 1:
         return 1
-    number = (
-        2 * parallel.stages
-        if parallel.microbatches is None
-        else max(parallel.microbatches, parallel.stages)
-    )
+    number = 2 * parallel.stages
+    if parallel.microbatches is not None:
+        number = max(parallel.microbatches, parallel.stages)
     return -(-number // parallel.pp) * parallel.pp
 
 

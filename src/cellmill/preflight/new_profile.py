@@ -13,7 +13,7 @@ from cellmill.preflight.partitions import (
     choose_for_stages,
     choose_training,
 )
-from cellmill.preflight.profile_text import Place, Site, quote_for_python
+from cellmill.preflight.profile_text import Site, StagePartition, quote_for_python
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 SAVE_WITHIN_S = 300
@@ -32,10 +32,14 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         qos = stages_qos = Reasoned(request.qos, "--qos")
     if stages.value.name != offer.partition.name:
         stages_qos = _qos(facts, stages.value, account.value)
-    stages_place = _place(facts, stages.value, stages.value.up, account.value, stages_qos.value)
-    vectors_place = stages_place
+    for_stages = _stage_partition(
+        facts, stages.value, stages.value.up, account.value, stages_qos.value
+    )
+    for_vectors = for_stages
     if offer.gpus:
-        vectors_place = _place(facts, offer.partition, offer.nodes, account.value, qos.value)
+        for_vectors = _stage_partition(
+            facts, offer.partition, offer.nodes, account.value, qos.value
+        )
     select = facts.configuration.get("SelectType", "select/cons_tres")
     gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
     runtime = _runtime(facts, offer.partition, account.value, qos.value)
@@ -56,12 +60,12 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     machine: Machine = check_options(Machine, options, f"partition {offer.partition.name}")
     status_command = _status_command(facts)
     device = _device(offer)
-    places = dict.fromkeys((stages_place, vectors_place))
+    limits = dict.fromkeys((for_stages, for_vectors))
     why = {key: reasoned.why for key, reasoned in values.items()} | {
         "status_command": status_command.why,
         "stages_partition": stages.why,
         "stages_qos": stages_qos.why,
-        "growth": "; ".join(map(str, places)),
+        "growth": "; ".join(map(str, limits)),
         "device": device.why,
         "gpu": "gpu_model is the site's name of it (scontrol)",
     }
@@ -75,21 +79,21 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         "it;\n# profiles/README.md explains each key, which is an option of `snakemake`.",
         machine=machine,
         device=device.value,
-        stages=stages_place,
-        vectors=vectors_place,
+        stages=for_stages,
+        vectors=for_vectors,
         gpu=_one_gpu(offer, qos.value, gres_only) if offer.gpus else {},
         status_command=status_command.value,
         why=why,
     )
 
 
-def _place(
+def _stage_partition(
     facts: SlurmFacts, partition: Partition, nodes: list[Node], account: str, qos: str
-) -> Place:
+) -> StagePartition:
     """The partition with the most that a job of one node may request there."""
     memory_mb = [node.usable_mb for node in nodes]
     limit_min, _ = facts.limit(partition, account, qos)
-    return Place(
+    return StagePartition(
         partition.name,
         qos,
         limit_min,

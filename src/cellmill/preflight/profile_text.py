@@ -20,7 +20,7 @@ THREADS = {"preprocess": 2, "shard": 4, "shard_part": 4, **dict.fromkeys(ON_A_GP
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePartition:
     """Partition in which stages run, and the most that a job may request there; None for no limit."""
 
     partition: str = ""
@@ -42,8 +42,8 @@ class Site:
     head: str  # first comment
     machine: Machine  # machine of train
     device: str  # device of plan
-    stages: Place
-    vectors: Place  # place of the stages ON_A_GPU
+    stages: StagePartition
+    vectors: StagePartition  # for the stages ON_A_GPU
     # resources of these stages; comments if `vectors` has no partition
     gpu: Mapping[str, str | int]
     status_command: str
@@ -59,19 +59,19 @@ class Site:
         """The mapping of set-threads."""
         cores = {}
         for stage, number in THREADS.items():
-            cores[stage] = min(number, self.place(stage).cpus or number)
+            cores[stage] = min(number, self.partition_of(stage).cpus or number)
         return _flow(cores)
 
-    def place(self, stage: str) -> Place:
+    def partition_of(self, stage: str) -> StagePartition:
         return self.vectors if stage in ON_A_GPU else self.stages
 
     def resources(self) -> list[str]:
         """Lines of set-resources, without train and plan: GPUs and requests that are limited."""
         texts = {}
         for stage, declared in DECLARED.items():
-            place = self.place(stage)
+            partition = self.partition_of(stage)
             keys = dict(self.gpu) if stage in ON_A_GPU else {}
-            for key, limit in (("mem_mb", place.mem_mb), ("runtime", place.limit_min)):
+            for key, limit in (("mem_mb", partition.mem_mb), ("runtime", partition.limit_min)):
                 base, mb_per_unit = declared[key]
                 grows = mb_per_unit is not None
                 if limit is None or not (grows or base * (1 + RETRIES) > limit):
@@ -89,7 +89,7 @@ class Site:
             elif uses[text] > 1:
                 anchors[text] = stage
                 text = f"&{stage} {text}"
-            comment = "" if self.place(stage).partition else "# "
+            comment = "" if self.partition_of(stage).partition else "# "
             lines.append(f"{comment}{stage}: {text}")
         return lines
 
