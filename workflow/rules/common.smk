@@ -7,8 +7,8 @@ import shlex
 
 from cellmill.config import check_config
 from cellmill.config.evaluate import PRESETS
-from cellmill.config.published import HUB_MODEL
 from cellmill.config.job_files import JobFiles, sized
+from cellmill.config.published import HUB_MODEL
 from cellmill.errors import ConfigError
 from cellmill.files import digest
 from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed
