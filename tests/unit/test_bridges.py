@@ -114,11 +114,17 @@ def test_cells_match_those_of_the_tasks(given: argparse.Namespace, embedded_cell
     assert every.names.tolist() == [f"cell {i}" for i in range(160) if i not in (0, 1, 2, 5, 7, 11)]
 
 
-def test_large_samples_of_cells_match_those_of_the_tasks(embedded_cells: Any) -> None:
-    labels = np.array(["a", "b", None] * 5_000, object)
-    kept, dropped = embedded_cells._choose(labels, 3)
-    assert kept.tolist() == choose_cells(pd.Series(labels), 10, 3).cells.tolist()
-    assert (len(kept), dropped) == (10_000, {})
+def test_large_samples_of_cells_match_those_of_the_tasks(
+    given: argparse.Namespace, embedded_cells: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_cells, "MAX_CELLS", 60)
+    given.batch = "absent"
+    drawn = embedded_cells.read_cells(given)
+    obs = ad.read_h5ad(given.cells).obs
+    scored = obs.iloc[[i for i in range(160) if i % 4 and i != 11]]
+    expected = choose_cells(scored["type"], 10, 0, max_cells=60)
+    assert 20 < len(drawn.names) <= 60
+    assert drawn.names.tolist() == scored.index[expected.cells].tolist()
 
 
 def test_without_a_label_a_bridge_ends_in_a_line(

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from cellmill.launch import agent, rendezvous
 from cellmill.launch.rendezvous import LOOPBACK, Relay, Rendezvous, user_of_connection
@@ -36,6 +37,19 @@ def answer(port: int, said: bytes, skip: int = 0) -> bytes:
             return b""
         except TimeoutError:
             return STILL_OPEN
+
+
+def is_let_in(port: int, node: Rendezvous) -> bool:
+    """True if the entrance accepts a node's proof of its secret, and proves that it knows it too."""
+    with socket.create_connection((LOOPBACK, port), timeout=3) as connection:
+        theirs = connection.recv(32)
+        ours = secrets.token_bytes(32)
+        connection.sendall(ours + node.proof("node", str(port), theirs, ours))
+        try:
+            proof = connection.recv(1000)
+        except ConnectionError:
+            return False
+    return proof == node.proof("entrance", str(port), theirs, ours)
 
 
 def as_user(user: int, ask: Callable[[], bytes]) -> bytes:
@@ -119,14 +133,11 @@ def test_another_user_of_the_node_is_turned_away(nodes: Nodes) -> None:
 
 
 def test_the_entrance_opens_only_to_the_secret(nodes: Nodes) -> None:
-    stranger = Relay(replace(nodes.rendezvous, node=1, secret="guessed"))
-    assert asyncio.run(nodes.second._knock(nodes.rendezvous.ports[1])) is not None
-    with pytest.raises(asyncio.IncompleteReadError):
-        asyncio.run(stranger._knock(nodes.rendezvous.ports[1]))
+    port = nodes.rendezvous.ports[1]
+    assert is_let_in(port, nodes.rendezvous)
+    assert not is_let_in(port, replace(nodes.rendezvous, secret="guessed"))
     for said in (secrets.token_bytes(64), secrets.token_bytes(10_000)):
-        assert answer(nodes.rendezvous.ports[1], said, skip=32) == b"", (
-            "a nonce, and nothing of the store"
-        )
+        assert answer(port, said, skip=32) == b"", "a nonce, and nothing of the store"
     assert nodes.client(nodes.second).get("key") == b"ours"
 
 
@@ -215,14 +226,19 @@ def test_an_entrance_without_a_free_port_is_the_run_s_error(
 ) -> None:
     monkeypatch.setenv(agent.ERROR_FILE, str(tmp_path / "error.txt"))
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    place = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
+    monkeypatch.setattr(agent.resource, "setrlimit", lambda *_: None)  # of this process
+    start = Rendezvous(secrets.token_hex(32), 0, 2, LOOPBACK)
+    for name, value in start.environment().items():
+        monkeypatch.setenv(name, value)
+    parameters = RendezvousParameters("static", "", run_id="one", min_nodes=2, max_nodes=2)
     with ExitStack() as taken:
-        for port in place.ports:
+        for port in start.ports:
             taken.enter_context(socket.create_server((LOOPBACK, port)))
         with pytest.raises(SystemExit) as end:
-            agent._start_relay(place)
-    line = f"node1: the processes of this job cannot be connected: no port of {place.ports} is free on this node"
-    assert (str(end.value), (tmp_path / "error.txt").read_text()) == (line, line)
+            agent.ClosedRendezvous(parameters).next_rendezvous()
+    line = f"node1: the processes of this job cannot be connected: no port of {start.ports} is free on this node"
+    assert str(end.value) == line
+    assert (tmp_path / "error.txt").read_text() == line
 
 
 def test_nodes_that_never_join_end_the_job(

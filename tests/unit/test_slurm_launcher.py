@@ -393,10 +393,17 @@ def test_an_unmounted_file_system_is_not_a_deleted_folder(
     (train / "lock").touch()
     watch = FolderWatch(train)
     (tmp_path / "mounted" / "results").rename(tmp_path / "away")
-    device = watch._device
-    watch._device = -1  # what is there now is the file system below the one that is away
-    watch.check()
-    watch._device = device
+    stat_of = Path.stat
+
+    def stat_below(path: Path, **options: bool) -> os.stat_result:
+        """As if the folders that are left belonged to the file system below the one that is away."""
+        fields = [*stat_of(path, **options)]
+        fields[stat.ST_DEV] = -1
+        return os.stat_result(fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat_below)
+        watch.check()
     with pytest.raises(UserError, match=r"train: the run's folder was deleted$"):
         watch.check()
     (tmp_path / "away").rename(tmp_path / "mounted" / "results")
