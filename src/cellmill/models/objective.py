@@ -58,7 +58,7 @@ class Objective:
     """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
     validates_rows: bool = False  # True if `loss` needs shares in validation too
     figure_names: tuple[str, ...] = ()
-    """Metrics that validation logs after the loss, such as accuracy: keys of `validation_figures`."""
+    """Metrics that validation logs in addition, such as accuracy: keys of `validation_figures`."""
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
     kept_sums: list[Tensor] | None = None
     """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""

@@ -1,4 +1,4 @@
-"""Metrics of a validation after its loss, and the progress of a training.
+"""Metrics that validation logs in addition to its loss, and the progress of a training.
 
 Embedding metrics say how many directions it uses, and how much of it is sequencing depth or batch.
 Each rank keeps only sums over its cells: with vectors z and log depths d, the number of cells and
