@@ -3,7 +3,7 @@
     python -m tools.house
     python -m tools.house data/shards    # also each file of that folder
 
-Laws: imports point to the right in LAYERS and form no circle. No
+Laws: imports point to the right in LAYERS, inside data/ in DATA_LAYERS, and form no circle. No
 public class name exists twice. A folder has at most MAX_FILES files. A file over MAX_LINES lines
 says in its docstring why it is one file. Docstrings open with a noun phrase or an imperative. Words
 of DIALECT stand at most MAX_DIALECT times in a file. Only PRIVATE uses private names of other
@@ -43,6 +43,16 @@ LAYERS = (
     ("imports",),
 )
 """Layers of the package, left to right; rooms of one layer do not import each other."""
+DATA_LAYERS = (
+    ("stream",),
+    ("shards",),
+    ("prepare",),
+    ("genes",),
+    ("inputs",),
+    ("fractions", "split"),
+    ("arrays", "keys"),
+)
+"""Layers of `cellmill.data`, likewise."""
 MAX_LINES = 550
 MAX_FILES = 15
 MAX_TOKENS = 352_000
@@ -107,17 +117,24 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
             yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def wrong_layers(trees: Trees) -> Iterator[str]:
-    """Imports that point left, or to a room of the same layer."""
-    rank = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+def wrong_layers(
+    trees: Trees, package: str = "cellmill", layers: tuple[tuple[str, ...], ...] = LAYERS
+) -> Iterator[str]:
+    """Imports between rooms of `package` that point left, or to a room of the same layer."""
+    rank = {room: rank for rank, rooms in enumerate(layers) for room in rooms}
+    prefix = f"{package}."
     for name, tree in trees.items():
-        own = name.partition(".")[2].split(".")[0]
-        if own and own not in rank:
-            yield f"{name} belongs to no layer"
+        if not name.startswith(prefix):
+            continue
+        room = name.removeprefix(prefix).split(".")[0]
+        if room not in rank:
+            yield f"{name} belongs to no layer of {package}"
             continue
         for statement, imported in imports_of(tree):
-            other = imported.split(".")[1] if imported.startswith("cellmill.") else own
-            if own and other != own and other in rank and rank[other] <= rank[own]:
+            if not imported.startswith(prefix):
+                continue
+            other = imported.removeprefix(prefix).split(".")[0]
+            if other != room and other in rank and rank[other] <= rank[room]:
                 yield f"{name}:{statement.lineno} imports {imported}"
 
 
@@ -323,7 +340,10 @@ def main(rooms: list[str]) -> int:
     cycle = circle(trees)
     laws = {
         "import circle": [" -> ".join(cycle)] if cycle else [],
-        "imports against the layers": list(wrong_layers(trees)),
+        "imports against the layers": [
+            *wrong_layers(trees),
+            *wrong_layers(trees, "cellmill.data", DATA_LAYERS),
+        ],
         "private names of other packages": list(foreign_private(trees)),
         "class names twice": list(classes_twice(trees)),
         f"words of DIALECT over {MAX_DIALECT} times in a file": list(dialect()),
