@@ -278,12 +278,12 @@ def test_an_unwritable_output_is_refused_at_the_start(
 
 
 def test_a_killed_process_of_the_umap_is_named(corpus: dict[str, Path], tmp_path: Path) -> None:
-    end = stage._beside().submit(os._exit, 9)
+    end = stage._umap_process().submit(os._exit, 9)
     assert isinstance(end.exception(), BrokenProcessPool)
     with pytest.raises(DataError, match=r"^a process of the evaluation was killed, "):
         evaluate(corpus, tmp_path / "metrics.json")
     assert not (tmp_path / "metrics.json").exists()
-    stage._beside.cache_clear()
+    stage._umap_process.cache_clear()
 
 
 def test_a_corpus_without_held_out_cells_names_the_remedy(tmp_path: Path, simulated: Path) -> None:
@@ -430,7 +430,7 @@ def test_ctrl_c_during_a_fork_still_ends_the_evaluation(
     monkeypatch.setattr(run.ProcessPoolExecutor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(corpus, tmp_path / "metrics.json")
-    stage._beside.cache_clear()  # its process has ended too
+    stage._umap_process.cache_clear()  # its process has ended too
     assert len(submitted) == 2
     assert wait(lambda: active_children() == [], 10)
 

@@ -59,8 +59,8 @@ def push(*, model: Path, repo: str, licence: str, private: bool) -> None:
 
 
 def hub_card(model: Path, licence: str) -> str:
-    """The card of the export, with licence; of a run's model also data, results beside baselines,
-    and options to rerun it. Raises DataError if the folder has no card.
+    """The card of the export, with licence; for a run's model also its data, its results next to
+    baselines, and options to rerun it. Raises DataError if the folder has no card.
     """
     if not licence.replace("-", "").replace(".", "").isalnum():
         raise ConfigError(
@@ -72,10 +72,9 @@ def hub_card(model: Path, licence: str) -> str:
         raise DataError(
             f"{model / 'README.md'}: no such file; export the model again (consolidate)"
         ) from None
-    card = re.sub(r"(?m)^license: .*\n", "", card, count=1)  # of a card that was pulled
-    card = card.replace(
-        "library_name: cellmill\n", f"library_name: cellmill\nlicense: {licence}\n", 1
-    )
+    card = re.sub(r"(?m)^license: .*\n", "", card, count=1)  # a card that was pulled has one
+    library = "library_name: cellmill\n"
+    card = card.replace(library, f"{library}license: {licence}\n", 1)
     folder = model.resolve().parent
     if not (folder / "train" / "run.json").is_file():
         return card
@@ -83,14 +82,13 @@ def hub_card(model: Path, licence: str) -> str:
     record = run.record or {}
     data = Path(record["manifest"]).parent.parent
     corpus = read_corpus(data) if (data / "cells").is_dir() else None  # it may be gone
-    options = {name: section for name, section in record["options"].items() if name != "track"}
-    started = {"init_from": record["init_from"]} if record["init_from"] else {}
-    shown = {
-        "runs": {run.name: {"corpus": corpus.name if corpus else "CORPUS", **started, **options}}
-    }
-    environment = ", ".join(
-        f"{name} {version}" for name, version in record.get("environment", {}).items()
-    )
+    options = {"corpus": corpus.name if corpus else "CORPUS"}
+    if record["init_from"]:
+        options["init_from"] = record["init_from"]
+    options |= {name: section for name, section in record["options"].items() if name != "track"}
+    configuration = yaml.safe_dump({"runs": {run.name: options}}, sort_keys=False)
+    versions = record.get("environment", {}).items()
+    environment = ", ".join(f"{name} {version}" for name, version in versions)
     lines = [card.rstrip("\n")]
     if corpus is not None:
         lines += _data(corpus)
@@ -102,7 +100,7 @@ def hub_card(model: Path, licence: str) -> str:
     lines.append(
         "With the data above as a corpus, this configuration trains the same model in any layout:"
     )
-    lines += ["", "```yaml", yaml.safe_dump(shown, sort_keys=False).rstrip("\n"), "```", ""]
+    lines += ["", "```yaml", configuration.rstrip("\n"), "```", ""]
     return "\n".join(lines)
 
 
@@ -117,22 +115,20 @@ def _data(corpus: ReportedCorpus) -> list[str]:
     ]
     rounded: list[str] = []
     for dataset in corpus.datasets:
-        if trained is None or dataset["dataset"] in trained:
-            source = dataset["source"]
-            texts = (
-                dataset["dataset"],
-                source["source"] or "not said",
-                source["licence"] or "not said",
+        name = dataset["dataset"]
+        if trained is not None and name not in trained:
+            continue
+        source = dataset["source"]
+        texts = (name, source["source"] or "not said", source["licence"] or "not said")
+        shown = " | ".join(map(_cell, texts))
+        lines.append(f"| {shown} | `{source['sha256']}` | {dataset['cells']['out']:,} |")
+        if "counts_rule" in source:
+            rounded.append(
+                f"{_cell(name)}: {source['n_rounded']:,} estimated counts had fractions and were "
+                f"rounded (`counts_rule: {source['counts_rule']}`)."
             )
-            lines.append(
-                f"| {' | '.join(map(_cell, texts))} | `{source['sha256']}` | {dataset['cells']['out']:,} |"
-            )
-            if "counts_rule" in source:
-                rounded.append(
-                    f"{_cell(dataset['dataset'])}: {source['n_rounded']:,} estimated counts had fractions and were "
-                    f"rounded (`counts_rule: {source['counts_rule']}`)."
-                )
-    lines += ["", *rounded] if rounded else []
+    if rounded:
+        lines += ["", *rounded]
     return [*lines, "", f"Fingerprint of the shards: `{manifest.get('fingerprint', 'unknown')}`."]
 
 

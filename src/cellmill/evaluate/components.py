@@ -62,21 +62,28 @@ class PrincipalComponents(BaseEstimator):
             left, lengths, rotation = svd(multiply(basis), full_matrices=False)
             right = rotation @ basis.T
         left, right = svd_flip(left, right, u_based_decision=False)
-        rank = max(1, int((lengths > NO_SPREAD * lengths[0]).sum()))
+        has_spread = lengths > NO_SPREAD * lengths[0]
+        rank = max(1, int(has_spread.sum()))
         self.components_ = right[:rank]
-        self.explained_variance_ = lengths[:rank] ** 2 / (n - 1)
+        lengths = lengths[:rank]
+        self.explained_variance_ = lengths**2 / (n - 1)
         self._center = mean @ self.components_.T
-        return np.asarray(left[:, :rank] * lengths[:rank])
+        return np.asarray(left[:, :rank] * lengths)
 
     def _basis(self, size: int, project: Any, combine: Any, dtype: Any) -> np.ndarray:
         """Orthonormal eigenvectors of combine(project(x)), `(size, components)`."""
-        gram = LinearOperator((size, size), lambda x: combine(project(x)), dtype=dtype)
+
+        def multiply_gram(x: np.ndarray) -> np.ndarray:
+            return np.asarray(combine(project(x)))
+
+        gram = LinearOperator((size, size), multiply_gram, dtype=dtype)
         start = np.random.RandomState(0).uniform(-1, 1, size)
         # ARPACK takes neither one gene nor cells without any counts
         if size == 1 or not gram.matvec(start).any():
             return np.eye(size, self.n_components, dtype=dtype)
         _, vectors = eigsh(gram, self.n_components, v0=start, rng=0)
-        return np.linalg.qr(vectors)[0]
+        basis, _ = np.linalg.qr(vectors)
+        return basis
 
     def transform(self, cells: sp.csr_matrix) -> np.ndarray:
         """Components of `cells`, `(n, features)`."""
@@ -105,10 +112,12 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     counts = profiles.expm1().astype(np.float64)
     mean, variance = mean_variance_axis(counts, axis=0)
     varying = np.flatnonzero(variance > 0)
-    dispersion = pd.Series(np.log(variance[varying] / mean[varying]))
-    bin_of_gene = pd.cut(np.log1p(mean[varying]), BINS, labels=False)
+    mean = mean[varying]
+    dispersion = pd.Series(np.log(variance[varying] / mean))
+    bin_of_gene = pd.cut(np.log1p(mean), BINS, labels=False)
     bins = dispersion.groupby(bin_of_gene)
-    scores = (dispersion - bins.transform("mean")) / bins.transform("std")
+    deviation = dispersion - bins.transform("mean")
+    scores = deviation / bins.transform("std")
     scores = scores.fillna(1)  # a gene that is the only one in its bin has no deviation
     order = np.argsort(-scores.to_numpy(), kind="stable")
     return np.sort(varying[order[:VARIABLE_GENES]])
@@ -128,15 +137,18 @@ class RankedGenes:
         n, width = genes.shape
         n_expressed = np.diff(self.above.indptr)  # (cells,)
         n_absent = width - n_expressed
-        cell = np.repeat(np.arange(n), n_expressed)  # cell of each stored value
+        # cell of each stored value
+        cell = np.repeat(np.arange(n), n_expressed)
         ranks_in_cell = pd.Series(self.above.data).groupby(cell).rank()
         ranks = n_absent[cell] + ranks_in_cell.to_numpy()
         middle = (width + 1) / 2  # mean rank of a cell
         lowest = (n_absent + 1) / 2  # shared rank of the genes without a count
-        squares = np.bincount(cell, ranks**2, n) + n_absent * lowest**2
+        squares = np.bincount(cell, ranks**2, n)
+        squares = squares + n_absent * lowest**2
         variance = squares / width - middle**2
+        varies = variance > 1e-9 * middle**2
         # 1 for a cell whose values are all equal
-        scale = np.sqrt(np.where(variance > 1e-9 * middle**2, variance, 1))
+        scale = np.sqrt(np.where(varies, variance, 1))
         self.zero = (lowest - middle) / scale
         self.above.data = (ranks - lowest[cell]) / scale[cell]
 
@@ -144,18 +156,21 @@ class RankedGenes:
         """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
         of some `cells`; genes are in their order.
         """
-        class_of_cell = np.unique(labels, return_inverse=True)[1]
-        member = np.eye(class_of_cell.max() + 1)[class_of_cell].T  # (classes, cells)
+        classes, class_of_cell = np.unique(labels, return_inverse=True)
+        member = np.eye(len(classes))[class_of_cell].T  # (classes, cells)
         above = self.above[cells]
         zero = self.zero[cells]
-        sums = member @ above + (member @ zero)[:, None]  # (classes, genes)
-        squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero  # (genes,)
+        zero_sums = member @ zero
+        sums = member @ above + zero_sums[:, None]  # (classes, genes)
+        # (genes,): squares of `above` plus `zero`
+        squares = above.power(2).sum(0) + 2 * (zero @ above) + zero @ zero
         sizes = member.sum(1)[:, None]
         explained = (sums**2 / sizes).sum(0)
-        between = explained - sums.sum(0) ** 2 / len(cells)
+        totals = sums.sum(0)
+        between = explained - totals**2 / len(cells)
         within = np.maximum(np.asarray(squares).ravel() - explained, 1e-9)
         f = between / within  # up to a factor that all genes share
         order = np.argsort(-f, kind="stable")
         chosen = np.sort(order[:RANKED_GENES])
-        values = self.above[:, chosen].toarray() + self.zero[:, None]
-        return np.asarray(values)
+        values = self.above[:, chosen].toarray()
+        return np.asarray(values + self.zero[:, None])

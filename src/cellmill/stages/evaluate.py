@@ -17,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def evaluate(
     baselines: Path | None = None,
     external: Sequence[Path] = (),
 ) -> None:
-    """Write metrics.json to `out` and umap.tsv beside it.
+    """Write metrics.json to `out`, and umap.tsv and scores.csv next to it.
 
     `cells` are paths or URLs, `labels` the obs column of each dataset, several separated by |, '-'
     for none. `ancestors` are manifests of the runs that the initial weights came from: their
@@ -79,32 +80,10 @@ def evaluate(
     shared by the runs of a corpus. `external` are files of rules embed_external or zoo: those of
     the first dataset in the order of `evaluate.external`, then the next one's.
     """
-    paths = [local_input(given) for given in cells]
-    if not len(paths) == len(embeddings) == len(labels):
-        raise ConfigError(
-            f"expected as many --embeddings and --labels as --cells, got {len(cells)} cells files, "
-            f"{len(embeddings)} embeddings and {len(labels)} labels"
-        )
-    names = [path.stem for path in paths]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
-        )
     section = options.evaluate
-    check_transfer(section, names, "evaluate")
-    others = section.external
-    if len(external) != len(names) * len(others):
-        raise ConfigError(
-            f"expected {len(others)} --external for each of {len(names)} --cells, for evaluate.external: "
-            f"{', '.join(others) or 'none'}; got {len(external)} files"
-        )
-    files = {
-        name: DatasetFiles(path, embedding, [] if label == "-" else label.split("|"))
-        for name, path, embedding, label in zip(names, paths, embeddings, labels)
-    }
-    beside = [out.with_name(name) for name in ("umap.tsv", "scores.csv", "metrics.failed.json")]
-    refuse_overwriting(out, [("the file of another result", path) for path in beside])
+    files = _pair_files(section, cells, embeddings, labels, external)
+    for name in ("umap.tsv", "scores.csv", "metrics.failed.json"):
+        refuse_overwriting(out, [("the file of another result", out.with_name(name))])
     refuse_overwriting(out, [("a file of --model", path) for path in model.glob("*")])
     check_writable(out)
     evaluation = _Evaluation(section, model, manifest, ancestors, files)
@@ -112,47 +91,28 @@ def evaluate(
     datasets: dict[str, DatasetResult] = {}
     pictures: list[Callable[[], list[tuple[Any, ...]]]] = []
     try:
-        for at, (name, given) in enumerate(files.items()):
+        for number, name in enumerate(files):
             with evaluation.open(name) as (context, unseen, n_copies):
-                reader = context.reader
-                cost = read_costs(given.embedding)
+                cost = read_costs(files[name].embedding)
                 print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
+                predictions = None if baselines is None else baselines / f"{name}.npz"
+                vectors = {}
+                external_files = external[number * len(section.external) :]
+                for (other, command), file in zip(section.external.items(), external_files):
+                    vectors[f"{other}{command.note}"] = read_embedding(
+                        file, context.reader.obs.index, command.command_digest, None
+                    )
                 context = replace(
                     context,
-                    baselines=BaselineCache(
-                        None if baselines is None else baselines / f"{name}.npz"
-                    ),
+                    baselines=BaselineCache(predictions),
                     embedding_cost=cost,
-                    external={
-                        f"{other}{model.note}": read_embedding(
-                            file, reader.obs.index, model.command_digest, None
-                        )
-                        for (other, model), file in zip(
-                            others.items(), external[at * len(others) :]
-                        )
-                    },
+                    external=vectors,
                 )
                 pictures.append(_start_umap(context, unseen))
-                n_scored = int(context.scored.sum())
-                n_chosen = reader.n_obs if section.cells == "all" else unseen.sum()
-                datasets[name] = DatasetResult(
-                    n_cells=reader.n_obs,
-                    n_scored=n_scored,
-                    cells=section.cells,
-                    n_without_genes=int(n_chosen) - n_scored,
-                    roles={
-                        role: str(column.name)
-                        for role, column in context.roles.items()
-                        if column.name != role
-                    },
-                    tasks=run_tasks(tasks, context),
-                    genes=asdict(gene_coverage(context.columns, context.model.vocabulary)),
-                    in_corpus=bool(evaluation.trained.seen[name]),
-                    n_copies=n_copies,
-                    supervised=context.supervised,
-                )
+                datasets[name] = evaluation.judge(context, tasks, unseen, n_copies)
                 context.baselines.save()
-        write_umap(out.parent / "umap.tsv", [row for picture in pictures for row in picture()])
+        cells_drawn = chain.from_iterable(picture() for picture in pictures)
+        write_umap(out.parent / "umap.tsv", list(cells_drawn))
     except KeyboardInterrupt:
         signal_all(children(os.getpid()), signal.SIGTERM)  # or the end would wait for the UMAP
         raise
@@ -179,9 +139,43 @@ def evaluate(
     print(f"{summarize(datasets)} -> {out}", flush=True)
 
 
+def _pair_files(
+    section: Evaluate,
+    cells: Sequence[Path | str],
+    embeddings: list[Path],
+    labels: list[str],
+    external: Sequence[Path],
+) -> dict[str, DatasetFiles]:
+    """Files of each dataset by its name. Raises ConfigError for lists that do not pair up."""
+    paths = [local_input(path) for path in cells]
+    if not len(paths) == len(embeddings) == len(labels):
+        raise ConfigError(
+            f"expected as many --embeddings and --labels as --cells, got {len(cells)} cells files, "
+            f"{len(embeddings)} embeddings and {len(labels)} labels"
+        )
+    names = [path.stem for path in paths]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"--cells: two files are called {twice[0]!r}; a dataset is named by its file, rename one"
+        )
+    check_transfer(section, names, "evaluate")
+    n_models = len(section.external)
+    if len(external) != len(names) * n_models:
+        raise ConfigError(
+            f"expected {n_models} --external for each of {len(names)} --cells, for evaluate.external: "
+            f"{', '.join(section.external) or 'none'}; got {len(external)} files"
+        )
+    files = {}
+    for path, embedding, label in zip(paths, embeddings, labels):
+        columns = [] if label == "-" else label.split("|")
+        files[path.stem] = DatasetFiles(path, embedding, columns)
+    return files
+
+
 @cache
-def _beside() -> ProcessPoolExecutor:
-    """A process for UMAP beside the tasks: it takes seconds, and 5 more where numba has not yet
+def _umap_process() -> ProcessPoolExecutor:
+    """A process for UMAP next to the tasks: it takes seconds, and 5 more if numba has not yet
     compiled it.
     """
     pool = ProcessPoolExecutor(1, get_context("spawn"), belong_to_parent)
@@ -198,23 +192,21 @@ def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple
     vectors = context.vectors
     seed = context.options.seed
     cells = draw_cells(np.flatnonzero(np.isfinite(vectors).all(axis=1)), UMAP_CELLS, seed, 1)
-    projected = _beside().submit(project, vectors[cells], seed)
-    labels, batches = (
-        text_values(context.roles[role]) if role in context.roles else np.full(len(names), "")
-        for role in ("label", "batch")
-    )
-    return lambda: [
-        (
-            context.dataset,
-            names[cell],
-            labels[cell],
-            f"{x:.5g}",
-            f"{y:.5g}",
-            int(unseen[cell]),
-            batches[cell],
-        )
-        for cell, (x, y) in zip(cells, projected.result())
-    ]
+    projected = _umap_process().submit(project, vectors[cells], seed)
+    texts = {}
+    for role in ("label", "batch"):
+        has_role = role in context.roles
+        texts[role] = text_values(context.roles[role]) if has_role else np.full(len(names), "")
+
+    def rows() -> list[tuple[Any, ...]]:
+        drawn = []
+        for cell, (x, y) in zip(cells, projected.result()):
+            place = (f"{x:.5g}", f"{y:.5g}", int(unseen[cell]))
+            label = texts["label"][cell]
+            drawn.append((context.dataset, names[cell], label, *place, texts["batch"][cell]))
+        return drawn
+
+    return rows
 
 
 class _Evaluation:
@@ -258,21 +250,40 @@ class _Evaluation:
                     f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
                     "raise shard.test_frac, or set evaluate.cells to all"
                 )
-            scored = (unseen | (self.section.cells == "all")) & np.isfinite(vectors).all(axis=1)
-            yield (
-                Context(
-                    name,
-                    reader,
-                    scored,
-                    vectors,
-                    roles,
-                    self.model,
-                    self.section,
-                    datasets=self.datasets,
-                ),
-                unseen,
-                n_copies,
+            has_vector = np.isfinite(vectors).all(axis=1)
+            scored = has_vector if self.section.cells == "all" else unseen & has_vector
+            context = Context(
+                name,
+                reader,
+                scored,
+                vectors,
+                roles,
+                self.model,
+                self.section,
+                datasets=self.datasets,
             )
+            yield context, unseen, n_copies
+
+    def judge(
+        self, context: Context, tasks: dict[str, Task], unseen: np.ndarray, n_copies: int
+    ) -> DatasetResult:
+        """Run the tasks on a dataset."""
+        n_cells = context.reader.n_obs
+        n_scored = int(context.scored.sum())
+        n_chosen = n_cells if self.section.cells == "all" else int(unseen.sum())
+        roles = {role: str(column.name) for role, column in context.roles.items()}
+        return DatasetResult(
+            n_cells=n_cells,
+            n_scored=n_scored,
+            cells=self.section.cells,
+            n_without_genes=n_chosen - n_scored,
+            roles={role: column for role, column in roles.items() if column != role},
+            tasks=run_tasks(tasks, context),
+            genes=asdict(gene_coverage(context.columns, context.model.vocabulary)),
+            in_corpus=bool(self.trained.seen[context.dataset]),
+            n_copies=n_copies,
+            supervised=context.supervised,
+        )
 
 
 def knock_out(

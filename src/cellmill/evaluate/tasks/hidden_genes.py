@@ -53,6 +53,19 @@ class HiddenGenes:
     def columns(self) -> GeneColumns:
         return self.context.columns if self.known is None else self.known
 
+    @property
+    def network(self) -> Any:
+        return self.context.model.network
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """(G,) int64, on the CPU."""
+        return torch.from_numpy(self.genes + len(SPECIAL))
+
     @cached_property
     def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
@@ -67,14 +80,16 @@ class HiddenGenes:
         """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the
         model's genes.
         """
-        return np.asarray(log_normalise(self.of_vocabulary(self.counts))[:, self.genes].toarray())
+        profiles = log_normalise(self.of_vocabulary(self.counts))
+        return np.asarray(profiles[:, self.genes].toarray())
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         model = self.context.model
         for batch in tokens_of([self.visible], self.columns, model.vocabulary, model.tokens):
-            # of zeros, hidden genes have tokens
-            yield _keep(batch, ~np.isin(batch.genes, self.genes + len(SPECIAL)))
+            # a model that reads zeros has tokens of hidden genes
+            is_hidden = np.isin(batch.genes, self.genes + len(SPECIAL))
+            yield _keep(batch, ~is_hidden)
 
     def embedded(self, network: Model) -> np.ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for one without any."""
@@ -82,41 +97,40 @@ class HiddenGenes:
 
     def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts of the columns of the file, by row of the vocabulary."""
-        return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
+        n_genes = self.context.model.vocabulary.n_genes
+        return select_columns(counts, self.columns.target, n_genes)
 
 
 def _keep(batch: Batch, kept: np.ndarray) -> Batch:
     """Tokens of mask `kept`, and the cells that have any."""
-    ends = np.concatenate([[0], np.cumsum(kept)])[batch.cu_seqlens].astype(np.int32)
-    filled = np.diff(ends) > 0
-    chosen = {"token": kept, "cell": filled}
-    return batch.map(
-        lambda per, array: array[chosen[per.axis]],
-        cu_seqlens=ends[np.concatenate([[True], filled])],
-    )
+    n_kept_before = np.concatenate([[0], np.cumsum(kept)])
+    ends = n_kept_before[batch.cu_seqlens].astype(np.int32)
+    has_tokens = np.diff(ends) > 0
+    chosen = {"token": kept, "cell": has_tokens}
+    cu_seqlens = ends[np.concatenate([[True], has_tokens])]
+    return batch.map(lambda per, array: array[chosen[per.axis]], cu_seqlens=cu_seqlens)
 
 
 def decode_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
     """(C, G) float32: log(1 + counts per 10,000) that the model predicts from vectors (C, H); None
     for a model that predicts none.
     """
-    network = hidden.context.model.network
-    device = next(network.parameters()).device
-    with inference(device, hidden.context.options.precision):
-        for part in network.objective.leaves().values():
+    objective = hidden.network.objective
+    with inference(hidden.device, hidden.context.options.precision):
+        for part in objective.leaves().values():
             if isinstance(part, CellDecoding):
                 return _decode_profiles(part, hidden, vectors)
             if isinstance(part, QueryDecoding):
                 return _decode_queries(part, hidden, vectors)
-        objective = network.objective  # not a part of a sum, which may draw a view
+        # not a part of a sum, which may draw a view
         if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
             return _predict_masked(objective, hidden)
     return None
 
 
 def _decode_profiles(part: CellDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
-    network: Any = hidden.context.model.network
-    device = next(network.parameters()).device
+    network = hidden.network
+    device = hidden.device
     visible = hidden.of_vocabulary(hidden.visible)
     measured = hidden.context.measured_genes
     columns = np.searchsorted(measured, hidden.genes)
@@ -124,31 +138,36 @@ def _decode_profiles(part: CellDecoding, hidden: HiddenGenes, vectors: np.ndarra
     blocks = []
     for first in range(0, len(vectors), CELLS):
         cells = slice(first, first + CELLS)
-        profiles = network.decoder(torch.from_numpy(vectors[cells]).to(device))
+        block = torch.from_numpy(vectors[cells]).to(device)
+        profiles = network.decoder(block)
         logits = token_logits(profiles, network.profile_genes.weight, network.profile_bias)
-        # shares among the measured genes
-        shares = logits[:, measured_tokens].double().softmax(1).cpu().numpy()[:, columns]
-        blocks.append(expression_of_shares(shares, visible[cells], part.predicts_log_counts))
+        # shares among the measured genes, then of the hidden ones
+        shares = logits[:, measured_tokens].double().softmax(1).cpu().numpy()
+        expression = expression_of_shares(
+            shares[:, columns], visible[cells], part.predicts_log_counts
+        )
+        blocks.append(expression)
     return np.concatenate(blocks).astype(np.float32)
 
 
 def _decode_queries(part: QueryDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
-    network = hidden.context.model.network
-    device = next(network.parameters()).device
-    genes = torch.from_numpy(hidden.genes + len(SPECIAL)).to(device)
+    device = hidden.device
+    genes = hidden.token_ids.to(device)
     blocks = []
     for block in torch.from_numpy(vectors).split(QUERIED_CELLS):
         n = len(block)
         cell = torch.arange(n, device=device).repeat_interleave(len(genes))
-        answers = part.predict_queries(network, block.to(device), cell, genes.repeat(n))
-        blocks.append(answers.view(n, len(genes)).cpu().numpy())
+        queries = genes.repeat(n)
+        answers = part.predict_queries(hidden.network, block.to(device), cell, queries)
+        by_cell = answers.view(n, len(genes))
+        blocks.append(by_cell.cpu().numpy())
     return np.maximum(np.concatenate(blocks), 0)
 
 
 def _predict_masked(objective: MaskedValue, hidden: HiddenGenes) -> np.ndarray:
-    network: Any = hidden.context.model.network
-    device = next(network.parameters()).device
-    tokens = torch.from_numpy(hidden.genes + len(SPECIAL))
+    network = hidden.network
+    device = hidden.device
+    tokens = hidden.token_ids
     values = np.zeros((hidden.counts.shape[0], len(tokens)), np.float32)
     for block in hidden.tokens():
         for batch in split_batch(block, WANTED_TOKENS):
@@ -156,7 +175,8 @@ def _predict_masked(objective: MaskedValue, hidden: HiddenGenes) -> np.ndarray:
             for first in range(0, len(tokens), WANTED):
                 wanted = tokens[first : first + WANTED].to(device)
                 prepared = _with_masked(network, tensors, wanted)
-                states = network.head(network.states(prepared)[prepared.targets])
+                states = network.states(prepared)
+                states = network.head(states[prepared.targets])
                 predicted = objective.predict(network, states, prepared).float()
                 by_cell = predicted.view(len(batch.cells), len(wanted))
                 values[batch.cells, first : first + WANTED] = by_cell.cpu().numpy()
@@ -171,27 +191,33 @@ def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: boo
     of an expectation would be far larger.
     """
     rest = np.maximum(1 - shares.sum(1), 1e-9)
-    depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
+    counts_seen = visible.astype(np.float64)
+    depth = np.asarray(counts_seen.sum(axis=1)).ravel()
     if is_log:
-        log_depth = np.asarray(visible.astype(np.float64).log1p().sum(axis=1)).ravel()
+        logs_seen = counts_seen.log1p()
+        log_depth = np.asarray(logs_seen.sum(axis=1)).ravel()
         # the mean of counts whose expected logarithm is known; with this depth, counts per 10,000
         # are counts
         means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
         logs = expected_log_expression(means[None] / TARGET_SUM, np.full(1, TARGET_SUM))[0]
-        counts = np.interp(shares * (log_depth / rest)[:, None], logs, means)
+        log_sums = log_depth / rest
+        counts = np.interp(shares * log_sums[:, None], logs, means)
     else:
-        counts = shares * (depth / rest)[:, None]
+        sums = depth / rest
+        counts = shares * sums[:, None]
     total = depth + counts.sum(1)
-    return expected_log_expression(counts / np.maximum(total, 1e-9)[:, None], total)
+    shares_of_total = counts / np.maximum(total, 1e-9)[:, None]
+    return expected_log_expression(shares_of_total, total)
 
 
 def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBatch:
-    """The cells with the genes `wanted`, token ids that none has, behind their own tokens; their
-    values are hidden.
+    """The cells with the genes `wanted`, token ids that no cell has, after their own tokens; the
+    values of these genes are hidden.
     """
     more = add_tokens(batch, 0, len(wanted), PAD_TOKEN)
     ends = more.cu_seqlens[1:, None].long()
-    index = (ends - len(wanted) + torch.arange(len(wanted), device=ends.device)).flatten()
+    position = torch.arange(len(wanted), device=ends.device)
+    index = (ends - len(wanted) + position).flatten()
     genes = more.genes.index_copy(0, index, wanted.repeat(len(batch.lengths)))
     view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
     hidden = torch.isin(view.genes, wanted)
