@@ -1,5 +1,6 @@
 """Optimizers and their groups, and the learning rate of each step."""
 
+import copy
 import math
 import sys
 from importlib.metadata import EntryPoint
@@ -19,7 +20,7 @@ from cellmill.train import optimizer as optimizers
 from cellmill.train.muon import Muon, choose_owners, orthogonalise
 from cellmill.train.optimizer import OffloadedAdamW, build_optimizer, get_state
 from cellmill.train.step_guard import step_if
-from tests.models import model_on_cpu, train_options
+from tests.models import model_on_cpu, seeded, train_options
 
 TRAIN = Train.model_validate({"steps": 1, "optimizer": "muon", "lr": 0.1, "weight_decay": 0.5})
 MODEL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2, "objective": "cell_decoding"}
@@ -27,7 +28,7 @@ MODEL = {"family": "encoder", "hidden": 16, "layers": 2, "heads": 2, "objective"
 
 def _model(seed: int = 0) -> Any:
     model = model_on_cpu(20, **MODEL)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -39,44 +40,55 @@ def _is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (8, 24), (24, 8)])
-def test_singular_values_of_an_update_are_about_one(
-    shape: tuple[int, int],
-) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def test_singular_values_of_an_update_are_about_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=seeded(0))
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = u.T @ orthogonalise(matrix) @ v.T
-    assert ((found.diagonal() > 0.6) & (found.diagonal() < 1.3)).all()
-    torch.testing.assert_close(found, found.diagonal().diag(), atol=1e-5, rtol=0)
-    assert not orthogonalise(torch.zeros(shape)).any()
+    # in the directions of the matrix the update is diagonal
+    update = u.T @ orthogonalise(matrix) @ v.T
+    values = update.diagonal()
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    torch.testing.assert_close(update, values.diag(), atol=1e-5, rtol=0)
+    zeros = torch.zeros(shape)
+    assert not orthogonalise(zeros).any()
 
 
 def test_only_matrices_of_blocks_are_stepped_by_muon() -> None:
     model = _model()
     plain = _model()
     optimizer = build_optimizer(model, TRAIN)
-    adamw = build_optimizer(
-        plain, TRAIN.model_copy(update={"optimizer": AdamWConfig(name="adamw")})
-    )
+    train = TRAIN.model_copy(update={"optimizer": AdamWConfig(name="adamw")})
+    adamw = build_optimizer(plain, train)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for _ in range(2):
+    gradients = []
+    for step in range(2):
+        generator = seeded(step)
+        gradient_by_name = {}
+        for (name, parameter), twin in zip(model.named_parameters(), plain.parameters()):
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient
+            twin.grad = gradient.clone()
+            gradient_by_name[name] = gradient.clone()
+        gradients.append(gradient_by_name)
         optimizer.step()
         adamw.step()
-    for (name, found), rest in zip(model.named_parameters(), plain.parameters()):
+    of_adamw = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not _is_matrix(name, parameter):
+            assert torch.equal(parameter, of_adamw[name]), name
+            assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+            continue
         expected = before[name]
-        momentum = torch.zeros_like(found)
-        gradient = found.grad
-        assert gradient is not None
-        for _ in range(2):
+        momentum = torch.zeros_like(parameter)
+        rate = 0.1 * 0.2 * max(parameter.shape) ** 0.5
+        for gradient_by_name in gradients:
+            gradient = gradient_by_name[name]
             momentum = 0.95 * momentum + gradient
-            scale = 0.1 * 0.2 * max(found.shape) ** 0.5
-            if found.ndim == 2:
-                expected = 0.95 * expected - scale * orthogonalise(0.95 * momentum + gradient)
-        if _is_matrix(name, found):
-            torch.testing.assert_close(found.detach(), expected, msg=name)
-            torch.testing.assert_close(optimizer.state[found]["momentum"], momentum, msg=name)
-        else:
-            assert torch.equal(found, rest), name
-            assert set(optimizer.state[found]) == {"step", "exp_avg", "exp_avg_sq"}
+            update = orthogonalise(0.95 * momentum + gradient)
+            expected = 0.95 * expected - rate * update
+        torch.testing.assert_close(parameter.detach(), expected, msg=name)
+        torch.testing.assert_close(state["momentum"], momentum, msg=name)
 
 
 def test_a_skipped_step_ignores_infinite_gradients() -> None:
@@ -87,21 +99,24 @@ def test_a_skipped_step_ignores_infinite_gradients() -> None:
     states = []
     for parameter in model.parameters():
         states += get_state(optimizer, parameter).values()
-    before = [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
+    tensors = [*model.parameters(), *states]
+    before = [tensor.detach().clone() for tensor in tensors]
     for parameter in model.parameters():
         parameter.grad.fill_(torch.nan)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    assert all(torch.equal(old, new) for old, new in zip(before, (*model.parameters(), *states)))
+    for tensor, expected in zip(tensors, before):
+        assert torch.equal(tensor, expected)
 
 
 def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
-    matrices = [nn.Parameter(torch.eye(3)) for _ in range(2)]
-    matrices[0].grad = torch.ones(3, 3)
-    Muon(
-        [{"params": matrices, "weight_decay": 0.5, "matrices": True}], Train(steps=1, lr=0.1)
-    ).step()
-    assert [torch.equal(matrix, torch.eye(3)) for matrix in matrices] == [False, True]
+    trained = nn.Parameter(torch.eye(3))
+    without_gradient = nn.Parameter(torch.eye(3))
+    trained.grad = torch.ones(3, 3)
+    group = {"params": [trained, without_gradient], "weight_decay": 0.5, "matrices": True}
+    Muon([group], Train(steps=1, lr=0.1)).step()
+    assert not torch.equal(trained, torch.eye(3))
+    assert torch.equal(without_gradient, torch.eye(3))
 
 
 def test_owners_have_about_the_same_work() -> None:
@@ -114,9 +129,7 @@ def test_owners_have_about_the_same_work() -> None:
     assert choose_owners([(8, 8)], 4) == [0]
 
 
-def test_an_installed_optimizer_is_planned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_installed_optimizer_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("toy_momentum", "cellmill_toy.options:ToyMomentum", "cellmill.optimizer")
     monkeypatch.setattr(
         plugin, "entry_points", lambda group: [point] if group == point.group else []
@@ -124,10 +137,8 @@ def test_an_installed_optimizer_is_planned(
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "plugin")
     given = {"name": "toy_momentum", "decay": 0.5}
     train = Train.model_validate({"steps": 1, "lr": 0.1, "weight_decay": 0.0, "optimizer": given})
-    assert (train.optimizer.states_per_parameter, train.model_dump(mode="json")["optimizer"]) == (
-        1,
-        given,
-    )
+    assert train.optimizer.states_per_parameter == 1
+    assert train.model_dump(mode="json")["optimizer"] == given
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     optimizer = build_optimizer(model, train)
@@ -148,12 +159,13 @@ def test_an_installed_optimizer_is_planned(
 
 
 def test_an_optimizer_without_options_is_stored_as_its_name() -> None:
-    assert [Train(steps=1).model_dump(mode=mode)["optimizer"] for mode in ("json", "python")] == [
-        "adamw"
-    ] * 2
+    default = Train(steps=1)
+    assert default.model_dump(mode="json")["optimizer"] == "adamw"
+    assert default.model_dump(mode="python")["optimizer"] == "adamw"
     for name, choice in OptimizerConfig.built_in().items():
         train = Train.model_validate({"steps": 1, "optimizer": name})
-        assert (type(train.optimizer), train.model_dump()["optimizer"]) == (choice, name)
+        assert type(train.optimizer) is choice
+        assert train.model_dump()["optimizer"] == name
         assert Train.model_validate(train.model_dump()) == train
         assert train.optimizer.states_per_parameter == 2
 
@@ -165,43 +177,45 @@ def test_offloaded_adamw_is_bitwise_that_of_torch(
     # as if the parameters were on a GPU
     monkeypatch.setattr(optimizers, "_needs_copy", lambda shard: copied)
     torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    plain = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    offloaded = copy.deepcopy(plain)
+    first = next(offloaded.parameters())
     train = Train(steps=1, weight_decay=0.3)
-    theirs, ours = (
-        build_optimizer(model, train, offload)
-        for model, offload in zip(models, (None, "optimizer"))
-    )
+    theirs = build_optimizer(plain, train)
+    ours = build_optimizer(offloaded, train, "optimizer")
     assert type(ours) is OffloadedAdamW
     for step in range(6):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-        before = next(models[1].parameters()).detach().clone()
-        for model, optimizer in zip(models, (theirs, ours)):
-            if step == 3:
+        x = torch.randn(4, 5, generator=seeded(step))
+        before = first.detach().clone()
+        for model, optimizer in ((plain, theirs), (offloaded, ours)):
+            parameters = [*model.parameters()]
+            if step == 3:  # a weight is written between two steps
                 with torch.no_grad():
-                    next(model.parameters()).fill_(1.0)
+                    parameters[0].fill_(1.0)
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 / (step + 1)
             model(x).square().sum().backward()
             if step == 1:
-                [*model.parameters()][-1].grad = None
+                parameters[-1].grad = None
             optimizer.found_inf = torch.tensor(float(step == 4))
             optimizer.step()
             optimizer.zero_grad()
-        for expected, parameter in zip(models[0].parameters(), models[1].parameters()):
+        for parameter, expected in zip(offloaded.parameters(), plain.parameters()):
             assert torch.equal(parameter, expected), step
-        skipped = torch.equal(next(models[1].parameters()), before)
-        assert skipped == (step == 4), "the step that overflowed alone is skipped"
-    for own, other in zip(models[1].parameters(), models[0].parameters()):
-        assert ours.state[own].keys() == theirs.state[other].keys()
-        assert all(
-            torch.equal(ours.state[own][key], theirs.state[other][key]) for key in ours.state[own]
-        )
+        is_skipped = torch.equal(first, before)
+        assert is_skipped == (step == 4), "only the step that overflowed is skipped"
+    for parameter, expected in zip(offloaded.parameters(), plain.parameters()):
+        state = ours.state[parameter]
+        expected_state = theirs.state[expected]
+        assert state.keys() == expected_state.keys()
+        for key, value in state.items():
+            assert torch.equal(value, expected_state[key])
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer"])
 def test_an_optimizer_without_trained_parameters_steps(offload: str | None) -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2).requires_grad_(False), Train(steps=1), offload)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    optimizer = build_optimizer(frozen, Train(steps=1), offload)
     step_if(torch.tensor(True), optimizer)
     optimizer.step()
     assert not optimizer.state
@@ -237,4 +251,5 @@ def test_the_rate_of_a_step_is_the_closed_form_of_its_schedule(
     changes: dict[str, Any], rates: dict[int, float]
 ) -> None:
     train = SCHEDULED.model_copy(update=changes)
-    assert {step: learning_rate(train, step, 100) for step in rates} == pytest.approx(rates)
+    for step, rate in rates.items():
+        assert learning_rate(train, step, 100) == pytest.approx(rate)
