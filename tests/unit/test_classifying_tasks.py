@@ -53,7 +53,7 @@ from cellmill.evaluate.tasks.classify import (
     draw_shots,
     judge,
     predict_splits,
-    splits_of,
+    split_groups,
     stratified,
 )
 from cellmill.evaluate.tasks.degraded import Degraded
@@ -272,13 +272,13 @@ def test_each_class_gives_its_shots() -> None:
 @pytest.mark.parametrize(("most", "folds"), [(10, 4), (3, 3)])
 def test_a_donor_is_never_trained_on_while_tested(most: int, folds: int) -> None:
     groups = pd.Series(["a", "b", None, "c", "d", "a", "b", "c", "d", "d"])
-    splits = list(splits_of(groups, most))
+    splits = list(split_groups(groups, most))
     assert len(splits) == folds
     assert sorted(np.concatenate([test for _, test in splits])) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
     for train, test in splits:
         assert set(groups[train]) | set(groups[test]) == {"a", "b", "c", "d"}
         assert not set(groups[train]) & set(groups[test])
-    assert list(splits_of(pd.Series(["a", "a", None]), most)) == []
+    assert list(split_groups(pd.Series(["a", "a", None]), most)) == []
 
 
 def _accuracies(

@@ -296,11 +296,11 @@ def test_the_model_sees_nothing_of_hidden_genes(context: Context) -> None:
     changed = _hidden(context, other)
     for batch in hidden.tokens():
         assert not np.isin(batch.genes, hidden.genes + len(SPECIAL)).any()
-    vectors = hidden.embedded(context.model.network)
-    np.testing.assert_array_equal(changed.embedded(context.model.network), vectors)
+    vectors = hidden.embed(context.model.network)
+    np.testing.assert_array_equal(changed.embed(context.model.network), vectors)
     assert (
         vectors
-        != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embedded(context.model.network)
+        != HiddenGenes(context, hidden.counts, hidden.genes[:1]).embed(context.model.network)
     ).any()
     own = decode_expression(hidden, vectors)
     of_changed = decode_expression(changed, vectors)
@@ -422,7 +422,7 @@ def test_a_decoder_that_copies_the_baseline_is_level(
             return np.log1p(1e4 * of / np.maximum(of.sum(1, keepdims=True), 1))
 
         seen = profiles(own)[:, hidden.genes]
-        dense = np.asarray(hidden.of_vocabulary(hidden.counts).todense(), np.float64)
+        dense = np.asarray(hidden.to_vocabulary(hidden.counts).todense(), np.float64)
         components = PCA(50, svd_solver="full").fit(profiles(own[:, shown]))
         ridge = RidgeCV(np.logspace(-2, 4, 13)).fit(
             components.transform(profiles(own[:, shown])), seen
@@ -451,7 +451,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
     other.data = np.where(columns[other.indices], 7 * other.data + 3, other.data)
     changed = _hidden(context, other)
     vectors = {
-        EMBEDDING: hidden.embedded(context.model.network),
+        EMBEDDING: hidden.embed(context.model.network),
         UNTRAINED: np.ones((20, 16), np.float32),
     }
     trained = TrainingCells.of(hidden)

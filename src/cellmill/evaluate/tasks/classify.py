@@ -253,7 +253,7 @@ class LeaveOut(Task):
             n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # by class
             of_one = ", ".join(sorted(n_groups.index[n_groups < 2]))
             splits: list[Split] = []
-            for train, test in splits_of(groups, self.config.most_folds):
+            for train, test in split_groups(groups, self.config.most_folds):
                 # training cells of one class fit nothing
                 if len(np.unique(labels[train])) > 1:
                     splits.append((len(splits), train, test))
@@ -280,7 +280,7 @@ class LeaveOut(Task):
         return tabulate(columns, numbers)
 
 
-def splits_of(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Training and test cells of each fold; cells without a group are in none, and one group gives
     no fold.
     """

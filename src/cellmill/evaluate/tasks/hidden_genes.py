@@ -1,4 +1,4 @@
-"""Genes that are hidden in all cells of a dataset, and their expression as the model predicts it.
+"""Cells with genes that are hidden from the model, and the model's prediction of these genes.
 
 A hidden gene is treated as one that was not measured: its counts are removed before anything is
 computed from a cell, and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as
@@ -31,12 +31,11 @@ from cellmill.models.objectives.masked import MaskedBatch, MaskedValue
 from cellmill.models.objectives.query_decoding import QueryDecoding
 from cellmill.parallel.vocab_parallel import token_logits
 
-# cells decoded at once, by a profile or by queries
-CELLS = 256
-QUERIED_CELLS = 32
+DECODED_CELLS = 256  # cells whose profiles are decoded at once
+QUERIED_CELLS = 32  # cells that are queried at once
 # hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
-WANTED = 64
-WANTED_TOKENS = 16_384  # tokens of such a pass, without the wanted ones
+MASKED_GENES = 64
+MASKED_TOKENS = 16_384  # tokens of such a pass, without those of hidden genes
 
 
 @dataclass(frozen=True)
@@ -46,185 +45,202 @@ class HiddenGenes:
     context: Context
     counts: sp.csr_matrix  # (C, F)
     genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
-    # genes of the columns of `counts`; None: they are the dataset's
-    known: GeneColumns | None = None
+    # genes of the columns of `counts`, if these are not the columns of the dataset
+    other_columns: GeneColumns | None = None
 
     @property
     def columns(self) -> GeneColumns:
-        return self.context.columns if self.known is None else self.known
+        """Genes of the columns of `counts`."""
+        return self.other_columns or self.context.columns
 
     @property
     def network(self) -> Any:
+        """The evaluated model; which parts it has depends on its family and objective."""
         return self.context.model.network
 
     @property
     def device(self) -> torch.device:
+        """Device of the model."""
         return next(self.network.parameters()).device
-
-    @property
-    def token_ids(self) -> torch.Tensor:
-        """(G,) int64, on the CPU."""
-        return torch.from_numpy(self.genes + len(SPECIAL))
 
     @cached_property
     def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
-        return keep_columns(self.counts, ~np.isin(self.columns.target, self.genes))
+        is_hidden = np.isin(self.columns.target, self.genes)
+        return keep_columns(self.counts, ~is_hidden)
 
     @cached_property
     def profiles(self) -> sp.csr_matrix:
         """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
-        return log_normalise(self.of_vocabulary(self.visible))
+        return log_normalise(self.to_vocabulary(self.visible))
 
     def expression(self) -> np.ndarray:
-        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, of all counts of the
-        model's genes.
+        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, where 10,000 is the sum
+        over all genes that the model knows.
         """
-        profiles = log_normalise(self.of_vocabulary(self.counts))
+        profiles = log_normalise(self.to_vocabulary(self.counts))
         return np.asarray(profiles[:, self.genes].toarray())
 
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         model = self.context.model
         for batch in tokens_of([self.visible], self.columns, model.vocabulary, model.tokens):
-            # a model that reads zeros has tokens of hidden genes
-            is_hidden = np.isin(batch.genes, self.genes + len(SPECIAL))
-            yield _keep(batch, ~is_hidden)
+            # removed counts are zeros, which may have tokens too
+            is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
+            yield _keep_tokens(batch, is_visible)
 
-    def embedded(self, network: Model) -> np.ndarray:
-        """(C, H) float32: vectors of the visible part of each cell; zeros for one without any."""
+    def embed(self, network: Model) -> np.ndarray:
+        """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
 
-    def of_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
-        """(C, V): counts of the columns of the file, by row of the vocabulary."""
-        n_genes = self.context.model.vocabulary.n_genes
-        return select_columns(counts, self.columns.target, n_genes)
+    def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+        """(C, V): counts (C, F) by row of the vocabulary."""
+        return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
 
 
-def _keep(batch: Batch, kept: np.ndarray) -> Batch:
-    """Tokens of mask `kept`, and the cells that have any."""
-    n_kept_before = np.concatenate([[0], np.cumsum(kept)])
-    ends = n_kept_before[batch.cu_seqlens].astype(np.int32)
-    has_tokens = np.diff(ends) > 0
-    chosen = {"token": kept, "cell": has_tokens}
-    cu_seqlens = ends[np.concatenate([[True], has_tokens])]
-    return batch.map(lambda per, array: array[chosen[per.axis]], cu_seqlens=cu_seqlens)
+def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
+    """The batch with these tokens only, and the cells that have any."""
+    # (cells + 1,): bounds of each cell among the tokens that are kept
+    n_before = np.concatenate([[0], np.cumsum(is_kept)])
+    bounds = n_before[batch.cu_seqlens].astype(np.int32)
+    has_tokens = np.diff(bounds) > 0
+    masks = {"token": is_kept, "cell": has_tokens}
+    return batch.map(
+        lambda per, array: array[masks[per.axis]],
+        cu_seqlens=bounds[np.concatenate([[True], has_tokens])],
+    )
 
 
 def decode_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
-    """(C, G) float32: log(1 + counts per 10,000) that the model predicts from vectors (C, H); None
-    for a model that predicts none.
+    """(C, G) float32: log(1 + counts per 10,000) that the model predicts, from vectors (C, H) if
+    its objective decodes these.
+
+    None for a model that predicts no expression.
     """
     objective = hidden.network.objective
     with inference(hidden.device, hidden.context.options.precision):
-        for part in objective.leaves().values():
-            if isinstance(part, CellDecoding):
-                return _decode_profiles(part, hidden, vectors)
-            if isinstance(part, QueryDecoding):
-                return _decode_queries(part, hidden, vectors)
-        # not a part of a sum, which may draw a view
+        for leaf in objective.leaves().values():
+            if isinstance(leaf, CellDecoding):
+                return _decode_profiles(hidden, vectors, leaf)
+            if isinstance(leaf, QueryDecoding):
+                return _query_genes(hidden, vectors, leaf)
+        # not a leaf of a sum, because a sum may draw a view of the cell
         if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
-            return _predict_masked(objective, hidden)
+            return _predict_masked(hidden, objective)
     return None
 
 
-def _decode_profiles(part: CellDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
+def _decode_profiles(
+    hidden: HiddenGenes, vectors: np.ndarray, objective: CellDecoding
+) -> np.ndarray:
+    """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
     network = hidden.network
     device = hidden.device
-    visible = hidden.of_vocabulary(hidden.visible)
     measured = hidden.context.measured_genes
-    columns = np.searchsorted(measured, hidden.genes)
+    hidden_columns = np.searchsorted(measured, hidden.genes)
     measured_tokens = torch.from_numpy(measured + len(SPECIAL)).to(device)
+    visible = hidden.to_vocabulary(hidden.visible)
     blocks = []
-    for first in range(0, len(vectors), CELLS):
-        cells = slice(first, first + CELLS)
-        block = torch.from_numpy(vectors[cells]).to(device)
-        profiles = network.decoder(block)
-        logits = token_logits(profiles, network.profile_genes.weight, network.profile_bias)
-        # shares among the measured genes, then of the hidden ones
-        shares = logits[:, measured_tokens].double().softmax(1).cpu().numpy()
+    for block_start in range(0, len(vectors), DECODED_CELLS):
+        block = slice(block_start, block_start + DECODED_CELLS)
+        predicted = network.decoder(torch.from_numpy(vectors[block]).to(device))
+        logits = token_logits(predicted, network.profile_genes.weight, network.profile_bias)
+        # shares of the measured genes sum to 1
+        shares = logits[:, measured_tokens].double().softmax(1)
         expression = expression_of_shares(
-            shares[:, columns], visible[cells], part.predicts_log_counts
+            shares.cpu().numpy()[:, hidden_columns],
+            visible[block],
+            objective.predicts_log_counts,
         )
         blocks.append(expression)
     return np.concatenate(blocks).astype(np.float32)
 
 
-def _decode_queries(part: QueryDecoding, hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:
+def _query_genes(hidden: HiddenGenes, vectors: np.ndarray, objective: QueryDecoding) -> np.ndarray:
+    """(C, G) float32: expression that the decoder answers when asked for each hidden gene."""
+    network = hidden.network
     device = hidden.device
-    genes = hidden.token_ids.to(device)
+    genes = torch.from_numpy(hidden.genes + len(SPECIAL)).to(device)
     blocks = []
     for block in torch.from_numpy(vectors).split(QUERIED_CELLS):
-        n = len(block)
-        cell = torch.arange(n, device=device).repeat_interleave(len(genes))
-        queries = genes.repeat(n)
-        answers = part.predict_queries(hidden.network, block.to(device), cell, queries)
-        by_cell = answers.view(n, len(genes))
+        # (cells * G,): cell and gene of each query
+        n_cells = len(block)
+        cell = torch.arange(n_cells, device=device).repeat_interleave(len(genes))
+        gene = genes.repeat(n_cells)
+        answers = objective.predict_queries(network, block.to(device), cell, gene)
+        by_cell = answers.view(n_cells, len(genes))
         blocks.append(by_cell.cpu().numpy())
     return np.maximum(np.concatenate(blocks), 0)
 
 
-def _predict_masked(objective: MaskedValue, hidden: HiddenGenes) -> np.ndarray:
+def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
+    """(C, G) float32: expression of masked tokens that are added to the visible tokens."""
     network = hidden.network
     device = hidden.device
-    tokens = hidden.token_ids
-    values = np.zeros((hidden.counts.shape[0], len(tokens)), np.float32)
-    for block in hidden.tokens():
-        for batch in split_batch(block, WANTED_TOKENS):
+    genes = torch.from_numpy(hidden.genes + len(SPECIAL))
+    n_cells = hidden.counts.shape[0]
+    values = np.zeros((n_cells, len(genes)), np.float32)
+    for cells in hidden.tokens():
+        for batch in split_batch(cells, MASKED_TOKENS):
             tensors = to_tensors(batch, device)
-            for first in range(0, len(tokens), WANTED):
-                wanted = tokens[first : first + WANTED].to(device)
-                prepared = _with_masked(network, tensors, wanted)
-                states = network.states(prepared)
-                states = network.head(states[prepared.targets])
-                predicted = objective.predict(network, states, prepared).float()
-                by_cell = predicted.view(len(batch.cells), len(wanted))
-                values[batch.cells, first : first + WANTED] = by_cell.cpu().numpy()
+            for block_start in range(0, len(genes), MASKED_GENES):
+                block = slice(block_start, block_start + MASKED_GENES)
+                masked = _add_masked(network, tensors, genes[block].to(device))
+                states = network.head(network.states(masked)[masked.targets])
+                predicted = objective.predict(network, states, masked).float()
+                by_cell = predicted.view(len(batch.cells), -1)
+                values[batch.cells, block] = by_cell.cpu().numpy()
     return np.maximum(values, 0)
 
 
-def expression_of_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
-    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes, of Poisson counts.
+def expression_of_shares(
+    shares: np.ndarray,
+    visible: sp.csr_matrix,
+    is_log: bool,
+) -> np.ndarray:
+    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes with Poisson counts.
 
-    `shares`, (C, G), are their shares in the cell's counts, or if `is_log` in the sum of its log(1
-    + count); `visible`, (C, V), are counts of the other genes, which have the rest. The logarithm
-    of an expectation would be far larger.
+    `shares`, (C, G), are the shares of hidden genes in the cell's counts, or if `is_log` in the sum
+    of its log(1 + count). `visible`, (C, V), are counts of the other genes, which have the rest.
+    The logarithm of an expectation would be far larger.
     """
-    rest = np.maximum(1 - shares.sum(1), 1e-9)
-    counts_seen = visible.astype(np.float64)
-    depth = np.asarray(counts_seen.sum(axis=1)).ravel()
+    visible_share = np.maximum(1 - shares.sum(1), 1e-9)
+    visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
     if is_log:
-        logs_seen = counts_seen.log1p()
-        log_depth = np.asarray(logs_seen.sum(axis=1)).ravel()
-        # the mean of counts whose expected logarithm is known; with this depth, counts per 10,000
+        log_counts = visible.astype(np.float64).log1p()
+        visible_sum = np.asarray(log_counts.sum(axis=1)).ravel()
+        # expected logarithms of counts with these means; at a depth of 10,000, counts per 10,000
         # are counts
         means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
-        logs = expected_log_expression(means[None] / TARGET_SUM, np.full(1, TARGET_SUM))[0]
-        log_sums = log_depth / rest
-        counts = np.interp(shares * log_sums[:, None], logs, means)
+        depth = np.full(1, TARGET_SUM)
+        logs = expected_log_expression(means[None] / TARGET_SUM, depth)[0]
+        expected_logs = shares * (visible_sum / visible_share)[:, None]
+        counts = np.interp(expected_logs, logs, means)
     else:
-        sums = depth / rest
-        counts = shares * sums[:, None]
-    total = depth + counts.sum(1)
-    shares_of_total = counts / np.maximum(total, 1e-9)[:, None]
-    return expected_log_expression(shares_of_total, total)
+        counts = shares * (visible_depth / visible_share)[:, None]
+    depth = visible_depth + counts.sum(1)
+    shares_of_all = counts / np.maximum(depth, 1e-9)[:, None]
+    return expected_log_expression(shares_of_all, depth)
 
 
-def _with_masked(network: Model, batch: Batch, wanted: torch.Tensor) -> MaskedBatch:
-    """The cells with the genes `wanted`, token ids that no cell has, after their own tokens; the
-    values of these genes are hidden.
+def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatch:
+    """The cells with tokens of `genes`, which no cell has, after their own tokens; the values of
+    the added tokens are hidden.
     """
-    more = add_tokens(batch, 0, len(wanted), PAD_TOKEN)
-    ends = more.cu_seqlens[1:, None].long()
-    position = torch.arange(len(wanted), device=ends.device)
-    index = (ends - len(wanted) + position).flatten()
-    genes = more.genes.index_copy(0, index, wanted.repeat(len(batch.lengths)))
-    view = network.view(replace(more, genes=genes), seed=0, step=0)  # with the family's own tokens
-    hidden = torch.isin(view.genes, wanted)
-    targets = hidden.nonzero().flatten()
+    n_genes = len(genes)
+    extended = add_tokens(batch, 0, n_genes, PAD_TOKEN)
+    # positions of the added tokens: the last of each cell
+    ends = extended.cu_seqlens[1:, None].long()
+    positions = ends - n_genes + torch.arange(n_genes, device=ends.device)
+    genes_of_cells = genes.repeat(len(batch.lengths))
+    tokens = extended.genes.index_copy(0, positions.flatten(), genes_of_cells)
+    # the view adds the family's own tokens
+    view = network.view(replace(extended, genes=tokens), seed=0, step=0)
+    is_added = torch.isin(view.genes, genes)
+    targets = is_added.nonzero().flatten()
     return MaskedBatch.prepared(
         view,
-        value_hidden=hidden,
+        value_hidden=is_added,
         targets=targets,
         answers=view.values[targets],
         n_targets=torch.tensor(len(targets)),

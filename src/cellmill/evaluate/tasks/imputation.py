@@ -1,23 +1,21 @@
 """Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
 
-A hidden gene is treated as one that was not measured: its counts are removed before anything is
-computed from a cell, and a model whose tokens include zeros (`tokens.zero_frac`) does not see it as
-a zero. Scores are computed within one fold, so that differences between folds do not count as
-correlation.
+Scores are computed within one fold, so that differences between folds do not count as correlation.
 
 The model's decoder was fitted on the training cells, with the hidden genes as targets. So are the
 regressions that it is compared with: on the same cells, the same visible genes and the same
 targets. Regressions fitted on folds of the scored cells see other cells, mostly fewer; they are
 rows of their own, in no verdict against the model.
 
-Legend: C cells, F columns of the file, V genes of the vocabulary, M measured genes, G hidden genes, H hidden width.
+Legend: C cells, F columns of the file, G hidden genes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+import scipy.sparse as sp
 from scipy.stats import rankdata
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
@@ -37,11 +35,11 @@ from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, add_note
 from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.changes import ALPHAS
-from cellmill.evaluate.tasks.classify import Split, splits_of
+from cellmill.evaluate.tasks.classify import Split, split_groups
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
 from cellmill.runs.results import ScoredMethod, TaskResult
 
-METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lower is better
+METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only
     "Pearson by gene": "Pearson of a gene over cells",
     "Spearman by gene": "Spearman of a gene over cells",
     "Pearson by cell": "Pearson of a cell over genes",
@@ -50,36 +48,41 @@ METRICS: Mapping[str, str] = {  # headings, and names in words; of MSE alone, lo
 }
 # scored cells used at most: they are embedded again, and every gene is predicted in each fold
 MAX_CELLS = 2_000
-# training cells used at most; shards are shuffled, so the first ones are a random sample
+# training cells used at most; shards are shuffled, so the first cells are a random sample
 MAX_FITTED = 20_000
-FEWEST_CELLS = 4  # of a training or test fold, and of the training cells of one dataset
+FEWEST_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
 COMPONENTS_OF_VISIBLE = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
 GENE_MEANS = ScoredMethod("gene means")
 
 
-def expression_scores(predicted: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """Scores, (G,) or (C,) float64, of (C, G) each; a correlation with a constant is NaN."""
+def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
+    """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
+    is NaN.
+    """
     predicted = predicted.astype(np.float64)
-    seen = seen.astype(np.float64)
+    measured = measured.astype(np.float64)
+    rank_in_gene = rankdata(predicted, axis=0)
+    rank_in_cell = rankdata(predicted, axis=1)
     return {
-        "Pearson by gene": correlation(predicted, seen),
-        "Spearman by gene": correlation(rankdata(predicted, axis=0), rankdata(seen, axis=0)),
-        "Pearson by cell": correlation(predicted.T, seen.T),
-        "Spearman by cell": correlation(rankdata(predicted, axis=1).T, rankdata(seen, axis=1).T),
-        "MSE": np.square(predicted - seen).mean(1),
+        "Pearson by gene": correlation(predicted, measured),
+        "Spearman by gene": correlation(rank_in_gene, rankdata(measured, axis=0)),
+        "Pearson by cell": correlation(predicted.T, measured.T),
+        "Spearman by cell": correlation(rank_in_cell.T, rankdata(measured, axis=1).T),
+        "MSE": np.square(predicted - measured).mean(1),
     }
 
 
 def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Pearson of each column of two arrays, NaN where one is constant."""
+    """Pearson of each column of two arrays; NaN if the column is constant in either."""
     x = first - first.mean(0)
     y = second - second.mean(0)
-    lengths = np.linalg.norm(x, axis=0), np.linalg.norm(y, axis=0)
+    x_length = np.linalg.norm(x, axis=0)
+    y_length = np.linalg.norm(y, axis=0)
     # columns of equal numbers have sums of rounding errors
-    varies = (lengths[0] > 1e-9 * np.abs(first).max(0)) & (
-        lengths[1] > 1e-9 * np.abs(second).max(0)
-    )
-    return divide((x * y).sum(0), np.where(varies, lengths[0] * lengths[1], 0))
+    x_varies = x_length > 1e-9 * np.abs(first).max(0)
+    y_varies = y_length > 1e-9 * np.abs(second).max(0)
+    lengths = np.where(x_varies & y_varies, x_length * y_length, 0)
+    return divide((x * y).sum(0), lengths)
 
 
 @dataclass(frozen=True)
@@ -102,55 +105,68 @@ class TrainingCells:
 
     @classmethod
     def of(cls, hidden: HiddenGenes) -> Self | None:
-        """The training cells of the model; None where they have no counts, or are too few."""
+        """The training cells of the model; None if they have no counts, or are too few."""
         context = hidden.context
         manifest = context.model.manifest
-        n_genes = context.model.vocabulary.n_genes
         if manifest.ordered:
             return None
         counts = read_training_counts(manifest, MAX_FITTED)[:MAX_FITTED]
-        if counts.shape[0] < FEWEST_CELLS:
+        n_cells = counts.shape[0]
+        if n_cells < FEWEST_CELLS:
             return None
-        measured = np.isin(np.arange(n_genes), context.measured_genes)
-        columns = GeneColumns(np.where(measured, np.arange(n_genes), -1).astype(np.int32), measured)
+        genes = np.arange(context.model.vocabulary.n_genes)
+        is_measured = np.isin(genes, context.measured_genes)
+        target = np.where(is_measured, genes, -1).astype(np.int32)
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
-            if len(names) < counts.shape[0]:
+            if len(names) < n_cells:
                 names += read_names(manifest.shard_path(shard), "obs").tolist()
-        own = [name.startswith(f"{context.dataset}:") for name in names[: counts.shape[0]]]
-        return cls(HiddenGenes(context, counts, hidden.genes, columns), np.array(own, bool))
+        of_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
+        columns = GeneColumns(target, is_measured)
+        trained = HiddenGenes(context, counts, hidden.genes, columns)
+        return cls(trained, np.array(of_dataset, bool))
 
     def groups(self) -> dict[str, np.ndarray]:
-        """Indices of the cells to fit on, by an ending of the rows' names: all cells and, if other
-        datasets are among them, which may lack hidden genes, those of the evaluated dataset.
+        """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
+        other datasets are among them, the cells of the evaluated dataset.
+
+        Other datasets may lack hidden genes.
         """
-        n_own = int(self.of_dataset.sum())
-        found = {"": np.arange(len(self.of_dataset))}
-        if FEWEST_CELLS <= n_own < len(self.of_dataset):
-            found[", training cells of the dataset"] = np.flatnonzero(self.of_dataset)
-        return found
+        n_cells = len(self.of_dataset)
+        n_of_dataset = int(self.of_dataset.sum())
+        groups = {"": np.arange(n_cells)}
+        if FEWEST_CELLS <= n_of_dataset < n_cells:
+            groups[", training cells of the dataset"] = np.flatnonzero(self.of_dataset)
+        return groups
 
     def predict(
-        self, tested: HiddenGenes, vectors: Mapping[ScoredMethod, np.ndarray], neighbors: int
+        self,
+        tested: HiddenGenes,
+        vectors: Mapping[ScoredMethod, np.ndarray],
+        neighbors: int,
     ) -> dict[ScoredMethod, np.ndarray]:
         """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors`."""
         model = self.hidden.context.model
         expression = self.hidden.expression()
         embedded = {
-            EMBEDDING: self.hidden.embedded(model.network),
-            UNTRAINED: self.hidden.embedded(model.untrained),
+            EMBEDDING: self.hidden.embed(model.network),
+            UNTRAINED: self.hidden.embed(model.untrained),
         }
+        n_tested = tested.counts.shape[0]
         predicted: dict[ScoredMethod, np.ndarray] = {}
         for note, cells in self.groups().items():
+            fitted_features = {}
+            tested_features = {}
+            for method, values in embedded.items():
+                fitted_features[add_note(method, note)] = values[cells]
+                tested_features[add_note(method, note)] = vectors[method]
             profiles = self.hidden.profiles[cells]
-            components = pca((len(cells), self.hidden.profiles.shape[1])).fit(profiles)
-            fitted = {add_note(method, note): values[cells] for method, values in embedded.items()}
-            given = {add_note(method, note): values for method, values in vectors.items()}
-            of_visible = add_note(COMPONENTS_OF_VISIBLE, note)
-            fitted[of_visible] = components.transform(profiles)
-            given[of_visible] = components.transform(tested.profiles)
-            predicted |= regressions(fitted, expression[cells], given, neighbors)
-            means = np.tile(expression[cells].mean(0), (tested.counts.shape[0], 1))
+            components = pca(profiles.shape).fit(profiles)
+            method = add_note(COMPONENTS_OF_VISIBLE, note)
+            fitted_features[method] = components.transform(profiles)
+            tested_features[method] = components.transform(tested.profiles)
+            predicted |= regressions(fitted_features, expression[cells], tested_features, neighbors)
+            means = np.tile(expression[cells].mean(0), (n_tested, 1))
             predicted[add_note(GENE_MEANS, note)] = means
         return predicted
 
@@ -163,19 +179,19 @@ def regressions(
 ) -> dict[ScoredMethod, np.ndarray]:
     """Expression (tested cells, G) by method, of regressions on `expression`, (fitted cells, G).
 
-    `fitted` and `tested` are features, (cells, width). Both scalings: standardising raises the
-    weight of small components, which helps or hurts depending on the number of cells.
+    `fitted` and `tested` are features, (cells, width). Features are used with and without
+    standardising, which raises the weight of small components and so helps or hurts depending on
+    the number of cells.
     """
     n_neighbors = min(neighbors, len(expression))
     predicted: dict[ScoredMethod, np.ndarray] = {}
     for method, values in fitted.items():
         for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
-            ridge = make_pipeline(scaler, RidgeCV(ALPHAS)).fit(values, expression)
-            nearest = make_pipeline(scaler, KNeighborsRegressor(n_neighbors)).fit(
-                values, expression
-            )
-            for name, regression in ((f"ridge{ending}", ridge), (f"{KNN}{ending}", nearest)):
-                predicted[replace(method, classifier=name)] = regression.predict(tested[method])
+            regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}
+            for name, regressor in regressors.items():
+                regression = make_pipeline(scaler, regressor).fit(values, expression)
+                classified = replace(method, classifier=f"{name}{ending}")
+                predicted[classified] = regression.predict(tested[method])
     return predicted
 
 
@@ -189,14 +205,14 @@ class Imputation(Task):
         if context.reader.ordered:
             raise Skipped("sequences and ranks have no expression")
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 9)
-        role, folds = self._folds(context, cells)
+        role, folds = self._split(context, cells)
         if not folds:
             raise Skipped(f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
         counts = read_rows(context.reader, cells)
-        genes = self._hidden(context, counts)
+        genes = self._choose_genes(context, counts)
         if not len(genes):
-            wanted = f"hidden_frac {self.config.hidden_frac:g}, min_cells {self.config.min_cells}"
-            raise Skipped(f"no gene can be hidden ({wanted}, {len(cells)} scored cells)")
+            limits = f"hidden_frac {self.config.hidden_frac:g}, min_cells {self.config.min_cells}"
+            raise Skipped(f"no gene can be hidden ({limits}, {len(cells)} scored cells)")
         n_measured = len(context.measured_genes)
         numbers = {
             "n_cells": len(cells),
@@ -208,17 +224,17 @@ class Imputation(Task):
         }
         hidden = HiddenGenes(context, counts, genes)
         trained = TrainingCells.of(hidden)
+        fitted_on = "no training cells with counts"
         if trained is not None:
             numbers["training_cells"] = len(trained.of_dataset)
             numbers["training_cells_of_dataset"] = int(trained.of_dataset.sum())
-        line = f"{len(genes):,} of {n_measured:,} measured genes are hidden, {len(cells):,} cells, folds of {role}"
-        n_fitted = (
-            "no training cells with counts"
-            if trained is None
-            else f"{len(trained.of_dataset):,} training cells"
+            fitted_on = f"{len(trained.of_dataset):,} training cells"
+        print(
+            f"{context.dataset}: imputation: {len(genes):,} of {n_measured:,} measured genes are hidden, "
+            f"{len(cells):,} cells, folds of {role}; fitted on {fitted_on}",
+            flush=True,
         )
-        print(f"{context.dataset}: imputation: {line}; fitted on {n_fitted}", flush=True)
-        columns = self._columns(hidden, self._predictions(hidden, trained, folds))
+        columns = self._tabulate(hidden, self._predict(hidden, trained, folds))
         judged = [
             column
             for column in columns
@@ -226,120 +242,129 @@ class Imputation(Task):
         ]
         return tabulate(columns, numbers, judged)
 
-    def _folds(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
-        """Role that is left out by value, or cells, and the folds."""
+    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
+        """Role whose values are left out, or "cells" for folds of cells, and the folds."""
+        folds: list[Split] = []
         for role in ("donor", "batch"):
-            if role in context.roles:
-                pairs = splits_of(context.roles[role].iloc[cells], self.config.most_folds)
-                large = [pair for pair in pairs if min(map(len, pair)) >= FEWEST_CELLS]
-                if large:
-                    return role, [(number, *pair) for number, pair in enumerate(large)]
+            if role not in context.roles:
+                continue
+            groups = context.roles[role].iloc[cells]
+            for train, test in split_groups(groups, self.config.most_folds):
+                if min(len(train), len(test)) >= FEWEST_CELLS:
+                    folds.append((len(folds), train, test))
+            if folds:
+                return role, folds
         options = context.options
         if len(cells) < FEWEST_CELLS * options.folds:
             return "cells", []
-        seeds = range(self.config.seeds)
-        folded = [
-            KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
-            for repetition in seeds
-        ]
-        return "cells", [
-            (number, *pair) for number, folds in enumerate(folded) for pair in folds.split(cells)
-        ]
+        for repetition in range(self.config.seeds):
+            splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
+            for train, test in splitter.split(cells):
+                folds.append((repetition, train, test))
+        return "cells", folds
 
-    def _hidden(self, context: Context, counts: Any) -> np.ndarray:
-        """Rows of the vocabulary to hide, ascending."""
+    def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
+        """Rows of the vocabulary to hide, ascending. Prints the listed genes that are not hidden."""
+        config = self.config
         vocabulary = context.model.vocabulary
         known_counts = select_columns(counts, context.columns.target, vocabulary.n_genes)
-        expressed = (
-            np.bincount(known_counts.indices, minlength=vocabulary.n_genes) >= self.config.min_cells
-        )
-        if self.config.genes is None:
-            known = np.flatnonzero(expressed)
-            n = min(
-                round(self.config.hidden_frac * len(known)), self.config.max_genes, len(known) - 1
-            )
-            return np.sort(seeded(context.options.seed, 10).permutation(known)[: max(n, 0)])
-        rows = rows_of_names(self.config.genes, vocabulary)
-        known = np.unique([row for row in rows.values() if row >= 0 and expressed[row]]).astype(
-            np.int64
-        )
-        if not 0 < len(known) < len(context.measured_genes):
+        n_cells = np.bincount(known_counts.indices, minlength=vocabulary.n_genes)
+        is_expressed = n_cells >= config.min_cells
+        if config.genes is None:
+            expressed = np.flatnonzero(is_expressed)
+            n = round(config.hidden_frac * len(expressed))
+            n = max(min(n, config.max_genes, len(expressed) - 1), 0)
+            drawn = seeded(context.options.seed, 10).permutation(expressed)[:n]
+            return np.sort(drawn)
+        row_of_name = rows_of_names(config.genes, vocabulary)
+        rows = []
+        left_out = []
+        for name, row in row_of_name.items():
+            if row >= 0 and is_expressed[row]:
+                rows.append(row)
+            else:
+                left_out.append(name)
+        genes = np.unique(rows).astype(np.int64)
+        if not 0 < len(genes) < len(context.measured_genes):
             raise DataError(
-                f"evaluate.tasks.imputation.genes: {len(known):,} of {len(rows):,} are genes of the model that "
-                f"{self.config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
+                f"evaluate.tasks.imputation.genes: {len(genes):,} of {len(row_of_name):,} are genes of the model that "
+                f"{config.min_cells} scored cells of {context.dataset} express (min_cells), expected one or more, "
                 "and others that are seen; name genes by Ensembl id or current symbol"
             )
-        left_out = sorted(name for name, row in rows.items() if row < 0 or not expressed[row])
         if left_out:
+            names = ", ".join(sorted(left_out))
             print(
-                f"{context.dataset}: imputation: not hidden, unknown or too rare: {', '.join(left_out)}",
+                f"{context.dataset}: imputation: not hidden, unknown or too rare: {names}",
                 flush=True,
             )
-        return known
+        return genes
 
-    def _columns(self, hidden: HiddenGenes, predictions: Iterator[Prediction]) -> list[ScoreColumn]:
-        """A column for each metric: means over the folds of a repetition, of the methods that have
-        the metric.
+    def _tabulate(
+        self, hidden: HiddenGenes, predictions: Iterable[Prediction]
+    ) -> list[ScoreColumn]:
+        """A column for each metric: means over the folds of a repetition, for methods that have the
+        metric.
         """
-        seen = hidden.expression()
-        n_units = {
-            metric: seen.shape[1] if metric.endswith("by gene") else len(seen) for metric in METRICS
-        }
-        # sums and numbers of scores, (2, repetitions, units), by metric and method
-        sums: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
-        for one in predictions:
-            for metric, scores in expression_scores(one.values, seen[one.cells]).items():
-                if one.method not in sums[metric]:
-                    sums[metric][one.method] = np.zeros((2, one.n_repetitions, n_units[metric]))
-                units = slice(None) if metric.endswith("by gene") else one.cells
-                found = sums[metric][one.method][:, one.repetition]
-                found[0, units] += np.nan_to_num(scores)
-                found[1, units] += np.isfinite(scores)
-        means = {
-            metric: {name: divide(*of) for name, of in sums[metric].items() if of[1].any()}
-            for metric in METRICS
-        }
-        return [
-            ScoreColumn(metric, words, means[metric])
-            for metric, words in METRICS.items()
-            if means[metric]
-        ]
+        measured = hidden.expression()
+        n_cells, n_genes = measured.shape
+        # (2, repetitions, units) by metric and method: sums, and numbers of scores
+        totals: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
+        for prediction in predictions:
+            scores = expression_scores(prediction.values, measured[prediction.cells])
+            for metric, unit_scores in scores.items():
+                units = prediction.cells
+                shape = (2, prediction.n_repetitions, n_cells)
+                if metric.endswith("by gene"):
+                    units = np.arange(n_genes)
+                    shape = (2, prediction.n_repetitions, n_genes)
+                total = totals[metric].setdefault(prediction.method, np.zeros(shape))
+                total[0, prediction.repetition, units] += np.nan_to_num(unit_scores)
+                total[1, prediction.repetition, units] += np.isfinite(unit_scores)
+        columns = []
+        for metric, words in METRICS.items():
+            means = {}
+            for method, (sums, n_scores) in totals[metric].items():
+                if n_scores.any():
+                    means[method] = divide(sums, n_scores)
+            if means:
+                columns.append(ScoreColumn(metric, words, means))
+        return columns
 
-    def _predictions(
+    def _predict(
         self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Split]
     ) -> Iterator[Prediction]:
-        """Predictions of the test cells of each fold: by the model and what is fitted on training
-        cells, then by what is fitted on the other folds.
+        """Predictions of the test cells of each fold: by the model and methods fitted on training
+        cells, then by methods fitted on the other folds.
         """
         model = hidden.context.model
         n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
         vectors = {
-            EMBEDDING: hidden.embedded(model.network),
-            UNTRAINED: hidden.embedded(model.untrained),
+            EMBEDDING: hidden.embed(model.network),
+            UNTRAINED: hidden.embed(model.untrained),
         }
-        of_training_cells: dict[ScoredMethod, np.ndarray] = {}
+        by_method: dict[ScoredMethod, np.ndarray] = {}
         decoded = decode_expression(hidden, vectors[EMBEDDING])
         if decoded is not None:
-            of_training_cells[replace(EMBEDDING, classifier="decoder")] = decoded
+            by_method[replace(EMBEDDING, classifier="decoder")] = decoded
         if trained is not None:
-            of_training_cells |= trained.predict(hidden, vectors, self.config.neighbors)
+            by_method |= trained.predict(hidden, vectors, self.config.neighbors)
         for repetition, _, test in folds:
-            for method, values in of_training_cells.items():
+            for method, values in by_method.items():
                 yield Prediction(method, repetition, n_repetitions, test, values[test])
         expression = hidden.expression()
         profiles = hidden.profiles
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
             features = vectors | {COMPONENTS_OF_VISIBLE: components.transform(profiles)}
-            fitted = {fitted_in_folds(method): values[train] for method, values in features.items()}
-            tested = {fitted_in_folds(method): values[test] for method, values in features.items()}
+            fitted = {note_folds(method): values[train] for method, values in features.items()}
+            tested = {note_folds(method): values[test] for method, values in features.items()}
             predicted = regressions(fitted, expression[train], tested, self.config.neighbors)
             means = np.tile(expression[train].mean(0), (len(test), 1))
-            predicted[fitted_in_folds(GENE_MEANS)] = means
+            predicted[note_folds(GENE_MEANS)] = means
             for method, values in predicted.items():
                 yield Prediction(method, repetition, n_repetitions, test, values)
 
 
-def fitted_in_folds(method: ScoredMethod) -> ScoredMethod:
+def note_folds(method: ScoredMethod) -> ScoredMethod:
     """The method fitted on other cells than the model: a row of its own, in no verdict."""
     return replace(add_note(method, ", folds of scored cells"), kind="variant")

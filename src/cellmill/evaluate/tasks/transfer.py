@@ -135,7 +135,7 @@ def transfer_features(
     # each of the lists below is of fitted and of tested cells
     def embed_shared(network: Model) -> list[np.ndarray]:
         parts = [
-            HiddenGenes(group.context, group.counts, hidden).embedded(network) for group in groups
+            HiddenGenes(group.context, group.counts, hidden).embed(network) for group in groups
         ]
         return [np.concatenate(parts[:-1]), parts[-1]]
 
