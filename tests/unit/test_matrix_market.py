@@ -3,11 +3,13 @@ says what to do.
 """
 
 import gzip
+import io
 import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,20 +342,37 @@ def test_compiled_parsing_gives_the_numbers_that_python_reads(
     assert read(tmp_path) == TRUTH
 
 
-def test_decimals_are_parsed_to_the_nearest_double() -> None:
-    parse_lines = lines._compiled()
+def read_compiled(text: str) -> list[float]:
+    """Values that the compiled loop reads, as if of so many that compiling is worth its time."""
+    content = io.BytesIO(text.encode())
+    pieces = lines.read_triples(Path("a.mtx"), content, np.float64, (1, 1), n_values=1 << 30)
+    [(_, _, values)] = pieces
+    return values.tolist()  # type: ignore[no-any-return]
+
+
+def test_decimals_are_parsed_to_the_nearest_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(lines.pd, "read_csv", None)
     texts = ["0.1", "123456.789", "1e-5", "3.3333333333", "9007199254740.25", "1.5E2", "12e-3"]
-    text = "".join(f"1 1 {value}\n" for value in texts).encode()
-    n = len(texts)
-    rows = np.empty(n, np.int32)
-    columns = np.empty(n, np.int32)
-    values = np.empty(n)
-    content = np.frombuffer(text, np.uint8)
-    assert parse_lines(content, rows, columns, values, 1, 1, lines._POWERS, False) == n
-    assert values.tolist() == [float(value) for value in texts]
-    for damaged in ("1 1 x", "1 1", "2 1 5", "0 1 5", "1 1 5 6", "1 1 1.5.2", "1  1", "-1 1 5", ""):
-        content = np.frombuffer(f"{damaged}\n".encode(), np.uint8)
-        assert parse_lines(content, rows, columns, values, 1, 1, lines._POWERS, False) == -1
+    values = read_compiled("".join(f"1 1 {text}\n" for text in texts))
+    assert values == [float(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "line", ["1 1 x", "1 1", "2 1 5", "0 1 5", "1 1 5 6", "1 1 1.5.2", "1  1", "-1 1 5"]
+)
+def test_the_compiled_loop_leaves_odd_lines_to_pandas(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PandasIsAsked(BaseException):
+        """Not an Exception, which the reader would turn into a line."""
+
+    def read_csv(*_: Any, **__: Any) -> None:
+        raise PandasIsAsked
+
+    monkeypatch.setattr(lines.pd, "read_csv", read_csv)
+    with pytest.raises(PandasIsAsked):
+        read_compiled(f"{line}\n")
 
 
 def test_whole_numbers_of_more_than_31_bits_are_refused(tmp_path: Path) -> None:
