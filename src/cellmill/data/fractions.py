@@ -25,8 +25,8 @@ import scipy.sparse as sp
 
 from cellmill.data.keys import hash_text, splitmix64
 
-_CELLS = 200  # of a block, that are looked at
-_FEWEST = 5  # values of a cell; fewer say nothing
+_CELLS = 200  # cells of a block that are looked at
+_FEWEST = 5  # values of a cell; fewer show nothing
 _FEWEST_COLUMNS = 20
 _DENSE = 0.9  # share of nonzero values
 _SMALL = 0.5
@@ -43,7 +43,7 @@ _LOG_MAX = 20.0  # 2^20 is a million, the sum of normalised values of a cell
 
 
 class Looks(NamedTuple):
-    """What values with fractions look like."""
+    """A kind of values with fractions."""
 
     text: str
     may_be_counts: bool
@@ -58,7 +58,7 @@ ONE_SUM = Looks("normalised: all cells have one sum", False)
 
 
 def describe_fractions(matrix: sp.csr_matrix) -> Looks:
-    """What a block of cells looks like, of which some values are fractional."""
+    """Kind of a block of cells with fractional values."""
     cells = matrix[:_CELLS].astype(np.float64)
     cells.eliminate_zeros()
     values = cells.data
@@ -84,7 +84,7 @@ def describe_fractions(matrix: sp.csr_matrix) -> Looks:
 
 
 def describe_negatives(matrix: sp.csr_matrix) -> str:
-    """What a block with negative values looks like: centred genes are negative in about half of the
+    """Words for a block with negative values; centred genes are negative in about half of the
     cells.
     """
     cells = matrix[:_CELLS].astype(np.float64)
@@ -97,23 +97,23 @@ def describe_negatives(matrix: sp.csr_matrix) -> str:
 def _is_imputed(cells: sp.csr_matrix) -> bool:
     genes = np.unique(cells.indices)
     n_cells = cells.shape[0]
-    if (
-        len(genes) < _FEWEST_COLUMNS
-        or n_cells < _FEWEST
-        or cells.nnz < _DENSE * len(genes) * n_cells
-    ):
+    if len(genes) < _FEWEST_COLUMNS or n_cells < _FEWEST:
+        return False
+    if cells.nnz < _DENSE * len(genes) * n_cells:
         return False
     dense = cells[:, genes].toarray()
-    dispersion = dense.var(axis=0) / dense.mean(axis=0)
-    return bool(
-        (cells.data < _SMALL).mean() > _MANY_SMALL or np.median(dispersion) < _LEAST_DISPERSION
-    )
+    dispersion = np.median(dense.var(axis=0) / dense.mean(axis=0))
+    has_many_small = (cells.data < _SMALL).mean() > _MANY_SMALL
+    return bool(has_many_small or dispersion < _LEAST_DISPERSION)
 
 
 def _are_square_roots(values: np.ndarray) -> bool:
-    small = values[(values > 0) & (values < _SQRT_MAX)]
-    inverses = small**2, ((small**2 - 1) / (2 * small)) ** 2
-    return len(small) >= _FEWEST and max(map(_share_of_whole, inverses)) >= _CONSISTENT
+    roots = values[(values > 0) & (values < _SQRT_MAX)]
+    if len(roots) < _FEWEST:
+        return False
+    squares = roots**2
+    freeman_tukey = ((squares - 1) / (2 * roots)) ** 2
+    return max(_share_of_whole(squares), _share_of_whole(freeman_tukey)) >= _CONSISTENT
 
 
 def _exp2m1(values: np.ndarray) -> np.ndarray:
@@ -121,8 +121,8 @@ def _exp2m1(values: np.ndarray) -> np.ndarray:
 
 
 def _has_units(cells: sp.csr_matrix) -> bool:
-    """True if the values of nearly every cell are multiples of its smallest one, or of a half or
-    third of that.
+    """True if the values of nearly every cell are multiples of its smallest value, or of a half or
+    third of it.
     """
     shares = []
     for start, stop in pairwise(cells.indptr.tolist()):
@@ -160,9 +160,10 @@ class StochasticRounding:
         whole = np.floor(values)
         fractions = values - whole
         for row, (start, stop) in enumerate(pairwise(matrix.indptr.tolist()), first):
+            genes = matrix.indices[start:stop]
             cell_key = splitmix64(np.array([self._key ^ np.uint64(row)], np.uint64))
-            drawn = splitmix64(self._genes.take(matrix.indices[start:stop]) ^ cell_key)
-            order = np.lexsort((matrix.indices[start:stop], drawn))
+            draws = splitmix64(self._genes.take(genes) ^ cell_key)
+            order = np.lexsort((genes, draws))
             offset = float(splitmix64(cell_key)[0] >> np.uint64(11)) * 2.0**-53
             line = np.floor(np.cumsum(fractions[start:stop][order]) + offset)
             whole[start:stop][order] += np.diff(line, prepend=0.0)

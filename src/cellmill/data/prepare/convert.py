@@ -58,22 +58,12 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
     cell has a gene twice.
     """
     cells = _read_dataset(folder)
-    types = optional_package("pyarrow.types", "arrow")
-    plain = (
-        types.is_string,
-        types.is_large_string,
-        types.is_boolean,
-        types.is_integer,
-        types.is_floating,
-    )
     names = [name for name in cells.column_names if name not in (TOKENS, _LENGTH)]
-    of_plain = [name for name in names if any(is_kind(cells.field(name).type) for is_kind in plain)]
-    # which .h5ad cannot have
-    kept = [name for name in of_plain if name != "_index" and "/" not in name]
+    kept = [name for name in names if _fits_h5ad(name, cells.field(name).type)]
     with reading(folder):
-        obs = as_obs(
-            cells.select(kept).to_pandas(), [f"cell_{row}" for row in range(cells.num_rows)]
-        )
+        frame = cells.select(kept).to_pandas()
+        obs = as_obs(frame, [f"cell_{row}" for row in range(cells.num_rows)])
+    # gene of each token
     column = np.full(max(tokens.values()) + 1, _UNKNOWN, np.int32)
     column[[int(tokens[name]) for name in _ENDS if name in tokens]] = _NO_GENE
     column[[int(tokens[gene]) for gene in genes.gene_ids]] = np.arange(genes.n_genes)
@@ -89,6 +79,19 @@ def convert_tokens(folder: Path, tokens: Mapping[str, int], genes: Vocabulary, o
         f"{out}: {len(obs):,} cells, {n_values / len(obs):,.0f} genes each in rank order, without counts: for "
         f"tokens.tokenizer rank and the objectives masked_gene and next_gene{ignored}"
     )
+
+
+def _fits_h5ad(name: str, kind: Any) -> bool:
+    """True for a column of text, booleans or numbers with a name that .h5ad can have."""
+    types = optional_package("pyarrow.types", "arrow")
+    is_plain = (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_boolean(kind)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+    )
+    return is_plain and name != "_index" and "/" not in name
 
 
 def _read_dataset(folder: Path) -> Any:
@@ -143,30 +146,31 @@ def _rank_blocks(
         with reading(folder):
             lists = batch.column(0)
             lengths = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-            found = lists.flatten().to_numpy(zero_copy_only=False)
-            if lists.null_count or found.dtype.kind not in "iu":
+            tokens = lists.flatten().to_numpy(zero_copy_only=False)
+            if lists.null_count or tokens.dtype.kind not in "iu":
                 raise DataError(
                     f"{folder}: damaged: a cell has no tokens, or one that is not a number"
                 )
-        columns = _rows_of(column, found, _UNKNOWN)
+        columns = _rows_of(column, tokens, _UNKNOWN)
         cell = np.repeat(np.arange(len(lengths)), lengths)
         unknown = columns == _UNKNOWN
         if unknown.any():
             wrong = int(unknown.argmax())
             raise DataError(
-                f"{folder}: token {found[wrong]} of cell {first + cell[wrong]:,} is no gene with a median; give the "
+                f"{folder}: token {tokens[wrong]} of cell {first + cell[wrong]:,} is no gene with a median; give the "
                 "dictionaries with which the cells were tokenized (--dictionaries)"
             )
-        columns, cell = columns[columns >= 0], cell[columns >= 0]
+        is_gene = columns >= 0
+        columns = columns[is_gene]
+        cell = cell[is_gene]
         keys = np.sort(cell * np.int64(n_genes) + columns)
         repeated = keys[1:][keys[1:] == keys[:-1]]
         if repeated.size:
             number = first + int(repeated[0]) // n_genes
             raise DataError(f"{folder}: cell {number:,} has a gene twice; expected ranks")
         starts = row_offsets(np.bincount(cell, minlength=len(lengths)))
-        yield sp.csr_matrix(
-            (np.ones(len(columns), np.uint16), columns, starts), shape=(len(lengths), n_genes)
-        )
+        ones = np.ones(len(columns), np.uint16)
+        yield sp.csr_matrix((ones, columns, starts), shape=(len(lengths), n_genes))
         first += len(lengths)
 
 
@@ -212,7 +216,8 @@ class _PaddedShards(StoredMatrix):
             ("gene_indices", WHOLE, 2),
             ("n_genes", WHOLE, 1),
         ):
-            require_file(path := shard / f"{name}.npy")
+            path = shard / f"{name}.npy"
+            require_file(path)
             with reading(path):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             arrays.append(require_kind(path, name, array, kinds, n_dims))
@@ -234,19 +239,17 @@ class _PaddedShards(StoredMatrix):
                     width = values.shape[1]
                     if len(n) and not 0 <= n.min() <= n.max() <= width:
                         raise DataError(f"{shard}: n_genes is outside 0 to {width:,}: damaged")
-                    is_own = np.arange(width) < n[:, None]
-                    found = np.asarray(indices[first : first + block])[is_own]
-                    data = native(values[first : first + block])[is_own]
-                rows = _rows_of(self._row, found, -1)
+                    is_value = np.arange(width) < n[:, None]  # the rest is padding
+                    genes = np.asarray(indices[first : first + block])[is_value]
+                    data = native(values[first : first + block])[is_value]
+                rows = _rows_of(self._row, genes, -1)
                 if (rows < 0).any():
-                    wrong = found[int((rows < 0).argmax())]
+                    wrong = genes[int((rows < 0).argmax())]
                     raise DataError(
                         f"{shard}: gene index {wrong} is not in the gene vocabulary: damaged"
                     )
-                starts = row_offsets(n)
-                yield sp.csr_matrix(
-                    (data, rows.astype(np.int32), starts), shape=(len(n), self.shape[1])
-                )
+                shape = (len(n), self.shape[1])
+                yield sp.csr_matrix((data, rows.astype(np.int32), row_offsets(n)), shape=shape)
 
 
 def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
@@ -254,30 +257,28 @@ def _genes(path: Path, made_with: str) -> tuple[list[str], np.ndarray]:
     tree: Any = read_json(path)
     if isinstance(tree, list) and all(isinstance(name, str) for name in tree):
         tree = {name: row + _SPECIAL for row, name in enumerate(dict.fromkeys(tree))}
-    whole = (
-        isinstance(tree, dict)
-        and all(type(n) is int and 0 <= n < 2**24 for n in tree.values())
-        and bool(tree)
-    )
-    if not whole or len(set(tree.values())) < len(tree):
+    numbers = list(tree.values()) if isinstance(tree, dict) else []
+    are_whole = all(type(n) is int and 0 <= n < 2**24 for n in numbers)
+    if not numbers or not are_whole or len(set(numbers)) < len(numbers):
         raise DataError(
             f"{path}: expected a gene vocabulary of scModelForge: a list of genes, or each with its index"
         )
-    digest = hashlib.md5(
-        json.dumps(tree, sort_keys=True).encode(), usedforsecurity=False
-    ).hexdigest()
+    text = json.dumps(tree, sort_keys=True)
+    digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
     if digest != made_with:
         raise DataError(
             f"{path}: its hash is {digest[:12]}, the shards were made with {made_with[:12]}; give theirs"
         )
-    row_of_index = np.full(max(tree.values()) + 1, -1, np.int32)
-    row_of_index[list(tree.values())] = np.arange(len(tree))
+    row_of_index = np.full(max(numbers) + 1, -1, np.int32)
+    row_of_index[numbers] = np.arange(len(numbers))
     return list(tree), row_of_index
 
 
 def _shard_obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
     frames = []
+    names = []
     for number, n in enumerate(sizes):
+        names += [f"{number:03d}_{row}" for row in range(n)]
         frame = pd.DataFrame(index=range(n))
         path = folder / f"shard_{number:03d}" / "obs.parquet"
         if path.is_file():
@@ -289,5 +290,4 @@ def _shard_obs(folder: Path, sizes: list[int]) -> pd.DataFrame:
         if len(frame) != n:
             raise DataError(f"{path}: expected {n:,} cells, as manifest.json, got {len(frame):,}")
         frames.append(frame)
-    names = [f"{number:03d}_{row}" for number, n in enumerate(sizes) for row in range(n)]
     return as_obs(pd.concat([pd.DataFrame(), *frames], ignore_index=True), names)
