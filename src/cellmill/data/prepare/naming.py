@@ -1,6 +1,4 @@
-"""Genes of a dataset: the Ensembl id of each row of var, its organism, and the refusal of names
-that are not known.
-"""
+"""Genes of a dataset: the Ensembl id of each row of var, and the refusal of unknown names."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.errors import ConfigError, DataError
 
-_TYPES = 5  # of features, that a message lists
+_TYPES = 5  # types of features that a message lists
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,12 @@ class Genes:
     unnamed: np.ndarray  # columns of these without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
     names: np.ndarray  # name of each var row in the column that names it; object
-    own_ids: list[str]  # of the genes, in the organism of the dataset
+    own_ids: list[str]  # ids of the genes in the organism of the dataset
 
 
 def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
-    """Genes of a dataset, by id as in every vocabulary: later stages then need not sort the genes
-    of a cell.
+    """Genes of a dataset, sorted by id as in every vocabulary: later stages then need not sort the
+    genes of a cell.
 
     Raises DataError below `min_coverage_frac` or without orthologs, ConfigError for options that
     require an organism.
@@ -69,15 +67,14 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     own_ids = mapped.gene_ids
     reference = options.reference_organism
     if reference is not None:
-        mapped = map_orthologs(
-            mapped, reference, None if options.orthologs is None else Path(options.orthologs)
-        )
+        table = None if options.orthologs is None else Path(options.orthologs)
+        mapped = map_orthologs(mapped, reference, table)
         if not any(mapped.gene_ids):
             raise DataError(
                 f"{reader.path}: none of {mapped.coverage.n_with_id:,} {options.organism} genes has a one-to-one "
                 f"ortholog in {reference}; give a table that has them (preprocess.orthologs)"
             )
-    carriers: dict[str, list[int]] = {}  # entries by id
+    carriers: dict[str, list[int]] = {}  # positions of the names of each id
     for i, gene in enumerate(mapped.gene_ids):
         if gene:
             carriers.setdefault(gene, []).append(i)
@@ -86,6 +83,10 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
     numbers = {gene: number for number, gene in enumerate(gene_ids)}
     target[rows] = [numbers.get(gene, -1) for gene in mapped.gene_ids]
     first = [carriers[gene][0] for gene in gene_ids]
+    summed = {}
+    for gene, positions in carriers.items():
+        if len(positions) > 1:
+            summed[gene] = [mapped.names[i] for i in positions]
     shown = np.array(reader.var_names, dtype=object)
     shown[rows] = mapped.names
     return Genes(
@@ -96,11 +97,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         coverage=mapped.coverage,
         rows=rows,
         unnamed=np.array(unnamed, np.int64),
-        summed={
-            gene: [mapped.names[i] for i in found]
-            for gene, found in carriers.items()
-            if len(found) > 1
-        },
+        summed=summed,
         names=shown,
         own_ids=[own_ids[i] for i in first],
     )
@@ -137,25 +134,20 @@ def _check_coverage(
         f"{path}: {coverage.n_with_id:,} of {coverage.n_genes:,} genes ({coverage.frac:.1%}) map to a "
         f"{organism} Ensembl id, preprocess.min_coverage_frac is {options.min_coverage_frac:g}"
     )
-    others = {
-        other: map_genes(names, var, other).coverage.frac
-        for other in ORGANISMS
-        if other != organism
-    }
-    other = max(others, key=lambda name: others[name])
-    if others[other] > coverage.frac and others[other] >= max(options.min_coverage_frac, FITS_WELL):
-        raise DataError(
-            f"{text}; {others[other]:.1%} map as {other}: set preprocess.organism to {other}"
-        )
+    for other in ORGANISMS:
+        frac = map_genes(names, var, other).coverage.frac
+        if frac > coverage.frac and frac >= max(options.min_coverage_frac, FITS_WELL):
+            raise DataError(
+                f"{text}; {frac:.1%} map as {other}: set preprocess.organism to {other}"
+            )
     unknown = [name for name, gene in zip(mapped.names, mapped.gene_ids) if not gene]
     text += f"; unknown: {', '.join(map(repr, unknown[:3]))}"
     if coverage.by_column:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in coverage.by_column.items())
         text += f"; share of names that are genes, by column of var: {shares}"
-    family = describe_names(unknown, organism)
-    remedy = (
-        "name genes by Ensembl id or symbol, or lower the threshold" if family is None else family
-    )
+    remedy = describe_names(unknown, organism)
+    if remedy is None:
+        remedy = "name genes by Ensembl id or symbol, or lower the threshold"
     if coverage.by_column:
         remedy += "; set the dataset's gene_column to take a certain column"
     raise DataError(f"{text}; {remedy}")

@@ -37,35 +37,32 @@ from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation
 from cellmill.errors import DataError
 from cellmill.files import named_errors, progress
 
-_BLOCK = 512  # cells at a time at most, whose numbers fit into a core's cache
+_BLOCK = 512  # most cells at a time: their numbers fit into a core's cache
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MANY_ROWS = 1000
 _COUNTS_OF_NO_CELL = 20  # median over rows
 BINS = 40  # of each histogram in the report
 QUALITY = ("min_genes", "min_counts", "max_mito_frac")  # options of quality control
 DROPPED = ("filter", "no counts", *QUALITY, "no gene left")
-"""Reasons to drop a cell; the first that holds counts. The last: min_cells dropped all its genes.
-"""
+"""Reasons to drop a cell; the first that holds counts. In the last, min_cells dropped all genes."""
 SEQUENCES_DROPPED = ("filter", "no residues", "min_counts", "duplicate")
 """Reasons to drop a sequence; the first that holds counts."""
 RANKED_DROPPED = ("filter", "no genes", "min_genes", "duplicate")
-"""The same of a cell of ranks."""
+"""Reasons to drop a cell of ranks; the first that holds counts."""
 
 
 class RowSpill:
-    """Blocks of counts of `n_columns` columns; `add` all of them, then read `blocks`. Memory holds
-    one.
+    """Blocks of counts of `n_columns` columns on disk; `add` all of them, then read `blocks`.
 
-    The file is beside `out` and has no name, so a killed process leaves none. OSError names `out`
-    on a full disk.
+    Memory holds one block. The file is in the folder of `out` and has no name, so a killed process
+    leaves none. OSError names `out` on a full disk.
     """
 
     def __init__(self, out: Path, n_columns: int) -> None:
         self._out = out
         self._n_columns = n_columns
         self._blocks: list[tuple[np.ndarray, np.dtype]] = []  # indptr and dtype of the counts
-        # two bytes, which take half of the time to write, for most inputs
-        self._column = count_dtype(n_columns - 1)
+        self._column = count_dtype(n_columns - 1)  # for most inputs two bytes, written faster
         out.parent.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=out.parent)  # noqa: SIM115 - closed by close()
         self.close = self._file.close
@@ -83,13 +80,14 @@ class RowSpill:
         with named_errors(self._out):
             self._file.seek(0)  # writes what is buffered
         for indptr, dtype in self._blocks:
-            columns, counts = (
-                np.frombuffer(self._file.read(int(indptr[-1]) * kind.itemsize), kind)
-                for kind in (self._column, dtype)
-            )
-            yield sp.csr_matrix(
-                (counts, columns.astype(np.int32), indptr), shape=(len(indptr) - 1, self._n_columns)
-            )
+            n = int(indptr[-1])
+            columns = self._read(n, self._column).astype(np.int32)
+            counts = self._read(n, dtype)
+            shape = (len(indptr) - 1, self._n_columns)
+            yield sp.csr_matrix((counts, columns, indptr), shape=shape)
+
+    def _read(self, n: int, dtype: np.dtype) -> np.ndarray:
+        return np.frombuffer(self._file.read(n * dtype.itemsize), dtype)
 
 
 def preprocess_cells(
@@ -117,25 +115,20 @@ def preprocess_cells(
             raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
         ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
         var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
-        passed = progress(
-            passing.blocks(),
-            f"preprocess {reader.path.stem}, writing",
-            int((cells.reason < 0).sum()),
-        )
-        blocks = _kept_rows(passed, keep_gene, cells)
-        dtype = count_dtype(cells.largest)
-        gzip = options.compression
+        n_passed = int((cells.reason < 0).sum())
+        label = f"preprocess {reader.path.stem}, writing"
+        spilled = progress(passing.blocks(), label, n_passed)
         recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
         if normalisation is not None:
             recorded[GENE_LENGTH] = f"normalised: {full_length}"
         write_cells(
             out,
-            lambda: chosen.kept(cells.reason < 0),
+            lambda: chosen.kept(cells.reason < 0),  # called after the rows, which mark more cells
             var,
-            blocks,
+            _keep_rows(spilled, keep_gene, cells),
             nnz,
-            dtype,
-            compression=gzip,
+            count_dtype(cells.largest),
+            compression=options.compression,
             recorded=recorded,
         )
     report = _report(reader, options, genes, cells, keep_gene)
@@ -162,6 +155,8 @@ def _describe_protocols(full_length: FullLengthCells, options: Preprocess) -> st
 
 @dataclass
 class _Cells:
+    """Measures of all cells of a file, and of the genes in those that are kept."""
+
     measures: dict[str, np.ndarray]  # n_genes, n_counts and mito_frac
     reason: np.ndarray  # index into DROPPED, -1 for a kept cell
     detected: np.ndarray  # number of kept cells in which each gene is detected
@@ -195,24 +190,21 @@ def _measure(
     largest = 0
     first = 0
     is_left_out = genes.target < 0
-    for raw in progress(
-        reader.rows(min(options.row_block, _BLOCK)), f"preprocess {reader.path.stem}", n
-    ):
+    raw_blocks = reader.rows(min(options.row_block, _BLOCK))
+    for raw in progress(raw_blocks, f"preprocess {reader.path.stem}", n):
         block = select_columns(raw, genes.target, size, f"{reader.path}: columns of one gene")
         if normalisation is not None:
             block = normalisation.apply(block, first)
         rows = slice(first, first + block.shape[0])
         if is_left_out.any():
             entries = np.flatnonzero(is_left_out.take(raw.indices))
-            left_out += np.bincount(
-                raw.indices[entries], weights=raw.data[entries], minlength=reader.n_vars
-            )
-        n_genes[rows], n_counts[rows] = np.diff(block.indptr), row_sums(block.data, block.indptr)
+            left_out += np.bincount(raw.indices[entries], raw.data[entries], reader.n_vars)
+        n_genes[rows] = np.diff(block.indptr)
+        n_counts[rows] = row_sums(block.data, block.indptr)
+        # few entries are mitochondrial: a search is faster than a row number for every entry
         entries = np.flatnonzero(genes.is_mito.take(block.indices))
         cell_of_entry = np.searchsorted(block.indptr, entries, side="right") - 1
-        mito_counts = np.bincount(
-            cell_of_entry, weights=block.data[entries], minlength=block.shape[0]
-        )
+        mito_counts = np.bincount(cell_of_entry, block.data[entries], block.shape[0])
         mito_frac[rows] = mito_counts / np.maximum(n_counts[rows], 1)
         checks = (
             ~keep[rows],
@@ -232,7 +224,7 @@ def _measure(
     return _Cells(measures, reason, detected, largest, left_out[genes.unnamed], total)
 
 
-def _kept_rows(
+def _keep_rows(
     spilled_rows: Iterable[sp.csr_matrix], keep_gene: np.ndarray, cells: _Cells
 ) -> Iterator[sp.csr_matrix]:
     """Rows of the kept genes. Marks cells that min_cells left without genes in `cells.reason`."""
@@ -260,9 +252,10 @@ def _nothing_left(cells: _Cells, keep_gene: np.ndarray, options: Preprocess) -> 
     if tally["no counts"] == n:
         return f"none of {n:,} cells is left after QC: none has a count"
     limits = {name: f" {getattr(options, name):g}" for name in QUALITY}
-    parts = [
-        f"{name}{limits.get(name, '')} drops {count:,}" for name, count in tally.items() if count
-    ]
+    parts = []
+    for name, count in tally.items():
+        if count:
+            parts.append(f"{name}{limits.get(name, '')} drops {count:,}")
     option, change = strictest(tally)
     advice = describe_sparse(cells.measures["n_counts"]) or f"{change} preprocess.{option}"
     return f"none of {n:,} cells is left after QC: {', '.join(parts)}; {advice}"
@@ -280,8 +273,8 @@ def describe_sparse(n_counts: np.ndarray) -> str | None:
 
 
 def strictest(dropped: Mapping[str, int]) -> tuple[str, str]:
-    """The option of quality control that drops most cells, and what to do with it to keep them:
-    lower, or raise.
+    """The option of quality control that drops most cells, and whether to lower or raise it to keep
+    them.
     """
     option = max(QUALITY, key=lambda name: dropped.get(name, 0))
     return option, "raise" if option == "max_mito_frac" else "lower"
@@ -296,23 +289,17 @@ def _report(
     coverage = genes.coverage
     lost = cells.unnamed_sums
     most_lost = genes.unnamed[np.argsort(-lost, kind="stable")][:LOST_NAMES]
+    dropped_genes = {
+        "not gene expression": reader.n_vars - len(genes.rows),
+        "no Ensembl id": coverage.ambiguous + coverage.unmapped,
+    }
+    if coverage.reference is not None:
+        dropped_genes["no ortholog"] = coverage.n_with_id - coverage.orthologs
+    n_summed = int((genes.target >= 0).sum()) - len(genes.gene_ids)
+    dropped_genes |= {"summed into another": n_summed, "min_cells": int((~keep_gene).sum())}
     return {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": cells.tally()},
-        "genes": {
-            "in": reader.n_vars,
-            "out": int(keep_gene.sum()),
-            "dropped": {
-                "not gene expression": reader.n_vars - len(genes.rows),
-                "no Ensembl id": coverage.ambiguous + coverage.unmapped,
-                **(
-                    {"no ortholog": coverage.n_with_id - coverage.orthologs}
-                    if coverage.reference is not None
-                    else {}
-                ),
-                "summed into another": int((genes.target >= 0).sum()) - len(genes.gene_ids),
-                "min_cells": int((~keep_gene).sum()),
-            },
-        },
+        "genes": {"in": reader.n_vars, "out": int(keep_gene.sum()), "dropped": dropped_genes},
         "coverage": {
             **coverage.as_json(),
             "summed": dict(islice(genes.summed.items(), 10)),
@@ -333,14 +320,16 @@ def distributions(
     """Entries of a QC report: quantiles and histograms of measures of cells, before and after QC,
     and the options.
 
-    Bins are equal on a log scale, whose first bin includes zeros; bins of `mito_frac` on a linear
-    one.
+    Bins are equal on a log scale, whose first bin includes zeros; for `mito_frac`, on a linear
+    scale.
     """
     quantiles = {}
     histograms = {}
     for name, values in measures.items():
-        before, after = (np.quantile(some, QUANTILES).tolist() for some in (values, values[kept]))
-        quantiles[name] = {"before": before, "after": after}
+        quantiles[name] = {
+            "before": np.quantile(values, QUANTILES).tolist(),
+            "after": np.quantile(values[kept], QUANTILES).tolist(),
+        }
         if name == "mito_frac":
             edges = np.linspace(0, max(float(values.max()), 0.05), BINS + 1)
         else:
@@ -348,10 +337,11 @@ def distributions(
             values = np.maximum(values, 1)
         # rounding may have moved the last edge below the maximum
         edges[-1] = max(edges[-1], float(values.max()))
-        n_before, n_after = (
-            np.histogram(some, edges)[0].tolist() for some in (values, values[kept])
-        )
-        histograms[name] = {"edges": edges.tolist(), "before": n_before, "after": n_after}
+        histograms[name] = {
+            "edges": edges.tolist(),
+            "before": np.histogram(values, edges)[0].tolist(),
+            "after": np.histogram(values[kept], edges)[0].tolist(),
+        }
     return {
         "quantiles": quantiles | {"at": list(QUANTILES)},
         "histograms": histograms,
@@ -362,8 +352,8 @@ def distributions(
 def preprocess_sequences(
     reader: CountsReader, options: Preprocess, out: Path, columns: ObsColumns = NO_COLUMNS
 ) -> dict[str, Any]:
-    """Write the sequences of `reader` that stay to `out`; return the report, JSON-able and of the
-    form of cells'.
+    """Write the sequences of `reader` that stay to `out`; return the report, in the form of that on
+    cells.
 
     Raises DataError when a column of `keep_obs` or `columns` is missing, or nothing is left.
     """
@@ -378,7 +368,7 @@ def preprocess_sequences(
             f"{reader.path}: none of {reader.n_obs:,} {what} is left: {dropped}; lower {names[2]}"
         )
 
-    def kept_rows() -> Iterator[sp.csr_matrix]:
+    def read_kept() -> Iterator[sp.csr_matrix]:
         first = 0
         for block in reader.rows(options.row_block):
             yield block[np.flatnonzero(kept[first : first + block.shape[0]])]
@@ -386,20 +376,19 @@ def preprocess_sequences(
 
     nnz = int(lengths[kept].sum())
     dtype = count_dtype(1)
-    ranked = reader.ranked
     write_cells(
         out,
         chosen.kept(kept),
         reader.var,
-        kept_rows(),
+        read_kept(),
         nnz,
         dtype,
-        True,
-        options.compression,
-        ranked,
+        ordered=True,
+        compression=options.compression,
+        ranked=reader.ranked,
     )
     n = reader.n_vars
-    measure = "n_genes" if ranked else "n_residues"
+    measure = "n_genes" if reader.ranked else "n_residues"
     report = {
         "cells": {"in": reader.n_obs, "out": int(kept.sum()), "dropped": dropped},
         "genes": {"in": n, "out": n, "dropped": {}},
@@ -420,14 +409,12 @@ def _measure_sequences(
     seen = set[bytes]()
     least = options.min_genes if reader.ranked else options.min_counts
     unit = "cells" if reader.ranked else "sequences"
-    for block in progress(
-        reader.rows(options.row_block), f"preprocess {reader.path.stem}", reader.n_obs, unit
-    ):
+    label = f"preprocess {reader.path.stem}"
+    for block in progress(reader.rows(options.row_block), label, reader.n_obs, unit):
         for start, stop in pairwise(block.indptr.tolist()):
             # 16 bytes a sequence: a collision among a billion has a probability of 10^-21
-            key = hashlib.blake2b(
-                block.indices[start:stop].astype("<i4").tobytes(), digest_size=16
-            ).digest()
+            text = block.indices[start:stop].astype("<i4").tobytes()
+            key = hashlib.blake2b(text, digest_size=16).digest()
             checks = (not keep[len(reasons)], start == stop, stop - start < least, key in seen)
             lengths.append(stop - start)
             reasons.append(checks.index(True) if any(checks) else -1)

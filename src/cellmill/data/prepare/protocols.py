@@ -26,7 +26,7 @@ _FULL_LENGTH = re.compile(
     re.IGNORECASE,
 )
 """Names of full-length protocols, and their terms in the EFO. Smart-seq3 counts molecules."""
-_MOST_LEVELS = 1000  # of an obs column that may name protocols
+_MOST_LEVELS = 1000  # levels of an obs column that may name protocols
 _SHOWN = 3
 
 
@@ -35,22 +35,22 @@ class FullLengthCells:
     """Cells of full-length protocols in a file."""
 
     column: str  # obs column that names the protocol
-    is_full_length: np.ndarray  # of each cell, bool
+    is_full_length: np.ndarray  # (cells,) bool
     by_name: dict[str, int]  # number of cells by protocol
 
     def __str__(self) -> str:
         n_cells = int(self.is_full_length.sum())
+        n_all = len(self.is_full_length)
         names = ", ".join(f"{name!r} {count:,}" for name, count in [*self.by_name.items()][:_SHOWN])
-        share = n_cells / len(self.is_full_length)
         return (
-            f"{n_cells:,} of {len(self.is_full_length):,} cells ({share:.1%}) are of full-length protocols "
-            + (f"(obs[{self.column!r}]: {names})")
+            f"{n_cells:,} of {n_all:,} cells ({n_cells / n_all:.1%}) are of full-length protocols "
+            f"(obs[{self.column!r}]: {names})"
         )
 
 
 def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | None:
-    """Cells where `keep` is True that a column of text says are of a full-length protocol; None if
-    there are none.
+    """Cells of mask `keep` that a column of text assigns to a full-length protocol; None if there
+    are none.
     """
     best = None
     for name in map(str, obs.columns):
@@ -61,15 +61,11 @@ def find_full_length(obs: pd.DataFrame, keep: np.ndarray) -> FullLengthCells | N
         if len(levels) > _MOST_LEVELS:
             continue
         texts = text_values(pd.Series(levels))
-        matches = np.array(
-            [_FULL_LENGTH.search(text) is not None for text in texts] + [False], bool
-        )
-        mask = matches[codes] & keep
+        matches = [_FULL_LENGTH.search(text) is not None for text in texts]
+        mask = np.array([*matches, False], bool)[codes] & keep  # the code of a missing value is -1
         if mask.any() and (best is None or mask.sum() > best.is_full_length.sum()):
             counts = pd.Series(texts[codes[mask]]).value_counts()
-            best = FullLengthCells(
-                name, mask, {str(text): int(count) for text, count in counts.items()}
-            )
+            best = FullLengthCells(name, mask, {str(text): int(n) for text, n in counts.items()})
     return best
 
 
