@@ -162,8 +162,9 @@ def scale_of_totals(totals: np.ndarray, dtype: type[np.floating[Any]]) -> np.nda
 
 def log_normalise(counts: sp.csr_matrix) -> sp.csr_matrix:
     """log(1 + counts per 10,000 of the cell), float32; a cell without counts stays zero."""
-    values = np.log1p(counts_per_10k(counts.data, counts.indptr)).astype(np.float32)
-    return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
+    values = counts_per_10k(counts.data, counts.indptr)
+    logs = np.log1p(values).astype(np.float32)
+    return sp.csr_matrix((logs, counts.indices, counts.indptr), shape=counts.shape)
 
 
 def inverse_medians(medians: np.ndarray) -> np.ndarray:
@@ -189,7 +190,8 @@ def rank_order_rows(
     genes = genes.astype(np.int32, copy=False)
     ascending = genes[1:] > genes[:-1]
     borders = starts[1:-1]
-    ascending[borders[(borders > 0) & (borders < len(genes))] - 1] = True  # between two cells
+    between = borders[(borders > 0) & (borders < len(genes))]
+    ascending[between - 1] = True  # from the last gene of a cell to the first of the next
     if not ascending.all():  # ties of the key are broken by position
         order = np.lexsort((genes, row_numbers(starts)))
         genes = genes[order]

@@ -15,11 +15,19 @@ WINDOW = 2
 SHARDS = 3
 REPEATS = 4
 
+# shifts and factors of splitmix64
+_ROUNDS = (
+    (30, 0xBF58476D1CE4E5B9),
+    (27, 0x94D049BB133111EB),
+    (31, 1),
+)
+
 
 def hash_text(text: str, seed: int = 0) -> int:
     """64-bit hash of a text, the same on every machine."""
     key = seed.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
+    hashed = hashlib.blake2b(text.encode(), digest_size=8, key=key)
+    return int.from_bytes(hashed.digest(), "little")
 
 
 def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
@@ -30,7 +38,7 @@ def splitmix64(values: np.ndarray, in_place: bool = False) -> np.ndarray:
     mixed = values if in_place else values.copy()
     shifted = np.empty_like(mixed)
     mixed += np.uint64(0x9E3779B97F4A7C15)
-    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    for bits, factor in _ROUNDS:
         np.right_shift(mixed, np.uint64(bits), out=shifted)
         mixed ^= shifted
         if factor > 1:
@@ -46,7 +54,8 @@ def random_words(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
     """
     counter = np.zeros(4, np.uint64)  # Philox itself increments the lowest word
     counter[1 : 1 + len(position)] = position
-    return np.random.Philox(key=np.array([seed, purpose], np.uint64), counter=counter).random_raw(n)
+    key = np.array([seed, purpose], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(n)
 
 
 def permutation(n: int, seed: int, purpose: int, *position: int) -> np.ndarray:
