@@ -116,5 +116,5 @@ def _family_of(name: str) -> Family | None:
 def _in_other_case(names: Iterable[str], organism: str) -> dict[str, str]:
     """Symbols that differ from a name only in upper and lower case, by name."""
     symbols = {symbol.upper(): symbol for symbol in gene_table(organism).symbols.values()}
-    found = {name: symbols.get(name.upper(), name) for name in names}
-    return {name: symbol for name, symbol in found.items() if symbol != name}
+    respelled = {name: symbols.get(name.upper(), name) for name in names}
+    return {name: symbol for name, symbol in respelled.items() if symbol != name}

@@ -390,8 +390,8 @@ def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int
     rows = {}
     for name, synonyms in names_of_genes(names, vocabulary).items():
         first, *others = vocabulary.rows_of(synonyms).tolist()
-        found = [row for row in (first, by_symbol.get(name, -1), *others) if row >= 0]
-        rows[name] = found[0] if found else -1
+        candidates = [row for row in (first, by_symbol.get(name, -1), *others) if row >= 0]
+        rows[name] = candidates[0] if candidates else -1
     return rows
 
 

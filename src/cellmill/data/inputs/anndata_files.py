@@ -272,10 +272,10 @@ def _plain_frame(group: Any) -> pd.DataFrame:
     texts = [name for name in columns if columns[name].dtype == np.dtype(object)]
     unique = [name for name in texts if len({*columns[name]}) == len(columns[name])]
     likely = (declared, "_index", "index", *unique, *texts)
-    found = [name for name in likely if name in columns]
-    if not found:
+    index = [name for name in likely if name in columns]
+    if not index:
         raise ValueError("expected a data frame, got a group without a column of names")
-    names = columns.pop(found[0])
+    names = columns.pop(index[0])
     return named_frame(names, columns)
 
 

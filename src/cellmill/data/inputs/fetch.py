@@ -83,18 +83,18 @@ def fetch_url(url: str, cache: Path | None = None) -> Fetched:
     wanted = match[1].lower() if match else None
     folder = (cache or Path(os.environ.get(CACHE) or user_cache())) / digest(address)[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    found = _complete(folder, address)
-    if found is None:
+    fetched = _complete(folder, address)
+    if fetched is None:
         with open(folder / "lock", "w") as lock:
             with suppress(OSError):  # where the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _complete(folder, address) or _fetch(address, folder, wanted)
-    if wanted not in (None, found.sha256):
+            fetched = _complete(folder, address) or _fetch(address, folder, wanted)
+    if wanted not in (None, fetched.sha256):
         raise DataError(
-            f"{redacted(url)}: expected sha256 {wanted}, got {found.sha256} ({found.path}); if "
+            f"{redacted(url)}: expected sha256 {wanted}, got {fetched.sha256} ({fetched.path}); if "
             f"the file has changed, remove {folder}"
         )
-    return found
+    return fetched
 
 
 def read_record(path: Path) -> Fetched:
@@ -163,20 +163,19 @@ def _complete(folder: Path, address: str) -> Fetched | None:
     record = folder / RECORD.removeprefix(".")
     if not record.exists():
         return None
-    found = read_record(record)
-    path = folder / found.path.name  # the cache may have been moved
-    whole = path.is_dir() or (path.is_file() and path.stat().st_size == found.n_bytes)
-    return Fetched(address, path.absolute(), found.sha256, found.n_bytes) if whole else None
+    stored = read_record(record)
+    path = folder / stored.path.name  # the cache may have been moved
+    is_whole = path.is_dir() or (path.is_file() and path.stat().st_size == stored.n_bytes)
+    return Fetched(address, path.absolute(), stored.sha256, stored.n_bytes) if is_whole else None
 
 
 def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
-    name = (
-        PurePosixPath(unquote(urlsplit(address).path.rstrip("/"))).name or urlsplit(address).netloc
-    )
-    name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")  # by which the format is recognised
-    target = folder / (
-        name if name not in ("", "lock", RECORD.removeprefix(".")) else f"data-{name}"
-    )
+    url = urlsplit(address)
+    name = PurePosixPath(unquote(url.path.rstrip("/"))).name or url.netloc
+    name = re.sub(r"[^\w.+-]", "_", name).lstrip(".")  # the format is recognised by it
+    if name in ("", "lock", RECORD.removeprefix(".")):
+        name = f"data-{name}"
+    target = folder / name
     # flock may be local to a node: others may be fetching
     for left in folder.glob(".incomplete-*"):
         if time.time() - max(file.stat().st_mtime for file in (left, *left.rglob("*"))) > _DEAD_S:
@@ -197,9 +196,7 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
             ) from None
         except FileNotFoundError:
             raise DataError(f"{shown}: no such file") from None
-        except (
-            Exception
-        ) as error:  # packages of protocols raise errors of their own, some with the URL
+        except Exception as error:  # packages raise errors of their own, some with the URL
             text = re.sub(
                 r"\w[\w+.-]*://\S+",
                 lambda match: redacted(match[0]) if is_url(match[0]) else "",
@@ -213,9 +210,9 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
         if target.is_dir():
             shutil.rmtree(target)
         copy.rename(target)
-    found = Fetched(address, target.absolute(), origin["sha256"], origin["bytes"])
-    write_json(folder / RECORD.removeprefix("."), found.to_json() | {"url": redacted(address)})
-    return found
+    fetched = Fetched(address, target.absolute(), origin["sha256"], origin["bytes"])
+    write_json(folder / RECORD.removeprefix("."), fetched.to_json() | {"url": redacted(address)})
+    return fetched
 
 
 def _download(address: str, copy: Path) -> None:

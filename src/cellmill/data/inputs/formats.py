@@ -57,8 +57,8 @@ _HINTS = {
     ".st": "keep the columns of cell, gene and count, named cell, gene and count, and save it as .tsv",
     ".bam": "count its reads first, with STARsolo or Cell Ranger",
 }
-"""What to do with files of no format, by the end of their names."""
-# in hdf5plugin
+"""Remedies for files of unknown format, by the end of their names."""
+# names of filters in hdf5plugin
 _FILTERS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32015: "zstd", 32026: "blosc2"}
 
 
@@ -104,9 +104,9 @@ def formats() -> Iterator[Format]:
 
 
 def _format_of(path: Path, file: h5py.File | None) -> Format:
-    found = next((form for form in formats() if form.is_format(path, file)), None)
-    if found is not None:
-        return found
+    for form in formats():
+        if form.is_format(path, file):
+            return form
     if file is None and not path.is_dir() and (path.suffix in _HDF5_ENDS or not path.is_file()):
         open_h5(path).close()  # raises: missing, not a file, or not HDF5
     listed = f"no known format; there are: {', '.join(form.name for form in formats())}"
@@ -114,7 +114,7 @@ def _format_of(path: Path, file: h5py.File | None) -> Format:
 
 
 def _hint(path: Path, file: h5py.File | None) -> str:
-    """The way on for an input of no format: inputs in a folder, or the command that converts a
+    """Remedy for an input of unknown format: inputs in a folder, or the command that converts a
     file.
     """
     if path.is_dir():
@@ -122,9 +122,10 @@ def _hint(path: Path, file: h5py.File | None) -> str:
         return f"; it has {', '.join(below)}: give one of these" if below else ""
     if file is not None and "assays" in file and "meta.data" in file:
         return '; it is an h5Seurat: in R run SeuratDisk::Convert("cells.h5Seurat", dest = "h5ad")'
-    return next(
-        (f"; {hint}" for end, hint in _HINTS.items() if path.name.lower().endswith(end)), ""
-    )
+    for end, hint in _HINTS.items():
+        if path.name.lower().endswith(end):
+            return f"; {hint}"
+    return ""
 
 
 def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
@@ -132,9 +133,8 @@ def _inputs_below(folder: Path, depth: int) -> Iterator[str]:
     for item in sorted(folder.iterdir()):
         if item.name.startswith(".") or item.is_symlink():
             continue
-        if item.is_dir() and (
-            mtx.FORMAT.is_format(item, None) or anndata_files.ZARR.is_format(item, None)
-        ):
+        is_input = mtx.FORMAT.is_format(item, None) or anndata_files.ZARR.is_format(item, None)
+        if item.is_dir() and is_input:
             yield f"{item.name}/"
         elif item.is_dir() and depth > 1:
             yield from (f"{item.name}/{name}" for name in _inputs_below(item, depth - 1))
@@ -196,8 +196,8 @@ def open_dataset(path: Path, counts: str = "X") -> CountsReader:
 
 @contextmanager
 def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
-    """Names of the input at `path`, while it is open; None if they are unknown without its data, or
-    damaged.
+    """Names of the input at `path`, while it is open; None if it is damaged, or they take reading
+    its data.
     """
     with ExitStack() as stack:
         try:
@@ -241,6 +241,6 @@ def _refuse_foreign_bytes(path: Path, file: h5py.File) -> None:
         return None
 
     # h5py cannot pass an exception through its visits
-    found = file.visititems_links(link_problem) or file.visititems(problem)
-    if found:
-        raise DataError(f"{path}: {found}")
+    fault = file.visititems_links(link_problem) or file.visititems(problem)
+    if fault:
+        raise DataError(f"{path}: {fault}")

@@ -48,8 +48,8 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
         fault = f"{path}: cannot be read: {text}"
         if "truncated" in text:
             stored = re.search(r"stored_eof = (\d+)", text)
-            of = f" of {int(stored[1]):,}" if stored else ""
-            fault = f"{path}: truncated: {path.stat().st_size:,}{of} bytes"
+            whole = f" of {int(stored[1]):,}" if stored else ""
+            fault = f"{path}: truncated: {path.stat().st_size:,}{whole} bytes"
             then = then or "; copy it again"
         elif "signature not found" in text:
             fault = f"{path}: not an HDF5 file"

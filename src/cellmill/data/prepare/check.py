@@ -9,6 +9,7 @@ named before.
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from cellmill.config.datasets import Dataset, is_url, read_label_map
@@ -52,7 +53,7 @@ def check_datasets(pipeline: Workflow) -> None:
 def read_by_runs(pipeline: Workflow, corpus: str) -> list[str]:
     """Datasets on which a corpus or one of its runs is trained or evaluated."""
     runs = [run for run, options in pipeline.runs.items() if options.corpus == corpus]
-    evaluated = [dataset for run in runs for dataset in pipeline.evaluated_on(run)]
+    evaluated = chain.from_iterable(map(pipeline.evaluated_on, runs))
     return list(dict.fromkeys([*pipeline.trained_on(corpus), *evaluated]))
 
 

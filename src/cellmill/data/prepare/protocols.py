@@ -117,9 +117,9 @@ def check_protocols(
     """Find cells of full-length protocols. Raises DataError if `preprocess.gene_length` refuses
     them.
     """
-    found = find_full_length(reader.obs, keep)
-    if found is not None and options.gene_length == "refuse":
+    cells = find_full_length(reader.obs, keep)
+    if cells is not None and options.gene_length == "refuse":
         raise DataError(
-            f"{reader.path}: {found}, which preprocess.gene_length refuses; filter them out, or set it to normalise"
+            f"{reader.path}: {cells}, which preprocess.gene_length refuses; filter them out, or set it to normalise"
         )
-    return found
+    return cells

@@ -96,11 +96,11 @@ class ShardPlan(CorpusSummary):
     def shards(self) -> list[ShardPlace]:
         """All shards of all splits, in order."""
         size = self.cells_per_shard
-        return [
-            ShardPlace(split, number, first, min(first + size, n_obs))
-            for split, n_obs in self.n_obs.items()
-            for number, first in enumerate(range(0, n_obs, size))
-        ]
+        places = []
+        for split, n_obs in self.n_obs.items():
+            for number, first in enumerate(range(0, n_obs, size)):
+                places.append(ShardPlace(split, number, first, min(first + size, n_obs)))
+        return places
 
     def cells(self, shard: ShardPlace) -> np.ndarray:
         """Cells of a shard in order, of dtype `CELL`."""

@@ -81,13 +81,13 @@ def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
     files = sorted(matrix.parent.iterdir())
     others = [file for file in files if is_matrix(file) and file != matrix]
     candidates = [file for file in files if is_table(file) and file.is_file()]
-    own = []
+    nearest = []
     for file in candidates:
         most = max((_shared(file, other) for other in others), default=0)
         if _shared(file, matrix) >= most:
-            own.append(file)
-    own.sort(key=lambda file: -_shared(file, matrix))
-    for file in own[:_MOST_TABLES]:
+            nearest.append(file)
+    nearest.sort(key=lambda file: -_shared(file, matrix))
+    for file in nearest[:_MOST_TABLES]:
         table = peek(file, 2 * longest + 2)
         if table is not None and table.n_lines:
             yield table

@@ -20,7 +20,7 @@ from cellmill.data.inputs.h5 import reading
 from cellmill.errors import DataError
 
 _PIECE = 1 << 24  # bytes in memory at once
-_LARGEST = 2**31 - 1  # of whole numbers, which are held in 32 bits
+_LARGEST = 2**31 - 1  # largest whole number: these are held in 32 bits
 _WORTH = 1 << 21  # values; fewer are read before numba is compiled
 _POWERS = 10.0 ** np.arange(23)  # the powers of ten that a double holds exactly
 
@@ -123,71 +123,76 @@ def _parse(
 
     The text ends with a line feed, at which each of the loops stops.
     """
-    at = 0
+    position = 0
     line = 0
     size = len(text)
-    while at < size:
+    while position < size:
         row = 0
-        start = at
-        while 48 <= text[at] <= 57:
-            row = row * 10 + text[at] - 48
-            at += 1
-        if row < 1 or row > n_rows or at - start > 10 or (text[at] != 32 and text[at] != 9):
+        start = position
+        while 48 <= text[position] <= 57:
+            row = row * 10 + text[position] - 48
+            position += 1
+        if (
+            row < 1
+            or row > n_rows
+            or position - start > 10
+            or (text[position] != 32 and text[position] != 9)
+        ):
             return -1
-        while text[at] == 32 or text[at] == 9:
-            at += 1
+        while text[position] == 32 or text[position] == 9:
+            position += 1
         column = 0
-        start = at
-        while 48 <= text[at] <= 57:
-            column = column * 10 + text[at] - 48
-            at += 1
+        start = position
+        while 48 <= text[position] <= 57:
+            column = column * 10 + text[position] - 48
+            position += 1
         if (
             column < 1
             or column > n_columns
-            or at - start > 10
-            or (text[at] != 32 and text[at] != 9)
+            or position - start > 10
+            or (text[position] != 32 and text[position] != 9)
         ):
             return -1
-        while text[at] == 32 or text[at] == 9:
-            at += 1
+        while text[position] == 32 or text[position] == 9:
+            position += 1
         rows[line] = row - 1
         columns[line] = column - 1
         number = 0
-        start = at
+        start = position
         exponent = 0
         n_digits = 0
-        while 48 <= text[at] <= 57:
-            number = number * 10 + text[at] - 48
-            at += 1
-        n_digits = at - start
-        if not whole and text[at] == 46:
-            at += 1
-            start = at
-            while 48 <= text[at] <= 57:
-                number = number * 10 + text[at] - 48
-                at += 1
-            n_digits += at - start
-            exponent = start - at
+        while 48 <= text[position] <= 57:
+            number = number * 10 + text[position] - 48
+            position += 1
+        n_digits = position - start
+        if not whole and text[position] == 46:
+            position += 1
+            start = position
+            while 48 <= text[position] <= 57:
+                number = number * 10 + text[position] - 48
+                position += 1
+            n_digits += position - start
+            exponent = start - position
         if n_digits == 0 or n_digits > (9 if whole else 15):
             return -1
-        if not whole and (text[at] == 101 or text[at] == 69):
-            at += 1
-            is_small = text[at] == 45
-            if text[at] == 43 or text[at] == 45:
-                at += 1
+        if not whole and (text[position] == 101 or text[position] == 69):
+            position += 1
+            is_small = text[position] == 45
+            if text[position] == 43 or text[position] == 45:
+                position += 1
             power = 0
-            start = at
-            while 48 <= text[at] <= 57:
-                power = power * 10 + text[at] - 48
-                at += 1
-            if at == start or at - start > 3:
+            start = position
+            while 48 <= text[position] <= 57:
+                power = power * 10 + text[position] - 48
+                position += 1
+            if position == start or position - start > 3:
                 return -1
             exponent += -power if is_small else power
-        while text[at] == 32 or text[at] == 9 or text[at] == 13:
-            at += 1
-        if text[at] != 10 or exponent < -22 or exponent > 22:
+        while text[position] == 32 or text[position] == 9 or text[position] == 13:
+            position += 1
+        if text[position] != 10 or exponent < -22 or exponent > 22:
             return -1
-        at += 1
+        position += 1
         if exponent == 0:
             values[line] = number
         elif exponent > 0:
