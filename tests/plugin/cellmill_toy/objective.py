@@ -27,8 +27,8 @@ class CausalBatch:
     """A batch, and which gene follows each target."""
 
     genes: torch.Tensor
-    place: torch.Tensor
-    """(T,) int64: place of a token in its cell."""
+    position: torch.Tensor
+    """(T,) int64: position of a token in its cell."""
     cu_seqlens: torch.Tensor
     lengths: list[int]
     targets: torch.Tensor
@@ -40,13 +40,13 @@ class CausalBatch:
 
 def causal_batch(batch: Batch, skip: int) -> CausalBatch:
     """The batch with its next genes; nothing is random."""
-    cell, place = positions(batch)
+    cell, position = positions(batch)
     follows = torch.zeros(len(cell), dtype=torch.bool, device=cell.device)
-    follows[:-1] = (cell[1:] == cell[:-1]) & (batch.genes[1:] != PAD) & (place[:-1] >= skip)
+    follows[:-1] = (cell[1:] == cell[:-1]) & (batch.genes[1:] != PAD) & (position[:-1] >= skip)
     targets = follows.nonzero().flatten()
     return CausalBatch(
         genes=batch.genes,
-        place=place,
+        position=position,
         cu_seqlens=batch.cu_seqlens,
         lengths=batch.lengths,
         targets=targets,
