@@ -37,9 +37,12 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
 WHOLE = "whole"
-WAYS = MATCHED, SHIFTED, ALL_LEVELS = "matched", "shifted", "trained on all levels"
+# cells that a classifier is fitted on: cells of the level, whole cells, cells of all levels
+MATCHED = "matched"
+SHIFTED = "shifted"
+ALL_LEVELS = "trained on all levels"
+# components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000
 PER_1K = add_note(OF_TRAINING, ", CP1k")
-"""Components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000."""
 OF_THINNED = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
 EMBEDDING_OF_PANEL = replace(EMBEDDING, features="embedding of the panel")
 OF_PANEL = ScoredMethod(f"PCA{COMPONENTS} of the panel")
@@ -55,15 +58,11 @@ Project = Callable[[sp.csr_matrix], np.ndarray]
 
 @dataclass(frozen=True)
 class LevelFeatures:
-    """Features of all cells as one level needs them: with nothing lost, and with what each level
-    loses.
-    """
+    """Features of all cells that are made for the genes or the depth of one level."""
 
     by_level: dict[str, dict[ScoredMethod, Any]]  # the level, WHOLE and perhaps other levels
+    # whole cells are restricted to the genes of the level, so all classifiers are the same
     knows_panel: bool
-    """Whole cells are restricted to the genes of the level, so matched and shifted classifiers are
-    the same.
-    """
 
 
 @dataclass(frozen=True)
@@ -76,25 +75,26 @@ class TrainingCounts:
 
     @classmethod
     def of(cls, context: Context) -> Self | None:
-        """None where the training cells have no counts, but sequences or ranks."""
+        """Counts of the training cells; None if they have sequences or ranks instead."""
         manifest = context.model.manifest
         if manifest.ordered:
             return None
         counts = read_training_counts(manifest, PCA_CELLS)[:PCA_CELLS]
-        return cls(context, counts, _components(context, counts, log_per_1k))
+        return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
     def over_panel(self, panel: sp.csr_matrix) -> np.ndarray:
-        """Components of the genes of a panel, of cells `panel` that have counts of no others."""
+        """Components of cells `panel`, fitted on training cells with only the genes that these have."""
         rows = self.context.columns.target[np.unique(panel.indices)]
-        kept = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
-        return _components(self.context, keep_columns(self.counts, kept), log_normalise)(panel)
+        in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
+        fitted = keep_columns(self.counts, in_panel)
+        return _fit_components(self.context, fitted, log_normalise)(panel)
 
     def thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
-        """Components of training cells that lost counts."""
-        return _components(self.context, degrade(self.counts, generator), log_normalise)
+        """Components fitted on training cells that lost counts."""
+        return _fit_components(self.context, degrade(self.counts, generator), log_normalise)
 
 
-def _components(
+def _fit_components(
     context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
 ) -> Project:
     """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
@@ -115,9 +115,8 @@ class Degraded(Task):
     def levels(self) -> dict[str, Degrade]:
         """What cells lose, by name."""
         if isinstance(self.config, LowDepthConfig):
-            return {
-                self.config.level(frac): partial(thin, frac) for frac in self.config.count_fracs
-            }
+            fracs = self.config.count_fracs
+            return {self.config.level(frac): partial(thin, frac) for frac in fracs}
         return {f"{n:,} genes": partial(keep_genes, n) for n in self.config.genes}
 
     def run(self, context: Context) -> TaskResult:
@@ -128,12 +127,9 @@ class Degraded(Task):
         options = context.options
         levels = self.levels()
         if context.reader.ordered:
-            kind = (
-                "ranks have no counts"
-                if context.reader.ranked
-                else "sequences have no counts or genes"
-            )
-            raise Skipped(f"{kind} to lose")
+            if context.reader.ranked:
+                raise Skipped("ranks have no counts to lose")
+            raise Skipped("sequences have no counts or genes to lose")
         chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
         whole = read_rows(context.reader, chosen.cells)
         predictions = Predictions(
@@ -142,24 +138,24 @@ class Degraded(Task):
         training = TrainingCounts.of(context)
         for repeat in range(config.repeats):
             generator = seeded(options.seed, 1000 + repeat)
-            counts = {WHOLE: whole} | {
-                level: degrade(whole, generator) for level, degrade in levels.items()
-            }
+            counts = {WHOLE: whole}
+            for level, degrade in levels.items():
+                counts[level] = degrade(whole, generator)
             cells = {level: features_of_counts(context, values) for level, values in counts.items()}
-            fitted_to: dict[str, LevelFeatures] = {}
+            made_for: dict[str, LevelFeatures] = {}
             if training is not None:
                 for level, values in counts.items():
                     cells[level][PER_1K] = training.per_1k(values)
                 for number, level in enumerate(levels):
                     draw = seeded(options.seed, 2000 + 100 * repeat + number)
-                    fitted_to[level] = self._fitted_to(level, counts, cells, training, draw)
+                    made_for[level] = self._make_features(level, counts, cells, training, draw)
             for split in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
                 _, train, test = split
                 with small_problems():
-                    predicted = self._predicted(context, cells, chosen.labels, split)
-                    for level, features in fitted_to.items():
-                        more = self._predicted_with(context, level, features, chosen.labels, split)
-                        for way, classes in more.items():
+                    predicted = self._predict(context, cells, chosen.labels, split)
+                    for level, features in made_for.items():
+                        by_way = self._predict_level(context, level, features, chosen.labels, split)
+                        for way, classes in by_way.items():
                             predicted[f"{level}, {way}"] |= classes
                 largest = {MAJORITY: majority(chosen.labels[train], len(test))}
                 for column, classes in predicted.items():
@@ -168,7 +164,7 @@ class Degraded(Task):
         metric = f"{list(levels)[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.numbers | numbers, metric=metric)
 
-    def _fitted_to(
+    def _make_features(
         self,
         level: str,
         counts: Mapping[str, sp.csr_matrix],
@@ -176,8 +172,8 @@ class Degraded(Task):
         training: TrainingCounts,
         generator: np.random.Generator,
     ) -> LevelFeatures:
-        """Features that are made for the genes or the depth of `level`: of baselines and, for a
-        panel, of the model.
+        """Features for the genes or the depth of `level`: of baselines, and for a panel also of the
+        model.
         """
         if isinstance(self.config, MissingGenesConfig):
             of_panel = {
@@ -186,35 +182,39 @@ class Degraded(Task):
                 ALL_OF_PANEL: cells[level][ALL_GENES],
             }
             return LevelFeatures({level: of_panel}, knows_panel=True)
-        components = training.thinned(self.levels()[level], generator)
-        return LevelFeatures(
-            {name: {OF_THINNED: components(values)} for name, values in counts.items()}, False
-        )
+        project = training.thinned(self.levels()[level], generator)
+        of_thinned: dict[str, dict[ScoredMethod, Any]] = {}
+        for name, values in counts.items():
+            of_thinned[name] = {OF_THINNED: project(values)}
+        return LevelFeatures(of_thinned, knows_panel=False)
 
-    def _predicted(
-        self, context: Context, cells: Mapping[str, Features], labels: np.ndarray, split: Split
+    def _predict(
+        self,
+        context: Context,
+        cells: Mapping[str, Features],
+        labels: np.ndarray,
+        split: Split,
     ) -> dict[str, Classes]:
         """Classes of the test cells by column; `cells` are features of all cells by level."""
         neighbors = self.config.neighbors
         _, train, test = split
-        seen = {level: select_cells(features, train) for level, features in cells.items()}
-        fitted = {
-            level: fit_all(features, labels[train], neighbors, context)
-            for level, features in seen.items()
-        }
-        on_all = fit_all(
-            together(seen.values()), np.tile(labels[train], len(cells)), neighbors, context
-        )
+        trained = {level: select_cells(features, train) for level, features in cells.items()}
+        fitted = {}
+        for level, features in trained.items():
+            fitted[level] = fit_all(features, labels[train], neighbors, context)
+        labels_of_all = np.tile(labels[train], len(cells))
+        on_all = fit_all(stack_levels(trained.values()), labels_of_all, neighbors, context)
         predicted = {WHOLE: predict_all(fitted[WHOLE], select_cells(cells[WHOLE], test))}
-        for level in [*cells][1:]:
-            tested = select_cells(cells[level], test)
-            ways = {MATCHED: fitted[level], SHIFTED: fitted[WHOLE], ALL_LEVELS: on_all}
-            predicted |= {
-                f"{level}, {way}": predict_all(trained, tested) for way, trained in ways.items()
-            }
+        for level, features in cells.items():
+            if level == WHOLE:
+                continue
+            tested = select_cells(features, test)
+            predicted[f"{level}, {MATCHED}"] = predict_all(fitted[level], tested)
+            predicted[f"{level}, {SHIFTED}"] = predict_all(fitted[WHOLE], tested)
+            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(on_all, tested)
         return predicted
 
-    def _predicted_with(
+    def _predict_level(
         self,
         context: Context,
         level: str,
@@ -226,24 +226,28 @@ class Degraded(Task):
         neighbors = self.config.neighbors
         _, train, test = split
         tested = select_cells(features.by_level[level], test)
-        seen = {name: select_cells(values, train) for name, values in features.by_level.items()}
-        matched = predict_all(fit_all(seen[level], labels[train], neighbors, context), tested)
+        trained = {name: select_cells(values, train) for name, values in features.by_level.items()}
+        on_level = fit_all(trained[level], labels[train], neighbors, context)
+        matched = predict_all(on_level, tested)
         if features.knows_panel:
-            return dict.fromkeys(WAYS, matched)
-        shifted = predict_all(fit_all(seen[WHOLE], labels[train], neighbors, context), tested)
-        on_all = fit_all(
-            together(seen.values()), np.tile(labels[train], len(seen)), neighbors, context
-        )
-        return {MATCHED: matched, SHIFTED: shifted, ALL_LEVELS: predict_all(on_all, tested)}
+            return dict.fromkeys((MATCHED, SHIFTED, ALL_LEVELS), matched)
+        on_whole = fit_all(trained[WHOLE], labels[train], neighbors, context)
+        labels_of_all = np.tile(labels[train], len(trained))
+        on_all = fit_all(stack_levels(trained.values()), labels_of_all, neighbors, context)
+        return {
+            MATCHED: matched,
+            SHIFTED: predict_all(on_whole, tested),
+            ALL_LEVELS: predict_all(on_all, tested),
+        }
 
 
-def together(levels: Iterable[Features]) -> Features:
+def stack_levels(levels: Iterable[Features]) -> Features:
     """Features of the cells of all levels, one level after another."""
-    parts = [*levels]
+    all_features = [*levels]
     stacked: dict[ScoredMethod, Any] = {}
-    for kind, first in parts[0].items():
-        of_kind = [features[kind] for features in parts]
-        stacked[kind] = sp.vstack(of_kind, "csr") if sp.issparse(first) else np.vstack(of_kind)
+    for method in all_features[0]:
+        parts = [features[method] for features in all_features]
+        stacked[method] = sp.vstack(parts, "csr") if sp.issparse(parts[0]) else np.vstack(parts)
     return stacked
 
 

@@ -40,7 +40,7 @@ class Reconstruct(Task):
     def run(self, context: Context) -> TaskResult:
         """Metrics and verdicts of the objective, after `n_cells`."""
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 2)
-        network = self._network(context.model)
+        network = self._change_objective(context.model)
         reader = context.reader
         arrays = _observe(context, network, cells)
         if not arrays:
@@ -48,23 +48,25 @@ class Reconstruct(Task):
         for head, classifier in classifiers_of(network, context.model.config).values():
             head.temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
-        # on cells that `judge` leaves out because the model does not know their label
+        # notes on cells that `judge` leaves out because the model does not know their label
         notes: list[str] = []
+        obs = reader.obs.iloc[cells]
+        dataset = reader.dataset or context.dataset
         for name, leaf in network.objective.leaves().items():
+            prefix = f"{name}." if name else ""
             for column, labels in leaf.judged_labels().items():
-                counts = count_labels(
-                    reader.obs.iloc[cells], reader.dataset or context.dataset, column, labels
-                )
-                metrics |= {
-                    f"{name}.{key}" if name else key: value
-                    for key, value in counts.numbers().items()
-                }
-                who = "such cells are not" if counts.n_unknown < counts.n_labelled else "no cell is"
-                if counts.problem:
-                    notes.append(f"{leaf.config.name} of {counts.problem}; {who} judged.")
+                counts = count_labels(obs, dataset, column, labels)
+                for key, value in counts.numbers().items():
+                    metrics[f"{prefix}{key}"] = value
+                if not counts.problem:
+                    continue
+                consequence = "no cell is judged"
+                if counts.n_unknown < counts.n_labelled:
+                    consequence = "such cells are not judged"
+                notes.append(f"{leaf.config.name} of {counts.problem}; {consequence}.")
         return TaskResult(figures={"n_cells": len(cells)} | metrics, verdicts=verdicts, notes=notes)
 
-    def _network(self, model: EvaluatedModel) -> Model:
+    def _change_objective(self, model: EvaluatedModel) -> Model:
         """The network with the changed options of its objective, sharing its parameters."""
         if not self.config.objective:
             return model.network
@@ -72,10 +74,10 @@ class Reconstruct(Task):
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
         network = to_empty(build(replace(spec, objective=objective)), "cpu")
-        own = network.state_dict()
         trained = model.network.state_dict()
-        shapes = {(name, tensor.shape) for name, tensor in own.items()}
-        differing = sorted(shapes ^ {(name, tensor.shape) for name, tensor in trained.items()})
+        shapes = {(name, tensor.shape) for name, tensor in network.state_dict().items()}
+        trained_shapes = {(name, tensor.shape) for name, tensor in trained.items()}
+        differing = sorted(shapes ^ trained_shapes)
         if differing:
             raise ConfigError(
                 f"evaluate.tasks.reconstruct.objective: expected options that leave the trained parameters as they "
@@ -91,32 +93,36 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     """
     model = context.model
     reader = context.reader
-    mask = np.isin(np.arange(reader.n_obs), cells)
+    objective = network.objective
     device = next(network.parameters()).device
-    batches = []
+    numbers = None
+    if objective.number_columns:
+        numbers = parse_columns(reader.obs, objective.number_columns)
+    per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
+    keys = {"seed": context.options.seed, "step": 0}
+    observed: list[list[np.ndarray]] = []  # arrays of each batch
     with inference(device, context.options.precision):
-        keys = {"seed": context.options.seed, "step": 0}
-        counted = network.objective.config.needs_counts
-        rows = reader.rows(ROW_BLOCK)
-        named = network.objective.number_columns
-        numbers = parse_columns(reader.obs, named) if named else None
-        per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
-        for block in tokens_of(
-            rows, context.columns, model.vocabulary, model.tokens, mask, None, counted, per_cell
-        ):
-            for part in split_batch(block, TOKEN_BUDGET):
-                prepared = copy_to_device(
-                    network.prepare(network.view(to_tensors(part), **keys), **keys), device
-                )
-                # bfloat16 is unknown to numpy
-                observed = network.objective.observe(network, prepared)
-                batches.append(
-                    [
-                        (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()
-                        for t in observed
-                    ]
-                )
-    return [np.concatenate(arrays) for arrays in zip(*batches)]
+        blocks = tokens_of(
+            reader.rows(ROW_BLOCK),
+            context.columns,
+            model.vocabulary,
+            model.tokens,
+            np.isin(np.arange(reader.n_obs), cells),
+            None,
+            objective.config.needs_counts,
+            per_cell,
+        )
+        for block in blocks:
+            for batch in split_batch(block, TOKEN_BUDGET):
+                view = network.view(to_tensors(batch), **keys)
+                prepared = copy_to_device(network.prepare(view, **keys), device)
+                arrays = []
+                for tensor in objective.observe(network, prepared):
+                    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
+                        tensor = tensor.float()
+                    arrays.append(tensor.cpu().numpy())
+                observed.append(arrays)
+    return [np.concatenate(arrays) for arrays in zip(*observed)]
 
 
 class Throughput(Task):
