@@ -137,7 +137,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Pat
     }
     write(folder / "train/run.json", record)
     metrics = folder / "evaluate/metrics.json"
-    write(metrics, metrics.read_text().replace("all genes +", "all|genes +"))
+    write(
+        metrics,
+        metrics.read_text()
+        .replace('"all genes"', '"all|genes"')
+        .replace("all genes +", "all|genes +"),
+    )
     return folder
 
 
