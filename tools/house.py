@@ -53,7 +53,7 @@ DATA_LAYERS = (
     ("arrays", "keys"),
 )
 """Layers of `cellmill.data`, likewise."""
-MAX_LINES = 550
+MAX_LINES = 500
 MAX_FILES = 15
 MAX_TOKENS = 352_000
 MAX_TOKENS_PER_LINE = 9.5

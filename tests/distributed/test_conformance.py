@@ -37,7 +37,9 @@ OF_SEQUENCES = [Case("hf", "ddp", 2), Case("hf", "fsdp", 2), Case("proteins", "t
 BUFFERED = Case("buffered", "pp", 2)
 BEGUN = [Case("masked_gene", axis, 2) for axis in AXES]
 BEGUN += [*COMBINED[:6], *COMBINED[8:11], BUFFERED]
-EXPORTED = [Case(model, axis, 2) for model, axis in zip(PAIRS, 3 * [*AXES]) if model != "denoise"]
+EXPORTED = [
+    Case(model, axis, 2) for model, axis in zip(PAIRS, itertools.cycle(AXES)) if model != "denoise"
+]
 EXPORTED += [COMBINED[4], BUFFERED]
 ALL = [*ON_TWO, *OF_SEQUENCES, *COMBINED, BUFFERED]
 Trained = dict[str, Any]

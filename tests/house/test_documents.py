@@ -272,6 +272,15 @@ def test_the_contracts_of_contributing_exist() -> None:
         assert (ROOT / "tests" / "plugin" / "cellmill_toy" / toy).exists()
 
 
+@pytest.mark.parametrize("kind", sorted(registry.BUILT_IN))
+def test_every_built_in_part_stands_on_the_page_of_parts(kind: str) -> None:
+    [row] = [
+        line for line in read("docs/parts.md").splitlines() if f"| `cellmill.{kind}` |" in line
+    ]
+    missing = [name for name in registry.BUILT_IN[kind] if not re.search(rf"\b{name}\b", row)]
+    assert missing == []
+
+
 def test_every_test_named_in_the_documentation_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", documentation()))
     sources = " ".join(
