@@ -148,11 +148,10 @@ def _results(run: ReportedRun) -> list[str]:
 
 def _table(task: str, rows: list[Row]) -> list[str]:
     """Means of all rows; empty without a column of means."""
-    columns = list(
-        dict.fromkeys(
-            column for row in rows for column, score in row.scores.items() if score.mean is not None
-        )
-    )
+    columns: dict[str, None] = {}
+    for row in rows:
+        shown = [column for column, score in row.scores.items() if score.mean is not None]
+        columns |= dict.fromkeys(shown)
     if not columns:
         return []
     headings = [_cell(task), *columns]

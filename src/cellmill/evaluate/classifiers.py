@@ -150,11 +150,11 @@ def predict_all(
     fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features
 ) -> dict[ScoredMethod, np.ndarray]:
     """Predicted classes, text `(cells,)`, by features and classifier."""
-    return {
-        replace(method, classifier=name): classes
-        for method, classifiers in fitted.items()
-        for name, classes in classifiers.predict(features[method]).items()
-    }
+    predicted = {}
+    for method, classifiers in fitted.items():
+        for name, classes in classifiers.predict(features[method]).items():
+            predicted[replace(method, classifier=name)] = classes
+    return predicted
 
 
 class LogisticRegression:

@@ -66,7 +66,9 @@ def _best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple
         (name, float(value)) for name, value in values if value is not None and isfinite(value)
     ]
     if not finite:
-        columns = dict.fromkeys(key for row in rows for key in (*row.scores, *row.numbers))
+        columns: dict[str, None] = {}
+        for row in rows:
+            columns |= dict.fromkeys([*row.scores, *row.numbers])
         raise ConfigError(
             f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {', '.join(columns)}"
         )

@@ -164,11 +164,8 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
 
 def _existing(path: Path, start: Path) -> list[Path]:
     """Files or folders called `path` in the working directory and in each folder above `start`."""
-    return [
-        found
-        for found in (path, *(above / path for above in start.resolve().parents))
-        if found.exists()
-    ]
+    candidates = [path] + [above / path for above in start.resolve().parents]
+    return [candidate for candidate in candidates if candidate.exists()]
 
 
 class Training(NamedTuple):

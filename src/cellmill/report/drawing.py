@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Figure:
 
     @cached_property
     def keys(self) -> list[str]:
-        return list(dict.fromkeys(key for row in self.rows for key in row))
+        return list(dict.fromkeys(chain.from_iterable(self.rows)))
 
     @property
     def complete(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class Drawings:
         """The figures as JSON for the page's script, safe inside a script element."""
         shown = []
         for figure in self.figures:
-            rows = [[row.get(key) for key in figure.keys] for row in figure.rows]
+            rows = [list(map(row.get, figure.keys)) for row in figure.rows]
             drawn = {"title": figure.title, "canvas": figure.canvas, "keys": figure.keys}
             shown.append(drawn | {"spec": figure.complete, "rows": rows})
         return htmlsafe_json_dumps(

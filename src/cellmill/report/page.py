@@ -195,9 +195,10 @@ def compared_sentences(run: ReportedRun, *outcomes: str) -> list[str]:
     sentences = []
     for outcome in outcomes:
         for _, name, dataset in evaluated_datasets([run]):
-            verdicts = [verdict for task in dataset.tasks.values() for verdict in task.verdicts]
             # two tasks may have the same one, such as that on whole cells
-            by_sentence = {verdict.sentence: verdict.outcome for verdict in verdicts}
+            by_sentence: dict[str, str] = {}
+            for task in dataset.tasks.values():
+                by_sentence |= {verdict.sentence: verdict.outcome for verdict in task.verdicts}
             sentences += [f"{name}: {text}" for text in by_sentence if by_sentence[text] == outcome]
     return sentences
 

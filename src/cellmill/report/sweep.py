@@ -237,10 +237,9 @@ def _best_measures(valued: Sequence[SweepRow]) -> list[Measure]:
     alike in all runs are left out.
     """
     models = [row for row in valued if row["kind"] == "model"]
-    values = {
-        measure: [row["value"] for row in group]
-        for measure, group in _group(models, _measure).items()
-    }
+    values = {}
+    for measure, group in _group(models, _measure).items():
+        values[measure] = [row["value"] for row in group]
     best: dict[tuple[str, str, str], Measure] = {}
     for measure in sorted(values, key=lambda measure: -float(np.mean(values[measure]))):
         differs = len({*values[measure]}) > 1
@@ -265,7 +264,9 @@ def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
     if axis == "stream.train_frac":
         return "cells"
     by_value = _group(rows, lambda row: str(row[axis]))
-    sizes = {frozenset(row["parameters"] for row in group) for group in by_value.values()}
+    sizes = set()
+    for group in by_value.values():
+        sizes.add(frozenset(row["parameters"] for row in group))
     if len(sizes) == len(by_value) and not any(None in of_value for of_value in sizes):
         return "parameters"
     are_numbers = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from cellmill.report.collect import ReportedRun, evaluated_datasets
@@ -90,7 +91,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
-        return list(dict.fromkeys(name for _, _, values in self.lines for name in values))
+        return list(dict.fromkeys(chain.from_iterable(values for _, _, values in self.lines)))
 
 
 def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:

@@ -142,31 +142,30 @@ class Clustering(Task):
 
         def clusters() -> np.ndarray:
             edges = jaccard_weights(NeighborGraph.of(features, config.neighbors))
-            found = {
-                resolution: np.stack(
-                    leiden(igraph, edges, resolution, range(seed, seed + config.seeds))
-                )
-                for resolution in dict.fromkeys([*config.resolutions, config.resolution])
-            }
-            ari = {
-                key: np.mean([ari_scores(labels, one) for one in found[key]])
-                for key in config.resolutions
-            }
-            best = max(config.resolutions, key=ari.__getitem__)
+            seeds = range(seed, seed + config.seeds)
+            by_resolution = {}
+            for resolution in dict.fromkeys([*config.resolutions, config.resolution]):
+                by_resolution[resolution] = np.stack(leiden(igraph, edges, resolution, seeds))
+
+            def mean_ari(resolution: float) -> float:
+                scores = [ari_scores(labels, of_seed) for of_seed in by_resolution[resolution]]
+                return float(np.mean(scores))
+
+            best = max(config.resolutions, key=mean_ari)
+            # the first row is the number of the best resolution
             head = np.full((1, len(labels)), config.resolutions.index(best))
-            return np.concatenate([head, found[best], found[config.resolution]]).astype(np.int16)
+            parts = [head, by_resolution[best], by_resolution[config.resolution]]
+            return np.concatenate(parts).astype(np.int16)
 
         if method.network is not None:
-            found = clusters()
+            rows = clusters()
         else:
             about = (
                 f"igraph {igraph.__version__} {config.model_dump_json()} {seed} {labels.tolist()}"
             )
-            found = context.baselines.features(about, features, clusters)
-        return config.resolutions[found[0, 0]], (
-            found[1 : 1 + config.seeds],
-            found[1 + config.seeds :],
-        )
+            rows = context.baselines.features(about, features, clusters)
+        at_best, at_fixed = np.split(rows[1:], 2)
+        return config.resolutions[rows[0, 0]], (at_best, at_fixed)
 
 
 def _mean_number(clusters: np.ndarray) -> float:

@@ -6,6 +6,7 @@ otherwise a set could be recognised just because the model never saw the other g
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,7 @@ def _members(
     """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints
     the coverage.
     """
-    rows = rows_of_names(
-        {name for genes in sets.values() for name in genes}, context.model.vocabulary
-    )
+    rows = rows_of_names({*chain.from_iterable(sets.values())}, context.model.vocabulary)
     n_known = sum(row >= 0 for row in rows.values())
     if not n_known:
         raise DataError(

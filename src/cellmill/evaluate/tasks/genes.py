@@ -117,11 +117,11 @@ def read_lines(path: Path) -> list[tuple[int, list[str]]]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text") from None
-    lines = [
-        (number, [field.strip() for field in line.split("\t")])
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.strip() and not line.startswith("#")
-    ]
+    lines = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            fields = [field.strip() for field in line.split("\t")]
+            lines.append((number, fields))
     if not lines:
         raise DataError(f"{path}: empty")
     return lines

@@ -7,6 +7,7 @@ factor is one draw in the interval.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ class Grn(GeneTask):
         known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
         n_known = len(known)
         if n_known < config.min_edges:
-            named = rows_of_names((name for edge in edges for name in edge), vocabulary)
+            named = rows_of_names(chain.from_iterable(edges), vocabulary)
             absent = sorted(name for name, row in named.items() if row < 0)
             such = f", not {', '.join(absent[:3])}" if absent else ""
             raise DataError(
@@ -169,7 +170,7 @@ def known_edges(
     """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
     bool, each once.
     """
-    rows = rows_of_names((name for edge in edges for name in edge), vocabulary)
+    rows = rows_of_names(chain.from_iterable(edges), vocabulary)
     pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
     found = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1]) & usable[pairs].all(1)
     return np.unique(pairs[found], axis=0)

@@ -160,9 +160,8 @@ def write_changes(
         "n_folds": len(folds),
     }
     vocabulary = context.model.vocabulary
-    symbols, ids = (
-        [of[row] for row in profiles.genes] for of in (vocabulary.symbols, vocabulary.gene_ids)
-    )
+    symbols = [vocabulary.symbols[row] for row in profiles.genes]
+    ids = [vocabulary.gene_ids[row] for row in profiles.genes]
     var = pd.DataFrame({"symbol": symbols}, index=ids)
     adata = ad.AnnData(profiles.expression[cells], obs, var, uns={ABOUT_CHANGES: about})
     with create_h5(path) as file:

@@ -3,6 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Self
 
 import numpy as np
@@ -263,10 +264,11 @@ def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd
 
 
 def _are_ids(groups: list[CellGroup]) -> bool:
-    """True where labels are ids of the Cell Ontology. Raises DataError where only some are, or one
-    is unknown.
+    """True if labels are ids of the Cell Ontology. Raises DataError if only some are, or one is
+    unknown.
     """
-    if not any(is_term_id(name) for group in groups for name in group.labels):
+    labels = np.concatenate([group.labels for group in groups])
+    if not any(map(is_term_id, labels)):
         return False
     for group in groups:
         for name in np.unique(group.labels):
@@ -298,15 +300,13 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
                 ("steps", ontology.steps, steps),
             ):
                 heading = name if condition == KNOWN else f"{name}, {condition}"
-                table = np.array(
-                    [[float(measure(str(true), str(other))) for other in terms] for true in terms]
-                )
-                scores = {
-                    method: np.where(
-                        classes == NOT_TESTED, np.nan, table[predictions.truth, classes]
-                    )
-                    for method, classes in methods.items()
-                }
+                pairs = product(map(str, terms), repeat=2)
+                table = np.array([float(measure(true, other)) for true, other in pairs])
+                table = table.reshape(len(terms), len(terms))
+                scores = {}
+                for method, classes in methods.items():
+                    of_cells = table[predictions.truth, classes]
+                    scores[method] = np.where(classes == NOT_TESTED, np.nan, of_cells)
                 kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     rows = table_rows(columns)
     for row in rows:
