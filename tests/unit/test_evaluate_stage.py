@@ -441,8 +441,8 @@ def test_the_umap_process_ends_with_its_evaluation(
 ) -> None:
     code = (
         "import os, signal, time; from multiprocessing import active_children\n"
-        "from cellmill.stages.evaluate import _beside\n"
-        "pool, [child] = _beside(), active_children()\n"
+        "from cellmill.stages.evaluate import _umap_process\n"
+        "pool, [child] = _umap_process(), active_children()\n"
         f"for _ in range({2 * started + 1}):\n"
         "    os.kill(child.pid, signal.SIGINT)\n"
         f"    {started} and pool.submit(os.getpid).result()\n"
