@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(run: Path) -> None:
         TrainFolder(run).newest_whole()
 
 
-def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, run: Path) -> None:
+def test_every_rank_learns_of_damage_found_by_one(pool: Pool, run: Path) -> None:
     files = sorted((run / "checkpoints" / "step-00000006").glob("*.distcp"))
     files[-1].write_bytes(files[-1].read_bytes()[:-1])
     found = pool.run("newest", folder=str(run))
@@ -174,7 +174,7 @@ def test_every_rank_learns_of_damage_that_one_has_found(pool: Pool, run: Path) -
     assert pool.run("gathered") == [expected] * 4
 
 
-def test_a_later_save_into_the_same_memory_holds_its_own_step(
+def test_a_later_save_in_the_same_memory_stores_its_step(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
     opts = options(train={"checkpoint_every_steps": 2, "keep_checkpoints": 9})
@@ -203,7 +203,7 @@ def test_a_save_that_fails_is_an_error_of_the_run(
         checkpoints.wait()
 
 
-def test_a_disk_that_is_full_amid_a_tensor_is_named(alone: None, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_inside_a_tensor_is_named(alone: None, tmp_path: Path) -> None:
     model = torch.nn.Linear(1000, 100)
     checkpoints = Checkpoints(TrainFolder(tmp_path), 1)
     checkpoints.save(model, build_optimizer(model, Train(steps=1)), 3, {})

@@ -100,9 +100,7 @@ def test_every_process_group_of_a_mesh_gets_the_timeout(pool: Pool) -> None:
 
 
 @pytest.mark.full
-def test_a_length_that_comes_again_needs_no_new_schedule(
-    pool: Pool, corpus: str, tmp_path: Path
-) -> None:
+def test_a_repeated_length_needs_no_new_schedule(pool: Pool, corpus: str, tmp_path: Path) -> None:
     # 60 to 250 tokens in a micro-batch: lengths of 64, 128, 192 and 256
     staged = options({"pp": 2, "microbatches": 6, "schedule": "ZBV", "tp": 2}, model={"layers": 4})
     for built, used, with_buffers in pool.run(

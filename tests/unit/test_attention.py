@@ -97,7 +97,7 @@ def test_no_scores_are_kept_for_the_backward_pass() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a GPU")
 @either_way
 @all_lengths
-def test_the_gpu_kernel_gives_what_is_written_out(lengths: list[int], causal: bool) -> None:
+def test_the_gpu_kernel_equals_the_plain_formula(lengths: list[int], causal: bool) -> None:
     qkv = [x.detach().cuda() for x in _qkv(sum(lengths), torch.bfloat16)]
     out = attention(*qkv, _cu_seqlens(lengths).cuda(), lengths, causal)
     assert_near(out, written_out(*qkv, lengths, causal), 2e-2)

@@ -103,7 +103,7 @@ def test_a_vector_depends_on_the_levels_of_its_cell() -> None:
 
 
 @pytest.mark.parametrize("objective", ["masked_value", "masked_gene"])
-def test_no_objective_masks_them(objective: str) -> None:
+def test_no_objective_masks_covariate_tokens(objective: str) -> None:
     batch = _cells()
     prepared = prepare(_model(objective), batch)
     plain = prepare(_model(objective, covariates=[]), batch)
@@ -139,7 +139,7 @@ def test_training_hides_some_levels_by_step() -> None:
     assert not draw_unknown(4).any()
 
 
-def test_a_family_without_tokens_of_cells_refuses_them() -> None:
+def test_a_family_without_covariate_tokens_refuses_them() -> None:
     given = train_options(tokens={"covariates": ["donor"]}, model={"family": "profile"})
     assert given.obs_columns() == {"donor": "tokens.covariates"}
     with refused(

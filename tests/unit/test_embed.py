@@ -225,7 +225,7 @@ def test_a_covariate_that_a_file_lacks_is_warned_of(
         assert "warning" not in capsys.readouterr().out
 
 
-def test_an_embedding_is_all_that_changes_in_the_users_own_file(
+def test_only_the_embedding_changes_in_the_file_of_the_user(
     tmp_path: Path, corpus: dict[str, Path], model: Path
 ) -> None:
     adata = ad.read_h5ad(corpus["cells"])

@@ -94,7 +94,7 @@ def test_no_shell_reads_a_path() -> None:
         ),
     ],
 )
-def test_what_no_model_can_be_is_refused(external: dict[str, Any], message: str) -> None:
+def test_an_impossible_external_model_is_refused(external: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match="1 validation error") as raised:
         Evaluate.model_validate({"external": external})
     assert message in str(raised.value)

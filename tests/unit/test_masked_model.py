@@ -198,7 +198,7 @@ def test_the_embedding_of_a_cell_without_tokens_is_zero() -> None:
     assert not vectors[1].any()
 
 
-def test_what_tensor_parallel_cuts_is_in_the_model() -> None:
+def test_tensor_parallel_shards_only_existing_modules() -> None:
     model = _model("continuous", "masked_value")
     names = dict(model.named_modules())
     for name in model.plan.tensor:

@@ -67,7 +67,7 @@ def test_identical_predictions_differ_by_nothing() -> None:
     assert paired_difference(ones, 0 * ones) == Estimate(1.0, 1.0, 1.0, 0.0)
 
 
-def test_the_interval_by_hand() -> None:
+def test_the_interval_equals_a_calculation_by_hand() -> None:
     own = np.array([[1.0, 1, 1, 0], [1, 0, 1, 0]])
     found = paired_difference(own, np.zeros((2, 4)))
     # mean 5/8; means of cells 1, 1/2, 1, 0 and of repetitions 3/4, 1/2
@@ -171,7 +171,7 @@ def test_a_column_chooses_the_better_of_two_errors() -> None:
     assert replace(column, n_units=2).compare(EMBEDDING, a).outcome == "undecided"
 
 
-def test_the_share_of_a_gap_by_hand() -> None:
+def test_the_share_of_a_gap_equals_a_calculation_by_hand() -> None:
     zero = np.array([[0.0, 1, 0, 0, 1, 0, 0, 0]])
     ceiling = np.array([[1.0, 1, 1, 0, 1, 1, 1, 1]])
     own = np.array([[1.0, 1, 0, 0, 1, 0, 0, 0]])

@@ -37,7 +37,7 @@ def screen(context: Context) -> Context:
     return replace(context, roles=roles, scored=scored)
 
 
-def test_scores_of_changes_by_hand() -> None:
+def test_scores_of_changes_equal_a_calculation_by_hand() -> None:
     measured = [
         [1.0, -1.0, 0.5, 9.0],
         [1.0, 1.0, 0.0, 0.0],

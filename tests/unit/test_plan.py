@@ -295,7 +295,7 @@ WIDE: dict[str, Any] = {
     ],
     ids=["lanes", "cells", "device"],
 )
-def test_what_cannot_work_is_refused(
+def test_impossible_options_are_refused(
     corpus: Manifest, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     assert _refused(corpus, tmp_path, **changes).startswith(message)

@@ -321,7 +321,7 @@ def test_each_perturbation_has_as_many_sampled_cells(
     assert made.X.max() <= np.log1p(1e4) + 1e-5
 
 
-def test_a_gene_is_called_as_perturbations_are(
+def test_genes_are_named_like_perturbations(
     cells: tuple[Context, Any, Path], perturbed_cells: Any, tmp_path: Path
 ) -> None:
     changed = ad.read_h5ad(cells[2])
@@ -336,7 +336,7 @@ def test_a_gene_is_called_as_perturbations_are(
     assert names[:4].tolist() == [symbols[0], ids[1], ids[2], symbols[3]]
 
 
-def test_what_the_model_did_not_see_is_held_out(tmp_path: Path, corpus: dict[str, Path]) -> None:
+def test_unseen_perturbations_are_held_out(tmp_path: Path, corpus: dict[str, Path]) -> None:
     perturbation = np.array(["a", "b", "c", "control"])[np.arange(600) % 4]
     changed = {"perturbation": perturbation, "is_control": perturbation == "control"}
     files = with_obs(corpus, tmp_path, "simulated", **changed)

@@ -99,7 +99,7 @@ def message(tmp_path: Path) -> Callable[..., str]:
         {"min_cells": 30, "min_genes": 3},
     ],
 )
-def test_what_is_kept_equals_a_dense_reference(
+def test_kept_counts_equal_a_dense_reference(
     panel: Path, tmp_path: Path, options: dict[str, Any], row_block: int
 ) -> None:
     got, report = run(panel, tmp_path / "out.h5ad", row_block=row_block, **options)

@@ -141,7 +141,9 @@ def test_the_best_partition_has_the_figures_of_its_smallest_node(
     ],
     ids=str,
 )  # fmt: skip
-def test_options_choose(cluster: Cluster, words: list[str], wanted: dict[str, Any]) -> None:
+def test_options_override_what_the_site_suggests(
+    cluster: Cluster, words: list[str], wanted: dict[str, Any]
+) -> None:
     cluster()
     machine, tree, _ = new(*words)
     assert {key: getattr(machine, key) for key in wanted} == wanted
@@ -182,7 +184,7 @@ def site(
     ],
     ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
 )  # fmt: skip
-def test_odd_sites(
+def test_unusual_sites_are_read(
     cluster: Cluster,
     table: str,
     config: str,

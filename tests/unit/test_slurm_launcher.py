@@ -230,7 +230,7 @@ LATE = ("late.txt", "1 of 2 nodes have not joined: node2; their logs may say why
     ],
     ids=["collective", "signal", "late nodes"],
 )
-def test_what_a_job_left_is_the_reason_if_no_process_knew_more(
+def test_files_of_a_job_give_the_reason_if_no_process_does(
     scripted: Scripted, files: list[tuple[str, str]], state: str, why: str
 ) -> None:
     for file in files:

@@ -165,7 +165,7 @@ def test_a_connection_that_sends_no_request_is_closed(
     assert connect(servers[1]).num_keys() == 0
 
 
-def test_a_text_is_not_added_to(servers: tuple[int, int]) -> None:
+def test_a_text_cannot_be_incremented(servers: tuple[int, int]) -> None:
     client = connect(servers[1])
     client.set("text", "no number")
     with pytest.raises(DistError):

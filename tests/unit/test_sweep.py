@@ -84,7 +84,7 @@ def test_a_sweep_is_its_runs_written_out() -> None:
         ({"x": 1}, r"sweep\.a: unknown key 'x'"),
     ],
 )
-def test_what_is_wrong_is_named(sweep: dict[str, Any], message: str) -> None:
+def test_a_wrong_sweep_is_named(sweep: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked({}, {"a": {"run": {"corpus": "demo"}, "over": {"train.seed": [0]}} | sweep})
 

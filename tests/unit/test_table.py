@@ -132,7 +132,7 @@ def test_a_wrong_table_is_refused_in_one_line(tmp_path: Path, case: str) -> None
     assert len(str(caught.value)) < 500
 
 
-def test_blanks_around_a_path_are_not_of_it(tmp_path: Path) -> None:
+def test_blanks_around_a_path_are_removed(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text("dataset\tpath\na\t data/b c.h5ad \n")
     assert read_datasets(tmp_path / "t.tsv")["a"].path == "data/b c.h5ad"
 
@@ -204,5 +204,5 @@ def test_deeply_nested_options_exit_with_code_2(
 
 
 @pytest.mark.parametrize("name", ["pbmc68k", "1k", "2024-run", "e5", "a.b_c"])
-def test_usual_names_are_names(name: str) -> None:
+def test_common_names_are_valid(name: str) -> None:
     assert check_name(name) == name

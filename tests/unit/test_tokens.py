@@ -182,7 +182,7 @@ def test_counts_too_large_for_a_table_are_binned_too() -> None:
 
 
 @every_tokenizer
-def test_no_cells_are_an_empty_batch(tokenizer: str) -> None:
+def test_without_cells_the_batch_is_empty(tokenizer: str) -> None:
     tokens = OPTIONS[tokenizer]()
     genes = np.empty(0, np.int32)
     counts = np.empty(0, np.uint16)
@@ -222,7 +222,7 @@ MOST = 700
         (np.uint32, 2**32 - 1),
     ],
 )
-def test_loops_make_the_bits_of_numpy(
+def test_compiled_loops_are_bitwise_equal_to_numpy(
     dtype: type, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("numba")

@@ -495,7 +495,7 @@ BRANCH = {
         ({}, "--config|private=mine", "config/config.yaml + --config: private: "),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_by_a_dry_run(
+def test_impossible_runs_are_refused_by_a_dry_run(
     project: Project, sections: dict[str, Any], words: str, message: str
 ) -> None:
     project.write_config(**sections)
