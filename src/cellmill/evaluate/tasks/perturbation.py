@@ -51,18 +51,18 @@ from cellmill.evaluate.tasks.genes import correlations
 from cellmill.evaluate.tasks.held_out import CO_EXPRESSION, Fold, HeldOut, prior_method
 from cellmill.runs.results import ScoredMethod, TaskResult
 
-METRICS: Mapping[str, str] = {  # headings, and names in words; of MAE alone, lower is better
+METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
     "Pearson": "Pearson of the change",
     "discrimination": "discrimination",
     "direction": "direction of the top genes",
     "MAE": "mean absolute error",
 }
-HELD_OUT = "perturbation"  # in stage predict_changes
+HELD_OUT = "perturbation"  # role that stage predict_changes holds out
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
+GROUPS = ["start control", "measured control", "measured"]
 CEILING = ScoredMethod("split halves", kind="ceiling")
-BEST_OTHER = ScoredMethod(
-    "best other perturbation", kind="ceiling"
-)  # ceiling of methods that name the most similar one
+# ceiling of methods that copy the change of the most similar training perturbation
+BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
 
 
 def change_scores(
@@ -71,17 +71,17 @@ def change_scores(
     """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
     a constant.
 
-    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together,
-    `perturbed` (bool) the genes that a unit perturbs. Direction is of the `top_genes` of largest
-    seen change. Discrimination is the share of other units whose seen change is farther (in mean
-    absolute difference) from the prediction than the unit's own (Wu et al. 2024, PerturBench; ties
-    count half).
+    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together;
+    `perturbed` (bool) are the genes that a unit perturbs. Direction is judged on the `top_genes`
+    genes with the largest seen change. Discrimination is the share of other units whose seen change
+    is farther (in mean absolute difference) from the prediction than the unit's own (Wu et al.
+    2024, PerturBench; ties count half).
     """
     scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
-    for unit, (own, change, left_out) in enumerate(zip(predicted, seen, perturbed)):
-        x = own[~left_out]
-        y = change[~left_out]
-        every = seen[:, ~left_out]
+    for unit in range(len(seen)):
+        is_scored = ~perturbed[unit]
+        x = predicted[unit, is_scored]
+        y = seen[unit, is_scored]
         scores["MAE"][unit] = np.abs(x - y).mean()
         if not x.any():
             continue
@@ -90,9 +90,10 @@ def change_scores(
         top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
         scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
         if len(seen) > 1:
-            distances = np.abs(every - x).mean(1)
-            others = np.delete(distances, unit) - distances[unit]
-            scores["discrimination"][unit] = (others > 0).mean() + (others == 0).mean() / 2
+            # (units,): distance of the prediction to the seen change of each unit
+            distances = np.abs(seen[:, is_scored] - x).mean(1)
+            excess = np.delete(distances, unit) - distances[unit]
+            scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
     return scores
 
 
@@ -124,26 +125,29 @@ def write_changes(
         for method, values in predicted.items():
             if method.network == "trained":
                 method = replace(method, supervised=context.supervised or "")
-            of_method = changes.setdefault(method, np.full((len(tested), values.shape[1]), np.nan))
-            of_method[np.searchsorted(tested, test)] = values
-    position = np.full(len(held.group) + 1, -1, np.int64)  # the last is for cells without a unit
+            if method not in changes:
+                changes[method] = np.full((len(tested), values.shape[1]), np.nan)
+            changes[method][np.searchsorted(tested, test)] = values
+    # (cells,): number of the tested unit; -1 for other cells, which index the last position
+    position = np.full(len(held.group) + 1, -1, np.int64)
     position[tested] = np.arange(len(tested))
     unit = position[held.scored_unit]
-    # empty where the dataset has none
+    # doses are empty if the dataset has none
     doses = dict(zip(held.unit_of_cell.tolist(), profiles.dose.tolist()))
-    names = [
-        " | ".join(filter(None, (str(held.perturbation[of]), doses[of]))) for of in tested.tolist()
-    ]
-    group = np.where(unit >= 0, 2, np.where(profiles.stratum >= 0, profiles.half, -1))
+    names = []
+    for number in tested.tolist():
+        name = str(held.perturbation[number])
+        names.append(f"{name} | {doses[number]}" if doses[number] else name)
+    # (cells,): index in GROUPS; -1 for cells that are not written
+    group = np.where(profiles.stratum >= 0, profiles.half, -1)
+    group = np.where(unit >= 0, GROUPS.index("measured"), group)
     cells = np.flatnonzero(group >= 0)
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context)][is_control].iloc[0])
     obs = pd.DataFrame(
         {
-            "group": pd.Categorical.from_codes(
-                group[cells], ["start control", "measured control", "measured"]
-            ),
-            # -1 is the last
+            "group": pd.Categorical.from_codes(group[cells], GROUPS),
+            # controls have unit -1, the last name
             "perturbation": pd.Categorical(np.array([*names, control], object)[unit[cells]]),
             "stratum": profiles.stratum[cells],
         },
@@ -192,36 +196,34 @@ class Perturbation(Task):
             if not folds:
                 continue
             for metric, scores in self._scores(held, folds).items():
-                defined = {
-                    method: values for method, values in scores.items() if np.isfinite(values).any()
-                }
-                tops = {
-                    method: defined.pop(method)
-                    for method in (CEILING, BEST_OTHER)
-                    if method in defined
-                }
-                if not defined or CEILING not in tops:
+                # scores of rows, of their ceilings, and of the trivial rows among them
+                defined = {}
+                ceiling_scores = {}
+                trivial = {}
+                for method, values in scores.items():
+                    if not np.isfinite(values).any():
+                        continue
+                    if method.kind == "ceiling":
+                        ceiling_scores[method] = values
+                        continue
+                    defined[method] = values
+                    if method in (NO_CHANGE, MEAN):
+                        trivial[method] = values
+                if not defined or CEILING not in ceiling_scores:
                     continue
                 column = ScoreColumn(
-                    f"{metric}, new {held_out}", f"{METRICS[metric]}, new {held_out}", defined
+                    f"{metric}, new {held_out}",
+                    f"{METRICS[metric]}, new {held_out}",
+                    defined,
+                    trivial=trivial,
+                    ceiling=(CEILING, ceiling_scores[CEILING]),
+                    lower_is_better=metric == "MAE",
                 )
-                ceilings.append(replace(column, scores=tops))
-                trivial = {
-                    method: defined[method] for method in (NO_CHANGE, MEAN) if method in defined
-                }
-                columns.append(
-                    replace(
-                        column,
-                        trivial=trivial,
-                        ceiling=(CEILING, tops[CEILING]),
-                        lower_is_better=metric == "MAE",
-                    )
-                )
+                columns.append(column)
+                ceilings.append(ScoreColumn(column.heading, column.metric, ceiling_scores))
         if not columns:
-            reasons = "; ".join(
-                str(value) for key, value in numbers.items() if key.endswith("no_folds")
-            )
-            raise Skipped(reasons or "no stratum has enough controls", numbers)
+            reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
+            raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
         judged = [column for column in columns if column.of_kind("model")]
         compared = [line for column in judged for line in column.differences()]
         informed = [method.features for method in self._informed()]
@@ -283,7 +285,8 @@ class Perturbation(Task):
         measured = profiles.control_means(1)
         seen = profiles.changes(held.scored_unit, len(held.group), measured)
         perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
-        shape = 1 + max(repetition for repetition, _, _ in folds), len(held.group)
+        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        shape = (n_repetitions, len(held.group))
         scores: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
             # changes of two halves of each unit's scored cells, each from its own half of the
@@ -292,28 +295,26 @@ class Perturbation(Task):
                 len(held.scored_unit)
             )
             position = np.argsort(order[np.argsort(held.scored_unit[order], kind="stable")])
-            halves = [
-                profiles.changes(
-                    np.where(position % 2 == half, held.scored_unit, -1), len(held.group), mean
-                )
-                for half, mean in enumerate((held.start_means, measured))
-            ]
-            pairs = {name: (change, seen[test]) for name, change in predicted.items()}
-            pairs[CEILING] = halves[0][test], halves[1][test]
+            halves = []
+            for half, controls in enumerate((held.start_means, measured)):
+                unit = np.where(position % 2 == half, held.scored_unit, -1)
+                halves.append(profiles.changes(unit, len(held.group), controls)[test])
+            # predicted and measured changes of the test units
+            pairs = {method: (change, seen[test]) for method, change in predicted.items()}
+            pairs[CEILING] = (halves[0], halves[1])
             if held.role == "perturbation":
-                similar = correlations(halves[0][test].T, known[train].T)
-                pairs[BEST_OTHER] = known[train[similar.argmax(1)]], halves[1][test]
-            for name, (change, truth) in pairs.items():
+                similar = correlations(halves[0].T, known[train].T)
+                pairs[BEST_OTHER] = (known[train[similar.argmax(1)]], halves[1])
+            for method, (change, truth) in pairs.items():
                 by_metric = change_scores(change, truth, perturbed[test], self.config.top_genes)
                 for metric, values in by_metric.items():
-                    scores[metric].setdefault(name, np.full(shape, np.nan))[repetition, test] = (
-                        values
-                    )
+                    by_unit = scores[metric].setdefault(method, np.full(shape, np.nan))
+                    by_unit[repetition, test] = values
+        # (U, perturbations): 1 for the units of a perturbation
         names, number = np.unique(held.perturbation, return_inverse=True)
         member = np.eye(len(names))[number]
         for by_method in scores.values():
-            for name, values in by_method.items():
-                by_method[name] = divide(
-                    np.nan_to_num(values) @ member, np.isfinite(values) @ member
-                )
+            for method, values in by_method.items():
+                sums = np.nan_to_num(values) @ member
+                by_method[method] = divide(sums, np.isfinite(values) @ member)
         return scores
