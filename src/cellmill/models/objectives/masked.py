@@ -72,11 +72,25 @@ class MaskedBatch(EncoderBatch):
         )
 
 
+@dataclass(frozen=True)
+class Mask:
+    """What the model sees of each token, (T,) each."""
+
+    cell: Tensor  # int64: index of the token's cell
+    keys: Tensor  # int64: keys of the token's further draws
+    visible: Tensor  # bool: genes that are not masked
+    masked: Tensor  # bool: tokens to predict, of which each is hidden, kept or random
+    hidden: Tensor  # bool
+    kept: Tensor  # bool: shows its own content
+    random: Tensor  # bool: shows random content
+
+
 class MaskedObjective(Objective):
     """Base of both; needs a model with `states`, `inputs` and `cell_vectors`."""
 
     config: MaskedObjectiveConfig
     hides_gene: bool
+    n_tokens: int  # tokens of the vocabulary; set by `attach`
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         self.n_tokens = n_tokens
@@ -93,74 +107,52 @@ class MaskedObjective(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
         """Draw the mask of a batch and hide the genes of masked tokens, or their values."""
-        config = self.config
-        # validation hides everything that is masked
-        shows_content = self._shows_content and self.training
-        cell, position = positions(batch)
-        keys = keyed_token_bits(batch.cells, cell, seed, step, position)
-        is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
-        masked = self._draw_mask(torch.where(is_gene, keys, NEVER), cell, len(batch.lengths))
-        masked = masked & is_gene
-        targets = masked.nonzero().flatten()
-        # (T,) bool: masked tokens that are hidden, keep their content, or show random content
-        hidden = masked
-        kept = torch.zeros_like(masked)
-        if shows_content:
-            fates = keyed_bits(keys, FATE)
-            kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
-            is_below = fates < threshold(1 - config.keep_frac - config.random_frac)
-            hidden = masked & ~kept & is_below
-        random = masked & ~kept & ~hidden
-        genes = batch.genes
-        values = batch.values
-        value_hidden = torch.zeros_like(masked)
-        if isinstance(config, MaskedValueConfig) and config.renormalize:
-            values = self._renormalize(batch, ~masked | kept)
-        if self.hides_gene:
-            genes = genes.masked_fill(hidden, MASK_TOKEN)
-            if shows_content:
-                n_genes = self.n_tokens - len(SPECIAL)
-                random_genes = len(SPECIAL) + keyed_bits(keys, CONTENT) % n_genes
-                genes = torch.where(random, random_genes, genes)
-        else:
-            # a random value is that of a visible token of the cell; without one it is hidden
-            donors = (is_gene & ~masked).nonzero().flatten()
-            donor_cell = cell[donors]
-            n_donors = torch.bincount(donor_cell, minlength=len(batch.lengths))[cell]
-            value_hidden = hidden | (random & (n_donors == 0))
-            random = random & (n_donors > 0)
-            first_donor = torch.searchsorted(donor_cell, cell)
-            chosen = first_donor + keyed_bits(keys, CONTENT) % n_donors.clamp(min=1)
-            random_values = values[donors[chosen[random]]]
-            values = values.masked_fill(value_hidden, 0)
-            values[random] = random_values
+        mask = self._draw_mask(batch, seed, step)
+        targets = mask.masked.nonzero().flatten()
+        content = batch.genes if self.hides_gene else batch.values
         return MaskedBatch.prepared(
             batch,
             (seed, step),
-            genes=genes,
-            values=values,
-            value_hidden=value_hidden,
-            value_known=~masked | self.hides_gene,
+            **self.hide(batch, mask),
+            value_known=~mask.masked | self.hides_gene,
             targets=targets,
-            answers=(batch.genes if self.hides_gene else batch.values)[targets],
-            n_targets=torch.tensor(len(targets), device=keys.device),
+            answers=content[targets],
+            n_targets=torch.tensor(len(targets), device=targets.device),
         )
 
-    def _draw_mask(self, draws: Tensor, cell: Tensor, n_cells: int) -> Tensor:
-        """(T,) int64 each -> (T,) bool: masked tokens, the lowest draw of a cell in any case."""
-        lowest = torch.full((n_cells,), NEVER, device=draws.device)
+    def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
+        config = self.config
+        cell, position = positions(batch)
+        keys = keyed_token_bits(batch.cells, cell, seed, step, position)
+        is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
+        # the lowest draw of a cell is masked in any case
+        draws = torch.where(is_gene, keys, NEVER)
+        lowest = torch.full((len(batch.lengths),), NEVER, device=draws.device)
         lowest = lowest.scatter_reduce(0, cell, draws, "amin")
-        return (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
+        masked = (draws < threshold(config.mask_frac)) | (draws == lowest[cell])
+        masked = masked & is_gene
+        hidden = masked
+        kept = torch.zeros_like(masked)
+        # validation hides everything that is masked
+        if self._shows_content and self.training:
+            # low draws hide a token, the next show random content, high draws its own
+            fates = keyed_bits(keys, FATE)
+            kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
+            is_low = fates < threshold(1 - config.keep_frac - config.random_frac)
+            hidden = masked & ~kept & is_low
+        return Mask(
+            cell=cell,
+            keys=keys,
+            visible=is_gene & ~masked,
+            masked=masked,
+            hidden=hidden,
+            kept=kept,
+            random=masked & ~kept & ~hidden,
+        )
 
-    def _renormalize(self, batch: Batch, visible: Tensor) -> Tensor:
-        """(T,) bool -> (T,): values from the counts of visible tokens only, 0 for others."""
-        assert batch.counts is not None, "the batch has no counts"
-        counts = batch.counts * visible
-        genes = batch.genes.numpy()
-        tokens = make_tokens(genes, counts.numpy(), batch.cu_seqlens.numpy(), self.tokenizer)
-        values = torch.zeros_like(batch.values)
-        values[counts > 0] = tokens["values"]
-        return values
+    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+        """Return the fields that change when the tokens in `mask.hidden` and `mask.random` are changed."""
+        raise NotImplementedError
 
     def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         targets = prepared.targets
@@ -204,6 +196,36 @@ class MaskedValue(MaskedObjective):
 
     def initial_value(self, name: str) -> Fill | None:
         return normal(STD) if name == "hidden_value" else None
+
+    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+        """Hide values, or replace them by the value of a random visible token of the cell."""
+        values = batch.values
+        if self.config.renormalize:
+            values = self._renormalize(batch, mask.visible | mask.kept)
+        donors = mask.visible.nonzero().flatten()  # (donors,): tokens, cell after cell
+        n_donors = torch.bincount(mask.cell[donors], minlength=len(batch.lengths))  # (C,)
+        first_donor = n_donors.cumsum(0) - n_donors  # (C,): index in `donors`
+        # a cell without a visible token has its random tokens hidden
+        has_donor = (n_donors > 0)[mask.cell]
+        hidden = mask.hidden | (mask.random & ~has_donor)
+        random = mask.random & has_donor
+        # the donor of each random token
+        cell = mask.cell[random]
+        draws = keyed_bits(mask.keys[random], CONTENT)
+        chosen = donors[first_donor[cell] + draws % n_donors[cell]]
+        shown = values.masked_fill(hidden, 0)
+        shown[random] = values[chosen]
+        return {"values": shown, "value_hidden": hidden}
+
+    def _renormalize(self, batch: Batch, visible: Tensor) -> Tensor:
+        """(T,) bool -> (T,): values from the counts of visible tokens only, 0 for others."""
+        assert batch.counts is not None, "the batch has no counts"
+        counts = batch.counts * visible
+        genes = batch.genes.numpy()
+        tokens = make_tokens(genes, counts.numpy(), batch.cu_seqlens.numpy(), self.tokenizer)
+        values = torch.zeros_like(batch.values)
+        values[counts > 0] = tokens["values"]
+        return values
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
@@ -268,6 +290,14 @@ class MaskedGene(MaskedObjective):
 
     def initial_value(self, name: str) -> Fill | None:
         return zeros if name == "gene_bias" else None
+
+    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+        """Hide genes, or replace them by a random gene of the vocabulary."""
+        n_genes = self.n_tokens - len(SPECIAL)
+        genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
+        draws = keyed_bits(mask.keys[mask.random], CONTENT)
+        genes[mask.random] = len(SPECIAL) + draws % n_genes
+        return {"genes": genes}
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
