@@ -67,7 +67,7 @@ class Sum(Objective):
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         """Add the heads of every part. Raise ConfigError if two would have the same name."""
-        names: dict[str, None] = {}
+        names: dict[str, None] = {}  # an ordered set
         for name, part in self.objectives.items():
             before = _list_attributes(model)
             part.levels = self.levels
@@ -103,20 +103,25 @@ class Sum(Objective):
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.paired:  # drop second views and padding
             first_views = replace(batch.cut(0, batch.paired), paired=0)
-        has_pairs = first_views is not batch
+        has_second_views = first_views is not batch
         prepared = []
+        hiding: Any = None  # batch of the part that hides tokens, if there is one
+        drawing: Any = None  # batch of the part that draws the view, if there is one
         for part in self.objectives.values():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
-            prepared.append(part.prepare(part_view, seed=seed, step=step))
-        configs = [part.config for part in self.objectives.values()]
-        hiding = [part for part, config in zip(prepared, configs) if config.hides_tokens]
-        drawing = [part for part, config in zip(prepared, configs) if config.draws_view]
-        if hiding:
-            shown = _add_second_views(hiding[0], drawing[0]) if has_pairs else hiding[0]
-        else:
-            shown = drawing[0] if has_pairs else prepared[0]
-        n_targets = torch.stack([part.n_targets for part in prepared])
+            part_batch = part.prepare(part_view, seed=seed, step=step)
+            prepared.append(part_batch)
+            if part.config.hides_tokens:
+                hiding = part_batch
+            if part.config.draws_view:
+                drawing = part_batch
+        shown = prepared[0]
+        if has_second_views:
+            shown = drawing if hiding is None else _add_second_views(hiding, drawing)
+        elif hiding is not None:
+            shown = hiding
+        n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
         if isinstance(shown, EncoderBatch):  # nothing is hidden for one part and shown to another
             shared = {name: getattr(shown, name) for name in SHARED}
             for index, part_batch in enumerate(prepared):
@@ -175,15 +180,14 @@ def _list_attributes(model: Any) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
 
 
-def _add_second_views(hiding: Any, paired: Any) -> Any:
-    """Return batch `hiding`, of first views, followed by the second views of batch `paired`."""
+def _add_second_views(first_views: Any, all_views: Any) -> Any:
+    """Return `first_views` followed by the second views, which are the rest of `all_views`."""
     joined = {}
     for name in SHARED:
-        first = getattr(hiding, name)
-        both = getattr(paired, name)
-        joined[name] = both
-        if isinstance(both, Tensor):
-            joined[name] = torch.cat([first, both[len(first) :]])
-        elif isinstance(both, list):
-            joined[name] = [*first, *both[len(first) :]]
-    return replace(hiding, **joined)
+        first = getattr(first_views, name)
+        joined[name] = getattr(all_views, name)
+        if isinstance(first, Tensor):
+            joined[name] = torch.cat([first, joined[name][len(first) :]])
+        elif isinstance(first, list):
+            joined[name] = [*first, *joined[name][len(first) :]]
+    return replace(first_views, **joined)
