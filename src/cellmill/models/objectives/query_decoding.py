@@ -56,31 +56,48 @@ class QueryBatch(QueryView, EncoderBatch):
 
 
 def _rank_in_cell(n: Tensor, cell: Tensor) -> Tensor:
-    """Number items of a cell from 0, cell after cell; `n` (C,) counts them, `cell` is of each."""
-    first = n.cumsum(0) - n
-    return torch.arange(len(cell)) - first[cell]
+    """Number the items of each cell from 0, (items,) int64.
+
+    `n` (C,) are the items of each cell; `cell` (items,) is each item's cell, ascending.
+    """
+    first_item = n.cumsum(0) - n
+    return torch.arange(len(cell)) - first_item[cell]
+
+
+def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, most: int) -> Tensor:
+    """Return the hidden tokens of each cell with the lowest keys, at most `most`, ascending."""
+    tokens = is_hidden.nonzero().flatten()
+    n_hidden = torch.bincount(cell[tokens])
+    # hidden tokens, cell after cell, the lowest key of each cell first
+    tokens = tokens[keys[tokens].argsort()]
+    tokens = tokens[cell[tokens].argsort(stable=True)]
+    rank = _rank_in_cell(n_hidden, cell[tokens])
+    return tokens[rank < most].sort().values
 
 
 def _draw_undetected(
-    batch: Batch, n_drawn: Tensor, n_free: Tensor, n_genes: int, seed: int, step: int
+    batch: Batch, n_drawn: Tensor, n_lacking: Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
     """Draw genes that cells lack, with replacement; return cell and token id of each draw.
 
-    Each cell has `n_drawn` draws from `n_free` genes, (C,) int64 each. The k-th gene that a cell
-    lacks is in row k + d of the vocabulary, where d of its detected genes come before.
+    Each cell has `n_drawn` draws from its `n_lacking` genes, (C,) int64 each. The k-th gene that a
+    cell lacks has vocabulary row k + d, if d of the cell's detected genes have smaller rows.
     """
     drawn_cell = torch.repeat_interleave(n_drawn)
     draw = _rank_in_cell(n_drawn, drawn_cell)
     bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw, UNDETECTED)
-    k = bits % n_free[drawn_cell]
+    k = bits % n_lacking[drawn_cell]
     cell, position = positions(batch)
     # (T,): vocabulary rows of detected genes, ascending in each cell
-    rows = (cell * n_genes + batch.genes - len(SPECIAL)).sort().values - cell * n_genes
-    # (T,): genes that the cell lacks before each row; an offset by cell makes them ascend overall
+    first_row = cell * n_genes
+    rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
+    # (T,): genes with smaller rows that the cell lacks, ascending in each cell
+    n_lacking_before = rows - position
+    # one search over all cells: an offset by cell makes the numbers ascend overall
     offset = n_genes + 1
-    n_lacking = rows - position + cell * offset
-    n_before = torch.searchsorted(n_lacking, k + drawn_cell * offset, right=True)
-    d = n_before - batch.cu_seqlens[drawn_cell]
+    numbers = n_lacking_before + cell * offset
+    end = torch.searchsorted(numbers, k + drawn_cell * offset, right=True)
+    d = end - batch.cu_seqlens[drawn_cell]
     return drawn_cell, k + d + len(SPECIAL)
 
 
@@ -118,29 +135,27 @@ class QueryDecoding(Objective):
         assert batch.counts is not None, "the batch has no counts"
         n_cells = len(batch.lengths)
         cell, position = positions(batch)
-        # (T,): hidden tokens, with the probability of their cell
+        # (T,): tokens that are hidden, with the probability of their cell
         state = host_state(batch.cells.numpy(), seed, step)
-        hidden_frac = torch.from_numpy(draw_share(state, self.config))
+        hidden_frac = torch.from_numpy(draw_share(state, self.config))  # (C,)
         bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
-        keys = torch.from_numpy((bits >> np.uint64(1)).view(np.int64))
         is_hidden = torch.from_numpy(uniform(bits)) < hidden_frac[cell]
-        n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
-        # queried tokens: in each cell the hidden tokens with the lowest keys
-        by_key = is_hidden.nonzero().flatten()
-        by_key = by_key[keys[by_key].argsort()]
-        by_key = by_key[cell[by_key].argsort(stable=True)]
-        rank = _rank_in_cell(n_hidden, cell[by_key])
-        queried = by_key[rank < self.config.max_asked].sort().values
+        # queries of detected genes
+        keys = torch.from_numpy((bits >> np.uint64(1)).view(np.int64))
+        queried = _pick_lowest(keys, is_hidden, cell, self.config.max_asked)
         queried_cell = cell[queried]
         n_queried = torch.bincount(queried_cell, minlength=n_cells)
-        # queried genes that the cell lacks
-        n_free = self.n_genes - batch.cu_seqlens.diff().long()
+        # queries of genes that the cell lacks
+        n_lacking = self.n_genes - batch.cu_seqlens.diff().long()
         n_drawn = (n_queried * self.config.undetected_ratio).ceil().long()
-        n_drawn = torch.where(n_free > 0, n_drawn, 0)
-        drawn_cell, drawn_genes = _draw_undetected(batch, n_drawn, n_free, self.n_genes, seed, step)
-        # hidden genes per query
+        n_drawn = torch.where(n_lacking > 0, n_drawn, 0)
+        drawn_cell, drawn_genes = _draw_undetected(
+            batch, n_drawn, n_lacking, self.n_genes, seed, step
+        )
+        # (C,): hidden genes for which a query of either kind stands
+        n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
         detected_weight = n_hidden / n_queried.clamp(min=1)
-        undetected_weight = hidden_frac * n_free / n_drawn.clamp(min=1)
+        undetected_weight = hidden_frac * n_lacking / n_drawn.clamp(min=1)
         weights = [detected_weight[queried_cell], undetected_weight[drawn_cell]]
         shown = (batch.counts * ~is_hidden).numpy()
         return QueryView(
