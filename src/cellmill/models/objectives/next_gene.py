@@ -141,12 +141,12 @@ class NextGene(Objective):
             genes = prepared.genes[start:end]
             logits = self.gene_logits(model, before[start:end])  # (n, V)
             position = torch.arange(len(genes), device=genes.device)
-            # (V,): position of each gene in the cell, and the cell's length for other genes; special
-            # tokens and genes that the cell has by then are no candidates
-            position_of = torch.full((logits.shape[1],), len(genes), device=genes.device)
-            position_of = position_of.index_put((genes,), position)
-            position_of[: len(SPECIAL)] = -1
-            logits = logits.masked_fill(position_of < position[:, None], -torch.inf)
+            # (V,): last position at which each token is a candidate: a gene's own position in the
+            # cell, the cell's length for a gene that it lacks, none for special tokens
+            last_position = torch.full((logits.shape[1],), len(genes), device=genes.device)
+            last_position = last_position.index_put((genes,), position)
+            last_position[: len(SPECIAL)] = -1
+            logits = logits.masked_fill(last_position < position[:, None], -torch.inf)
             losses = F.cross_entropy(logits, genes, reduction="none")
             cells.append((genes - len(SPECIAL), position, logits.argmax(1) == genes, losses))
         observed = tuple(torch.cat(parts) for parts in zip(*cells))
@@ -202,13 +202,13 @@ def _judge_rank_baseline(
 
     Candidates are genes that are not in the cell yet. `by_rank` is (buckets, genes).
     """
-    buckets = rank_buckets(position)
-    starts = np.flatnonzero(position == 0)
-    cells = list(pairwise([*starts, len(genes)]))
     n_genes = by_rank.shape[1]
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
     smoothed = by_rank + n_genes * overall
     frequency = smoothed / smoothed.sum(1, keepdims=True)
+    buckets = rank_buckets(position)
+    cell_starts = np.flatnonzero(position == 0)
+    cells = list(pairwise([*cell_starts, len(genes)]))
     correct = np.zeros(len(genes), bool)
     cross_entropy = np.zeros(len(genes))
     for bucket in np.unique(buckets):
@@ -223,11 +223,19 @@ def _judge_rank_baseline(
             earlier = np.cumsum(cell_frequency) - cell_frequency
             left = np.maximum(1 - earlier, cell_frequency)[judged]
             cross_entropy[start + judged] = np.log(left / cell_frequency[judged])
-            # a gene is a candidate up to its own position, and candidates are never fewer than at a
-            # later position: the most frequent candidate is the first whose position is not past
-            position_of = np.full(n_genes, len(cell))
-            position_of[cell] = np.arange(len(cell))
-            highest = np.maximum.accumulate(position_of[by_frequency])
-            predicted = by_frequency[np.searchsorted(highest, judged)]
+            predicted = _find_candidates(by_frequency, cell, judged)
             correct[start + judged] = predicted == cell[judged]
     return correct, cross_entropy
+
+
+def _find_candidates(by_frequency: np.ndarray, cell: np.ndarray, judged: np.ndarray) -> np.ndarray:
+    """Return the most frequent candidate at each position in `judged`.
+
+    `by_frequency` are all genes, the most frequent first, and `cell` the genes of a cell in order.
+    """
+    # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
+    last_position = np.full(len(by_frequency), len(cell))
+    last_position[cell] = np.arange(len(cell))
+    # the first gene that is a candidate at position p is where the running maximum reaches p
+    running_max = np.maximum.accumulate(last_position[by_frequency])
+    return by_frequency[np.searchsorted(running_max, judged)]
