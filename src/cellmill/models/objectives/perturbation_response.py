@@ -12,7 +12,7 @@ genes of a perturbation, V tokens of the vocabulary. Level numbers begin at 1; 0
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class PerturbationResponse(CellDecoding):
     """See the module; needs a model with `cell_vectors`."""
 
     config: PerturbationResponseConfig
+    _genes: list[Sequence[int]]
+    """Token ids of perturbed genes by level number; set by `attach`, as are the next two."""
+    _control: int  # level number of controls
+    _excluded: list[int]  # level numbers of cells that have no target
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         names = super().attach(model, n_tokens)
@@ -54,11 +58,9 @@ class PerturbationResponse(CellDecoding):
         rows = {"response_terms.weight": config.perturbation_column}
         model.level_rows = {**model.level_rows, **rows}
         genes = config.perturbed_genes or {}
-        # by level number; the unknown level has no genes
         self._genes = [[], *(genes.get(level, []) for level in levels)]
-        self._control = _number_of(config.control, levels)
-        # cells of these levels have no target
-        self._excluded = [0, _number_of(MISSING, levels)]
+        self._control = _find_number(config.control, levels)
+        self._excluded = [0, _find_number(MISSING, levels)]
         return (*names, "response_genes", "response_terms")
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> ResponseBatch:
@@ -74,8 +76,9 @@ class PerturbationResponse(CellDecoding):
         )
         prepared = super().prepare(batch, seed=seed, step=step)
         perturbation = numbers[prepared.target_cells]
-        return ResponseBatch(
-            **{field.name: getattr(prepared, field.name) for field in fields(prepared)},
+        return ResponseBatch.prepared(
+            prepared,
+            (seed, step),
             perturbation=torch.where(perturbation == self._control, 0, perturbation),
             perturbed=_pad_genes([self._genes[number] for number in perturbation.tolist()]),
         )
@@ -99,7 +102,7 @@ class PerturbationResponse(CellDecoding):
         if perturbation is not None:
             levels = self.levels[self.config.perturbation_column]
             device = vectors.device
-            numbers = torch.tensor([_number_of(perturbation, levels)], device=device)
+            numbers = torch.tensor([_find_number(perturbation, levels)], device=device)
             perturbed = _pad_genes([genes]).to(device)
             vectors = vectors + _respond(model, numbers, perturbed)
         decoded = model.decoder(vectors)
@@ -107,7 +110,7 @@ class PerturbationResponse(CellDecoding):
         return logits[:, len(SPECIAL) :].float().log_softmax(1)
 
 
-def _number_of(level: str, levels: Sequence[str]) -> int:
+def _find_number(level: str, levels: Sequence[str]) -> int:
     """Return the number of a level, 0 if it is unknown."""
     return 1 + levels.index(level) if level in levels else 0
 
@@ -119,13 +122,13 @@ def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
     is_gene = (perturbed != PAD_TOKEN)[..., None]
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
-    of_genes = model.response_genes(mean.to(embedded.dtype))
-    response: Tensor = of_genes + model.response_terms(perturbation)
+    gene_response = model.response_genes(mean.to(embedded.dtype))
+    response: Tensor = gene_response + model.response_terms(perturbation)
     return response
 
 
-def _pad_genes(genes: list[list[int]]) -> Tensor:
+def _pad_genes(genes: list[Sequence[int]]) -> Tensor:
     """Return token ids by cell, (C, M) int64, with M at least 1."""
-    most = max(map(len, genes), default=1) or 1
-    rows = [cell_genes + [PAD_TOKEN] * (most - len(cell_genes)) for cell_genes in genes]
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), most)
+    width = max([1, *map(len, genes)])
+    rows = [[*cell_genes, *[PAD_TOKEN] * (width - len(cell_genes))] for cell_genes in genes]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), width)
