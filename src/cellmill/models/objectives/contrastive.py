@@ -78,7 +78,7 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
     """
     labels = table[:, 0].detach()
     vectors = table[:, 1:]
-    loss = table.new_zeros((), dtype=torch.float64) + 0 * vectors.sum()
+    loss = table.new_zeros((), dtype=torch.float64)
     for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
         # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
         loss = loss + checkpoint(
