@@ -144,7 +144,8 @@ class Objective:
     def observe(self, model: Any, prepared: Any) -> tuple[Tensor, ...]:
         """Return per-target tensors for `judge`, which are concatenated over batches.
 
-        The first is the vocabulary row of each target's gene, (targets,) int64.
+        Of a loss over tokens the first is the vocabulary row of each target's gene, (targets,)
+        int64.
         """
         raise NotImplementedError
 

@@ -104,9 +104,11 @@ class CellDecoding(Objective):
                 weights = weights.log1p()
             cell_sums = np.bincount(cell, weights.numpy(), len(entries))
             weights /= torch.from_numpy(cell_sums[cell])
-        # cells with tokens in both views
+        # cells with tokens in both views; the second views follow the first
         lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64)
-        first_views = (lengths.view(2, batch.paired) > 0).all(0).nonzero().flatten()
+        first_lengths, second_lengths = lengths.view(2, batch.paired)
+        is_pair = (first_lengths > 0) & (second_lengths > 0)
+        first_views = is_pair.nonzero().flatten()
         return DecodingBatch.prepared(
             batch,
             (seed, step),

@@ -70,16 +70,14 @@ class Classification(LabelObjective):
         setattr(model, self.head, head)
         rows = (f"{self.head}.out.weight", f"{self.head}.out.bias")
         model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.label_column)}
-        self._weights = [config.given_weights.get(label, 1.0) for label in self.labels]
         return (self.head,)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         prepared = super().prepare(batch, seed=seed, step=step)
         targets = prepared.targets
-        weights = torch.tensor(self._weights, device=targets.device)
-        if not self.training:
-            weights = torch.ones_like(weights)
-        return replace(prepared, weights=weights[targets])
+        given = self.config.given_weights if self.training else {}
+        weights = [given.get(label, 1.0) for label in self.labels]
+        return replace(prepared, weights=torch.tensor(weights, device=targets.device)[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
@@ -100,7 +98,7 @@ class Classification(LabelObjective):
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head)(vectors, keys)
-        return logits[:, : len(self._weights)].float()
+        return logits[:, : len(self.labels)].float()
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         labels, logits = observed

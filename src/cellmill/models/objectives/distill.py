@@ -23,6 +23,7 @@ from cellmill.models.objectives.per_cell import CellObjective, TargetBatch
 
 class Distill(CellObjective):
     config: DistillConfig
+    teacher_width: int  # set by `attach`
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
         self.head = f"teacher_head{self.suffix}"

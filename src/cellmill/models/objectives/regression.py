@@ -60,8 +60,9 @@ class Regression(CellObjective):
         if self.kept_sums is not None:
             x = predicted.double()
             y = targets.double()
-            columns = [torch.ones_like(x), x, y, x * x, y * y, x * y]
-            sums = [column.sum() for column in columns]
+            n = torch.ones_like(x).sum()
+            # in the order in which `validation_figures` takes them
+            sums = [n, x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]
             self.kept_sums.append(torch.stack(sums))
         if self.config.loss == "pearson":
             return self.coupled_loss(_rows(predicted, targets), prepared)

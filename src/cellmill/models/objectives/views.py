@@ -143,14 +143,15 @@ def _draw_binomials(
     tokens.
     """
     draws = np.empty_like(counts)
-    # one generator that is given each cell's key: a new generator first draws entropy of the
-    # system, which is not used
+    # one generator, set to the beginning of each cell's stream: making a generator draws entropy
+    # from the system, which is slow and not used here
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
-    start = philox.state
+    stream_start = philox.state
+    key_words = stream_start["state"]["key"]  # (2,) uint64; the second stays 0
     keys = (state >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(ends.tolist()), probability.tolist(), keys):
-        start["state"]["key"][0] = key
-        philox.state = start
+        key_words[0] = key
+        philox.state = stream_start
         draws[first:end] = generator.binomial(counts[first:end], p)
     return draws
