@@ -27,60 +27,70 @@ from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.integration import NeighborGraph, jaccard_weights
 from cellmill.runs.results import ScoredMethod, TaskResult
 
-TINY = 1e-12
+TINY = 1e-12  # entropies, and shares of pairs, that are rounding errors
 
 
 def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's
     `normalized_mutual_info_score`.
     """
-    joint, a, b = _sizes(classes, clusters)
+    in_both, in_class, in_cluster = _sizes(classes, clusters)
     n = len(classes)
-    # derivatives by the weight of a cell, times n: -log p - H, and so on
-    entropy_a = -np.log(a / n).mean()
-    entropy_b = -np.log(b / n).mean()
-    information = np.log(joint * n / (a * b))
+    # (cells,): surprise of a cell's class and cluster, and the information that they share
+    surprise = -np.log(in_class / n) - np.log(in_cluster / n)
+    information = np.log(in_both * n / (in_class * in_cluster))
+    entropies = -np.log(in_class / n).mean() + -np.log(in_cluster / n).mean()
     shared = information.mean()
-    whole = entropy_a + entropy_b
-    if whole < TINY:  # one class and one cluster
+    if entropies < TINY:  # one class and one cluster
         return np.ones(n)
-    nmi = 2 * shared / whole
-    slope = (
-        2 * (information - shared) / whole - nmi * (-np.log(a / n) - np.log(b / n) - whole) / whole
-    )
-    return nmi + slope
+    nmi = 2 * shared / entropies
+    # derivatives by the weight of a cell, times n
+    d_shared = information - shared
+    d_entropies = surprise - entropies
+    return nmi + (2 * d_shared / entropies - nmi * d_entropies / entropies)
 
 
 def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert &
     Arabie 1985).
     """
-    joint, a, b = _sizes(classes, clusters)
+    in_both, in_class, in_cluster = _sizes(classes, clusters)
     n = len(classes)
     pairs = n * (n - 1) / 2
-    # pairs of cells that are together: in both, by class, by cluster; the sum over cells of sizes
-    # is that of squares
-    both, same_a, same_b = ((sizes.sum() - n) / 2 for sizes in (joint, a, b))
-    expected = same_a * same_b / pairs
-    largest = (same_a + same_b) / 2
+    # pairs of cells that are together in both, in a class, in a cluster; the sum of sizes over
+    # cells is the sum of squared sizes over groups
+    both = (in_both.sum() - n) / 2
+    same_class = (in_class.sum() - n) / 2
+    same_cluster = (in_cluster.sum() - n) / 2
+    expected = same_class * same_cluster / pairs
+    largest = (same_class + same_cluster) / 2
     if largest - expected < TINY * pairs:  # all cells together, or each alone, in both
         return np.ones(n)
     ari = (both - expected) / (largest - expected)
-    d_both, d_a, d_b = (sizes - 0.5 for sizes in (joint, a, b))
-    d_expected = (d_a * same_b + same_a * d_b - expected * (n - 0.5)) / pairs
-    slope = (d_both - d_expected - ari * ((d_a + d_b) / 2 - d_expected)) / (largest - expected)
+    # derivatives by the weight of a cell, (cells,)
+    d_both = in_both - 0.5
+    d_class = in_class - 0.5
+    d_cluster = in_cluster - 0.5
+    d_expected = d_class * same_cluster + same_class * d_cluster - expected * (n - 0.5)
+    d_expected = d_expected / pairs
+    d_largest = (d_class + d_cluster) / 2
+    slope = d_both - d_expected - ari * (d_largest - d_expected)
+    slope = slope / (largest - expected)
     return ari + n * (slope - slope.mean())
 
 
 def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each cell: cells that share both its class and its cluster, its class, its cluster;
-    float64 `(cells,)`.
+    """Numbers of cells in both the class and the cluster of each cell, in its class, in its
+    cluster; float64 `(cells,)`.
     """
-    _, a = np.unique(classes, return_inverse=True)
-    _, b = np.unique(clusters, return_inverse=True)
-    table = np.zeros((a.max() + 1, b.max() + 1))
-    np.add.at(table, (a, b), 1.0)
-    return table[a, b], table.sum(1)[a], table.sum(0)[b]
+    _, class_of_cell = np.unique(classes, return_inverse=True)
+    _, cluster_of_cell = np.unique(clusters, return_inverse=True)
+    table = np.zeros((class_of_cell.max() + 1, cluster_of_cell.max() + 1))
+    np.add.at(table, (class_of_cell, cluster_of_cell), 1.0)
+    in_both = table[class_of_cell, cluster_of_cell]
+    in_class = table.sum(1)[class_of_cell]
+    in_cluster = table.sum(0)[cluster_of_cell]
+    return in_both, in_class, in_cluster
 
 
 class Clustering(Task):

@@ -56,56 +56,63 @@ class GeneTask(Task):
 
 
 def gene_vectors(model: EvaluatedModel) -> dict[ScoredMethod, np.ndarray]:
-    """Vectors of the vocabulary's genes, (genes, width): in the model's input and decoder, in the
-    same of the untrained model, and random ones of the first's width. Empty for a model without
-    any.
+    """Vectors of the vocabulary's genes, (genes, width), by method; empty for a model without any.
+
+    Methods are the input and the decoder of the model, the same tables of the untrained model, and
+    random vectors as wide as the model's first table.
     """
     vectors = {}
-    for name, table in _tables(model.network).items():
+    for name, table in _read_tables(model.network).items():
         vectors[replace(EMBEDDING, features=name)] = table
     if not vectors:
         return {}
     shape = next(iter(vectors.values())).shape
-    for name, table in _tables(model.untrained).items():
+    for name, table in _read_tables(model.untrained).items():
         vectors[replace(UNTRAINED, features=f"untrained {name}")] = table
     vectors[RANDOM] = seeded(model.seed, 6).normal(size=shape)
     return vectors
 
 
 @torch.no_grad()
-def _tables(network: Model) -> dict[str, np.ndarray]:
+def _read_tables(network: Model) -> dict[str, np.ndarray]:
     """Tables with a row for each gene, (genes, width), by name."""
     tables = {}
     parameters = dict(network.named_parameters())
     table = getattr(getattr(network, "gene_embedding", None), "weight", None)
     if table is not None:
-        given = getattr(network, "gene_vectors", None)
-        tables[OF_GENES.features] = (
-            table if given is None else table + given.project(given.table.weight)
-        )
+        # a model with given gene vectors adds their projection to its own
+        given_vectors = getattr(network, "gene_vectors", None)
+        if given_vectors is not None:
+            table = table + given_vectors.project(given_vectors.table.weight)
+        tables[OF_GENES.features] = table
     for name in sorted(network.objective.gene_rows):
         parameter = parameters.get(name)
-        # not a bias
+        # a bias has no vectors
         if parameter is not None and parameter.ndim == 2 and parameter.shape[1] > 1:
-            tables[f"{OF_GENES.features}, {name.removesuffix('.weight')}"] = parameter
+            module = name.removesuffix(".weight")
+            tables[f"{OF_GENES.features}, {module}"] = parameter
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
 
 def scaled_loadings(components: PrincipalComponents) -> np.ndarray:
     """(genes, components) float64: each component in units of its standard deviation over cells."""
-    return np.asarray(components.components_.T * np.sqrt(components.explained_variance_))
+    sd = np.sqrt(components.explained_variance_)
+    return np.asarray(components.components_.T * sd)
 
 
 def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
     """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
     (cells, genes).
     """
-    n = profiles.shape[0]
-    dense = profiles.astype(np.float64)
-    mean = np.asarray(dense.mean(axis=0)).ravel()
-    square = np.asarray(dense.multiply(dense).mean(axis=0)).ravel()
-    detected = np.bincount(profiles.indices[profiles.data > 0], minlength=profiles.shape[1]) / n
-    return np.stack([mean, np.sqrt(np.maximum(square - mean**2, 0)), detected], axis=1)
+    n_cells, n_genes = profiles.shape
+    values = profiles.astype(np.float64)
+    mean = np.asarray(values.mean(axis=0)).ravel()
+    mean_square = np.asarray(values.multiply(values).mean(axis=0)).ravel()
+    # rounding can make the variance of a constant negative
+    sd = np.sqrt(np.maximum(mean_square - mean**2, 0))
+    expressed = profiles.indices[profiles.data > 0]
+    detected = np.bincount(expressed, minlength=n_genes) / n_cells
+    return np.stack([mean, sd, detected], axis=1)
 
 
 def read_lines(path: Path) -> list[tuple[int, list[str]]]:
@@ -128,25 +135,28 @@ def read_lines(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def auroc(member: np.ndarray, scores: np.ndarray) -> float:
-    """Share of pairs of a member and another in which the member has the higher score; ties count
-    half.
+    """Share of pairs of a member and a non-member in which the member has the higher score; ties
+    count half.
     """
     return float(placements(member, scores)[member].mean())
 
 
 def placements(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """(n,) float64: of a member the share of others with a lower score, of another that of members
-    with a higher one.
+    """(n,) float64: for a member the share of non-members with a lower score, for a non-member the
+    share of members with a higher score.
 
-    Means over the members and over the others are both the AUROC (DeLong et al. 1988, Biometrics
-    44:837).
+    The mean over members and the mean over non-members are both the AUROC (DeLong et al. 1988,
+    Biometrics 44:837).
     """
     n_members = int(member.sum())
     n_others = len(member) - n_members
     ranks = rankdata(scores)
+    # a rank among all minus the rank in its own group is the number of lower scores in the other
+    n_lower_others = ranks[member] - rankdata(scores[member])
+    n_lower_members = ranks[~member] - rankdata(scores[~member])
     shares = np.empty(len(member))
-    shares[member] = (ranks[member] - rankdata(scores[member])) / n_others
-    shares[~member] = 1 - (ranks[~member] - rankdata(scores[~member])) / n_members
+    shares[member] = n_lower_others / n_others
+    shares[~member] = 1 - n_lower_members / n_members
     return shares
 
 
@@ -154,7 +164,9 @@ def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """(n,) float64: terms whose mean is the AUROC, and the variance of whose mean is DeLong's."""
     shares = placements(member, scores)
     area = shares[member].mean()
-    weight = np.where(member, len(member) / member.sum(), len(member) / (~member).sum())
+    n_members = member.sum()
+    n_others = len(member) - n_members
+    weight = np.where(member, len(member) / n_members, len(member) / n_others)
     terms: np.ndarray = area + weight * (shares - area)
     return terms
 

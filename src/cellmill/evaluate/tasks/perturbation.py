@@ -225,7 +225,9 @@ class Perturbation(Task):
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
         judged = [column for column in columns if column.of_kind("model")]
-        compared = [line for column in judged for line in column.differences()]
+        compared = []
+        for column in judged:
+            compared += column.differences()
         informed = [method.features for method in self._informed()]
         notes = []
         for column in columns:
