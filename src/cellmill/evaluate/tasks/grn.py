@@ -68,7 +68,8 @@ class Grn(GeneTask):
         path = Path(config.edges)
         vocabulary = context.model.vocabulary
         edges = read_edges(path)
-        known = known_edges(edges, vocabulary, np.asarray(profiles.sum(axis=0)).ravel() > 0)
+        is_expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
+        known = known_edges(edges, vocabulary, is_expressed)
         n_known = len(known)
         if n_known < config.min_edges:
             named = rows_of_names(chain.from_iterable(edges), vocabulary)
@@ -95,9 +96,11 @@ class Grn(GeneTask):
         similarities = {}
         for name, values in vectors.items():
             centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
-            unit = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+            length = np.linalg.norm(centred, axis=1, keepdims=True)
+            unit = centred / np.maximum(length, 1e-12)
+            # (factors, targets): cosine of the centred vectors
             similarities[name] = np.asarray(unit[factors] @ unit[targets].T)
-        del similarities[RANDOM]  # rankings, several of them, are drawn below
+        del similarities[RANDOM]  # `_ranked` draws several random rankings instead
         ends = [profiles[:, genes].toarray() for genes in (factors, targets)]
         similarities[CO_EXPRESSION_PEARSON] = correlations(*ends)
         similarities[CO_EXPRESSION_SPEARMAN] = correlations(
@@ -172,8 +175,10 @@ def known_edges(
     """
     rows = rows_of_names(chain.from_iterable(edges), vocabulary)
     pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
-    found = (pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1]) & usable[pairs].all(1)
-    return np.unique(pairs[found], axis=0)
+    is_known = (pairs >= 0).all(1)
+    differs = pairs[:, 0] != pairs[:, 1]
+    is_usable = usable[pairs].all(1)
+    return np.unique(pairs[is_known & differs & is_usable], axis=0)
 
 
 def network_of(
@@ -187,7 +192,9 @@ def network_of(
     factors = np.unique(pairs[:, 0])
     targets = np.unique(pairs[:, 1])
     edge = np.zeros((len(factors), len(targets)), bool)
-    edge[np.searchsorted(factors, pairs[:, 0]), np.searchsorted(targets, pairs[:, 1])] = True
+    factor_rows = np.searchsorted(factors, pairs[:, 0])
+    target_columns = np.searchsorted(targets, pairs[:, 1])
+    edge[factor_rows, target_columns] = True
     n_edges = edge.sum(1)
     n_others = (factors[:, None] != targets).sum(1) - n_edges
     kept = (n_edges >= min_targets) & (n_others > 0)
