@@ -50,7 +50,8 @@ DATA_LAYERS = (
     ("genes",),
     ("inputs",),
     ("fractions", "split"),
-    ("arrays", "keys"),
+    ("arrays",),
+    ("rows", "keys"),
 )
 """Layers of `cellmill.data`, likewise."""
 MAX_LINES = 500

@@ -13,11 +13,11 @@ from cellmill.config.checks import check_rows
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.config.run import Stream
-from cellmill.data.arrays import positions_in_rows
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.prepare.proteins import HYDROPATHY, write_sequences
+from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.split import hash_cells, hash_genes

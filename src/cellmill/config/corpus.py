@@ -25,9 +25,11 @@ role.
 """
 # obs column of preprocessed cells: True for those with the dataset's `control`
 IS_CONTROL = "is_control"
+DATASET = "dataset"  # obs column that shards add: the name of a cell's dataset
+MISSING = "<missing>"  # level of cells without a value
 ORGANISM = "organism"  # obs column of preprocessed cells with `organism_column`
 # obs columns of cells or shards that no `label_name` may take
-RESERVED = (*ROLES, IS_CONTROL, ORGANISM, "dataset")
+RESERVED = (*ROLES, IS_CONTROL, ORGANISM, DATASET)
 
 
 def is_fasta(path: Path) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
+from cellmill.data.rows import row_numbers, row_offsets, row_sums
 from cellmill.errors import DataError
 
 if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards do not need
@@ -27,8 +28,6 @@ if TYPE_CHECKING:  # takes a fifth of a second, which readers of shards do not n
 # counts of a cell after normalisation, as `target_sum` of `scanpy.pp.normalize_total`
 TARGET_SUM = 10_000.0
 MAX_COUNT = int(np.iinfo(np.uint32).max)
-DATASET = "dataset"  # obs column that shards add: the name of a cell's dataset
-MISSING = "<missing>"  # level of cells without a value
 _RANKED = 128  # cells ranked at a time: their numbers fit into a core's cache
 
 
@@ -107,33 +106,6 @@ def summed(block: sp.csr_matrix) -> sp.csr_matrix:
     block = block.copy()
     block.sum_duplicates()
     return block
-
-
-def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-    """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty,
-    start at `indptr`.
-    """
-    starts = indptr[:-1]
-    filled = np.flatnonzero(indptr[1:] > starts)
-    sums = np.zeros(len(starts), np.int64)
-    if len(filled):
-        sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int64)
-    return sums
-
-
-def row_offsets(lengths: Any) -> np.ndarray:
-    """First entry of each row of these lengths, and the end of the last: `(rows + 1,)` int64."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-
-def positions_in_rows(starts: np.ndarray) -> np.ndarray:
-    """Position from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-
-
-def row_numbers(starts: np.ndarray) -> np.ndarray:
-    """Row of each entry, int64; rows start at `starts`, `(rows + 1,)`."""
-    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
 def counts_per_10k(

@@ -20,10 +20,10 @@ import pandas as pd
 from cellmill.config.load import read_model_config, stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.plugin import in_one_line
-from cellmill.data.arrays import positions_in_rows
 from cellmill.data.genes.names import match_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import are_in, open_index
 from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify
 from cellmill.data.shards.plan import select_genes

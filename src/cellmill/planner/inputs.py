@@ -10,12 +10,12 @@ import numpy as np
 
 from cellmill.config import check_options
 from cellmill.config.checks import check_rows
+from cellmill.config.corpus import MISSING
 from cellmill.config.datasets import NO_COLUMNS
 from cellmill.config.load import INHERITED, read_model_config, unequal_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.objective import TeacherVectors
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import MISSING
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest

@@ -23,11 +23,11 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import ExternalModel, command_words
 from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
-from cellmill.data.arrays import DATASET
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset

@@ -22,10 +22,10 @@ with importing():
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    from cellmill.config.corpus import DATASET
     from cellmill.config.load import stored_options
     from cellmill.config.options import TrainOptions
     from cellmill.config.parallel import min_microbatches
-    from cellmill.data.arrays import DATASET
     from cellmill.data.genes.vocabulary import Vocabulary
     from cellmill.data.shards.local_copies import LocalCopies
     from cellmill.data.shards.manifest import Manifest

@@ -25,13 +25,14 @@ import scipy.sparse as sp
 from cellmill.config.corpus import ORGANISM, SPLITS, Shard, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
-from cellmill.data.arrays import TARGET_SUM, counts_per_10k, row_numbers, select_rows
+from cellmill.data.arrays import TARGET_SUM, counts_per_10k, select_rows
 from cellmill.data.genes.names import map_names
 from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
 from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
 from cellmill.data.inputs.source import optional_package
+from cellmill.data.rows import row_numbers
 from cellmill.data.split import (
     hash_cells,
     hash_genes,

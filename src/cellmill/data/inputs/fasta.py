@@ -17,11 +17,12 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import is_fasta
 from cellmill.config.parts.tokens import RESIDUES
-from cellmill.data.arrays import named_frame, row_offsets
+from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.reader import refuse_duplicates
 from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.data.rows import row_offsets
 from cellmill.errors import DataError
 
 _FIELD = re.compile(r"(?:^|\s)([^\W_]\w*)=(.*?)(?=\s[^\W_]\w*=|$)")  # `_index` is reserved in .h5ad

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_numbers, row_offsets
 from cellmill.data.inputs.derived.row_order import OrderedRows
 from cellmill.data.inputs.h5 import reading
+from cellmill.data.rows import row_numbers, row_offsets
 from cellmill.errors import DataError
 from cellmill.files import named_errors
 

@@ -19,10 +19,12 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import CountsRule
-from cellmill.data.arrays import DATASET, MAX_COUNT, row_sums, sum_repeated, text_values
+from cellmill.data.arrays import MAX_COUNT, sum_repeated, text_values
 from cellmill.data.fractions import StochasticRounding, describe_fractions, describe_negatives
 from cellmill.data.inputs.source import CountSource
+from cellmill.data.rows import row_sums
 from cellmill.errors import DataError, require_known
 
 _CELLS = 4096

@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
+from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import Dataset, is_url, read_label_map
 from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
-from cellmill.data.arrays import DATASET, as_text
+from cellmill.data.arrays import as_text
 from cellmill.data.inputs.derived.grouped import MODES
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk

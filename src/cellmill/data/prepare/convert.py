@@ -31,11 +31,12 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import named_frame, row_offsets
+from cellmill.data.arrays import named_frame
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, reading, write_cells
 from cellmill.data.inputs.matrices import REAL, WHOLE, StoredMatrix, native, require_kind
 from cellmill.data.inputs.source import CountSource, as_obs, optional_package
+from cellmill.data.rows import row_offsets
 from cellmill.errors import DataError
 from cellmill.files import read_json, require_file
 

@@ -26,7 +26,7 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
-from cellmill.data.arrays import row_sums, select_columns, select_rows
+from cellmill.data.arrays import select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, describe_changes, describe_sums
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
@@ -34,6 +34,7 @@ from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
 from cellmill.data.prepare.naming import Genes, name_genes
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.prepare.protocols import FullLengthCells, LengthNormalisation, check_protocols
+from cellmill.data.rows import row_sums
 from cellmill.errors import DataError
 from cellmill.files import named_errors, progress
 

@@ -14,10 +14,11 @@ import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import Preprocess
-from cellmill.data.arrays import MAX_COUNT, row_numbers, text_values
+from cellmill.data.arrays import MAX_COUNT, text_values
 from cellmill.data.fractions import StochasticRounding
 from cellmill.data.genes.tables import gene_lengths
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 
 _FULL_LENGTH = re.compile(

@@ -24,8 +24,9 @@ from typing import IO
 import numpy as np
 from numcodecs import Delta, Shuffle, Zstd
 
-from cellmill.data.arrays import inverse_medians, rank_order_rows, row_numbers
+from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.inputs.h5 import one_line, open_h5
+from cellmill.data.rows import row_numbers
 from cellmill.data.shards.manifest import REMEDY, IndexEntry, Manifest, ShardEntry, verify
 from cellmill.data.shards.reader import RowFile, open_shards
 from cellmill.errors import ConfigError, DataError

@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cellmill.data.arrays import DATASET, MISSING, as_text, named_frame, row_offsets, text_values
+from cellmill.config.corpus import DATASET, MISSING
+from cellmill.data.arrays import as_text, named_frame, text_values
+from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import new_array
 from cellmill.data.shards.manifest import IndexEntry, Kind, ObsLevels
 from cellmill.errors import DataError

@@ -28,11 +28,12 @@ from pydantic import ConfigDict, Field
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
 from cellmill.config.datasets import COUNTS_RULES
-from cellmill.data.arrays import positions_in_rows, select_columns
+from cellmill.data.arrays import select_columns
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.source import COUNTS_RULE
 from cellmill.data.keys import SHARDS, permutation
+from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
 from cellmill.data.shards.obs import (

@@ -33,8 +33,8 @@ from typing import Any, Literal, TypeVar
 import h5py
 import numpy as np
 
-from cellmill.data.arrays import row_offsets
 from cellmill.data.inputs.h5 import one_line, open_h5, read_texts
+from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import REMEDY, Manifest

@@ -23,9 +23,10 @@ import scipy.sparse as sp
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
-from cellmill.data.arrays import inverse_medians, rank_order_rows, row_offsets
+from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5, write_cells
+from cellmill.data.rows import row_offsets
 from cellmill.data.shards.manifest import (
     CorpusSummary,
     Manifest,

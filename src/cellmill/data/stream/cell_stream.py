@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cellmill.config.corpus import MISSING
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
-from cellmill.data.arrays import MISSING
 from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import Manifest

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import row_sums, scale_of_totals
+from cellmill.data.arrays import scale_of_totals
+from cellmill.data.rows import row_sums
 from cellmill.data.stream.batch import Prefixes, recycled_empty
 
 TABLE = 64  # counts below this are looked up

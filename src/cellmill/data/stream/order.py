@@ -23,8 +23,8 @@ import numpy as np
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
-from cellmill.data.arrays import row_offsets
 from cellmill.data.keys import BLOCKS, WINDOW, permutation
+from cellmill.data.rows import row_offsets
 from cellmill.data.stream.repeats import Repeats
 
 # last word of the key of a permutation of blocks

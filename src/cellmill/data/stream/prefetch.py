@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cellmill.data.arrays import row_offsets
+from cellmill.data.rows import row_offsets
 from cellmill.data.shards.reader import RowFile, iovecs
 from cellmill.data.stream.batch import recycled_empty
 from cellmill.data.stream.lane_lengths import LaneLengths

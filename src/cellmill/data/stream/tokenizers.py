@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
-from cellmill.data.arrays import positions_in_rows, row_offsets
 from cellmill.data.keys import splitmix64
+from cellmill.data.rows import positions_in_rows, row_offsets
 from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, make_batch, recycled_empty
 from cellmill.data.stream.log_values import Tokenized, log_tokens
 from cellmill.errors import ConfigError, DataError

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import NO_COLUMNS
 from cellmill.config.load import check_options
 from cellmill.config.run import Embed, Predict
-from cellmill.data.arrays import DATASET, as_text
+from cellmill.data.arrays import as_text
 from cellmill.data.genes.names import organisms_of
 from cellmill.data.inputs.anndata_files import open_memory
 from cellmill.data.inputs.reader import CountsReader

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cellmill.config.corpus import MISSING
 from cellmill.config.parts.objectives import LabelConfig
-from cellmill.data.arrays import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state

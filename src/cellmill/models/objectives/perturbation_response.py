@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cellmill.config.corpus import MISSING
 from cellmill.config.parts.objectives import PerturbationResponseConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import MISSING
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std

@@ -25,7 +25,7 @@ from cellmill.config.parts.objectives import (
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.arrays import positions_in_rows
+from cellmill.data.rows import positions_in_rows
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 

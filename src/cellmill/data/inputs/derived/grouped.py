@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_offsets, text_values
+from cellmill.data.arrays import text_values
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.source import COUNTS, CountSource
+from cellmill.data.rows import row_offsets
 
 MODES = ("S", "U", "A", "S+A", "S+U+A")
 """Values of `counts` for a matrix with spliced (S), unspliced (U) and ambiguous (A) columns."""

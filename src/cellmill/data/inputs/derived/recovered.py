@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_numbers
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.inputs.source import TOTALS
+from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 
 _TARGETS = (1e6, 1e5, 1e4)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.arrays import row_numbers, row_offsets
+from cellmill.data.rows import row_numbers, row_offsets
 from cellmill.files import named_errors
 
 _ROWS = 1024  # in memory at once while they are read back to be sorted

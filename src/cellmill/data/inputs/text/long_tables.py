@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.arrays import named_frame, row_numbers
+from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.matrices import Pieces, StoredMatrix
 from cellmill.data.inputs.source import CountSource
 from cellmill.data.inputs.text.layout import CELL, COUNT, GENE, MOST_LONG, TableLayout
+from cellmill.data.rows import row_numbers
 from cellmill.errors import DataError
 
 _NO_GENE = "-"

@@ -1,0 +1,35 @@
+"""Arithmetic of rows that stand one after the other in one array. Imports only numpy.
+
+Rows are given by their lengths, or by the first entry of each and the end of the last (`indptr`).
+"""
+
+from typing import Any
+
+import numpy as np
+
+
+def row_sums(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
+    """Exact int64 sum of each row of integer `values`, `(nonzeros,)`; rows, which may be empty,
+    start at `indptr`.
+    """
+    starts = indptr[:-1]
+    filled = np.flatnonzero(indptr[1:] > starts)
+    sums = np.zeros(len(starts), np.int64)
+    if len(filled):
+        sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int64)
+    return sums
+
+
+def row_offsets(lengths: Any) -> np.ndarray:
+    """First entry of each row of these lengths, and the end of the last: `(rows + 1,)` int64."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def positions_in_rows(starts: np.ndarray) -> np.ndarray:
+    """Position from 0 of each entry in its row, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+
+
+def row_numbers(starts: np.ndarray) -> np.ndarray:
+    """Row of each entry, int64; rows start at `starts`, `(rows + 1,)`."""
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
