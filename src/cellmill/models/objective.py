@@ -2,6 +2,11 @@
 
 An objective holds no parameters. Its modules (heads) become attributes of the model, under names
 that the objective chooses, so that checkpoints, layouts and exports treat them like all others.
+
+Its options class (`config.parts.objective.ObjectiveConfig`) says what it needs and suits, without
+importing torch: `families` that can train it, `needs_counts` in batches, whether it `draws_view` or
+`hides_tokens` in a sum, the `label_option` by which a run counts as supervised, whether it
+`reads_cells`, and its defaults for section `stream`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -75,21 +75,34 @@ class ObjectiveConfig(Plugin):
     kind = "objective"
     default = "cell_decoding"
     families: ClassVar[tuple[str, ...]] = ()
-    """Families that it serves, beside those that name it in `FamilyConfig.objectives`."""
+    """Families that can train it, in addition to those that list it in `FamilyConfig.objectives`.
 
-    needs_counts: ClassVar[bool] = False  # if True, batches have the counts of their tokens
-    # True where the implementation defines `view`; at most one part of a sum may
-    draws_view: ClassVar[bool] = False
-    hides_tokens: ClassVar[bool] = True
-    """False where `prepare` leaves genes and values as the view has them; at most one part of a sum
-    may hide them.
+    A plug-in objective names the built-in families that it suits here.
     """
+    needs_counts: ClassVar[bool] = False
+    """True if the objective reads `Batch.counts`.
 
-    # True where tokens of genes without counts make sense (`tokens.zero_frac`)
+    In a `sum` with a part that draws a view, these are the counts in the view.
+    """
+    draws_view: ClassVar[bool] = False
+    """True if the implementation defines `view`; at most one part of a sum may."""
+    hides_tokens: ClassVar[bool] = True
+    """False if `prepare` leaves genes and values as they are in the view.
+
+    At most one part of a sum may hide them.
+    """
     reads_zeros: ClassVar[bool] = False
-    reads_cells: ClassVar[bool] = True  # False where the loss reads no cell vectors
-    # option that names the obs column of labels that the loss reads
+    """True if tokens of genes without counts make sense (`tokens.zero_frac`)."""
+    reads_cells: ClassVar[bool] = True
+    """False if the loss does not read `Model.cell_vectors`.
+
+    Families that have option `pooling` then accept only mean.
+    """
     label_option: ClassVar[str | None] = None
+    """Option that holds the obs column whose labels the loss reads; None for no labels.
+
+    `supervised_by` lists the column, so cards and tables name the run supervised.
+    """
 
     name: str
 
@@ -102,8 +115,9 @@ class ObjectiveConfig(Plugin):
         return Columns()
 
     def stream(self) -> dict[str, Any]:
-        """Return options of section stream, `weight_by` among them, that a run without `weight_by`
-        takes.
+        """Return defaults of section `stream`, which include `weight_by`.
+
+        A run that sets `weight_by` takes none of them; otherwise options that it sets win.
         """
         return {}
 
