@@ -74,7 +74,7 @@ class MaskedBatch(EncoderBatch):
 
 @dataclass(frozen=True)
 class Mask:
-    """What the model sees of each token, (T,) each."""
+    """Tokens that are masked, and what the model sees of each; (T,) each."""
 
     cell: Tensor  # int64: index of the token's cell
     keys: Tensor  # int64: keys of the token's further draws
@@ -90,10 +90,8 @@ class MaskedObjective(Objective):
 
     config: MaskedObjectiveConfig
     hides_gene: bool
-    n_tokens: int  # tokens of the vocabulary; set by `attach`
 
     def attach(self, model: Any, n_tokens: int) -> tuple[str, ...]:
-        self.n_tokens = n_tokens
         model.head = _make_head(model, model.width)
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
@@ -283,8 +281,10 @@ class MaskedValue(MaskedObjective):
 class MaskedGene(MaskedObjective):
     hides_gene = True
     gene_rows = frozenset({"gene_bias"})
+    n_genes: int  # genes of the vocabulary; set by `attach`
 
     def attach_output(self, model: Any, n_tokens: int) -> tuple[str, ...]:
+        self.n_genes = n_tokens - len(SPECIAL)
         model.gene_bias = nn.Parameter(torch.empty(n_tokens))
         return ("gene_bias", "gene_embedding")
 
@@ -293,10 +293,9 @@ class MaskedGene(MaskedObjective):
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
-        n_genes = self.n_tokens - len(SPECIAL)
         genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
         draws = keyed_bits(mask.keys[mask.random], CONTENT)
-        genes[mask.random] = len(SPECIAL) + draws % n_genes
+        genes[mask.random] = len(SPECIAL) + draws % self.n_genes
         return {"genes": genes}
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
