@@ -23,6 +23,7 @@ MASK_TOKEN = SPECIAL.index("<mask>")
 # token ids; row -1 - id of `end_embedding`
 CLS = -1
 EOS = -2
+DROPOUT = 1  # last key of the dropout of tokens; 2 and 3 are those of masks
 PAD_CELL = 256
 """Tokens of one cell of padding: the cost of attention grows with the square of a cell's length."""
 SHOWN = ("genes", "values", "cu_seqlens", "cells", "levels", "covariate_rows", "lengths")
@@ -48,15 +49,15 @@ def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
 
     They are no targets and attend only to each other.
     """
-    n_tokens = tokens - len(batch.genes)
-    if not n_tokens:
+    n_padding = tokens - len(batch.genes)
+    if not n_padding:
         return batch
-    n_whole, rest = divmod(n_tokens, PAD_CELL)
+    n_whole, rest = divmod(n_padding, PAD_CELL)
     lengths = [PAD_CELL] * n_whole
     if rest:
         lengths.append(rest)
     ends = batch.cu_seqlens[-1] + torch.tensor(lengths).cumsum(0)
-    n_rows = {"token": n_tokens, "cell": len(lengths)}
+    n_rows = {"token": n_padding, "cell": len(lengths)}
 
     def extend(per: Per, array: Tensor) -> Tensor:
         padding = array.new_full((n_rows[per.axis], *array.shape[1:]), per.pad)
@@ -71,21 +72,22 @@ def pad_batch(batch: AnyBatch, tokens: int) -> AnyBatch:
 
 def add_tokens(batch: AnyBatch, before: int, after: int, token: int) -> AnyBatch:
     """Add `before` tokens of id `token` before each cell and `after` after it, with value 0."""
-    n_extra = before + after
+    n_added = before + after
     cell, _ = positions(batch)
-    moved_to = torch.arange(len(batch.genes), device=batch.genes.device) + n_extra * cell + before
+    index = torch.arange(len(batch.genes), device=batch.genes.device)
+    new_index = index + n_added * cell + before  # (tokens,): where each token goes
+    n_tokens = len(batch.genes) + n_added * len(batch.lengths)
     offsets = batch.cu_seqlens
-    cells = torch.arange(len(offsets), device=offsets.device, dtype=offsets.dtype)
-    n_tokens = len(batch.genes) + n_extra * len(batch.lengths)
+    n_cells_before = torch.arange(len(offsets), device=offsets.device, dtype=offsets.dtype)
 
     def spread(tensor: Tensor, fill: float) -> Tensor:
-        return tensor.new_full((n_tokens,), fill).index_copy(0, moved_to, tensor)
+        return tensor.new_full((n_tokens,), fill).index_copy(0, new_index, tensor)
 
     return batch.map(
         lambda per, array: spread(array, per.pad) if per.axis == "token" else array,
         genes=spread(batch.genes, token),
-        cu_seqlens=offsets + n_extra * cells,
-        lengths=[length + n_extra for length in batch.lengths],
+        cu_seqlens=offsets + n_added * n_cells_before,
+        lengths=[length + n_added for length in batch.lengths],
     )
 
 
@@ -105,7 +107,8 @@ def copy_to_device(value: Any, device: torch.device) -> Any:
         if isinstance(value, tuple):
             return tuple(map(copy, value))
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{f.name: copy(getattr(value, f.name)) for f in fields(value)})
+            copied = {field.name: copy(getattr(value, field.name)) for field in fields(value)}
+            return replace(value, **copied)
         return value
 
     return value if device.type == "cpu" else copy(value)
@@ -145,18 +148,19 @@ class EncoderBatch(Batch):
     @classmethod
     def prepared(cls, batch: Batch, keys: tuple[int, int] | None = None, **changes: Any) -> Self:
         """Return the batch with the fields in `changes`; `value_hidden` is False by default."""
-        values: dict[str, Any] = {"keys": keys}
-        names = {f.name for f in fields(cls)}
+        arguments: dict[str, Any] = {"keys": keys}
+        names = {field.name for field in fields(cls)}
         for field in fields(batch):
             if field.name in names:
-                values[field.name] = getattr(batch, field.name)
+                arguments[field.name] = getattr(batch, field.name)
         for field in fields(Batch):
             if field.name not in SHOWN:
-                values[field.name] = None
-        hidden = changes.pop("value_hidden", None)
+                arguments[field.name] = None
+        hidden = changes.get("value_hidden")
         if hidden is None:
             hidden = torch.zeros_like(batch.genes, dtype=torch.bool)
-        return cls(**values | {"value_hidden": hidden, "value_known": ~hidden} | changes)
+        arguments |= {"value_hidden": hidden, "value_known": ~hidden}
+        return cls(**arguments | changes)
 
     @cached_property
     def cell(self) -> Tensor:
@@ -175,7 +179,8 @@ class EncoderBatch(Batch):
         cell, position = positions(self)
         if self.keys is None:
             return position
-        return keyed_bits(keyed_token_bits(self.cells, cell, *self.keys, position), 1)
+        bits = keyed_token_bits(self.cells, cell, *self.keys, position)
+        return keyed_bits(bits, DROPOUT)
 
     @cached_property
     def cell_keys(self) -> Tensor:
@@ -204,5 +209,5 @@ def add_ends(batch: Batch, n_ends: int) -> Batch:
     ended = add_tokens(batch, 1, n_ends - 1, CLS)
     if n_ends == 1:
         return ended
-    last = ended.cu_seqlens[1:].long() - 1
-    return replace(ended, genes=ended.genes.index_fill(0, last, EOS))
+    last_tokens = ended.cu_seqlens[1:].long() - 1
+    return replace(ended, genes=ended.genes.index_fill(0, last_tokens, EOS))

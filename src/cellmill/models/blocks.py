@@ -52,13 +52,14 @@ def attention(
         lengths = sorted(lengths)
     # on the meta device torch would plan for attention that keeps its scores
     attend = flash_attention if q.is_meta else F.scaled_dot_product_attention
+    # runs of cells of equal length: the length, and the number of cells
     runs = [(length, len(list(cells))) for length, cells in groupby(lengths)]
-    sizes = [length * cells for length, cells in runs]
+    n_tokens = [length * n_cells for length, n_cells in runs]
     parts = []
-    for run, *tensors in zip(runs, q.split(sizes), k.split(sizes), v.split(sizes)):
-        length, cells = run
+    for run, *tensors in zip(runs, q.split(n_tokens), k.split(n_tokens), v.split(n_tokens)):
+        length, n_cells = run
         # (cells, h, length, d): views, no copies
-        query, key, value = (x.unflatten(0, (cells, length)).transpose(1, 2) for x in tensors)
+        query, key, value = (x.unflatten(0, (n_cells, length)).transpose(1, 2) for x in tensors)
         attended = attend(query, key, value, is_causal=causal)
         parts.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
@@ -136,7 +137,8 @@ class Block(nn.Module):
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H) -> query, key and value, (T, h, H / h) each."""
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_width)).unbind(2)
+        projected = self.qkv(self.attention_norm(x))
+        q, k, v = projected.unflatten(-1, (-1, 3, self.head_width)).unbind(2)
         return q, k, v
 
     def after(

@@ -49,6 +49,7 @@ class CovariatePrefix:
     def __init__(self, tokens: Tokens, levels: Mapping[str, Sequence[str]]) -> None:
         self.columns = [[*levels].index(name) for name in tokens.covariates]
         sizes = [len(levels[name]) + 1 for name in tokens.covariates]
+        # row of each column's unknown level, after row 0 of tokens that are no covariates
         self.first_rows = [*accumulate(sizes, initial=1)][:-1]
         self.unknown_frac = tokens.covariate_unknown_frac
 
@@ -60,19 +61,22 @@ class CovariatePrefix:
         device = batch.genes.device
         n_columns = len(self.columns)
         column = torch.arange(n_columns, device=device)
+        # (C, K) int64: level numbers, 0 for unknown levels
         if batch.levels is None:
             numbers = batch.cells.new_zeros(len(batch.cells), n_columns)
         else:
-            numbers = batch.levels[:, self.columns]  # (C, K) int64, 0 for unknown levels
+            numbers = batch.levels[:, self.columns]
             if keys is not None and self.unknown_frac:
                 draws = keyed_bits(batch.cells[:, None], *keys, column, UNKNOWN)
                 numbers = numbers.masked_fill(draws < threshold(self.unknown_frac), 0)
-        rows = numbers + torch.tensor(self.first_rows, device=device)  # (C, K)
+        # (C, K): rows of the embedding, and the added tokens, which are the first of each cell
+        rows = numbers + torch.tensor(self.first_rows, device=device)
         extended = add_tokens(batch, n_columns, 0, PAD_TOKEN)
-        tokens = extended.cu_seqlens[:-1, None].long() + column  # (C, K): the added tokens
-        token_rows = torch.zeros_like(extended.genes)
-        token_rows = token_rows.index_copy(0, tokens.flatten(), rows.flatten())
-        return replace(extended, covariate_rows=token_rows)
+        starts = extended.cu_seqlens[:-1].long()
+        tokens = starts[:, None] + column
+        covariate_rows = torch.zeros_like(extended.genes)
+        covariate_rows = covariate_rows.index_copy(0, tokens.flatten(), rows.flatten())
+        return replace(extended, covariate_rows=covariate_rows)
 
 
 def mean_state(states: Tensor, prepared: EncoderBatch, is_gene: Tensor | None = None) -> Tensor:
@@ -103,9 +107,11 @@ def attended_state(states: Tensor, prepared: EncoderBatch, query: Tensor) -> Ten
     """
     states = states.float()
     cell = prepared.cell
-    scores = (states @ query.float()).float() * states.shape[1] ** -0.5  # autocast computes bf16
+    products = (states @ query.float()).float()  # autocast computes bf16
+    scores = products * states.shape[1] ** -0.5
+    # (C,): largest score of each cell, against overflow; it cancels, so it needs no gradient
     largest = torch.full((len(prepared.lengths),), -torch.inf, device=scores.device)
-    largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")  # cancels: no gradient
+    largest = largest.scatter_reduce(0, cell, scores.detach(), "amax")
     weights = (scores - largest[cell]).exp()
     totals = segment_sum(weights, cell, prepared.cu_seqlens)
     sums = segment_sum(weights[:, None] * states, cell, prepared.cu_seqlens)
@@ -125,8 +131,9 @@ class CellEncoder(Model):
 
     def attach_heads(self, n_tokens: int) -> None:
         """Add the objective's heads to the model, its plan, and its rows by gene."""
-        trunk = {*self.plan.begin, *dict(self.named_children())}
-        trunk |= {name for name, _ in self.named_parameters(recurse=False)}
+        children = dict(self.named_children())
+        parameters = dict(self.named_parameters(recurse=False))
+        trunk = {*self.plan.begin, *children, *parameters}
         finish = ("norm", *self.objective.attach(self, n_tokens))
         self.heads = tuple(name for name in finish if name not in trunk)
         styles = {**self.plan.tensor, **self.objective.tensor}
@@ -137,7 +144,8 @@ class CellEncoder(Model):
         view = super().view(batch, seed=seed, step=step)
         if self.covariate_prefix is None:
             return view
-        return self.covariate_prefix.add_to(view, (seed, step) if self.training else None)
+        keys = (seed, step) if self.training else None
+        return self.covariate_prefix.add_to(view, keys)
 
     def finish(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """Return the objective's summed loss of the normed states; 0 while `kept_rows` is a list."""

@@ -45,7 +45,7 @@ def keyed_token_bits(
 def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarray:
     """Fold integer keys into a state, uint64.
 
-    This is `keyed_state` by numpy, which takes a fourth of its time for few elements.
+    Numpy's form of `keyed_state`: it takes a quarter of the time for few elements.
     """
     for key in keys:
         state = splitmix64(state ^ np.asarray(key).astype(np.uint64), in_place=True)
@@ -55,8 +55,8 @@ def host_state(*keys: np.ndarray | int, state: np.ndarray = NO_KEYS) -> np.ndarr
 def keyed_dropout(x: Tensor, p: float, states: Tensor) -> Tensor:
     """Apply dropout to `x` (tokens, width), keyed by column and `states` (tokens,) int64."""
     columns = torch.arange(x.shape[1], device=x.device)
-    bits = _shift_right(_mix(states[:, None] ^ columns[None, :]), 1)
-    is_kept = bits >= threshold(p)
+    mixed = _mix(states[:, None] ^ columns[None, :])  # (tokens, width)
+    is_kept = _shift_right(mixed, 1) >= threshold(p)
     return x * is_kept.to(x.dtype) / (1 - p)
 
 

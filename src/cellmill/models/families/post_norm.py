@@ -36,7 +36,8 @@ class PostNormBlock(Block):
 
     def __init__(self, config: PostNormConfig, index: int) -> None:
         super().__init__(config.hidden, config.heads, config.ffn_width, config.dropout, index)
-        self.attention_norm.eps = self.ffn_norm.eps = config.norm_eps
+        self.attention_norm.eps = config.norm_eps
+        self.ffn_norm.eps = config.norm_eps
         self.activation = ACTIVATIONS[config.activation]()
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,9 +167,10 @@ class ScgptModel(PostNormEncoder):
     def inputs(self, prepared: EncoderBatch, index: Tensor | slice = slice(None)) -> Tensor:
         """(T, H), or (N, H) for the tokens in `index`; hidden values have a learned embedding."""
         genes = prepared.genes[index]
+        # (N,): numbers of bins; <cls> has a value of its own
         values = torch.where(genes < 0, self.config.cls_value, prepared.values[index].float())
-        values = values[:, None].to(next(self.value_in.parameters()).dtype)
-        embedded = self.value_out_norm(self.value_in(values))
+        dtype = next(self.value_in.parameters()).dtype
+        embedded = self.value_out_norm(self.value_in(values[:, None].to(dtype)))
         gene_vectors = self.gene_norm(self.embed_genes(genes))
         return gene_vectors + self.with_hidden(embedded, prepared, index)
 
