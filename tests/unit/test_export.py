@@ -317,7 +317,7 @@ def test_new_genes_have_the_mean_row(tmp_path: Path) -> None:
     given = {TABLE: torch.randn(27, 3)}
     name = "gene_embedding.weight"
     means = {name: mean_gene_row(folder / "model.safetensors", name)}
-    made = dict(initial_tensors(model, 0, folder, ours, given=given, new_genes=means))
+    made = dict(initial_tensors(model, 0, folder, ours, fixed=given, new_genes=means))
     theirs = load_file(folder / "model.safetensors")
     assert torch.equal(made[name][:2], theirs[name][:2])
     assert torch.equal(made[name][2:17], theirs[name][7:])
