@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from cellmill.parallel.materialize import Part
 
-STD = (
-    0.02  # standard deviation of weights, unless a module sets `initial_std` (Radford et al. 2019)
-)
+STD = 0.02
+"""Standard deviation of weights, unless a module sets `initial_std` (Radford et al. 2019)."""
 PIECE = 1 << 20  # elements made at once of a tensor of which a rank keeps a part
 GROUP = 16  # torch draws normal values in groups of 16, and makes the last group of a tensor again
 Fill = Callable[[Tensor, torch.Generator], object]
@@ -63,17 +62,18 @@ def fill_part(fill: Fill, empty: Tensor, part: Part, generator: torch.Generator)
     n_rows, *row_shape = empty.shape
     sizes = [len(torch.arange(n)[index]) for index, n in zip(part, empty.shape)]
     values = torch.empty(sizes, dtype=empty.dtype)
-    # (rows,): row of `values` for each row of the tensor, -1 for none
-    own_row = torch.full((n_rows,), -1)
-    own_row[part[0]] = torch.arange(len(values))
+    # (rows,): row of `values` for each row of the tensor, -1 for rows outside the part
+    part_row = torch.full((n_rows,), -1)
+    part_row[part[0]] = torch.arange(len(values))
+    # rows of a piece: about PIECE elements, rounded up to whole groups
     piece_rows = -(-PIECE // max(empty.shape[1:].numel(), 1) // GROUP) * GROUP
     borders = [*range(0, max(n_rows - piece_rows, 0) + 1, piece_rows), n_rows]
     for first, last in pairwise(borders):
         piece = torch.empty((last - first, *row_shape), dtype=empty.dtype)
         fill(piece, generator)
-        rows = own_row[first:last]
-        is_own = rows >= 0
-        values[rows[is_own]] = piece[is_own][(slice(None), *part[1:])]
+        rows = part_row[first:last]
+        is_in_part = rows >= 0
+        values[rows[is_in_part]] = piece[is_in_part][(slice(None), *part[1:])]
     return values
 
 

@@ -82,7 +82,9 @@ class EncoderModel(TokenEncoder):
         """Start the cell token like an embedding, and attention pooling as the mean."""
         if name == "cell_token":
             return normal(STD)
-        return zeros if name == "pool_query" else super().initial_value(name)
+        if name == "pool_query":
+            return zeros
+        return super().initial_value(name)
 
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         return self._add_cell_tokens(super().view(batch, seed=seed, step=step))
@@ -91,11 +93,12 @@ class EncoderModel(TokenEncoder):
         return super().embed(self._add_cell_tokens(batch))
 
     def embed_padded(self, genes: Tensor, values: Tensor) -> Tensor:
-        inside = genes != PAD_TOKEN
-        x = self.gene_embedding(genes)
+        inside = genes != PAD_TOKEN  # (cells, L) bool
+        x = self.gene_embedding(genes)  # (cells, L, H)
         if self.gene_vectors is not None:
             x = x + self.gene_vectors(partial(F.embedding, genes))
         if values.is_floating_point():
+            # centred within each cell, as in `inputs`
             center = (values * inside).sum(1, keepdim=True) / inside.sum(1, keepdim=True)
             x = x + self.value_embedding((values - center)[..., None])
         else:
@@ -109,7 +112,7 @@ class EncoderModel(TokenEncoder):
         states = self.norm(x)
         if self.pooling == "cls":
             return states[:, 0]
-        weights = inside.to(states.dtype)
+        weights = inside.to(states.dtype)  # (cells, L): those of pooling mean
         if self.pooling == "attention":
             scores = states @ self.pool_query * states.shape[-1] ** -0.5
             weights = scores.masked_fill(~inside, -torch.inf).softmax(1)

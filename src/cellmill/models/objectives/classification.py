@@ -33,11 +33,13 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
-    """Return the expected calibration error of cells, (cells,), by highest probability.
+    """Return the expected calibration error of cells, in bins of equal width.
 
-    `right` is 1 for a cell whose label is predicted, otherwise 0.
+    `highest` (cells,) are the highest probabilities of cells. `right` (cells,) is 1 for a cell whose
+    label is predicted, otherwise 0.
     """
     bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
+    # (BINS,): cells predicted right, less those expected to be
     gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
     return float(np.abs(gaps).sum() / len(highest))
 
@@ -75,9 +77,10 @@ class Classification(LabelObjective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         prepared = super().prepare(batch, seed=seed, step=step)
         targets = prepared.targets
-        given = self.config.given_weights if self.training else {}
-        weights = [given.get(label, 1.0) for label in self.labels]
-        return replace(prepared, weights=torch.tensor(weights, device=targets.device)[targets])
+        label_weights = self.config.given_weights if self.training else {}
+        weights = [label_weights.get(label, 1.0) for label in self.labels]
+        by_label = torch.tensor(weights, device=targets.device)
+        return replace(prepared, weights=by_label[targets])
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets

@@ -59,8 +59,8 @@ class SupervisedContrastive(LabelObjective):
             return {"n_targets": n_cells}, []
         table = torch.cat([labels[:, None].float(), vectors], dim=1)
         loss = float(contrast(table, self.config.temperature)) / n_cells
-        has_positive = torch.bincount(labels)[labels] > 1
         # equal vectors give every other cell the same probability
+        has_positive = torch.bincount(labels)[labels] > 1
         loss_if_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
         metrics = {
             "n_targets": n_cells,
@@ -79,6 +79,7 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
     labels = table[:, 0].detach()
     vectors = table[:, 1:]
     loss = table.new_zeros((), dtype=torch.float64)
+    # an empty table still has one chunk, without anchors, so the loss has a gradient
     for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
         # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
         loss = loss + checkpoint(
@@ -97,13 +98,14 @@ def _contrast_anchors(
     labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
 ) -> Tensor:
     """Return the summed loss of the cells in slots `anchors`, (A,) int64."""
-    anchor_labels = labels[anchors, None]
+    anchor_labels = labels[anchors, None]  # (A, 1)
     slots = torch.arange(len(labels), device=labels.device)
     # (A, S): the other cells, and those with the anchor's label
     is_other = (labels != 0) & (slots != anchors[:, None])
     is_positive = is_other & (labels == anchor_labels) & (anchor_labels != 0)
     n_positive = is_positive.sum(1)
-    logits = (vectors[anchors] @ vectors.T / temperature).masked_fill(~is_other, -torch.inf)
+    cosines = vectors[anchors] @ vectors.T
+    logits = (cosines / temperature).masked_fill(~is_other, -torch.inf)
     # anchors without positives are left out; their logits may all be -inf, so take zeros instead
     log_sum = torch.where(n_positive[:, None] > 0, logits, 0).logsumexp(1)
     mean_positive = torch.where(is_positive, logits, 0).sum(1) / n_positive.clamp(min=1)

@@ -1,8 +1,8 @@
 """Base of objectives with one target per cell, predicted from the cell's vector, and their head.
 
-The vectors are what `embed` writes, so `evaluate.inference.predict` needs no other forward pass. The loss is
-divided by the number of cells with a target, over all processes. Cells without a target, and cells
-of which nothing is shown, take no part. Validation has no dropout.
+The vectors are what `embed` writes, so `evaluate.inference.predict` needs no other forward pass.
+The loss is divided by the number of cells with a target, over all processes. Cells without a target
+and cells of which nothing is shown take no part. Validation has no dropout.
 
 Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
 training and in validation, whose loss therefore depends on train.global_batch too.

@@ -109,9 +109,10 @@ class Regression(CellObjective):
             return metrics, [compare(name, "no correlation", "Pearson's r", pearson)]
         errors = numbers - predicted
         r2 = float(1 - np.square(errors).mean() / numbers.var())
-        std, _ = self._scale
-        errors = errors * std  # in the unit of the column
         metrics["r2"] = r2
+        # errors in the unit of the column
+        std, _ = self._scale
+        errors = errors * std
         metrics["mean_absolute_error"] = float(np.abs(errors).mean())
         mean_square = np.square(errors).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
@@ -147,7 +148,8 @@ def _correlate(x: np.ndarray, y: np.ndarray) -> float:
 
 def _rank(values: np.ndarray) -> np.ndarray:
     """Return ranks, the mean rank for equal numbers. scipy.stats takes a second to import."""
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last_rank = counts.cumsum()
-    group_rank: np.ndarray = last_rank - (counts - 1) / 2
-    return group_rank[group]
+    # a group are equal numbers; its last rank is the number of values up to it
+    _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
+    last_rank = group_size.cumsum()
+    mean_rank: np.ndarray = last_rank - (group_size - 1) / 2
+    return mean_rank[group]

@@ -32,18 +32,18 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     Float64, as a covariance is the small difference of large numbers. Source: Bardes, Ponce & LeCun
     2022, equations 1 to 6; the invariance is divided by H, as in the authors' code.
     """
+    invariance, variance, covariance = weights
     width = table.shape[1] // 2
-    filled, *views = table.double().split([1, width, width], dim=1)
+    # filled (S, 1) is 1, or 0 for an empty slot
+    filled, shown, hidden = table.double().split([1, width, width], dim=1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
-    invariance, variance, covariance = weights
-    shown, hidden = views
     distance = (shown - hidden).square().sum()
     loss = invariance * distance / (n * width)
-    for z in views:
+    for z in (shown, hidden):
         mean = z.sum(0) / n
         centered = z - filled * mean
-        matrix = centered.T @ centered / (n - 1).clamp(min=1)
+        matrix = centered.T @ centered / (n - 1).clamp(min=1)  # (H, H)
         variances = matrix.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()
