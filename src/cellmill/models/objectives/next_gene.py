@@ -47,7 +47,7 @@ class NextGeneBatch(EncoderBatch):
     """Whole cells, and which of their tokens and ends are predicted."""
 
     targets: Tensor  # (N,) int64, ascending: tokens to predict, all but padding
-    first: Tensor  # (N,) bool: True for the first token of a cell
+    is_first: Tensor  # (N,) bool: True for the first token of a cell
     ends: Tensor  # (ends,) int64: last tokens of cells that were not cut
     n_targets: Tensor
 
@@ -88,7 +88,7 @@ class NextGene(Objective):
             batch,
             (seed, step),
             targets=targets,
-            first=position[targets] == 0,
+            is_first=position[targets] == 0,
             ends=ends[is_token[ends]],
             n_targets=torch.tensor(len(targets), device=targets.device),
         )
@@ -110,7 +110,7 @@ class NextGene(Objective):
     def states_before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
         """(T, H) -> (N, H): the state before each target."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
-        return torch.where(prepared.first[:, None], model.start.to(states.dtype), earlier)
+        return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def gene_logits(self, model: Any, before: Tensor) -> Tensor:
         """(N, H) -> (N, V) float32: logits of the next token; special tokens are never targets."""

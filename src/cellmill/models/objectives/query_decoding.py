@@ -45,7 +45,7 @@ class QueryView(Batch):
     query_genes: Tensor  # (N,) int64: token ids
     query_values: Tensor  # (N,) float32: values of the whole cell, 0 where not detected
     query_weights: Tensor
-    """(N,) float32: hidden genes for which each query stands; in QueryBatch of mean 1 in a cell."""
+    """(N,) float32: hidden genes for which each query stands; in QueryBatch, of mean 1 in each cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class QueryBatch(QueryView, EncoderBatch):
 def _rank_in_cell(n: Tensor, cell: Tensor) -> Tensor:
     """Number the items of each cell from 0, (items,) int64.
 
-    `n` (C,) are the items of each cell; `cell` (items,) is each item's cell, ascending.
+    `n` (C,) is the number of items of each cell; `cell` (items,) is each item's cell, ascending.
     """
     first_item = n.cumsum(0) - n
     return torch.arange(len(cell)) - first_item[cell]
@@ -171,6 +171,7 @@ class QueryDecoding(Objective):
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
         weights = batch.query_weights.double()
+        # (C,): factor that makes the mean weight of a cell's queries 1
         sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, batch.query_cell, weights)
         scale = torch.bincount(batch.query_cell, minlength=n_cells) / sums
         return QueryBatch.prepared(

@@ -116,11 +116,14 @@ class Sum(Objective):
                 hiding = part_batch
             if part.config.draws_view:
                 drawing = part_batch
-        shown = prepared[0]
-        if has_second_views:
-            shown = drawing if hiding is None else _add_second_views(hiding, drawing)
+        if has_second_views and hiding is not None:
+            shown = _add_second_views(hiding, drawing)
+        elif has_second_views:
+            shown = drawing
         elif hiding is not None:
             shown = hiding
+        else:
+            shown = prepared[0]
         n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
         if isinstance(shown, EncoderBatch):  # nothing is hidden for one part and shown to another
             shared = {name: getattr(shown, name) for name in SHARED}
