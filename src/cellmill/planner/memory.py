@@ -83,8 +83,6 @@ class PlannedModel:
         """Measure the model of a run on `world` processes.
 
         Raise ConfigError if the layout does not divide them.
-
-        Raise ConfigError if the layout does not divide them.
         """
         parallel = options.parallel
         spec = ModelSpec.of(options, n_genes, levels)
