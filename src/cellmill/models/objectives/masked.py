@@ -161,8 +161,10 @@ class MaskedObjective(Objective):
         cells = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
         queried = prepared.hide_targets(self.hides_gene) if self._shows_content else prepared
-        target_cells = rows_at(cells, prepared.cell[targets])
-        queries = torch.cat([target_cells, model.inputs(queried, targets)], dim=-1)
+        # both parts are unnamed, so that their memory is free again before the head runs
+        queries = torch.cat(
+            [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
+        )
         return loss + weight * self.head_loss(model, model.cell_head(queries), prepared)
 
     @property
