@@ -115,7 +115,8 @@ class Simulation:
             # Poisson counts of the cell and of ambient RNA
             frac = random.beta(2, 2 / AMBIENT_FRAC - 2, per_cell).astype(np.float32)
             library = random.lognormal(np.log(LIBRARY), LIBRARY_SD, per_cell).astype(np.float32)
-            counts = random.poisson(library * ((1 - frac) * shares + frac * ambient))
+            shares_of_cell = (1 - frac) * shares
+            counts = random.poisson(library * (shares_of_cell + frac * ambient))
             counts = np.minimum(counts, np.iinfo(np.uint16).max)
             yield sp.csr_matrix(counts.astype(np.uint16))
 
@@ -170,4 +171,5 @@ def _sparse_normal(
 ) -> np.ndarray:
     """Normal values at a fraction `frac` of the positions, zeros elsewhere."""
     values = random.normal(0, sd, shape)
-    return (values * (random.random(shape) < frac)).astype(np.float32)
+    is_drawn = random.random(shape) < frac
+    return (values * is_drawn).astype(np.float32)
