@@ -296,8 +296,9 @@ class MaskedGene(MaskedObjective):
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
         genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
-        draws = keyed_bits(mask.keys[mask.random], CONTENT)
-        genes[mask.random] = len(SPECIAL) + draws % self.n_genes
+        if self._shows_content and self.training:
+            random_genes = len(SPECIAL) + keyed_bits(mask.keys, CONTENT) % self.n_genes
+            genes = torch.where(mask.random, random_genes, genes)
         return {"genes": genes}
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
