@@ -54,7 +54,7 @@ DATA_LAYERS = (
     ("rows", "keys"),
 )
 """Layers of `cellmill.data`, likewise."""
-MAX_LINES = 500
+MAX_LINES = 450
 MAX_FILES = 15
 MAX_TOKENS = 352_000
 MAX_TOKENS_PER_LINE = 9.5

@@ -306,9 +306,8 @@ def visible_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
-    return min(
-        devices, len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
-    )
+    listed = [word for word in visible.split(",") if word.strip() not in ("", "-1")]
+    return min(devices, len(listed))
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from cellmill.config.corpus import ORGANISM, SPLITS, Shard, VocabularyConfig
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.config.published import vocabulary_file
 from cellmill.data.arrays import TARGET_SUM, counts_per_10k, select_rows
-from cellmill.data.genes.names import map_names
-from cellmill.data.genes.tables import ORGANISMS, gene_table, organism_of, read_lines
+from cellmill.data.genes.allowed import find_allowed
+from cellmill.data.genes.tables import ORGANISMS
 from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.reader import CountsReader, refuse_duplicates
@@ -39,7 +39,7 @@ from cellmill.data.split import (
     split_by_value,
     split_of_hashes,
 )
-from cellmill.errors import ConfigError, DataError
+from cellmill.errors import DataError
 from cellmill.files import progress
 
 _BLOCK = 1024  # cells
@@ -168,7 +168,7 @@ def build_vocabulary(
     if ordered:
         return _sequence_vocabulary(paths)
     gene_ids = sorted(symbols)
-    allowed = _allowed_genes(gene_ids, options)
+    allowed = find_allowed(gene_ids, options)
     cells = _Cells(paths, gene_ids, split)
     medians = Medians(len(gene_ids))
     moments = Moments(len(gene_ids))
@@ -343,56 +343,6 @@ def _standardised_variance(cells: _Cells, keep: np.ndarray, counts: Moments) -> 
 def _by_score(scores: np.ndarray) -> np.ndarray:
     """Genes by score, the highest first; of equal scores the first gene first, and NaN last."""
     return np.argsort(-np.nan_to_num(scores, nan=-np.inf, posinf=np.inf), kind="stable")
-
-
-def _allowed_genes(gene_ids: list[str], options: VocabularyConfig) -> np.ndarray:
-    """Genes of `gene_ids` that the options allow, bool. Raises DataError if there are none."""
-    allowed = np.ones(len(gene_ids), bool)
-    if options.genes is not None:
-        allowed &= _find_listed(gene_ids, Path(options.genes))
-    if options.protein_coding:
-        organisms = [organism_of(gene) for gene in gene_ids]
-        if None in organisms:
-            raise DataError(
-                f"vocabulary.protein_coding requires Ensembl ids, got gene {gene_ids[organisms.index(None)]!r}; set "
-                "preprocess.organism, or protein_coding to no"
-            )
-        tables = [gene_table(organism) for organism in {*map(str, organisms)}]
-        is_coding = [any(gene in t.protein_coding for t in tables) for gene in gene_ids]
-        if not any(is_coding):
-            raise DataError(
-                f"no gene is left for the vocabulary: none of {len(gene_ids):,} is protein coding"
-            )
-        allowed &= is_coding
-    if not allowed.any():
-        raise DataError(
-            "no gene is left for the vocabulary: none in vocabulary.genes is protein coding"
-        )
-    return allowed
-
-
-def _find_listed(gene_ids: list[str], path: Path) -> np.ndarray:
-    """Mask of the genes that a file lists by id or name, one a line."""
-    lines = map(str.strip, read_lines(path))
-    names = list(dict.fromkeys(filter(None, lines)))
-    if not names:
-        raise ConfigError(f"vocabulary.genes: {path}: empty; list one gene a line")
-    organisms = {*filter(None, map(organism_of, gene_ids))}
-    tables = [map_names(names, organism).gene_ids for organism in sorted(organisms)]
-    wanted = set(chain(names, *tables)) - {""}
-    allowed = np.array([gene in wanted for gene in gene_ids])
-    if not allowed.any():
-        raise DataError(
-            f"{path}: none of its {len(names):,} genes is in the corpus, the first is {names[0][:40]!r}; list Ensembl "
-            "ids or current symbols, one a line (vocabulary.genes)"
-        )
-    present = wanted & {*gene_ids}
-    absent = [name for name, *ids in zip(names, *tables) if present.isdisjoint({name, *ids})]
-    if absent:
-        print(
-            f"{path}: {len(absent):,} of {len(names):,} genes are not in the corpus, such as {', '.join(absent[:3])}"
-        )
-    return allowed
 
 
 def _sequence_vocabulary(paths: list[Path]) -> Vocabulary:
