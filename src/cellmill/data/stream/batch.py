@@ -22,7 +22,7 @@ import numpy as np
 from cellmill.config.parts.tokens import SPECIAL
 
 Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
-_SMALLEST = 1 << 16  # bytes; below, an array is as cheap from the allocator
+_SMALLEST = 1 << 16  # bytes; smaller arrays are as cheap from the allocator
 # free blocks of each size: enough for the windows that are read, and for the batches that are made,
 # queued and used
 _MOST_FREE = 8
@@ -200,8 +200,8 @@ def make_batch(
 ) -> Batch:
     """Batch of `cells` by `tokenizer.tokenize`, with further fields `per_cell`.
 
-    If the objective needs counts, `max_counted` is `max_tokens`, and the batch has those of each
-    cell's first `max_counted` genes; else None.
+    The batch has the counts of each cell's first `max_counted` genes: `max_tokens` if the objective
+    needs counts, else None.
     """
     tokens = tokenizer.tokenize(genes, counts, starts)
     token_counts = None
@@ -247,7 +247,7 @@ def micro_batches_of_ranks(
     ends = n_cells.cumsum()
     first = ends - n_cells
     numbers = np.minimum(n_cells, 1)
-    # all ranks whose cells do not fit at once are cut side by side, often none
+    # each round cuts a micro-batch of every rank whose cells do not fit in one; often none
     ranks = np.flatnonzero(total[ends] - total[first] > token_budget)
     first = first[ranks]
     ends = ends[ranks]

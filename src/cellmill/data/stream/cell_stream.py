@@ -143,7 +143,7 @@ class CellStream:
         self._tokenizer = CellTokenizer(
             tokens, opened.n_genes, seed if shuffle else 0, opened.variability
         )
-        # what is indexed by cells, by field of the batch
+        # arrays indexed by cell id, by field of the batch
         self._per_cell: dict[str, Any] = {}
         if columns:
             self._per_cell["levels"] = CellColumns(opened, split, "levels", self.levels)
@@ -182,11 +182,11 @@ class CellStream:
             while ahead:
                 try:
                     group = ahead.popleft().result()
-                except CancelledError:  # another thread stopped it
+                except CancelledError:  # another thread stopped the stream
                     return
                 if group is None:
                     return
-                with suppress(RuntimeError):  # stopped likewise: the pool takes no more tasks
+                with suppress(RuntimeError):  # the same: a stopped pool takes no tasks
                     ahead.append(pool.submit(next, groups, None))
                 for batches in group:
                     if self._pool is not pool:
@@ -213,7 +213,7 @@ class CellStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from another number of ranks.
 
-        Raises DataError when its data differ or it is no state of this split, ConfigError when its
+        Raises DataError if the shards differ or it is not a state of this split, ConfigError if the
         order differs or the stream is not shuffled.
         """
         if not self._layout.shuffle:
@@ -251,7 +251,7 @@ class CellStream:
         """SHA-256 of the shards, by path, that `ranks` read in steps `step` to `stop`, counted over
         all epochs.
 
-        Without shuffling, those of its one epoch, whatever the steps.
+        Without shuffling, the steps do not matter: the stream has one epoch.
         """
         layout = self._layout
         per_epoch = self.steps_per_epoch
@@ -300,16 +300,17 @@ class CellStream:
             pool.shutdown(cancel_futures=True)
 
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
-        # every rank computes the number of cuts of all ranks from known lengths: no communication
-        # to agree on it
+        """This rank's micro-batches of each step, as many as on every other rank."""
+        # (steps, ranks): every rank computes the cuts of all ranks from known lengths, so
+        # they agree without communication
         lengths = self._tokenizer.numbers(steps.lengths)
         n_cells = steps.n_cells
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
         most = np.maximum(cuts.max(1), self._min_microbatches)
         multiple = self._microbatch_multiple
-        numbers = (-(-most // multiple) * multiple).tolist()  # of micro-batches in each step
+        numbers = (-(-most // multiple) * multiple).tolist()  # micro-batches in each step
         is_even = multiple > 1 or self._min_microbatches > 1
-        # borders of this rank's micro-batches, by cell, and how many are not empty in each step
+        # borders of this rank's micro-batches, in cells, and how many of each step are not empty
         borders = [0]
         n_filled = []
         local_cells = n_cells[:, self._rank].tolist()
@@ -325,7 +326,7 @@ class CellStream:
             start = borders[-1]
             borders += [start + border for border in borders_in_step[1:]]
             n_filled.append(len(borders_in_step) - 1)
-        # micro-batches are tokenized some at a time, then cut
+        # tokenize several micro-batches at once, then cut them apart
         filled: list[Batch] = []
         genes_of_batches = np.diff(steps.taken.starts[borders])
         for first, last in pairwise(cut_batch(genes_of_batches, _TOGETHER)):

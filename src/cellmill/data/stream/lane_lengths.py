@@ -13,15 +13,15 @@ import numpy as np
 class LaneLengths:
     """Lengths of the cells of some lanes, from the lengths of each lane's windows, `(cells,)` each.
 
-    `skipped` are the cells of its first window that each lane does not take. Windows of lanes end
-    at the same step, and looking up 1,024 of them at once took more than a second: so lanes get
-    their next window early, one after another, at each step as many cells as the step consumes.
+    `skipped` is the number of cells that each lane leaves out of its first window. Windows of all
+    lanes end at the same step, and looking up 1,024 of them at once took more than a second. So
+    lanes get their next window early and in turn: each step looks up as many cells as it consumes.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
         self._windows = windows
         self._table = np.zeros((len(windows), 0), np.int32)
-        # of each lane, the columns of its next cell and after its last
+        # (lanes,): column of each lane's next cell, and the column after its last
         self._start = np.zeros(len(windows), np.int64)
         self._stop = np.zeros(len(windows), np.int64)
         self._next_lane = 0
@@ -42,6 +42,7 @@ class LaneLengths:
             lane = int((self._stop - self._start < n).argmax())
             if not self._look_up(lane):
                 raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
+        # lane and column, counted from the lane's start, of each cell taken
         columns = np.arange(n.max())
         lanes, column = np.nonzero(columns < n[:, None])
         lengths = self._table[lanes, self._start[lanes] + column]

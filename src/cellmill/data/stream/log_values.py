@@ -56,6 +56,7 @@ def _fit_loops(genes: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> boo
 def _tokens_by_loops(
     loops: Loops, kept: Prefixes, genes: np.ndarray, counts: np.ndarray, starts: np.ndarray
 ) -> Tokenized:
+    """`log_tokens` by the compiled loops, in memory that is allocated here."""
     sum_cells, fill_tokens = loops
     n_tokens = int(kept.cu_seqlens[-1])
     totals = np.empty(len(starts) - 1, np.int64)
@@ -89,7 +90,7 @@ class CompiledLoops:
         return self.n_tokens >= WORTH_COMPILING
 
     def get(self, wait: bool = False) -> Loops | None:
-        """Return the loops; None while they are compiled, unless `wait`, and without numba."""
+        """Return the loops. None without numba, and while they compile unless `wait`."""
         if self._compiling is None:
             pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
             self._compiling = pool.submit(_compile)

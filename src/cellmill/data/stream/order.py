@@ -86,12 +86,14 @@ class EpochLayout:
         """Step of an epoch that takes each of `cells`, positions in a lane; `(cells,)` int64."""
         if not self.stream.equal_steps:
             return cells // self.per_lane
-        # number of cells dealt, one to each lane in turn, up to and with each of these
+        # number of cells dealt, one to each lane in turn, up to and including each of these
         dealt = cells * self.stream.lanes + lane + 1
+        # the first step with (step + 1) * n_cells // steps_per_epoch >= dealt
         return (dealt * self.steps_per_epoch - 1) // self.n_cells
 
     def deal(self, cells: int | np.ndarray) -> np.ndarray:
         """Cells of each lane if `cells` are dealt one by one, `(lanes,)`."""
+        # (cells - lane) / lanes, rounded up
         return -((np.arange(self.stream.lanes) - cells) // self.stream.lanes)
 
 
@@ -156,7 +158,7 @@ class Epoch:
 
 
 def _blocks_of(layout: EpochLayout) -> np.ndarray:
-    """Runs of the blocks of all shards, of which the last may be shorter than the others."""
+    """Runs of the blocks of all shards; the last block of a shard may be shorter."""
     size = layout.stream.block_cells
     n_left = layout.n_cells
     blocks = []
@@ -173,7 +175,8 @@ def _blocks_of(layout: EpochLayout) -> np.ndarray:
 def _cut_runs(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Cells `start:stop` of the concatenated runs."""
     shard, first, n = runs.T
-    before = np.cumsum(n) - n
+    before = np.cumsum(n) - n  # cells of earlier runs
+    # what each run keeps of itself
     low = np.clip(start - before, 0, n)
     high = np.clip(stop - before, 0, n)
     return _stack_runs(shard, first + low, high - low)[high > low]
@@ -199,12 +202,14 @@ class RepeatedEpoch(Epoch):
         shards = zip(self._shard_start, layout.shard_cells)
         starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
         stops = np.append(starts[1:], n_cells)
-        # rows of copies: first cell and end of the block, number of the copy from 1, its cells
+        # each copy is a row: first cell and end of its block, its number from 1, cells in it
         copies: list[np.ndarray] = []
-        left = np.flatnonzero(self._counts)  # few cells may have many copies
+        # cells with a further copy: fewer each round, because few cells have many copies
+        left = np.flatnonzero(self._counts)
         while len(left):
             number = len(copies) + 1
             block_of_cell = np.searchsorted(starts, left, side="right") - 1
+            # the first of these cells in each block
             begins = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
             block = block_of_cell[begins]
             n_copied = np.diff(begins, append=len(left))
@@ -224,7 +229,7 @@ class RepeatedEpoch(Epoch):
         """Runs of cells in window `window` of `lane`."""
         span = self._lane_start[lane] + self.borders[lane][window : window + 2]
         low, high = span.tolist()
-        # the copies that have the window's cells, and these cells
+        # the copies that hold the window's cells, and the cells in them
         first_last = np.searchsorted(self._copy_start, [low, high - 1], side="right") - 1
         first, last = first_last.tolist()
         copied = []
@@ -233,10 +238,10 @@ class RepeatedEpoch(Epoch):
             copied.append(start + np.flatnonzero(is_copied))
         skipped = low - int(self._copy_start[first])
         cells = np.concatenate(copied)[skipped : skipped + high - low]
-        # a run ends where the next cell is not the next of the same shard
+        # a run continues while the next cell follows in the same shard
         shard = np.searchsorted(self._shard_start, cells, side="right") - 1
-        goes_on = (np.diff(cells) == 1) & (np.diff(shard) == 0)
-        begins = np.flatnonzero(np.append(True, ~goes_on))
+        continues = (np.diff(cells) == 1) & (np.diff(shard) == 0)
+        begins = np.flatnonzero(np.append(True, ~continues))
         shard = shard[begins]
         first_cell = cells[begins] - self._shard_start[shard]
         return _stack_runs(shard, first_cell, np.diff(begins, append=len(cells)))

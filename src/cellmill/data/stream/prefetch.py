@@ -6,8 +6,8 @@ together, lane after lane. So neither shuffling nor joining lanes costs a copy, 
 slice; small steps are given several at a time. There are two buffers, one in use and one being
 filled; their memory is used again (`recycled_empty`).
 
-Where the cells of each step begin in a window, and how many each rank has, is computed for many
-steps at once. Of other ranks' lanes only the lengths of cells are looked up (`LaneLengths`).
+The borders of steps in a window, and the number of cells of each rank, are computed for many steps
+at once. For lanes of other ranks only the lengths of cells are looked up (`LaneLengths`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
-# cells of small steps that are given at once: Python's share of each of them gets as much smaller
+# cells of small steps that are given together, to spread the overhead of Python over them
 _TOGETHER = 256
 
 
@@ -61,7 +61,7 @@ class WindowCells:
 class StreamWindow:
     """One window of each lane of the rank; steps are counted over all epochs."""
 
-    cells: WindowCells  # whose genes and counts have yet to be read
+    cells: WindowCells  # genes and counts are filled by the reads of `runs`
     first_step: int
     borders: np.ndarray  # first cell of each step from `first_step` on, and the number of cells
     runs: np.ndarray  # what is read, as in `Epoch`
@@ -119,7 +119,9 @@ class _Reads:
             self._count_table = iovecs(window.counts, self._starts, self._lengths)
 
     def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
-        """Read runs of cells: shard, first row in it, number of rows, and the first one's number
+        """Read runs of cells.
+
+        Each is a shard, its first row to read, the number of rows, and the index of the first row
         among all rows of the window.
         """
         for shard, first, n, row in runs:
@@ -130,7 +132,7 @@ class _Reads:
                 shard.scatter(start, genes, None)
             elif self._counts.dtype == shard.dtype:
                 shard.scatter(start, genes, self._count_table[row : row + n])
-            else:  # the shard has 16 bits for counts, where another of the split has 32
+            else:  # this shard has counts of 16 bits, another shard of the split 32
                 shard.scatter(start, genes, None)
                 lengths = self._lengths[row : row + n]
                 counts = shard.read_counts(start, start + int(lengths.sum()))
@@ -143,7 +145,7 @@ class Taken(NamedTuple):
     """Cells of consecutive steps."""
 
     steps: int  # number of steps
-    parts: list[WindowCells]  # of several windows, if there are several, for a single step
+    parts: list[WindowCells]  # one per window; several only for a single step
 
 
 class _ReadAhead:
@@ -267,7 +269,8 @@ class Prefetch:
             while step < per_epoch:
                 stop = min(step + _STEPS, per_epoch)
                 # numbers of cells, (steps, lanes) and (steps, ranks)
-                in_lanes = np.diff(layout.lanes_before(np.arange(step, stop + 1)[:, None]), axis=0)
+                borders = layout.lanes_before(np.arange(step, stop + 1)[:, None])
+                in_lanes = np.diff(borders, axis=0)
                 in_ranks = in_lanes.reshape(stop - step, -1, self._world).sum(1)
                 while step < stop:
                     taken = ahead.take(epoch * per_epoch + step, in_ranks[:, self._rank])
@@ -302,8 +305,8 @@ class Prefetch:
 
     def _insert_lengths(
         self,
-        of_this_rank: np.ndarray,
-        of_others: LaneLengths,
+        local_lengths: np.ndarray,
+        other_lanes: LaneLengths,
         in_ranks: np.ndarray,
         in_lanes: np.ndarray,
     ) -> np.ndarray:
@@ -312,9 +315,9 @@ class Prefetch:
         `in_ranks`, `(steps, ranks)`, and `in_lanes`, `(steps, lanes)`, are numbers of cells.
         """
         parts = []
-        by_step = np.split(of_this_rank, np.cumsum(in_ranks[:-1, self._rank]))
+        by_step = np.split(local_lengths, np.cumsum(in_ranks[:-1, self._rank]))
         for local, in_rank, in_lane in zip(by_step, in_ranks, in_lanes[:, self._other_lanes]):
-            others = of_others.take(in_lane)
+            others = other_lanes.take(in_lane)
             in_lower_ranks = int(in_rank[: self._rank].sum())
             parts += [others[:in_lower_ranks], local, others[in_lower_ranks:]]
         return np.concatenate(parts)
@@ -347,7 +350,7 @@ class Prefetch:
         )
 
     def _epoch(self, epoch: int) -> Epoch:
-        """Order of an epoch; that of the previous epoch is kept too, since lanes end in turn."""
+        """Order of an epoch, cached with the previous one: lanes end an epoch one after another."""
         if epoch not in self._epochs:
             self._epochs = {n: order for n, order in self._epochs.items() if n == epoch - 1}
             self._epochs[epoch] = epoch_order(self._layout, epoch)
@@ -366,18 +369,22 @@ class Prefetch:
             first = 0
 
     def _lengths(self, runs: np.ndarray) -> np.ndarray:
-        """Numbers of genes of the cells of `runs`."""
+        """Number of genes of each cell of `runs`, `(cells,)` int64."""
         offsets = []
         for shard, first, n in runs.tolist():
             offsets.append(self._shards[shard].indptr[first : first + n + 1])
-        # a run of n cells has n + 1 offsets: the difference from a run's end to the next run's
-        # start is no cell
-        is_cell = np.ones(int(runs[:, 2].sum()) + len(runs) - 1, bool)
-        is_cell[np.cumsum(runs[:, 2] + 1)[:-1] - 1] = False
+        # a run of n cells has n + 1 offsets: the difference between the end of a run and the start
+        # of the next is not a cell
+        n_cells = runs[:, 2]
+        is_cell = np.ones(int(n_cells.sum()) + len(runs) - 1, bool)
+        is_cell[np.cumsum(n_cells + 1)[:-1] - 1] = False
         return np.diff(np.concatenate(offsets, dtype=np.int64))[is_cell]
 
     def _windows(self, epoch: int, before: np.ndarray) -> Iterator[StreamWindow]:
-        """Window w of all lanes of this rank, then w + 1, from cell `before` of each lane on."""
+        """Windows of this rank's lanes, from cell `before` of each lane on.
+
+        Window w joins window number w of all lanes that have one.
+        """
         while any(self._epoch(epoch).lane_cells[lane] for lane in self._lanes):
             order = self._epoch(epoch)
             first = {lane: order.window_with(lane, int(before[lane])) for lane in self._lanes}
@@ -396,29 +403,31 @@ class Prefetch:
         borders = np.array([order.borders[lane][window : window + 2] for lane in lanes])
         sizes = np.diff(borders)[:, 0]
         runs = np.concatenate([order.window_runs(lane, window) for lane in lanes])
-        # of each cell in stream order, lane after lane: its row in the concatenated runs, its step
+        # in stream order, lane after lane: each cell's row in the concatenated runs, and its step
         shuffled = np.concatenate([order.window_order(lane, window) for lane in lanes])
-        row = shuffled + np.repeat(np.cumsum(sizes) - sizes, sizes)
+        first_row_of_lane = np.cumsum(sizes) - sizes
+        row = shuffled + np.repeat(first_row_of_lane, sizes)
         step = np.concatenate(
             [self._layout.steps_of(lane, np.arange(*span)) for lane, span in zip(lanes, borders)]
         )
-        # the same in step order, lane after lane within a step
+        # sort both by step; a step's cells stay lane after lane
         by_step = np.argsort(step, kind="stable")
         step = step[by_step]
         row = row[by_step]
         lane_of_cell = np.repeat(lanes, sizes)[by_step]
-        position = np.empty_like(row)
+        position = np.empty_like(row)  # of each row, in step order
         position[row] = np.arange(len(row))
         # id of the cell in each row: rows of a run are consecutive cells
         shard, first, n = runs.T
         first_id = self._first_cell[shard] + first
-        ids = np.arange(len(row)) + np.repeat(first_id - (np.cumsum(n) - n), n)
+        first_row_of_run = np.cumsum(n) - n
+        id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, n)
         lengths = self._lengths(runs)[row]
         kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
         starts = row_offsets(kept)
         genes = recycled_empty(starts[-1], np.int32)
         counts = None if self._dtype is None else recycled_empty(starts[-1], self._dtype)
-        cells = WindowCells(lane_of_cell, ids[row], lengths, starts, genes, counts)
+        cells = WindowCells(lane_of_cell, id_of_row[row], lengths, starts, genes, counts)
         step_borders = np.searchsorted(step, np.arange(step[0], step[-1] + 2))
         first_step = order.epoch * self._layout.steps_per_epoch + int(step[0])
         return StreamWindow(cells, first_step, step_borders, runs, position)

@@ -43,12 +43,12 @@ class Repeats:
         return counts
 
     def _reads(self, first_step: int) -> np.ndarray:
-        """(levels,) int64: reads of each level's cells in an epoch from `first_step` on, in sum N."""
+        """(levels,) int64: reads of each level in an epoch from `first_step` on; they sum to N."""
         warmup_steps = self.stream.weight_warmup_steps
-        part = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
+        warm = min(1.0, first_step / warmup_steps) if warmup_steps else 1.0
         before = self._weights(self.stream.weight_start_exponent)
         after = self._weights(self.stream.weight_exponent)
-        exact = self._sizes * ((1 - part) * before + part * after)
+        exact = self._sizes * ((1 - warm) * before + warm * after)
         totals = np.floor(exact).astype(np.int64)
         # the largest remainders are rounded up, so that the sum stays N
         n_up = len(self.levels) - int(totals.sum())

@@ -28,20 +28,21 @@ _MAX_TABLE = 1 << 24
 def token_numbers(
     tokens: Tokens, detected: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of tokens with counts and without, (cells,) int64 each, of cells with `detected`
-    genes of `n_genes`.
+    """Numbers of tokens with and without counts in each cell, (cells,) int64 each.
 
-    A fraction `zero_frac` of the tokens have none.
+    `detected`, (cells,), is the number of genes that each cell has, out of `n_genes`. A fraction
+    `zero_frac` of the tokens have no counts.
     """
     zero_frac = tokens.zero_frac
     if not zero_frac:
         kept = np.minimum(detected, tokens.max_tokens)
         return kept, np.zeros_like(kept)
-    most = int(tokens.max_tokens * (1 - zero_frac))
-    kept = np.minimum(detected, max(1, most))
+    most_kept = int(tokens.max_tokens * (1 - zero_frac))
+    kept = np.minimum(detected, max(1, most_kept))
     zeros = np.floor(kept * zero_frac / (1 - zero_frac)).astype(kept.dtype)
     absent = n_genes - detected
-    return kept, np.minimum(zeros, np.minimum(absent, tokens.max_tokens - kept))
+    most_zeros = np.minimum(absent, tokens.max_tokens - kept)
+    return kept, np.minimum(zeros, most_zeros)
 
 
 class CellTokenizer:
@@ -152,15 +153,17 @@ class CellTokenizer:
 def _draw_absent(
     genes: np.ndarray, starts: np.ndarray, n: np.ndarray, keys: np.ndarray, n_genes: int
 ) -> np.ndarray:
-    """Rows of `n` genes of each cell that have no counts, drawn by the cell's key, ascending in a
-    cell.
+    """Draw `n`, (cells,), genes without counts for each cell by its key; return their rows.
+
+    Rows ascend within a cell.
     """
     all_genes = np.arange(n_genes, dtype=np.uint64)
     drawn = [np.empty(0, np.int64)]
     for cell, (start, stop) in enumerate(pairwise(starts.tolist())):
         if n[cell]:
             draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _ZEROS) ^ all_genes)
-            draws[genes[start:stop]] = np.iinfo(np.uint64).max  # last: these have counts
+            # sorted last: genes with counts are not drawn
+            draws[genes[start:stop]] = np.iinfo(np.uint64).max
             drawn.append(np.sort(_smallest(draws, n[cell])))
     return np.concatenate(drawn)
 
@@ -214,7 +217,7 @@ class RankTokenizer(FirstGenes):
     def _tokens(
         self, kept: Prefixes, genes: np.ndarray, counts: Any, starts: np.ndarray
     ) -> Tokenized:
-        # slices of one array that stays in cache: half the time of arange - repeat
+        # slices of one cached array take half the time of arange - repeat
         longest = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
         values = recycled_empty(kept.cu_seqlens[-1], self.dtype)
         parts = [longest[:n] for n in kept.lengths.tolist()]
@@ -277,27 +280,27 @@ def _bin_cells(counts: np.ndarray, starts: np.ndarray, bins: int) -> np.ndarray:
     if int(sizes.sum()) > _MAX_TABLE:
         cells = np.split(counts, starts[1:-1])
         return np.concatenate([bin_counts(cell, bins) for cell in cells if len(cell)])
-    # the tables of all cells lie one after another; each token has its entry
+    # tables of all cells, one after another, with an entry for each token
     n = lengths[filled]
     ends = row_offsets(sizes)
     n_entries = int(ends[-1])
     first = ends[:-1, None]  # `(cells, 1)`
     entry = np.repeat(ends[:-1], n)
     entry += counts
-    # how many counts of this and earlier cells are no larger
+    # `(entries,)`: counts in this entry and all earlier ones, earlier cells included
     up_to = np.cumsum(np.bincount(entry, minlength=n_entries))
-    # numpy's linear quantiles, operation by operation: between the values at floor and ceil of
-    # q * (n - 1), `(cells, bins)`
-    last = (n - 1)[:, None]
-    virtual = np.linspace(0, 1, bins) * last
-    low = np.floor(virtual).astype(np.int64)
-    high = np.minimum(low + 1, last)
-    before = (np.cumsum(n) - n)[:, None]
-    a = np.searchsorted(up_to, before + low, side="right") - first
-    b = np.searchsorted(up_to, before + high, side="right") - first
-    part = virtual - low
-    step = b - a
-    quantiles = np.where(part >= 0.5, b - step * (1 - part), a + step * part)
+    # numpy's linear quantiles, operation by operation, `(cells, bins)`: the rank of each quantile
+    # among the cell's sorted counts, and the counts at the whole ranks below and above it
+    last_rank = (n - 1)[:, None]
+    rank = np.linspace(0, 1, bins) * last_rank
+    rank_below = np.floor(rank).astype(np.int64)
+    rank_above = np.minimum(rank_below + 1, last_rank)
+    n_before = (np.cumsum(n) - n)[:, None]  # counts of earlier cells
+    below = np.searchsorted(up_to, n_before + rank_below, side="right") - first
+    above = np.searchsorted(up_to, n_before + rank_above, side="right") - first
+    frac = rank - rank_below
+    step = above - below
+    quantiles = np.where(frac >= 0.5, above - step * (1 - frac), below + step * frac)
     # an integer reaches a quantile when it reaches the quantile rounded up
     reached_at = first + np.ceil(quantiles).astype(np.int64)
     table = np.cumsum(np.bincount(reached_at.ravel(), minlength=n_entries))
