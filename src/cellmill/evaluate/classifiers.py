@@ -54,8 +54,7 @@ TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
 RIDGE = 1e-10  # of n / c, the largest value of UUᵀ
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
-# larger features are left to scikit-learn: cells or features, whichever is less, and values (256
-# MiB)
+# above these, scikit-learn fits: the smaller of cells and features, and all values (256 MiB)
 MAX_SIDE = 2048
 MAX_VALUES = 2**25
 
@@ -88,7 +87,7 @@ class NearestCells:
             products = block @ self._transposed  # (block, fitted cells)
             if sp.issparse(products):
                 products = products.toarray()
-            # squared distances, up to the square of the cell itself
+            # squared distances without the cell's own square, which is the same for all
             distances = self._squares - 2 * products
             nearest = distances.argpartition(self.neighbors - 1, axis=1)[:, : self.neighbors]
             numbers.append(self._votes[nearest].sum(1).argmax(1))
@@ -107,8 +106,8 @@ def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str,
 
 @contextmanager
 def small_problems() -> Iterator[None]:
-    """Fit and predict inside without threads and scikit-learn's checks: they would take longer than
-    the work.
+    """Fit and predict without threads and scikit-learn's checks, which would take longer than the
+    work itself.
     """
     with (
         _libraries().limit(limits=1),
@@ -222,10 +221,10 @@ def _fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients `(width, classes)`, and intercepts `(classes,)` of centred features, else zeros."""
     if small:
-        with suppress(LinAlgError):  # where scales are more than about 1e4 apart
+        with suppress(LinAlgError):  # raised if scales differ by more than about 1e4
             penalty = (2 if n_classes == 2 else 1) / len(features)
-            more = np.full(int(intercept), CURVATURE**-0.5)
-            whitened, kernel, unwhiten = _whiten(features, penalty, more)
+            constant = np.full(int(intercept), CURVATURE**-0.5)
+            whitened, kernel, unwhiten = _whiten(features, penalty, constant)
             targets = np.eye(n_classes)[:, class_of_cell]  # (classes, cells)
             weights = _minimise(whitened, kernel, targets)
             return unwhiten(weights), weights.sum(1) * (intercept / CURVATURE)
@@ -238,17 +237,19 @@ def _fit(
 
 
 def _whiten(
-    features: np.ndarray, penalty: float, more: np.ndarray
+    features: np.ndarray, penalty: float, constants: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, Callable[[np.ndarray], np.ndarray]]:
-    """U with columns of the values `more`, UUᵀ + RIDGE where its product is the faster one, and the
-    function from weights of cells `(classes, cells)` to coefficients `(width, classes)`.
+    """U, followed by a column for each of `constants`; UUᵀ + RIDGE, or None where products with U
+    are faster; and the function from weights of cells `(classes, cells)` to coefficients `(width,
+    classes)`.
     """
     n, width = features.shape
     side = min(n, width)
     square = n <= min(2 * width, MAX_SIDE)
-    columns = np.empty((n, side + len(more)), order="C" if square and width <= n else "F")
-    columns[:, side:] = more
+    columns = np.empty((n, side + len(constants)), order="C" if square and width <= n else "F")
+    columns[:, side:] = constants
     whitened = columns[:, :side]
+    # the Hessian c ZᵀZ / n + λ, or c ZZᵀ / n + λ with fewer cells than features
     gram = features @ features.T if width > n else features.T @ features
     gram *= CURVATURE / n
     gram.flat[:: side + 1] += penalty
@@ -261,7 +262,7 @@ def _whiten(
         kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
         whitened[:] = kernel.T
         _cholesky(whitened)
-        kernel += more @ more
+        kernel += constants @ constants
 
         def unwhiten_wide(weights: np.ndarray) -> np.ndarray:
             solved = dpotrs(factor, weights.T, lower=True)[0]
@@ -281,7 +282,10 @@ def _whiten(
 
 
 def _cholesky(matrix: np.ndarray) -> np.ndarray:
-    """The lower factor of a matrix in Fortran's order, which is overwritten, by its lower triangle."""
+    """Return the lower factor of a matrix, of which only the lower triangle is read.
+
+    The matrix is in Fortran's order and is overwritten.
+    """
     factor, failed = dpotrf(matrix, lower=True, overwrite_a=True)
     if failed:
         raise LinAlgError("not positive definite")
@@ -296,8 +300,8 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
     classes, cells)`.
     """
     n = len(whitened)
-    share = CURVATURE / len(whitened)
-    both = np.zeros((2, *targets.shape))
+    curvature = CURVATURE / len(whitened)
+    both = np.zeros((2, *targets.shape))  # weights and logits
     between = np.empty((len(targets), whitened.shape[1]))
 
     def multiply(weights: np.ndarray, out: np.ndarray) -> None:
@@ -305,7 +309,7 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
             np.dot(weights, kernel, out=out)
         else:
             np.dot(np.dot(weights, whitened, out=between), whitened.T, out=out)
-            daxpy(weights.ravel(), out.ravel(), a=RIDGE / share)
+            daxpy(weights.ravel(), out.ravel(), a=RIDGE / curvature)
 
     def loss(weights: np.ndarray, logits: np.ndarray) -> tuple[float, np.ndarray]:
         """Objective, and probabilities `(classes, cells)`."""
@@ -314,16 +318,16 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
         np.exp(odds, out=odds)
         sums = odds.sum(0)
         odds /= sums
-        penalty = np.vdot(weights, logits) - share * np.vdot(logits, logits)
+        penalty = np.vdot(weights, logits) - curvature * np.vdot(logits, logits)
         return (value + np.log(sums).sum()) / n + penalty / 2, odds
 
     value, probabilities = loss(*both)
     for _ in range(MAX_STEPS):
         gradient = np.empty_like(both)
-        gradient[0] = (probabilities - targets) / n - share * both[1] + both[0]
+        gradient[0] = (probabilities - targets) / n - curvature * both[1] + both[0]
         multiply(*gradient)
         norm = float(np.vdot(*gradient))
-        # a larger norm has a larger derivative
+        # with a norm above this bound, some derivative is above TOLERANCE
         if (
             norm <= between.size * TOLERANCE**2
             and np.abs(gradient[0] @ whitened).max() <= TOLERANCE
@@ -331,6 +335,7 @@ def _minimise(whitened: np.ndarray, kernel: np.ndarray | None, targets: np.ndarr
             break
         step = _newton_step(multiply, probabilities, gradient, norm)
         slope = np.vdot(gradient[1], step[0])
+        # halve the step until the objective falls by enough
         length = 1.0
         while True:
             new = both + length * step
@@ -357,8 +362,9 @@ def _newton_step(
     Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
     time here.
     """
-    weights = probabilities / probabilities.shape[1]
-    diagonal = weights - CURVATURE / probabilities.shape[1]
+    # the Hessian is 1 over whitened features plus diag(p / n) - p pᵀ / n - c / n over the logits
+    shares = probabilities / probabilities.shape[1]
+    diagonal = shares - CURVATURE / probabilities.shape[1]
     # weights of the cells and their product with UUᵀ, (2, classes, cells) each
     left = -gradient
     direction = np.zeros_like(gradient)
@@ -373,12 +379,15 @@ def _newton_step(
     flat_curved = curved.ravel()
     enough = FORCING**2 * norm
     while norm > enough:
+        # the next conjugate direction
         daxpy(left.ravel(), direction.ravel(), a=1 / norm)
+        # the Hessian times the direction
         np.multiply(probabilities, direction_logits, out=shared)
-        np.multiply(weights, np.add.reduce(shared, 0), out=shared)
+        np.multiply(shares, np.add.reduce(shared, 0), out=shared)
         np.multiply(diagonal, direction_logits, out=curved)
         curved -= shared
         curved += direction[0]
+        # go to the minimum along it, and update the residual
         length = 1 / flat_logits.dot(flat_curved)
         daxpy(direction.ravel(), step.ravel(), a=length)
         daxpy(flat_curved, flat_residual, a=-length)

@@ -118,6 +118,7 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     differences = scores - other_scores
     is_tested = np.isfinite(differences)
     mean = float(differences[is_tested].mean())
+    # what each cell and repetition adds to the mean; cells and repetitions are the clusters
     shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
     cells = _clustered(shares.sum(0)[is_tested.any(0)])
     repetitions = _clustered(shares.sum(1))
@@ -151,6 +152,7 @@ def share_closed(
     if gap.low <= 0:
         return None
     share = paired_difference(scores, zero).mean / gap.mean
+    # 0 on average; its interval is the one of the share, times the gap
     rest = paired_difference(scores - zero, share * (ceiling - zero))
     return share, share + rest.low / gap.mean, share + rest.high / gap.mean
 
@@ -298,15 +300,17 @@ class Predictions:
             return column
         if metric != "accuracy" and (is_tested & (self.halves == "")).any():
             return column  # an F1 over some of the cells would be another one
-        numbers = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
-        ceiling = np.array([numbers.get(name, len(numbers)) for name in self.halves])
+        number_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
+        unknown = len(number_of_class)  # is never right
+        ceiling = np.array([number_of_class.get(name, unknown) for name in self.halves])
         largest = np.bincount(self.truth).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:
             return cell_scores(metric, self.truth, np.where(is_tested, predicted, NOT_TESTED))
 
-        of_largest = score_tested(largest)
-        trivial = {MAJORITY: scores.get(MAJORITY, of_largest), LARGEST_CLASS: of_largest}
+        largest_scores = score_tested(largest)
+        majority_scores = scores.get(MAJORITY, largest_scores)
+        trivial = {MAJORITY: majority_scores, LARGEST_CLASS: largest_scores}
         return replace(column, trivial=trivial, ceiling=(HALF_LABELS, score_tested(ceiling)))
 
     def confusion(self, condition: str, method: ScoredMethod) -> Confusion:

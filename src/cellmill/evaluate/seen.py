@@ -5,8 +5,8 @@ A cell is recognised by its counts of the vocabulary's genes, under any name: ha
 and validation cells are stored next to the shards. For a file that lacks some of these genes, the cells of the
 shards are hashed again over the others. A model folder contains none of this. The shards are found
 through train/run.json of the run that the folder is in, also for the models that the run started
-from or learnt from. A model that was copied elsewhere has lost its training cells, and its users
-are told so.
+from or learnt from. If a model was copied elsewhere, its training cells are not found, and a message
+says so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def read_blocks(manifest: Manifest, split: str) -> Iterator[CellBlock]:
             starts = shard.indptr[first : first + ROWS + 1].astype(np.int64)
             span = int(starts[0]), int(starts[-1])
             genes = shard.read_genes(*span)
-            # scipy would crash on these
+            # scipy would crash on rows out of range
             if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:
                 raise DataError(
                     f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}"
@@ -109,7 +109,7 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
 def find_equal_cells(
     reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
 ) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a cell of `corpora`.
+    """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
 
     Only genes that both have are compared; a cell with few of them equals none.
     """
@@ -145,7 +145,10 @@ def find_equal_cells(
 
 
 def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
-    """Manifest of the shards that a run was trained on, also above its folder; or None, and why."""
+    """Manifest of the shards that a run was trained on, or None and the reason.
+
+    A relative path is also looked up in the folders above the run.
+    """
     record = train / "run.json"
     if not record.exists():
         return None, f"{record} is missing, which names the shards"
@@ -183,7 +186,7 @@ def find_training(model: Path) -> Training:
         return Training([], problem, [])
     missing: list[str] = []
     visited = {model.resolve()}
-    for name, folder in ancestors:  # which grows
+    for name, folder in ancestors:  # grows while the loop runs
         if folder is None:
             missing.append(name)
         elif folder.resolve() not in visited:
@@ -266,13 +269,13 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
 
 
 class Agreement(NamedTuple):
-    """Numbers of cells whose label in the file the model knows, and of those that have it as
+    """Number of cells whose label in the file the model knows, and how many of them have the same
     predicted label.
     """
 
     n_cells: int
     n_right: int
-    n_rejected: int  # without a predicted label, counted as wrong
+    n_rejected: int  # cells without a predicted label, counted as wrong
 
     @classmethod
     def of_labels(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:

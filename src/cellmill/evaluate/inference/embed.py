@@ -120,10 +120,9 @@ def tokens_of(
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
     `rows` at a time.
 
-    `Batch.cells` are indices of rows. Cells without a known gene are left out. Adds the counts on
-    known genes and all counts of the chosen cells to `totals` (two int64). `counted` batches have
-    the counts of their tokens; `per_cell` are rows of further fields, such as levels, of all cells
-    of the file.
+    `Batch.cells` are indices of rows. Cells without a known gene are left out. `totals` (two int64)
+    gains the chosen cells' counts on known genes, and all their counts. `counted` batches have the
+    counts of their tokens; `per_cell` has further fields, such as levels, for all cells of the file.
     """
     inverse = inverse_medians(vocabulary.medians)
     first = 0
@@ -174,17 +173,15 @@ def embed_cells(
     check_rows(tokens, reader, str(reader.path))
     columns = match_columns(reader, vocabulary)
     totals = np.zeros(2, np.int64)
-    of_columns = np.zeros(reader.n_vars)
+    column_counts = np.zeros(reader.n_vars)
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
 
     def rows() -> Iterator[sp.csr_matrix]:
-        """Blocks of the file; where some of its names are not known, the counts of each column are
-        added up.
-        """
+        """Blocks of the file. If some names are unknown, add up the counts of each column."""
         for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
             if unnamed:
-                of_columns[:] += np.bincount(
-                    raw.indices, weights=raw.data, minlength=len(of_columns)
+                column_counts[:] += np.bincount(
+                    raw.indices, weights=raw.data, minlength=len(column_counts)
                 )
             yield raw
 
@@ -209,13 +206,14 @@ def embed_cells(
             f"{_advice(columns, '--min-expressed-frac')}"
         )
     reader.warn_of_values()
-    lost = sorted(unnamed, key=lambda column: -of_columns[column])
+    lost = sorted(unnamed, key=lambda column: -column_counts[column])
+    measured_counts = column_counts[columns.measured].sum()
     return Embedding(
         vectors,
         coverage_frac=frac,
         n_without_genes=int(np.isnan(vectors[:, 0]).sum()),
         genes=genes,
-        lost_frac=float(of_columns[lost].sum() / max(of_columns[columns.measured].sum(), 1)),
+        lost_frac=float(column_counts[lost].sum() / max(measured_counts, 1)),
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
         gene_notes=columns.notes
         if columns.mismatch is None

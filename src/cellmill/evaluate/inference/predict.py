@@ -40,9 +40,8 @@ from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification, softmax
 
 MOST_NAMES = 20  # labels that are named, the most frequent
-# obs
-LABEL = "cellmill_label"
-PROBABILITY = "cellmill_probability"
+LABEL = "cellmill_label"  # obs
+PROBABILITY = "cellmill_probability"  # obs
 REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
 SEEN = "cellmill_seen_in_training"  # obs: True for a cell of the model's training or validation
 PROBABILITIES = "cellmill_probabilities"  # obsm, in the order of uns[ABOUT]["labels"]
@@ -53,8 +52,8 @@ ABOUT_PREDICTION = "cellmill_prediction"  # uns
 def classifiers_of(
     model: Model, config: dict[str, Any]
 ) -> dict[str, tuple[Classification, dict[str, Any]]]:
-    """Return the heads that predict labels and their entries of config.json, by the end of the
-    columns' names.
+    """Return the heads that predict labels and their entries of config.json, by the suffix of their
+    columns.
     """
     heads = classifications_of(model.objective)
     first = next(iter(heads), None)
@@ -69,8 +68,9 @@ def classifiers_of(
 
 @dataclass(frozen=True)
 class Predicted:
-    """Content that `cellmill predict` writes; names end in `_PART` if a sum has several heads
-    alike.
+    """Content that `cellmill predict` writes.
+
+    Names end in `_PART` if a sum has several heads of a kind.
     """
 
     obs: dict[str, Any]
@@ -116,11 +116,10 @@ class Predicted:
 def thresholds_of(
     model: Model, config: dict[str, Any], section: Predict, name: str
 ) -> dict[str, float]:
-    """Smallest probability of a label that is given, by the end of the names of each head of
-    labels.
+    """Smallest probability at which a label is assigned, by the suffix of each head's columns.
 
-    Raises ConfigError for a model without heads, which it calls `name`, and for an accuracy out of
-    reach.
+    Raises ConfigError if the model, called `name`, has no heads, or if no threshold reaches the
+    accuracy.
     """
     heads = classifiers_of(model, config)
     smallest = {}
@@ -128,8 +127,8 @@ def thresholds_of(
         raise ConfigError(
             f"{name}: it predicts no labels; export a run with objective classification or regression"
         )
-    for end, (_, classifier) in heads.items():
-        smallest[end] = section.min_probability or 0.0
+    for suffix, (_, classifier) in heads.items():
+        smallest[suffix] = section.min_probability or 0.0
         if section.min_accuracy is None:
             continue
         calibration = classifier["calibration"]
@@ -145,7 +144,7 @@ def thresholds_of(
                 f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the "
                 f"best has {max(accuracies):.3f}; lower it"
             )
-        smallest[end] = reached.index(True) / STEPS
+        smallest[suffix] = reached.index(True) / STEPS
     return smallest
 
 
@@ -170,28 +169,28 @@ def predict_heads(
         predicted.about["n_seen_in_training"] = int(seen.cells.sum())
     if seen.unknown:
         predicted.about["training_cells_unknown"] = seen.unknown
-    for end, (objective, classifier) in classifiers_of(model, config).items():
+    for suffix, (objective, classifier) in classifiers_of(model, config).items():
         logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
-        _predict_labels(predicted, end, classifier, logits, smallest[end])
+        _predict_labels(predicted, suffix, classifier, logits, smallest[suffix])
         column = classifier["label_column"]
         if column in obs and column != DATASET:
-            assigned = np.asarray(predicted.obs[LABEL + end], object)
+            assigned = np.asarray(predicted.obs[LABEL + suffix], object)
             given = label_texts(obs[column], classifier["labels"])
             numbers, lines = compare_labels(column, given, assigned, classifier["labels"], seen)
-            predicted.about.update({key + end: value for key, value in numbers.items()})
+            predicted.about.update({key + suffix: value for key, value in numbers.items()})
             predicted.agreement.extend(lines)
     regressions = regressions_of(model.objective)
     for name, head in regressions.items():
-        end = f"_{name}" if len(regressions) > 1 else ""
-        predicted.obs[VALUE + end] = run_head(model, embedding.vectors, head.values)
-        predicted.about[f"value_column{end}"] = head.config.target_column
+        suffix = f"_{name}" if len(regressions) > 1 else ""
+        predicted.obs[VALUE + suffix] = run_head(model, embedding.vectors, head.values)
+        predicted.about[f"value_column{suffix}"] = head.config.target_column
     return predicted
 
 
 def _predict_labels(
-    predicted: Predicted, end: str, classifier: dict[str, Any], logits: np.ndarray, least: float
+    predicted: Predicted, suffix: str, classifier: dict[str, Any], logits: np.ndarray, least: float
 ) -> None:
-    """Add the labels of one head, whose `logits` are (cells, labels) and whose names get `end`."""
+    """Add the labels of one head, with `logits` (cells, labels), under names that end in `suffix`."""
     calibration = classifier["calibration"] or {}
     probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
     highest = probabilities.max(axis=1)
@@ -199,11 +198,11 @@ def _predict_labels(
     rejected = highest < least
     best = np.where(has_vector[:, None], probabilities, 0).argmax(axis=1)
     codes = np.where(has_vector & ~rejected, best, -1)
-    predicted.obs[LABEL + end] = pd.Categorical.from_codes(codes, list(classifier["labels"]))
-    predicted.obs[PROBABILITY + end] = highest
+    predicted.obs[LABEL + suffix] = pd.Categorical.from_codes(codes, list(classifier["labels"]))
+    predicted.obs[PROBABILITY + suffix] = highest
     if least:
-        predicted.obs[REJECTED + end] = rejected
-    predicted.obsm[PROBABILITIES + end] = probabilities
+        predicted.obs[REJECTED + suffix] = rejected
+    predicted.obsm[PROBABILITIES + suffix] = probabilities
     about = {
         "label_column": classifier["label_column"],
         "labels": classifier["labels"],
@@ -212,12 +211,13 @@ def _predict_labels(
     }
     kept = ("temperature", "calibration_error", "n_cells")
     about |= {key: calibration[key] for key in kept if key in calibration}
-    predicted.about.update({key + end: value for key, value in about.items()})
+    predicted.about.update({key + suffix: value for key, value in about.items()})
 
 
 def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
-    """(cells,): labels as shards have them. None where there is none, or a text that means none and
-    is not `known`.
+    """(cells,): labels as shards have them; None for a missing label.
+
+    A text that means no label is one only if it is `known`.
     """
     codes, values = pd.factorize(column)
     texts: list[str | None] = []

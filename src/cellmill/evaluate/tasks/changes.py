@@ -106,12 +106,14 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     reader = context.reader
     genes = context.measured_genes
     vocabulary_row = context.columns.target
+    # (genes of the file,): index in `genes`, -1 for genes that the model does not know
     column = np.where(vocabulary_row >= 0, np.searchsorted(genes, vocabulary_row), -1)
     column = column.astype(np.int32)
     blocks = [select_columns(block, column, len(genes)) for block in reader.rows(ROW_BLOCK)]
     counts = sp.vstack(blocks, format="csr")
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     stratum = _number_strata(context, roles)
+    # deal the controls of each stratum into two random halves
     half = np.full(reader.n_obs, -1, np.int8)
     generator = seeded(context.options.seed, 4)
     too_few = []
@@ -329,10 +331,10 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
     mean = depth[:, None] * shares
     scale = TARGET_SUM / np.maximum(depth, 1)[:, None]
     summed_mean = np.minimum(mean, LARGE)
-    # counts beyond 8 standard deviations add nothing
+    # sum over counts up to 8 standard deviations above the mean; the rest adds nothing
     largest = summed_mean.max(initial=0)
     n_counts = int(np.ceil(largest + 8 * largest**0.5)) + 5
-    probability = np.exp(-summed_mean)
+    probability = np.exp(-summed_mean)  # of a count of 0
     expectation = np.zeros_like(mean)
     for count in range(1, n_counts + 1):
         probability = probability * summed_mean / count

@@ -4,8 +4,8 @@ Scores are computed within one fold, so that differences between folds do not co
 
 The model's decoder was fitted on the training cells, with the hidden genes as targets. So are the
 regressions that it is compared with: on the same cells, the same visible genes and the same
-targets. Regressions fitted on folds of the scored cells see other cells, mostly fewer; they are
-rows of their own, in no verdict against the model.
+targets. Regressions fitted on folds of the scored cells see other cells, mostly fewer. They have
+rows of their own and take part in no verdict against the model.
 
 Legend: C cells, F columns of the file, G hidden genes.
 """
@@ -78,7 +78,7 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     y = second - second.mean(0)
     x_length = np.linalg.norm(x, axis=0)
     y_length = np.linalg.norm(y, axis=0)
-    # columns of equal numbers have sums of rounding errors
+    # a constant column has a length of rounding errors, not of 0
     x_varies = x_length > 1e-9 * np.abs(first).max(0)
     y_varies = y_length > 1e-9 * np.abs(second).max(0)
     lengths = np.where(x_varies & y_varies, x_length * y_length, 0)
@@ -307,7 +307,7 @@ class Imputation(Task):
         """
         measured = hidden.expression()
         n_cells, n_genes = measured.shape
-        # (2, repetitions, units) by metric and method: sums, and numbers of scores
+        # sums of scores and their numbers, (2, repetitions, cells or genes), by metric and method
         totals: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
         for prediction in predictions:
             scores = expression_scores(prediction.values, measured[prediction.cells])

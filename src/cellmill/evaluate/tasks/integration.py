@@ -86,7 +86,7 @@ class Integration(Task):
             for heading, values in measures.items():
                 # adding 0.0 turns -0.0 into 0.0
                 row.numbers[heading] = None if values is None else float(np.mean(values)) + 0.0
-                # graph connectivity is no mean over cells, so it has no interval and no verdict
+                # graph connectivity is not a mean over cells, so it has no interval or verdict
                 if isinstance(values, np.ndarray):
                     scores.setdefault(heading, {})[method] = values[None]
             rows.append(row)
@@ -235,7 +235,7 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
     log(perplexity).
     """
     shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
-    # bisection of each cell's beta, (cells,), which doubles until an upper bound is known
+    # bisect each cell's beta, (cells,), after doubling it until an upper bound is known
     low = np.zeros(len(distances))
     high = np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
@@ -259,8 +259,8 @@ def kbet(
     batches: np.ndarray,
     labels: np.ndarray,
 ) -> np.ndarray | None:
-    """1 for a cell whose neighbours have the label's batches, by a test at the level of 5 %; mean
-    over labels.
+    """1 for a cell whose neighbours have the batch composition of its label, by a test at level 5 %,
+    else 0; mean over labels.
 
     Neighbours are cells of the same label, a quarter of a batch's mean size, 10 to 70, as in scIB.
     Labels of one batch or below 10 cells are left out; None if all are.
@@ -286,7 +286,7 @@ def kbet(
 
 
 def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
-    """Share of a label's cells in the largest connected component of its part of the graph; mean
+    """Share of a label's cells in the largest connected component of the graph of these cells; mean
     over labels.
     """
     adjacency = link_neighbors(graph.indices[:, :CONNECTED])
@@ -369,7 +369,7 @@ def isolated_labels(
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     """Share of the variance of `vectors` that lies between batches, as one number per cell.
 
-    The means have no share in it: derivatives of the variances by them vanish.
+    The means add nothing to it: the derivatives of the variances by them vanish.
     """
     values = np.asarray(vectors, np.float64)
     # (cells,): squared distance to the mean of all cells, and of the cell's batch
@@ -392,10 +392,11 @@ def mean_of_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     counts = np.isfinite(values)
     if not counts.any():
         return None
-    # of the cells that count: number of the label, (cells,); size and mean, (labels,)
+    # for cells that count: number of the label, (cells,); size and mean of each label, (labels,)
     _, label = np.unique(labels[counts], return_inverse=True)
     sizes = np.bincount(label)
     means = np.bincount(label, values[counts]) / sizes
+    # the mean over labels, plus each cell's linear term
     terms = np.full(len(values), means.mean())
     weights = len(values) / (len(sizes) * sizes[label])
     terms[counts] += weights * (values[counts] - means[label])

@@ -15,7 +15,7 @@ obs     `group`: `start control` (the half of the controls that predictions star
         those below; `stratum`: number of the batch of a donor that has controls of its own
 var     Ensembl ids, and `symbol`
 uns["cellmill_changes"]
-        perturbations, with the dose behind ` | ` where there is one; methods and kinds (model or baseline);
+        perturbations, followed by ` | ` and the dose if there is one; methods and kinds (model or baseline);
         changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
 
 A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
@@ -128,7 +128,7 @@ def write_changes(
             if method not in changes:
                 changes[method] = np.full((len(tested), values.shape[1]), np.nan)
             changes[method][np.searchsorted(tested, test)] = values
-    # (cells,): number of the tested unit; -1 for other cells, which index the last position
+    # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
     position = np.full(len(held.group) + 1, -1, np.int64)
     position[tested] = np.arange(len(tested))
     unit = position[held.scored_unit]
@@ -291,12 +291,13 @@ class Perturbation(Task):
         shape = (n_repetitions, len(held.group))
         scores: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
         for (_, train, _), (repetition, test, predicted) in zip(folds, held.predictions(folds)):
+            # (cells,): position of each cell when cells are sorted by unit, shuffled in each unit
+            generator = seeded(held.context.options.seed + repetition, 5)
+            shuffled = generator.permutation(len(held.scored_unit))
+            by_scored_unit = np.argsort(held.scored_unit[shuffled], kind="stable")
+            position = np.argsort(shuffled[by_scored_unit])
             # changes of two halves of each unit's scored cells, each from its own half of the
             # controls
-            order = seeded(held.context.options.seed + repetition, 5).permutation(
-                len(held.scored_unit)
-            )
-            position = np.argsort(order[np.argsort(held.scored_unit[order], kind="stable")])
             halves = []
             for half, controls in enumerate((held.start_means, measured)):
                 unit = np.where(position % 2 == half, held.scored_unit, -1)

@@ -56,10 +56,10 @@ class CellGroup:
 
     column: str  # obs column of the labels
     context: Context  # of the dataset; its file may be closed
-    # of each gene: as the model calls it, else as the file does; empty for no gene
+    # name of each column: the model's, else the file's; empty if it is not a gene
     names: list[str]
-    left_out: dict[str, int]  # numbers of the cells that are not in it
-    cells: np.ndarray  # their indices, ascending
+    left_out: dict[str, int]  # numbers of cells that are left out, by reason
+    cells: np.ndarray  # indices of the cells in the dataset, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
     labels: np.ndarray  # class of each cell; text
 
@@ -70,14 +70,15 @@ class CellGroup:
         reader = context.reader
         known = context.model.vocabulary.gene_ids
         cells = among[chosen.cells]
+        names = []
         columns = zip(context.columns.target, reader.var_names, context.columns.measured)
+        for row, name, is_measured in columns:
+            name_of_other = name if is_measured else ""
+            names.append(known[row] if row >= 0 else name_of_other)
         return cls(
             column=str(label.name),
             context=context,
-            names=[
-                known[row] if row >= 0 else name if measured else ""
-                for row, name, measured in columns
-            ],
+            names=names,
             left_out={"n_unlabelled": chosen.n_unlabelled, "n_left_out": chosen.n_left_out},
             cells=cells,
             counts=read_rows(reader, cells),
@@ -86,7 +87,7 @@ class CellGroup:
 
     def over(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
-        position = {gene: at for at, gene in enumerate(genes)}
+        position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
         counts = summed(self.counts) if self.context.columns.ordered else self.counts
         return select_columns(counts, target, len(genes))
@@ -105,7 +106,7 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
 
 
 def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
-    """Mask of the rows of `tested` that have counts, and the same ones as a row of `fitted`."""
+    """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
 
     def rows(counts: sp.csr_matrix) -> list[bytes]:
         genes = counts.indices.astype(np.int64)
@@ -133,7 +134,7 @@ def transfer_features(
     hidden = np.setdiff1d(np.arange(n_genes), rows)
     groups = (*fitted, tested)
 
-    # each of the lists below is of fitted and of tested cells
+    # each list below has two entries: of fitted cells, and of tested cells
     def embed_shared(network: Model) -> list[np.ndarray]:
         parts = [
             HiddenGenes(group.context, group.counts, hidden).embed(network) for group in groups
@@ -161,10 +162,10 @@ def transfer_features(
             unfitted.fit(profiles[0])
             both[method] = [unfitted.transform(part) for part in profiles]
     both[ScoredMethod("all shared genes")] = profiles
-    n = len(whole[0])
+    n_fitted = len(whole[0])
     labels = np.concatenate([group.labels for group in fitted])
-    ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n), labels)
-    both[RANKED] = [ranked[:n], ranked[n:]]
+    ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n_fitted), labels)
+    both[RANKED] = [ranked[:n_fitted], ranked[n_fitted:]]
     fitted_features = {method: parts[0] for method, parts in both.items()}
     tested_features = {method: parts[1] for method, parts in both.items()}
     return fitted_features, tested_features
@@ -227,34 +228,34 @@ class Transfer(Task):
             theirs = ", ".join([*names][:3])
             own = ", ".join([*new][:3])
             raise Skipped(f"no label in common: fitted {theirs}, tested {own or 'none'}", numbers)
-        seen, given = transfer_features(context.model, genes, fitted, tested)
+        fitted_features, tested_features = transfer_features(context.model, genes, fitted, tested)
         with small_problems():
-            predicted = predict_all(fit_all(seen, labels, config.neighbors, context), given)
+            classifiers = fit_all(fitted_features, labels, config.neighbors, context)
+            predicted = predict_all(classifiers, tested_features)
         predicted[MAJORITY] = majority(labels, len(known))
         predictions = Predictions(
             tested.labels, 1, tuple(np.unique(labels)), predict_halves(context)[tested.cells]
         )
         for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
             if len(cells):
-                predictions.record(
-                    condition, 0, cells, {name: of[cells] for name, of in predicted.items()}
-                )
+                classes = {method: values[cells] for method, values in predicted.items()}
+                predictions.record(condition, 0, cells, classes)
         return _result(predictions, numbers, ids)
 
 
 def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:
-    """Label column of a fitted dataset: with the name of the tested dataset's label, else in its
-    position.
+    """Label column of a fitted dataset: the one named like the tested dataset's label, else the one
+    with the same role.
     """
     name = context.roles["label"].name
-    position = "label"
+    same_role = "label"
     for role, column in context.roles.items():
         if is_label(role) and column.name == name:
-            position = role
+            same_role = role
     for role, column in roles.items():
         if is_label(role) and column.name == name:
             return column
-    label = roles.get(position)
+    label = roles.get(same_role)
     if label is None:
         raise ConfigError(
             f"evaluate.tasks.transfer.fit_on: {dataset!r} has no label for {name!r} of {context.dataset!r}; name "
@@ -300,13 +301,14 @@ def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> Tas
                 ("steps", ontology.steps, steps),
             ):
                 heading = name if condition == KNOWN else f"{name}, {condition}"
+                # (classes, classes): measure of each true and each predicted class
                 pairs = product(map(str, terms), repeat=2)
                 table = np.array([float(measure(true, other)) for true, other in pairs])
                 table = table.reshape(len(terms), len(terms))
                 scores = {}
                 for method, classes in methods.items():
-                    of_cells = table[predictions.truth, classes]
-                    scores[method] = np.where(classes == NOT_TESTED, np.nan, of_cells)
+                    cell_scores = table[predictions.truth, classes]
+                    scores[method] = np.where(classes == NOT_TESTED, np.nan, cell_scores)
                 kept.append(ScoreColumn(heading, f"{heading} in the Cell Ontology", scores))
     rows = table_rows(columns)
     for row in rows:
