@@ -12,17 +12,16 @@ from cellmill.runs.folder import COLLAPSED
 WEAK = ("masked_gene", "masked_value", "next_gene")
 """Objectives whose embeddings were behind the baselines almost everywhere (benchmarks/quality.tsv).
 """
-# `profile` of this width lost accuracy with a rate above
+# family `profile` of this width or more lost accuracy at higher rates than this
 WIDE = 512
 WIDE_LR = 0.0025
 
 
 def advice(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
-    """Sentences for a run, the most urgent first, with the option that each is about; the page has
-    the first.
+    """Sentences for a run, the most urgent first, each naming an option; the page shows the first.
 
-    `outcomes`: those of its comparisons with the best baselines, over all datasets and tasks:
-    ahead, level or behind.
+    `outcomes` (ahead, level or behind) are those from comparisons with the best baselines, over all
+    datasets and tasks.
     """
     options = (run.record or {}).get("options", {})
     objective = options.get("objective", {}).get("name")

@@ -34,7 +34,7 @@ MADE = {  # files that Snakemake makes again by name, in the order of the stages
 
 Object = dict[str, Any]
 
-# forms of files: what the page takes from each, with a default for what may be absent
+# forms of files: the keys that the page reads from each, with a default for those that may be absent
 PROGRESS = create_model(  # plan.json, and train/status.json
     "Progress", memory=(Object, {}), wall_s=(float | None, None), best_val_loss=(float | None, None)
 )
@@ -67,18 +67,18 @@ def remake_commands(kind: str, folder: Path) -> dict[str, str]:
     A stage with `--force` runs again although its file exists. A finished training runs again only
     if its folder is gone, so that no command loses trained weights.
     """
-    made = Path("results", kind, folder.resolve().name)
-    trained = shlex.quote(f"{made}/train")
+    target_folder = Path("results", kind, folder.resolve().name)
+    train = shlex.quote(f"{target_folder}/train")
     commands = {}
     for pattern in MADE[kind]:
         for path in sorted(folder.glob(pattern)):
             file = path.relative_to(folder).as_posix()
-            target = shlex.quote(f"{made}/{file}")
+            target = shlex.quote(f"{target_folder}/{file}")
             commands[file] = f"snakemake --profile PROFILE --force {target}"
     finished = "train/status.json"
     if finished in commands:
-        target = shlex.quote(f"{made}/{finished}")
-        commands[finished] = f"mv {trained} {trained}.old && snakemake --profile PROFILE {target}"
+        target = shlex.quote(f"{target_folder}/{finished}")
+        commands[finished] = f"mv {train} {train}.old && snakemake --profile PROFILE {target}"
     return commands
 
 
@@ -134,7 +134,7 @@ def read_run(folder: Path) -> ReportedRun:
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
         checkpoint = _read(path.parents[1] / "model" / "config.json", RECORD) or {}
         evaluation = results.read(path)
-        # a checkpoint of the training that the export comes from
+        # keep only checkpoints of the training that made the export
         if checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
             kept[evaluation.model["step"]] = evaluation
     metrics = folder / "evaluate" / "metrics.json"
@@ -181,8 +181,9 @@ def _read(path: Path, form: type[BaseModel]) -> Object | None:
 
 
 def _check(path: Path, form: type[BaseModel], value: Object) -> Object:
-    """`value` of `path` itself. Raises DataError naming what is unlike `form`; further keys are
-    free.
+    """Return `value`, the content of `path`. Raises DataError if it does not match `form`.
+
+    Keys that `form` does not have are allowed.
     """
     try:
         form.model_validate(value)

@@ -86,19 +86,22 @@ class Drawings:
         number = len(self.figures)
         title = escape(figure.title)
         spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
-        # the figure has a label, and each mark's would be half of the bytes
+        # the figure has a label; labels of single marks would be half of the bytes
         spec["config"] = CONFIG | {"aria": False}
         if len(figure.rows) > MOST_STILL_POINTS and "point" in spec.get("mark", {}):
             spec["mark"] = spec["mark"] | {"point": False}
         svg = vl_convert.vegalite_to_svg(spec)
-        # ids of this figure alone, which do not depend on what the process drew before
-        names = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-        new = {name: f"f{number}-{order}" for order, name in enumerate(names)}
-        svg = re.sub(r'(id="|url\(#|href="#)([\w-]+)', lambda m: m[1] + new.get(m[2], m[2]), svg)
+        # number the ids within this figure: vl-convert counts them over the whole process
+        old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
+        new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
+        svg = re.sub(
+            r'(id="|url\(#|href="#)([\w-]+)', lambda m: m[1] + new_ids.get(m[2], m[2]), svg
+        )
         self.figures.append(figure)
         self.pictures.append(svg)
         if figure.canvas:  # thousands of circles as text are larger than as a bitmap
-            png = base64.b64encode(compressed(vl_convert.vegalite_to_png(spec, scale=1.5))).decode()
+            bitmap = compressed(vl_convert.vegalite_to_png(spec, scale=1.5))
+            png = base64.b64encode(bitmap).decode()
             still = f'<img src="data:image/png;base64,{png}" alt="{title}">'
         else:
             inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
@@ -113,7 +116,8 @@ class Drawings:
         for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
             old.unlink()
         for number, (figure, svg) in enumerate(zip(self.figures, self.pictures), start=1):
-            name = f"{number:03}_{re.sub(r'[^A-Za-z0-9.-]+', '_', figure.title).strip('_.')[:100]}"
+            words = re.sub(r"[^A-Za-z0-9.-]+", "_", figure.title).strip("_.")[:100]
+            name = f"{number:03}_{words}"
             write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
             with (
                 atomic_path(folder / f"{name}.csv") as path,
@@ -144,6 +148,7 @@ class Drawings:
 
 def compressed(png: bytes) -> bytes:
     """The same picture in a third of the bytes: vl-convert compresses for speed."""
+    # join the chunks of pixels, each a length, "IDAT", data and a checksum, into one
     begin = end = png.index(b"IDAT") - 4
     pixels = b""
     while png[end + 4 : end + 8] == b"IDAT":
@@ -151,14 +156,17 @@ def compressed(png: bytes) -> bytes:
         pixels = pixels + png[end + 8 : end + 8 + size]
         end = end + size + 12
     chunk = b"IDAT" + zlib.compress(zlib.decompress(pixels), 9)
-    framed = (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    length = (len(chunk) - 4).to_bytes(4, "big")
+    framed = length + chunk + zlib.crc32(chunk).to_bytes(4, "big")
     return png[:begin] + framed + png[end:]
 
 
 @cache
 def scripts() -> tuple[Markup, Markup]:
-    """Vega with vega-embed, and the page's own script. The first takes two seconds to bundle, so it is kept for the
-    user: in a folder of several users, each could put scripts into the pages of the others.
+    """Vega with vega-embed, and the page's own script.
+
+    The first takes two seconds to bundle, so it is cached for each user. In a cache that users
+    share, one could put scripts into the pages of others.
     """
     kept = user_cache() / f"vega-{version('vl-convert-python')}.js"
     try:

@@ -98,8 +98,9 @@ def histogram(
 
 
 def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
-    """Mean and sd by size, a line for each of `curve.lines`; the law dashed, the best baseline
-    dotted.
+    """Mean and sd by size, a line for each of `curve.lines`.
+
+    The law is dashed, the best baseline dotted.
     """
     rows: list[dict[str, Any]] = []
     lines = {str(line["name"] or "runs"): line for line in curve["lines"]}
@@ -164,9 +165,10 @@ def umap(
     """Cells at UMAP coordinates, at most `most` of them, coloured by a column; held-out cells are
     circles.
     """
-    # shuffled, with a fixed seed: the class drawn last would cover the others
+    # shuffle cells by a fixed seed, or the class drawn last would cover the others
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))[:most]
     codes = {label: number for number, label in enumerate(labels)}
+    # short keys, repeated in every row: `c` is the code of the value, `h` 1 for held-out cells
     rows = []
     for cell in (cells[index] for index in order):
         row = {"x": round(float(cell["x"]), 3), "y": round(float(cell["y"]), 3)}
@@ -206,10 +208,10 @@ def umap(
 def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
     """Share of the cells of each true class by predicted class; pairs without cells are left out."""
     rows = []
-    for true, of_class in zip(classes, counts):
-        for predicted, n in zip(classes, of_class):
+    for true, class_counts in zip(classes, counts):
+        for predicted, n in zip(classes, class_counts):
             if n:
-                share = _short(n / sum(of_class))
+                share = _short(n / sum(class_counts))
                 rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
     encoding: dict[str, Any] = {}
     for axis, field in (("y", "true"), ("x", "predicted")):

@@ -68,13 +68,13 @@ class Standing:
 
     @property
     def gap(self) -> str | None:
-        """What the row closes of the gap, in words, or that there is no scale."""
+        """Share of the gap that the row closes, in words, or that there is no scale."""
         gap = gap_of_metric(self.result)
         return None if gap is None else gap.words
 
     @property
     def best(self) -> bool:
-        """Whether the run is best on the dataset, or tied for it."""
+        """True if the run is the best on the dataset, or tied with it."""
         return self.run in self.ranking.best
 
     @property
@@ -125,9 +125,9 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     """
     scores: dict[str, dict[str, Scores]] = {}  # by dataset and run
     for run, name, dataset in evaluated_datasets(runs):
-        of_run = score_tasks(dataset.tasks)
-        if of_run:
-            scores.setdefault(name, {})[run.name] = of_run
+        task_scores = score_tasks(dataset.tasks)
+        if task_scores:
+            scores.setdefault(name, {})[run.name] = task_scores
     rankings = {name: rank(by_run) for name, by_run in scores.items()}
     ranked = []
     for run, name, dataset in evaluated_datasets(runs):
@@ -151,7 +151,7 @@ def _standing(
     for task_name, task_result in tasks.items():
         for verdict, columns in task_result.best_verdicts().items():
             key = (verdict.compared, verdict.against, verdict.metric, verdict.difference)
-            if key in verdicts:  # two tasks may have the same one, such as that on whole cells
+            if key in verdicts:  # two tasks may have the same verdict, as on whole cells
                 continue
             verdicts[key] = (task_name, verdict)
             is_of_row = (task_name, verdict.compared) == (task, row.method.name)
@@ -195,7 +195,7 @@ def compared_sentences(run: ReportedRun, *outcomes: str) -> list[str]:
     sentences = []
     for outcome in outcomes:
         for _, name, dataset in evaluated_datasets([run]):
-            # two tasks may have the same one, such as that on whole cells
+            # two tasks may have the same sentence, as on whole cells
             by_sentence: dict[str, str] = {}
             for task in dataset.tasks.values():
                 by_sentence |= {verdict.sentence: verdict.outcome for verdict in task.verdicts}
@@ -233,15 +233,15 @@ def training_figures(runs: list[ReportedRun]) -> Iterator[drawing.Figure]:
 def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     """(quantity, planned, measured) of a run, None if unknown; rows without either are left out.
 
-    The plan counts tensors, and is compared with the tensors that a GPU held; a process with its
-    libraries, which is what a CPU shows, has a row of its own. Fractions have two digits, as many
-    as times, memory and ranks are known to.
+    The plan counts tensors, so it is compared with the tensors that a GPU held. The memory of a
+    process with its libraries, all that a CPU shows, has a row of its own. Fractions are rounded to
+    two digits: times, memory and ranks are not known better.
     """
     plan = run.plan or {}
     status = run.status or {}
-    last: dict[str, Any] = {}
+    latest: dict[str, Any] = {}  # last value of each metric
     for line in run.lines:
-        last |= line
+        latest |= line
     tensors_gb, tensors_rank = _peak(run, "peak_allocated_gb")
     process_gb, process_rank = _peak(run, "peak_resident_gb")
     fullest_rank = process_rank if tensors_rank is None else tensors_rank
@@ -250,8 +250,8 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
     wall_s = status.get("wall_s")
     hours = None if wall_s is None else wall_s / 3600
     planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
-    directions = last.get("effective_rank")
-    has_collapsed = directions is not None and directions < COLLAPSED
+    effective_rank = latest.get("effective_rank")
+    has_collapsed = effective_rank is not None and effective_rank < COLLAPSED
     collapsed = ": collapsed to one direction" if has_collapsed else ""
     rows = [
         ("steps", plan.get("steps"), status.get("step")),
@@ -264,12 +264,12 @@ def planned_and_measured(run: ReportedRun) -> list[tuple[str, Any, Any]]:
         ("processes", plan.get("world_size"), status.get("world_size")),
         ("highest cells/s", None, max(rates, default=None)),
         ("fraction of time waiting for data", None, sum(waits) / len(waits) if waits else None),
-        (f"effective rank of the embedding, last validation{collapsed}", None, directions),
-        ("R² of log depth from the embedding, last validation", None, last.get("depth_r2")),
+        (f"effective rank of the embedding, last validation{collapsed}", None, effective_rank),
+        ("R² of log depth from the embedding, last validation", None, latest.get("depth_r2")),
         (
             "share of the embedding explained by the batch, last validation",
             None,
-            last.get("batch_r2"),
+            latest.get("batch_r2"),
         ),
     ]
     return [
@@ -299,7 +299,7 @@ def _energy_kwh(run: ReportedRun) -> float | None:
     seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
     if not watts or not seconds:
         return None
-    return sum(watts) / len(watts) * seconds / 3.6e6
+    return sum(watts) / len(watts) * seconds / 3.6e6  # joules in a kWh
 
 
 def _cost(run: ReportedRun) -> str | None:
@@ -320,7 +320,8 @@ def scores_over_steps(run: ReportedRun, dataset: str) -> Iterator[drawing.Figure
     """
     if not run.kept or run.evaluation is None or run.evaluation.model.get("step") is None:
         return
-    evaluations = dict(sorted({**run.kept, run.evaluation.model["step"]: run.evaluation}.items()))
+    by_step = {**run.kept, run.evaluation.model["step"]: run.evaluation}
+    evaluations = dict(sorted(by_step.items()))
     for task, final in run.evaluation.datasets[dataset].tasks.items():
         if final.metric is None:
             continue

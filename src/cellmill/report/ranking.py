@@ -3,9 +3,9 @@
 A run's score of a task is the value of its best row. The run with the highest mean of these scores
 is best; others are tied with it if their difference in every task is within its interval between
 runs. That interval is over repetitions, whose folds and draws are the same in all runs, and over
-cells. No file has a pair of runs cell by cell, so the difference of two runs is assumed to scatter
-over cells as each run's difference from its best baseline does. Other seeds of a training are not
-in it: sweeps over `train.seed` show these.
+cells. No file compares two runs cell by cell, so their difference is assumed to scatter over cells
+like the difference of each run from its best baseline. The interval does not cover other training
+seeds; sweeps over `train.seed` show these.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from cellmill.runs.results import TaskResult
 
 LEVEL = 0.95
 SHOWN = 5e-4  # scores that differ by less have the same digits on the page
-MANY = 1e6  # degrees of freedom of the part over cells
+MANY = 1e6  # degrees of freedom of the variance over cells
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ Scores = dict[tuple[str, str], TaskScore]
 class Ranking:
     """Runs of one dataset."""
 
-    tasks: list[str] = field(default_factory=list)  # that all runs have, with the same metric
+    # tasks that all runs have, with the same metric
+    tasks: list[str] = field(default_factory=list)
     # runs, the one with the highest mean first; none without such a task
     best: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, float]] = field(default_factory=list)
@@ -93,7 +94,7 @@ def rank(runs: Mapping[str, Scores]) -> Ranking:
 def clear_difference(score: TaskScore, other: TaskScore) -> float | None:
     """Difference of two runs in a task if 0 is outside its interval, else None."""
     difference = score.value - other.value
-    half = SHOWN
+    half_width = SHOWN
     n = len(score.repetitions)
     if n > 1 and n == len(other.repetitions):
         pairs = zip(score.repetitions, other.repetitions)
@@ -101,7 +102,8 @@ def clear_difference(score: TaskScore, other: TaskScore) -> float | None:
         over_cells = max(score.cells_se, other.cells_se) ** 2
         variance = over_repetitions + over_cells
         if variance > 0:
+            # Satterthwaite's degrees of freedom
             freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / MANY)
             quantile = float(import_module("scipy.special").stdtrit(freedom, (1 + LEVEL) / 2))
-            half = max(half, quantile * variance**0.5)
-    return difference if abs(difference) >= half else None
+            half_width = max(half_width, quantile * variance**0.5)
+    return difference if abs(difference) >= half_width else None

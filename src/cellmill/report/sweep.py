@@ -18,11 +18,11 @@ from cellmill.report.collect import ReportedRun
 from cellmill.report.tables import single_numbers
 
 FEWEST_SIZES = 4  # for three parameters
-DELTA = 1e-3  # of the Huber loss, in log units
+DELTA = 1e-3  # log units; the Huber loss is quadratic below it
 DRAWS = 200  # bootstraps
 STEEPEST = 3.0  # exponents beyond it fit noise
 SEED = "train.seed"
-NO_ROW = "model"  # in place of a row's name, for a task that has only single numbers
+NO_ROW = "model"  # name of a measure of a task that has only single numbers
 
 
 class Measure(NamedTuple):
@@ -69,8 +69,8 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     while len(exponents) < DRAWS:
         drawn = generator.integers(len(sizes), size=len(sizes))
         if len(np.unique(sizes[drawn])) >= FEWEST_SIZES - 1:
-            parameters = _fit(sizes[drawn] / scale, losses[drawn], [best])
-            exponents.append(float(parameters[2]))
+            _, _, drawn_exponent = _fit(sizes[drawn] / scale, losses[drawn], [best])
+            exponents.append(float(drawn_exponent))
     low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
     if low <= 0.01 or high >= 0.99 * STEEPEST:
         return {"no_law": f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"}
@@ -99,7 +99,7 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         size = np.abs(residual)
         loss = np.where(size <= DELTA, residual**2 / (2 * DELTA), size - DELTA / 2).sum()
         slope = np.clip(residual / DELTA, -1, 1)
-        share = np.exp(log_power - predicted)  # of the power in the prediction
+        share = np.exp(log_power - predicted)  # share of the power in the prediction
         gradient = [slope @ share, slope @ (1 - share), -(slope * share) @ log_x]
         return float(loss), np.array(gradient)
 
@@ -149,9 +149,10 @@ def list_values(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
 
 
 def draw_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[dict[str, Any]]:
-    """For each axis of sizes and each task's best measure of the models: mean and sd over seeds by
-    size, a line for each of the other axes' values; the best baseline next to it, and the law of
-    validation losses or why there is none.
+    """Curves for each axis of sizes and the models' best measure of each task.
+
+    A curve has the mean and sd over seeds by size, a line for each combination of values of the
+    other axes, the best baseline, and for the validation loss the law or why there is none.
     """
     valued = [row for row in rows if row["value"] is not None]
     by_measure = _group(valued, _measure)
@@ -232,9 +233,10 @@ def _best_baselines(valued: Sequence[SweepRow]) -> dict[tuple[str, str, str], di
 
 
 def _best_measures(valued: Sequence[SweepRow]) -> list[Measure]:
-    """The row of the model (features and classifier) with the highest mean, of each task: the loss
-    first, then task probe, then others, then numbers of a task without rows. Such numbers that are
-    alike in all runs are left out.
+    """The model's row (features and classifier) with the highest mean in each task.
+
+    The loss comes first, then task probe, other tasks, and numbers of tasks without rows. Of these
+    numbers, those that all runs share are left out.
     """
     models = [row for row in valued if row["kind"] == "model"]
     values = {}
@@ -253,10 +255,10 @@ def _best_measures(valued: Sequence[SweepRow]) -> list[Measure]:
 
 
 def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
-    """Column that says how large runs are along an axis; None if the axis has no sizes.
+    """Column that has the size of runs along an axis; None if the axis has no sizes.
 
-    Cells for fractions of the corpus, parameters for options and named points that change them,
-    else the values.
+    It is `cells` for fractions of the corpus, `parameters` if each value of the axis has its own
+    number of them, and else the axis itself if its values are numbers.
     """
     values = [row[axis] for row in rows]
     if axis == SEED or len({*map(str, values)}) < 2:
@@ -264,10 +266,10 @@ def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
     if axis == "stream.train_frac":
         return "cells"
     by_value = _group(rows, lambda row: str(row[axis]))
-    sizes = set()
+    sizes = set()  # numbers of parameters of each value's runs
     for group in by_value.values():
         sizes.add(frozenset(row["parameters"] for row in group))
-    if len(sizes) == len(by_value) and not any(None in of_value for of_value in sizes):
+    if len(sizes) == len(by_value) and not any(None in parameters for parameters in sizes):
         return "parameters"
     are_numbers = [
         isinstance(value, int | float) and not isinstance(value, bool) for value in values

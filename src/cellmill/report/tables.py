@@ -70,8 +70,9 @@ def gap_of_metric(result: TaskResult) -> Gap | None:
 
 
 def reach(verdicts: Sequence[Verdict]) -> float:
-    """Largest distance from 0 of differences and ends of their intervals: half the width of the
-    task's bars.
+    """Largest distance from 0 of the differences and the ends of their intervals.
+
+    It is half the width of the task's bars.
     """
     ends = [0.0]
     for verdict in verdicts:
@@ -85,9 +86,9 @@ class Comparison:
 
     task: str
     metric: str  # empty if no metric ranks rows: the columns are single numbers
-    # run, dataset, and value by column: by features, of their best classifier
+    # (run, dataset, value by column); a column is a set of features with its best classifier
     lines: list[tuple[str, str, dict[str, float]]] = field(default_factory=list)
-    best_of: bool = False  # some features have classifiers
+    best_of: bool = False  # True if some features have classifiers
 
     @property
     def columns(self) -> list[str]:
@@ -122,7 +123,7 @@ def single_numbers(result: TaskResult) -> dict[str, float]:
 
 
 def best_by_features(result: TaskResult) -> dict[str, float]:
-    """The metric of each features with its best classifier."""
+    """The metric of each set of features with its best classifier."""
     best: dict[str, float] = {}
     for row in result.ranked_rows:
         features = row.method.features_name
@@ -151,4 +152,7 @@ def number(value: Any) -> str:
 def flat(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) pairs of nested options in their order; lists are joined by commas."""
     for name, value in values_by_path(tree).items():
-        yield name, (", ".join(map(number, value)) or "none") if isinstance(value, list) else value
+        if isinstance(value, list):
+            yield name, ", ".join(map(number, value)) or "none"
+        else:
+            yield name, value
