@@ -78,7 +78,7 @@ class Network:
     inter_node_gbs: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Time of all calls: that of the slower kind of links, plus the latency."""
+        """Time of all calls: the time of the slower kind of link, plus latency."""
         inside = traffic.intra_node_bytes / self.intra_node_gbs
         between = traffic.inter_node_bytes / self.inter_node_gbs
         return max(inside, between) / (NETWORK_FRAC * 1e9) + traffic.calls * latency(traffic)
@@ -129,13 +129,14 @@ def step_time(
     recomputed = 0.0  # FLOPs of a block
     if model.parallel.activation_checkpointing is not None:
         recomputed = model.size.flops.of(*load, blocks=1, first=False, last=False)
-    again = 1 - BACKWARD_FRAC
+    forward_frac = 1 - BACKWARD_FRAC
     compute_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.stages(rank):
-            flops += stage.flops(*load) + again * stage.blocks * recomputed
+            flops += stage.flops(*load) + forward_frac * stage.blocks * recomputed
         compute_s = max(compute_s, flops / flops_per_s)
+    # only traffic of data parallelism overlaps with computation
     data = [part for part in traffic if part.axis not in ("tp", "pp")]
     communication_s = sum(network.seconds(part) for part in traffic if part.axis in ("tp", "pp"))
     gathered = sum(network.seconds(part) for part in data if part.kind == "all-gather")
@@ -187,7 +188,7 @@ def cost(
     local_cells = work.cells_per_step / model.layout.dp
     tokens = local_cells * cells.tokens_per_cell
     pairs = local_cells * cells.pairs_per_cell
-    # computed by a pipeline like any other token, in cells of PAD_CELL
+    # a pipeline computes its padding like any other tokens, in cells of PAD_CELL
     padding = work.padding * tokens
     load = (tokens + padding, pairs + PAD_CELL * padding, local_cells + padding / PAD_CELL)
     micro_batches = work.micro_batches_per_step
@@ -327,7 +328,7 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{amount(memory['total_bytes'])} of {amount(memory['limit_bytes'])} per process: {parts}",
     )
     memory_gb = device_named(plan["device"]).memory_gb
-    # not a number of section `plan`
+    # the memory is that of the named device, not plan.memory_gb
     if memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB):
         yield "assumed", assumption(plan["device"])
     largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"

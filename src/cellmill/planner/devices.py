@@ -71,7 +71,7 @@ def known_device(product: str) -> str:
 
 
 def sizes_of(name: str) -> list[str]:
-    """Devices of different memory that `name`, a name without memory, may stand for; mostly none."""
+    """Names of the sizes of memory in which device `name` is made; empty if it has only one."""
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
 

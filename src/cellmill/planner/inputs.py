@@ -37,7 +37,7 @@ def open_corpus(options: TrainOptions, manifest: Path) -> tuple[Manifest, int, s
 
 
 def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
-    """Raise DataError if the shards were made with another vocabulary: tokens are other genes."""
+    """Raise DataError if the shards were made with another vocabulary, so tokens mean other genes."""
     digest = Vocabulary.read(vocabulary).digest
     if digest != shards.vocabulary["digest"]:
         raise DataError(
@@ -66,7 +66,7 @@ class CorpusFacts:
 
     def moments(self, column: str) -> tuple[float, float]:
         option = self.options.number_columns()[column]
-        self.shards.fingerprint_with((), {column: option})  # names a column that is not there
+        self.shards.fingerprint_with((), {column: option})  # raises if there is no such column
         numbers = self._column("numbers", column)
         numbers = numbers[np.isfinite(numbers)]
         if not len(numbers) or not numbers.std():
@@ -137,10 +137,10 @@ def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
 def check_levels(
     options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int
 ) -> None:
-    """Raise ConfigError if levels of a column cannot be learnt from.
+    """Raise ConfigError if a run cannot learn from the levels of a column.
 
-    They cannot be if a column has a single level, few cells share a label, or no cell has a named
-    level.
+    A column must have several levels, its labels must be shared by cells, and levels that options
+    name must exist. Print a warning for labels that may mean no label.
     """
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by

@@ -151,7 +151,7 @@ def kept_micro_batches(parallel: Parallel, rank: int, micro_batches: int) -> int
         "GPipe": all_at_once,
         "1F1B": pp - rank,
         "Interleaved1F1B": 3 * pp - 1 - 2 * rank,
-        # these compute gradients of weights after those of inputs
+        # schedules that compute gradients of weights after gradients of inputs
         "InterleavedZeroBubble": 2 * pp,
         "ZBV": 2 * pp,
         "DualPipeV": 2 * pp + 1,
@@ -262,7 +262,7 @@ class _Process:
             average = FLOAT32 * trained_shard
         pipeline = 0
         if self.parallel.pp > 1:
-            # each stage receives activations and gradients, but for both ends of the model
+            # each stage receives activations and gradients, except at the ends of the model
             messages = (2 * len(self.stages) - counts.first - counts.last) * self.micro_batches
             pipeline = round(model.element_bytes * (messages * size.width * self.tokens))
         return Memory(
@@ -290,8 +290,8 @@ class _Process:
             # DistributedDataParallel's buckets persist and are sent as they are; accumulated
             # gradients are a further copy
             copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
-            gradients = FLOAT32 * (copies * counts.trained or block.trained)
-            return replace(memory, gradients=gradients)
+            elements = copies * counts.trained or block.trained
+            return replace(memory, gradients=FLOAT32 * elements)
         communication = 0
         if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # a block is scattered while the shards are kept
@@ -359,7 +359,7 @@ class _Process:
         if not self.model.is_sharded:
             return 2 * counts.parameters if self.parallel.half_precision else 0
         weights = counts.parameters
-        if self.parallel.reshards_after_forward:  # the next block is gathered during one
+        if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
             weights = counts.outside + min(2, size.blocks) * size.block.parameters
         return self.model.element_bytes * weights
 
@@ -376,7 +376,7 @@ class _Process:
         passes = [1]  # micro-batches in flight, for each stage of the rank
         if self.parallel.pp > 1:
             passes = [self.in_flight]
-        if self.parallel.pp > 1 and len(stages) > 1:
+        if self.parallel.pp > 1 and len(stages) > 1:  # split over two stages, the first gets more
             passes = [-(-self.in_flight // 2), self.in_flight // 2]
         kept = sum(number * stage.activations(per_block) for number, stage in zip(passes, stages))
         workspace = size.working_per_token + size.block.activations_per_token - per_block

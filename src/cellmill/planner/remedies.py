@@ -1,7 +1,7 @@
-"""Does a run fit, and the first change that makes it fit.
+"""Check that a run fits in memory, or find the first change that makes it fit.
 
-A plan that does not fit and a process that ran out of memory get the first change that helps, from
-one list (`_changes`).
+A plan that does not fit, and a process that ran out of memory, get the first change that helps from
+the same list (`_changes`).
 """
 
 import errno
@@ -35,7 +35,7 @@ from cellmill.planner.work import Cells, detected_genes, measure_work
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24
 TIMEOUT_S = 120
-LESS_FRAC = 0.8  # a remedy for a process that ran out must need less of the planned memory
+LESS_FRAC = 0.8  # share of the planned memory that a process that ran out may need after a remedy
 OUT_OF_MEMORY = re.compile(
     # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
     r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = re.compile(
 def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
     """The processes that `machine` gives a run, with the fewest nodes of a range.
 
-    These need most memory per process.
+    Fewer nodes need more memory per process.
     """
     memory_gb = options.plan.memory_gb or device_named(device).memory_gb
     if memory_gb:
@@ -76,7 +76,7 @@ def memory_needed(
 
 
 def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
-    """Memory of a run. Raise ConfigError with the first change that makes it fit if it does not."""
+    """Memory of a run. If it does not fit, raise ConfigError with the first change that makes it."""
     memory = memory_needed(options, cells, hardware)
     if memory.total <= hardware.usable_bytes:
         return memory
@@ -150,7 +150,7 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         if tp > parallel.tp:
             words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
             yield change.then(words, tp=tp, sequence_parallel=True)
-    # a block per stage
+    # at least one block per stage
     most_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
     for pp in divisors(hardware.world // parallel.tp):
         if parallel.pp < pp <= most_pp:
@@ -172,7 +172,8 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
 def _smaller_budgets(change: Change) -> Iterator[Change]:
     """Powers of two below the token budget that still hold the largest cell."""
     train = change.options.train
-    budget = 1 << (train.token_budget - 1).bit_length() - 1
+    largest_power = (train.token_budget - 1).bit_length() - 1
+    budget = 1 << largest_power
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})
         options = change.options.model_copy(update={"train": smaller})
@@ -197,9 +198,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return `advice` from a new process, as sizes are measured without a process group.
+    """Return `advice` from a new process, since sizes are measured without a process group.
 
-    None if it fails.
+    Return None if that process fails.
     """
     arguments = [str(run_json), str(world), str(nproc_per_node), device]
     command = [sys.executable, "-m", "cellmill.planner.remedies", *arguments]

@@ -32,7 +32,7 @@ from cellmill.planner.meter import OperationMeter, Window
 FLOAT32 = 4  # bytes
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
-SMALL_SAMPLE_TOKENS = 1 << 12  # where nothing random is measured
+SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
 CELL_TOKENS = 128  # tokens of each measured cell, or fewer
 # FLOPs are counted by cell if cells of half the length have more than this fraction more per token
 PER_CELL_FRAC = 0.05
@@ -179,8 +179,8 @@ def _prepare(
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
-    # a first pass that is not measured: more is kept alive when DTensor sees an operation and its
-    # shapes for the first time, or an import happens inside
+    # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
+    # or when a pass imports a module
     _Passes(model, spec, SAMPLE_TOKENS, multiple)
     long = _Passes(model, spec, SAMPLE_TOKENS, multiple)
     short = _Passes(model, spec, SAMPLE_TOKENS, multiple, halves=2)
@@ -231,6 +231,7 @@ def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flop
     block, block_by_cell = _by_token_and_cell(long, short, long.block.flops, short.block.flops)
     # a chunked loss has all FLOPs in its forward pass
     finish, finish_by_cell = _by_token_and_cell(long, short, long.finish.flops, short.finish.flops)
+    # attention is the FLOPs per token that grow with the length of cells
     pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_by_cell:
         difference = long.block.flops / long.tokens - short.block.flops / short.tokens
@@ -257,6 +258,7 @@ def _by_token_and_cell(
     per_short_token = short_flops / short.tokens
     if per_short_token <= (1 + PER_CELL_FRAC) * per_token:  # random fractions differ by less
         return per_token, 0.0
+    # solve per_token + per_cell * cells / tokens = FLOPs / tokens for both lengths
     cells_per_token = long.cells / long.tokens
     per_cell = (per_short_token - per_token) / (short.cells / short.tokens - cells_per_token)
     return max(0.0, per_token - per_cell * long.cells / long.tokens), per_cell
@@ -358,7 +360,7 @@ class _Passes:
             with meter.window() as self.begin:
                 entered = model.begin(prepared)
             self.kept_by_begin = self._per_token(self.begin.live_bytes() - entered.nbytes)
-            self.width = entered.numel() / self.tokens  # not whole where a view hides tokens
+            self.width = entered.numel() / self.tokens  # not an integer if a view hides tokens
             x = torch.empty_like(entered, requires_grad=True)
             with meter.window() as self.block:
                 passed = model.through(x, prepared)

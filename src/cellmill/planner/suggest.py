@@ -60,8 +60,9 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
             check_precision(parallel, device, rates)
             check_nodes(changed, nodes, hardware.nproc_per_node, cells.n)
         except ConfigError as error:
-            kind = re.sub(r"\d+", "", str(error))
-            refused[examples.setdefault(kind, str(error))] += 1
+            # messages that differ only in numbers count as the first of them
+            reason = re.sub(r"\d+", "", str(error))
+            refused[examples.setdefault(reason, str(error))] += 1
             continue
         memory = memory_needed(changed, cells, hardware)
         if memory.total > hardware.usable_bytes:
@@ -81,9 +82,9 @@ def _lanes(options: PlanOptions, dp: int) -> int:
 
 
 def _sort_key(suggestion: Cost) -> tuple[float, ...]:
-    """Hours within SIMILAR, bytes to other nodes and inside the node, axes, memory.
+    """Key that sorts the best layout first.
 
-    Smaller is better.
+    It has hours, equal within SIMILAR, bytes to other nodes, bytes inside the node, axes, memory.
     """
     parallel = suggestion.options.parallel
     sent = link_bytes(suggestion.traffic)

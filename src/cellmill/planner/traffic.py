@@ -30,8 +30,8 @@ class Traffic:
 
     kind: Kind
     axis: str
-    processes: int  # in the group
-    in_a_node: int  # those of the group on one node
+    processes: int  # processes of the group
+    in_a_node: int  # processes of the group on one node
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
     calls: float
@@ -135,10 +135,10 @@ def _tensor_parallel(
     ends = counts.first * int(begin > 0) + counts.last * int(finish > 0)
     outside = counts.first * begin + counts.last * finish
     yield Collectives("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
+    # a block sums over tp twice in its forward pass (`sums` in all) and twice in its backward pass
     sums = size.block.sums_per_token
     recomputed = int(parallel.activation_checkpointing == "full")
-    # recomputation stops at the last tensor that the backward pass needs, before the block's last
-    # reduction
+    # recomputation stops before the block's last sum, which the backward pass does not need
     payload = n_bytes * counts.blocks * (2 * sums + recomputed * sums / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield Collectives(kind, "tp", payload, counts.blocks * (4 + recomputed) * micro_batches)
@@ -155,7 +155,7 @@ def _pipeline(
     """Activations and gradients between pipeline stages, and gradients of tied parameters."""
     stages = list_stages(rank, model.parallel)
     last = model.parallel.stages - 1
-    messages = 0  # from a stage of this rank to one of another
+    messages = 0  # sent by stages of this rank to stages of other ranks
     for stage in stages:
         for neighbour in (stage - 1, stage + 1):
             messages += int(0 <= neighbour <= last and neighbour not in stages)

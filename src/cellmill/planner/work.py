@@ -3,7 +3,7 @@
 Steps come from the row offsets of the shards, without reading a cell. Costs were measured once, at
 commit 92ae630 and the change that compressed cells, on an AMD EPYC with 2 busy cores, Python
 3.11.7, h5py 3.16.0: 12,000 simulated cells of 2,060 genes, shards of 1,024 (benchmarks/README.md).
-They scale with the number of values; other machines, file systems or input formats have others.
+They scale with the number of values and differ between machines, file systems and input formats.
 Reading from the disk is not included.
 """
 
@@ -22,7 +22,7 @@ from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.batch import cut_batch, cut_evenly
 from cellmill.data.stream.order import EpochLayout
 
-# micro-batches are counted in a few steps: shards are preshuffled, so any cells are like others
+# micro-batches are counted in a few steps: shards are preshuffled, so any cells will do
 SAMPLED_BATCHES = 4096  # batches of single ranks
 SAMPLED_STEPS = 64
 SAMPLED_EVENLY = 4  # steps, and ranks of each: even cuts are searched for and take longer
@@ -135,43 +135,46 @@ def count_micro_batches(
     microbatch_multiple: int = 1,
     token_multiple: int = 1,
 ) -> tuple[list[int], int, float]:
-    """Count the micro-batches of the first steps, the most that any rank needs.
+    """Count the micro-batches of the first steps, the most that any rank needs in each.
 
-    Cells are in the order of the shards. Returns three values: the counts; the tokens of the largest
-    micro-batch, an upper bound for any batch of cells, except in a pipeline (`microbatch_multiple` >
-    1), which cuts batches evenly; and the tokens that a pipeline adds, per token: all micro-batches
-    of a rank's step become as long as its longest, in one of few lengths (`pipeline_tokens`).
+    Steps take cells in the order of the shards. Return the counts, the tokens of the largest
+    micro-batch, and the tokens that padding adds, per token.
+
+    Without a pipeline the largest micro-batch is an upper bound for any cells, and there is no
+    padding. A pipeline (`microbatch_multiple` > 1) cuts batches evenly and pads all micro-batches of
+    a rank's step to the longest, in one of few lengths (`pipeline_tokens`).
     """
     lengths = cells.lengths
-    share = -(-min(global_batch, len(lengths)) // world)
-    sampled = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // world))
+    cells_per_rank = -(-min(global_batch, len(lengths)) // world)
+    sampled_steps = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // world))
     counts = []
     largest = 0
     tokens = 0
     padded = 0
-    for step_start in range(0, len(lengths), global_batch)[:sampled]:
+    for step_start in range(0, len(lengths), global_batch)[:sampled_steps]:
         batch = lengths[step_start : step_start + global_batch]
         # lengths of the cells of each rank
-        ranks = [batch[start : start + share] for start in range(0, len(batch), share)]
-        number = max(min_microbatches, *(len(cut_batch(rank, token_budget)) - 1 for rank in ranks))
-        number = -(-number // microbatch_multiple) * microbatch_multiple
-        counts.append(number)
+        starts = range(0, len(batch), cells_per_rank)
+        ranks = [batch[start : start + cells_per_rank] for start in starts]
+        most = max(min_microbatches, *(len(cut_batch(rank, token_budget)) - 1 for rank in ranks))
+        count = -(-most // microbatch_multiple) * microbatch_multiple
+        counts.append(count)
         if microbatch_multiple > 1 and len(counts) <= SAMPLED_EVENLY:
             for rank in ranks[:SAMPLED_EVENLY]:
                 # tokens of each micro-batch
-                sums = np.add.reduceat(rank, cut_evenly(rank, number)[:-1])
+                sums = np.add.reduceat(rank, cut_evenly(rank, count)[:-1])
                 longest = int(sums.max())
                 largest = max(largest, longest)
                 tokens = tokens + int(rank.sum())
-                padded += number * pipeline_tokens(longest, token_multiple)
+                padded += count * pipeline_tokens(longest, token_multiple)
     if microbatch_multiple == 1:
-        return counts, min(token_budget, share * int(lengths.max())), 0.0
+        return counts, min(token_budget, cells_per_rank * int(lengths.max())), 0.0
     return counts, largest, padded / max(tokens, 1) - 1
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one stage, all jobs of it alike."""
+    """Cost of one stage, whose jobs are alike."""
 
     stage: str
     jobs: int
@@ -189,6 +192,7 @@ def corpus_cost(
     total = sum(cells)
     values = total * genes_per_cell
     ns = NS_PER_VALUE[preprocess.compression]
+    # an hour has 3.6e12 ns
     hours = {stage: values * ns_per_value / 3.6e12 for stage, ns_per_value in ns.items()}
     n_shards = max(1, ceil(total / shard.cells_per_shard))
     shard_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, total) * genes_per_cell / 1e6
@@ -207,25 +211,25 @@ def corpus_cost(
 
     jobs = len(cells)
     longest = max(cells) * genes_per_cell * ns["preprocess"] / 3.6e12
-    counted = hours["vocabulary"]
+    vocabulary_hours = hours["vocabulary"]
     costs = [
         cost("preprocess", jobs, longest, hours["preprocess"], obs_mb, 2 * jobs, cells_bytes),
-        cost("vocabulary", 1, counted, counted, obs_mb, 1, 2e6),
+        cost("vocabulary", 1, vocabulary_hours, vocabulary_hours, obs_mb, 1, 2e6),
     ]
     n_files = n_shards + 7  # manifest.json, and offsets and hashes of each split
-    planned = hours["divide"]
-    written = hours["shard_part"]
+    divide_hours = hours["divide"]
+    write_hours = hours["shard_part"]
     if shard.jobs == 1:
-        total_hours = planned + written
+        total_hours = divide_hours + write_hours
         return [
             *costs,
             cost("shard", 1, total_hours, total_hours, shard_mb + plan_mb, n_files, shards_bytes),
         ]
     jobs = min(shard.jobs, n_shards)
-    longest = written * ceil(n_shards / jobs) / n_shards
+    longest = write_hours * ceil(n_shards / jobs) / n_shards
     return [
         *costs,
-        cost("divide", 1, planned, planned, plan_mb, 0, 0),
-        cost("shard_part", shard.jobs, longest, written, shard_mb, n_shards, shards_bytes),
+        cost("divide", 1, divide_hours, divide_hours, plan_mb, 0, 0),
+        cost("shard_part", shard.jobs, longest, write_hours, shard_mb, n_shards, shards_bytes),
         cost("shard", 1, 0.01, 0.01, 0, 7, 0),
     ]
