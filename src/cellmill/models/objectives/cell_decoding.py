@@ -36,8 +36,8 @@ class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
     target_cells: Tensor  # (C,) int64: indices of the cells that have something to predict
-    entries: list[int]  # entries of each of these cells
-    starts: Tensor  # (C + 1,) int64: first entry of each of these cells, and all entries
+    entries: list[int]  # number of entries of each of these cells
+    starts: Tensor  # (C + 1,) int64: first entry of each of these cells, and their total number
     genes_hidden: Tensor  # (entries,) int64: token ids, cell after cell
     weights: Tensor
     """(entries,) float32; those of a cell sum to 1. With likelihood nb, the counts."""
@@ -95,6 +95,7 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
+        # cells with something to predict, and the number of their entries
         cell = batch.profile_cell.numpy()
         entries = np.bincount(cell, minlength=len(batch.lengths))
         cells = np.flatnonzero(entries)
@@ -104,7 +105,7 @@ class CellDecoding(Objective):
                 weights = weights.log1p()
             cell_sums = np.bincount(cell, weights.numpy(), len(entries))
             weights /= torch.from_numpy(cell_sums[cell])
-        # cells with tokens in both views; the second views follow the first
+        # cells with tokens in both views; second views follow the first views
         lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64)
         first_lengths, second_lengths = lengths.view(2, batch.paired)
         is_pair = (first_lengths > 0) & (second_lengths > 0)
@@ -147,7 +148,7 @@ class CellDecoding(Objective):
             (rows,) = self.rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
-        # validation chooses a checkpoint: an encoder that hides the batch must not count as worse
+        # validation chooses the checkpoint, and an encoder that hides the batch must not look worse
         if adversary_weight is None or not model.training:
             return loss
         return loss + adversary_weight * model.batch_adversary(vectors, self._batches(prepared))
@@ -195,9 +196,9 @@ class CellDecoding(Objective):
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         genes, log_p, weights, cell_fracs = observed
-        # values that are not scalars say nothing of expression
+        # values that are not scalars do not measure expression
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0
-        expressed = train.n * value + 1  # add one: a gene that no training cell has
+        expressed = train.n * value + 1  # add one for genes that no training cell has
         mean_profile = np.log(expressed / expressed.sum())
         n_cells = cell_fracs.sum()
         loss = float(-(weights * log_p).sum() / n_cells)

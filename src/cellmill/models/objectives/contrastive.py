@@ -81,7 +81,7 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
     loss = table.new_zeros((), dtype=torch.float64)
     # an empty table still has one chunk, without anchors, so the loss has a gradient
     for anchors in torch.arange(len(table), device=table.device).split(ANCHORS):
-        # computed again in the backward pass: ANCHORS * S logits at a time, not S * S
+        # recompute in the backward pass, to hold ANCHORS * S logits at a time, not S * S
         loss = loss + checkpoint(
             _contrast_anchors,
             labels,
@@ -106,7 +106,7 @@ def _contrast_anchors(
     n_positive = is_positive.sum(1)
     cosines = vectors[anchors] @ vectors.T
     logits = (cosines / temperature).masked_fill(~is_other, -torch.inf)
-    # anchors without positives are left out; their logits may all be -inf, so take zeros instead
+    # anchors without positives add nothing; their logits may all be -inf, so use zeros instead
     log_sum = torch.where(n_positive[:, None] > 0, logits, 0).logsumexp(1)
     mean_positive = torch.where(is_positive, logits, 0).sum(1) / n_positive.clamp(min=1)
     return torch.where(n_positive > 0, log_sum - mean_positive, 0).sum().double()

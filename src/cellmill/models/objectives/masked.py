@@ -123,7 +123,7 @@ class MaskedObjective(Objective):
         cell, position = positions(batch)
         keys = keyed_token_bits(batch.cells, cell, seed, step, position)
         is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
-        # the lowest draw of a cell is masked in any case
+        # mask low draws, and the lowest draw of each cell in any case
         draws = torch.where(is_gene, keys, NEVER)
         lowest = torch.full((len(batch.lengths),), NEVER, device=draws.device)
         lowest = lowest.scatter_reduce(0, cell, draws, "amin")
@@ -133,7 +133,7 @@ class MaskedObjective(Objective):
         kept = torch.zeros_like(masked)
         # validation hides everything that is masked
         if self._shows_content and self.training:
-            # low draws hide a token, the next show random content, high draws its own
+            # low draws hide a token, middle draws show random content, high draws its own content
             fates = keyed_bits(keys, FATE)
             kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
             is_low = fates < threshold(1 - config.keep_frac - config.random_frac)
@@ -149,7 +149,7 @@ class MaskedObjective(Objective):
         )
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Return the fields that change when the tokens in `mask.hidden` and `mask.random` are changed."""
+        """Return the fields in which `mask.hidden` tokens are hidden and `mask.random` ones random."""
         raise NotImplementedError
 
     def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
@@ -161,7 +161,7 @@ class MaskedObjective(Objective):
         cells = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
         queried = prepared.hide_targets(self.hides_gene) if self._shows_content else prepared
-        # both parts are unnamed, so that their memory is free again before the head runs
+        # both parts stay unnamed, so their memory is free before the head runs
         queries = torch.cat(
             [rows_at(cells, prepared.cell[targets]), model.inputs(queried, targets)], dim=-1
         )
@@ -209,7 +209,7 @@ class MaskedValue(MaskedObjective):
         has_donor = (n_donors > 0)[mask.cell]
         hidden = mask.hidden | (mask.random & ~has_donor)
         random = mask.random & has_donor
-        # the donor of each random token
+        # donor of each random token: a random visible token of its cell
         cell = mask.cell[random]
         draws = keyed_bits(mask.keys[random], CONTENT)
         chosen = donors[first_donor[cell] + draws % n_donors[cell]]
@@ -253,17 +253,17 @@ class MaskedValue(MaskedObjective):
         mse_gene = float(np.mean((values - gene_means) ** 2))
         mse_global = float(np.mean((values - train.global_mean) ** 2))
         r2 = r2_over(mse_gene, mse)
-        # correlation after subtracting gene means
-        x = values - gene_means
-        x = x - x.mean()
-        y = predicted - gene_means
-        y = y - y.mean()
-        scale = math.sqrt(float(x @ x) * float(y @ y))
+        # correlation after subtracting gene means from both
+        true = values - gene_means
+        true = true - true.mean()
+        guess = predicted - gene_means
+        guess = guess - guess.mean()
+        scale = math.sqrt(float(true @ true) * float(guess @ guess))
         metrics = {
             "n_targets": len(values),
             "r2_over_gene_mean": r2,
             "r2_over_global_mean": r2_over(mse_global, mse),
-            "pearson_gene_centred": float(x @ y) / scale if scale > 0 else None,
+            "pearson_gene_centred": float(true @ guess) / scale if scale > 0 else None,
             "mse": mse,
             "mse_gene_mean": mse_gene,
             "mse_global_mean": mse_global,
@@ -318,6 +318,7 @@ class MaskedGene(MaskedObjective):
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         genes, correct, cross_entropy = observed
+        # add one: no gene has frequency 0
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base_loss = float(-np.log(frequency[genes]).mean())
         loss = float(cross_entropy.astype(np.float64).mean())

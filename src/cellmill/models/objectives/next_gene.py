@@ -118,8 +118,8 @@ class NextGene(Objective):
 
     def end_logits(self, model: Any, before: Tensor) -> Tensor:
         """(N, H) -> (N,) float32: logit of the cell ending there."""
-        # starts near the chance of an end, one in many tokens: from 0, a bias would learn it in
-        # thousands of steps
+        # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
+        # thousands of steps to learn it
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
@@ -130,10 +130,9 @@ class NextGene(Objective):
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[Tensor, ...]:
-        """Return tensors by gene, cell after cell.
+        """Return vocabulary row, position, top-1 correctness and cross-entropy of each gene.
 
-        These are row, position, top-1 correctness, cross-entropy, and value and prediction, if the
-        model predicts values.
+        If the model predicts values, also value and prediction. Genes are in order, cell after cell.
         """
         before = self.states_before(model, model.states(prepared), prepared)
         cells = []
@@ -198,11 +197,13 @@ class NextGene(Objective):
 def _judge_rank_baseline(
     genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return correctness and cross-entropy, (N,), of smoothed frequencies at the rank.
+    """Return correctness and cross-entropy, (N,), of predictions by smoothed frequency at the rank.
 
-    Candidates are genes that are not in the cell yet. `by_rank` is (buckets, genes).
+    Candidates are genes that are not in the cell yet. `by_rank` (buckets, genes) counts training
+    cells.
     """
     n_genes = by_rank.shape[1]
+    # each rank gets `n_genes` further counts, spread like the frequencies over all ranks
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
     smoothed = by_rank + n_genes * overall
     frequency = smoothed / smoothed.sum(1, keepdims=True)
@@ -219,7 +220,7 @@ def _judge_rank_baseline(
             if not len(judged):
                 continue
             cell_frequency = frequency[bucket, cell]
-            # frequency that is left for genes not in the cell yet: at least that of the gene itself
+            # total frequency of the candidates, genes not in the cell yet: at least the gene's own
             earlier = np.cumsum(cell_frequency) - cell_frequency
             left = np.maximum(1 - earlier, cell_frequency)[judged]
             cross_entropy[start + judged] = np.log(left / cell_frequency[judged])

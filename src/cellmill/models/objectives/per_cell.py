@@ -2,7 +2,7 @@
 
 The vectors are what `embed` writes, so `evaluate.inference.predict` needs no other forward pass.
 The loss is divided by the number of cells with a target, over all processes. Cells without a target
-and cells of which nothing is shown take no part. Validation has no dropout.
+and cells without a shown token take no part. Validation has no dropout.
 
 Losses over the cells of a global batch are the same in every layout (`train.batch_rows`), in
 training and in validation, whose loss therefore depends on train.global_batch too.
@@ -100,7 +100,7 @@ class CellObjective(Objective):
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the part of these rows in the loss of the global batch, a float32 scalar."""
+        """Return the share of these rows in the loss of the global batch, a float32 scalar."""
         if prepared.shares is None:
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)

@@ -7,8 +7,8 @@ included. On the demo it gave R² .100 and a probe accuracy of .798; a zero-infl
 .773, adding vector and gene instead of multiplying .024 and .735.
 
 A gene of the vocabulary is hidden with the probability that its cell drew, whether the cell has it
-or not, so hidden genes are detected as often as genes of whole cells. They would be most of the
-vocabulary: at most `max_asked` of the detected genes are queried, and `undetected_ratio` times as
+or not, so hidden genes are detected as often as genes of whole cells. All hidden genes would be too
+many queries: at most `max_asked` of the detected genes are queried, and `undetected_ratio` times as
 many of the others. A query's weight is the number of hidden genes for which it stands. Genes that
 `tokens.max_tokens` cuts from a cell count as undetected.
 
@@ -93,7 +93,7 @@ def _draw_undetected(
     rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
     # (T,): genes with smaller rows that the cell lacks, ascending in each cell
     n_lacking_before = rows - position
-    # one search over all cells: an offset by cell makes the numbers ascend overall
+    # search all cells at once: an offset for each cell makes the numbers ascend over all of them
     offset = n_genes + 1
     numbers = n_lacking_before + cell * offset
     end = torch.searchsorted(numbers, k + drawn_cell * offset, right=True)
@@ -135,7 +135,7 @@ class QueryDecoding(Objective):
         assert batch.counts is not None, "the batch has no counts"
         n_cells = len(batch.lengths)
         cell, position = positions(batch)
-        # (T,): tokens that are hidden, with the probability of their cell
+        # (T,): hide each token with the probability of its cell
         state = host_state(batch.cells.numpy(), seed, step)
         hidden_frac = torch.from_numpy(draw_share(state, self.config))  # (C,)
         bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])

@@ -61,7 +61,7 @@ class Regression(CellObjective):
             x = predicted.double()
             y = targets.double()
             n = torch.ones_like(x).sum()
-            # in the order in which `validation_figures` takes them
+            # in the order that `validation_figures` expects
             sums = [n, x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]
             self.kept_sums.append(torch.stack(sums))
         if self.config.loss == "pearson":
@@ -148,7 +148,7 @@ def _correlate(x: np.ndarray, y: np.ndarray) -> float:
 
 def _rank(values: np.ndarray) -> np.ndarray:
     """Return ranks, the mean rank for equal numbers. scipy.stats takes a second to import."""
-    # a group are equal numbers; its last rank is the number of values up to it
+    # a group has equal numbers; the rank of its last one is the number of values up to it
     _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = group_size.cumsum()
     mean_rank: np.ndarray = last_rank - (group_size - 1) / 2

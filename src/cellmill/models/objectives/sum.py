@@ -32,16 +32,16 @@ SHARED = [field.name for field in fields(EncoderBatch)]
 
 @dataclass(frozen=True)
 class SumBatch:
-    """Batches prepared by each part; other attributes are those of `shown`, the model's batch."""
+    """Batches that the parts prepared. Other attributes come from `shown`, the model's batch."""
 
     shown: Any
     parts: tuple[Any, ...]
     n_targets: Tensor  # (parts,) int64
     shares: tuple[RowShare, ...] | None = None
-    """Shares in losses of the global batch, those of the first part first."""
+    """Shares in losses of the global batch, in the order of the parts."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shown", "parts", "n_targets", "shares"):  # a copy that is not filled yet
+        if name in ("shown", "parts", "n_targets", "shares"):  # missing while a copy is made
             raise AttributeError(name)
         return getattr(self.shown, name)
 
@@ -69,13 +69,13 @@ class Sum(Objective):
         """Add the heads of every part. Raise ConfigError if two would have the same name."""
         names: dict[str, None] = {}  # an ordered set
         for name, part in self.objectives.items():
-            before = _list_attributes(model)
+            attributes_before = _list_attributes(model)
             part.levels = self.levels
             part.number_columns = self.number_columns
             part.suffix = "" if name == part.config.name else f"_{name}"
             names |= dict.fromkeys(part.attach(model, n_tokens))
             for head, module in sorted(_list_attributes(model).items()):
-                if before.get(head, module) is not module:
+                if attributes_before.get(head, module) is not module:
                     raise ConfigError(
                         f"objective.parts.{name}: its head {head} has the name of another part's; leave one of them out"
                     )
@@ -104,6 +104,7 @@ class Sum(Objective):
         if isinstance(batch, ViewBatch) and batch.paired:  # drop second views and padding
             first_views = replace(batch.cut(0, batch.paired), paired=0)
         has_second_views = first_views is not batch
+        # prepare each part on the views that it reads
         prepared = []
         hiding: Any = None  # batch of the part that hides tokens, if there is one
         drawing: Any = None  # batch of the part that draws the view, if there is one
@@ -116,6 +117,7 @@ class Sum(Objective):
                 hiding = part_batch
             if part.config.draws_view:
                 drawing = part_batch
+        # choose the batch that the model is given
         if has_second_views and hiding is not None:
             shown = _add_second_views(hiding, drawing)
         elif has_second_views:
@@ -125,7 +127,8 @@ class Sum(Objective):
         else:
             shown = prepared[0]
         n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
-        if isinstance(shown, EncoderBatch):  # nothing is hidden for one part and shown to another
+        # every part reads the same tokens, so nothing is hidden for one part and shown to another
+        if isinstance(shown, EncoderBatch):
             shared = {name: getattr(shown, name) for name in SHARED}
             for index, part_batch in enumerate(prepared):
                 if isinstance(part_batch, EncoderBatch):
@@ -184,7 +187,7 @@ def _list_attributes(model: Any) -> Mapping[str, Any]:
 
 
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
-    """Return `first_views` followed by the second views, which are the rest of `all_views`."""
+    """Return `first_views` followed by the second views, the rest of `all_views`."""
     joined = {}
     for name in SHARED:
         first = getattr(first_views, name)

@@ -44,9 +44,9 @@ class ViewBatch(Batch):
     profile_gene: Tensor  # (entries,) int64: token id
     profile_count: Tensor  # (entries,) int64, above 0
     paired: int = 0
-    """Cells whose hidden part is in the batch too: that of cell i is cell i + paired.
+    """Cells whose hidden part is in the batch too: cell i + paired is the hidden part of cell i.
 
-    Without second views it is 0.
+    It is 0 without second views.
     """
 
 
@@ -61,12 +61,14 @@ def draw_view(
     cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     state = host_state(batch.cells.numpy(), seed, step)
     shown = counts
+    # hide whole genes
     if config.view != "thin":
         dropped_frac = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
         draws = uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell]))
         shown = counts * (draws >= dropped_frac[cell])
+    # hide a binomial part of each count that is left
     if config.view != "drop":
-        entries = np.flatnonzero(shown)  # a draw from 0 is 0, and takes no random number
+        entries = np.flatnonzero(shown)  # leaves out draws from 0, which take no random number
         entry_ends = np.searchsorted(entries, ends)
         removed_frac = draw_share(state, config)
         keys = host_state(HIDE, state=state)
