@@ -22,7 +22,7 @@ from sklearn.exceptions import ConvergenceWarning
 from cellmill.files import atomic_path
 
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}"
-MAX_BYTES = 2**20  # of one array of features: the file is read whole by each evaluation
+MAX_BYTES = 2**20  # largest array of features that is kept: each evaluation reads the whole file
 
 
 class BaselineCache:
@@ -48,9 +48,7 @@ class BaselineCache:
         return result
 
     def save(self) -> None:
-        """Write what was added. Of two evaluations that save at the same time, one may lose its
-        additions.
-        """
+        """Write the new predictions. If two evaluations save at the same time, one may lose its own."""
         if self.file is not None and len(self.known) > self._n_read:
             arrays: dict[str, Any] = _read(self.file) | self.known
             with atomic_path(self.file) as temporary:
@@ -58,8 +56,8 @@ class BaselineCache:
 
 
 class CachedClassifiers:
-    """Classifiers by name, each fitted on `features`, `(cells, width)`, only for a prediction not
-    yet known.
+    """Classifiers by name, each fitted on `features`, `(cells, width)`, when a prediction is not
+    known yet.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class CachedClassifiers:
     ) -> None:
         self._known = known
         self._classifiers = classifiers
-        self._classes, of_cell = np.unique(labels, return_inverse=True)
-        self._fitted = cache(lambda name: fit(classifiers[name], features, of_cell))
-        self._digest = _digest(VERSIONS, features, self._classes, of_cell)
+        self._classes, class_of_cell = np.unique(labels, return_inverse=True)
+        self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
+        self._digest = _digest(VERSIONS, features, self._classes, class_of_cell)
 
     def predict(self, features: Any) -> dict[str, np.ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""

@@ -18,7 +18,7 @@ COMPONENTS = 50
 NO_SPREAD = 3e-4
 RANKED_GENES = 500
 VARIABLE_GENES = 2000
-BINS = 20  # of mean expression, in which dispersions are standardised
+BINS = 20  # bins of mean expression, within which dispersions are standardised
 
 
 class PrincipalComponents(BaseEstimator):

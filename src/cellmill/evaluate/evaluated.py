@@ -124,8 +124,8 @@ class EvaluatedModel:
         names: set[str] = set()
         for shard in self.manifest.splits["train"].shards:
             for name in read_names(self.manifest.shard_path(shard), "obs"):
-                of_dataset, _, cell = name.partition(":")
-                if of_dataset == dataset:
+                dataset_of_cell, _, cell = name.partition(":")
+                if dataset_of_cell == dataset:
                     names.add(cell)
         return np.asarray(cells.isin([*names]))
 
@@ -162,8 +162,9 @@ def load_evaluated(model: Path, manifest: Path, shards: Manifest, seed: int) -> 
 
 
 class TrainedCells:
-    """Training and validation cells of the model's and its ancestors' corpora. Raises DataError for
-    a changed shard.
+    """Training and validation cells of the corpora of the model and its ancestors.
+
+    Raises DataError for a changed shard.
     """
 
     def __init__(self, manifests: Sequence[Manifest], datasets: Iterable[str]) -> None:
@@ -196,8 +197,8 @@ class TrainedCells:
         return unnamed & ~copies, n
 
     def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
-        """Mask, bool `(n_obs,)`, of the cells of mask `among` with the counts of a trained cell of
-        any name.
+        """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those of a trained
+        cell of any name.
         """
         return find_equal_cells(reader, self._corpora, among)
 

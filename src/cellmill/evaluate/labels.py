@@ -16,7 +16,7 @@ from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.scores import draw_cells, seeded
 from cellmill.evaluate.task import Context, Skipped
 
-SHOWN_CLASSES = 8  # in a line of the log
+SHOWN_CLASSES = 8  # classes named in a line of the log
 # all-genes regression over more takes hours and moves accuracy by less than 0.01
 MAX_CELLS = 10_000
 
@@ -127,6 +127,7 @@ def predict_halves(context: Context) -> np.ndarray:
     counts = read_rows(context.reader, cells)
     genes = log_normalise(summed(counts) if context.columns.ordered else counts)
     classifier = {REGRESSION: LogisticRegression(standardised=True)}
+    # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, 6).permutation(len(labels))
     by_label = order[np.argsort(labels[order], kind="stable")]
     half = np.ones(len(labels), bool)

@@ -59,7 +59,7 @@ class _Work:
 
 
 def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
-    """Each task, and for each further label again the tasks that read a label."""
+    """Each task, then for each further label the tasks that read a label."""
     for name, task in tasks.items():
         yield _Work(name, name, task, context)
     for role, column in context.roles.items():
@@ -71,7 +71,7 @@ def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
                 yield _Work(f"{name} of {column.name}", name, task, relabelled)
 
 
-_inherited: list[_Work] = []  # of the dataset at work, for processes that are forked from this one
+_inherited: list[_Work] = []  # work on the current dataset, which forked processes inherit
 
 
 def _run_inherited(number: int) -> tuple[TaskResult, Predicted]:
@@ -79,8 +79,9 @@ def _run_inherited(number: int) -> tuple[TaskResult, Predicted]:
 
 
 def _on_one_thread() -> None:
-    """Initialize a forked process: its libraries' threads are not there, and results depend on no
-    number of them.
+    """Initialize a forked process, which has none of its parent's threads.
+
+    Results do not depend on the number of threads.
     """
     belong_to_parent()
     torch.set_num_threads(1)
@@ -135,10 +136,10 @@ def run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, TaskResult]
             unfinished = [work.name for future, work in futures.items() if not future.done()]
             return ", ".join(names + unfinished[:n_processes])
 
-        own = ((work, work.run) for work in in_this_process)
+        local = ((work, work.run) for work in in_this_process)
         finished = ((futures[future], future.result) for future in as_completed(futures))
         for work, get_result in progress(
-            chain(own, finished), f"evaluate {dataset}", len(works), "tasks", now=at_work
+            chain(local, finished), f"evaluate {dataset}", len(works), "tasks", now=at_work
         ):
             result, added = _named_errors(work, get_result)
             context.baselines.known.update(added)
@@ -192,7 +193,7 @@ def _valued(result: TaskResult, row: Row) -> str:
 
 
 def summarize(datasets: Mapping[str, DatasetResult]) -> str:
-    """How many tasks scored the model, and why each of the others did not."""
+    """Say how many tasks scored the model, and why each of the others did not."""
     skipped = []
     n_tasks = 0
     for name, dataset in datasets.items():

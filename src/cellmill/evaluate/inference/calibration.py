@@ -30,11 +30,11 @@ from cellmill.models.objectives.classification import (
 from cellmill.models.objectives.regression import Regression
 
 STEPS = 100  # thresholds of the table: 0, 1 / STEPS, ...
-# temperature, and inverse of the smallest: cells that are all separated would have none
+# largest temperature, and inverse of the smallest: separable cells would have no best one
 LARGEST = 100.0
 NO_VALIDATION = "the run had no labelled validation cells"
 CHUNK = 65_536  # cells whose logits are computed at once
-FOLDS = 5  # parts of the cells that are held out in turn, to see whether a temperature is of use
+FOLDS = 5  # parts of the cells, held out in turn to see whether a temperature helps
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Calibration:
     accuracy: float
     calibration_error: float
     calibration_error_uncalibrated: float  # with temperature 1
-    # of cells of a highest probability from i / STEPS, for i from 0; None for no cell
+    # entry i: accuracy of cells whose highest probability is i / STEPS or more; None without cells
     accuracy_above: list[float | None]
-    labelled_above: list[float]  # share of these cells
+    labelled_above: list[float]  # entry i: share of these cells among all
 
 
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
@@ -54,6 +54,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     int from 0.
     """
     logits = logits.astype(np.float64)
+    # scale each fold by the temperature of the other folds
     fold = np.arange(len(labels)) % FOLDS
     scaled = logits.copy()
     for number in range(min(FOLDS, len(labels))):
@@ -63,6 +64,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     lowers_error = measure_error(scaled, labels) < measure_error(logits, labels)
     temperature = fit_temperature(logits, labels) if lowers_error else 1.0
     highest, right = find_highest(logits / temperature, labels)
+    # (cells, STEPS): cells that each threshold keeps
     above = highest[:, None] >= np.arange(STEPS) / STEPS
     accuracy = [float(right[chosen].mean()) if chosen.any() else None for chosen in above.T]
     return Calibration(

@@ -2,10 +2,9 @@
 (docs/evaluation.md).
 
 Classifiers are fitted on whole cells (shifted), on cells of the level (matched), and on cells of
-all levels. Whoever has new cells of a panel or a shallow protocol knows the panel and the depth, so
-a PCA can be fitted for them: its components are those of the model's training cells with the same
-genes or the same share of counts. Rows "of the panel" read the labelled whole cells over its genes,
-for the model as for the baselines.
+all levels. Users with cells of a panel or a shallow protocol know the panel and the depth, so they can
+fit a PCA for them: on the model's training cells with the same genes or the same share of counts.
+Rows "of the panel" read the labelled whole cells over its genes, for the model and the baselines.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -113,7 +112,7 @@ class Degraded(Task):
     config: LowDepthConfig | MissingGenesConfig
 
     def levels(self) -> dict[str, Degrade]:
-        """What cells lose, by name."""
+        """The loss of counts or genes at each level, by name."""
         if isinstance(self.config, LowDepthConfig):
             fracs = self.config.count_fracs
             return {self.config.level(frac): partial(thin, frac) for frac in fracs}
@@ -176,17 +175,17 @@ class Degraded(Task):
         model.
         """
         if isinstance(self.config, MissingGenesConfig):
-            of_panel = {
+            panel_features = {
                 EMBEDDING_OF_PANEL: cells[level][EMBEDDING],
                 OF_PANEL: training.over_panel(counts[level]),
                 ALL_OF_PANEL: cells[level][ALL_GENES],
             }
-            return LevelFeatures({level: of_panel}, knows_panel=True)
+            return LevelFeatures({level: panel_features}, knows_panel=True)
         project = training.thinned(self.levels()[level], generator)
-        of_thinned: dict[str, dict[ScoredMethod, Any]] = {}
+        thinned_features: dict[str, dict[ScoredMethod, Any]] = {}
         for name, values in counts.items():
-            of_thinned[name] = {OF_THINNED: project(values)}
-        return LevelFeatures(of_thinned, knows_panel=False)
+            thinned_features[name] = {OF_THINNED: project(values)}
+        return LevelFeatures(thinned_features, knows_panel=False)
 
     def _predict(
         self,

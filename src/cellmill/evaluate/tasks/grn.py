@@ -49,6 +49,7 @@ def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(member[order])
     ranked = scores[order]
+    # last rank of each group of equal scores
     ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
     precision = hits[ends] / (ends + 1)
     recall = hits[ends] / hits[-1]
@@ -101,10 +102,10 @@ class Grn(GeneTask):
             # (factors, targets): cosine of the centred vectors
             similarities[name] = np.asarray(unit[factors] @ unit[targets].T)
         del similarities[RANDOM]  # `_ranked` draws several random rankings instead
-        ends = [profiles[:, genes].toarray() for genes in (factors, targets)]
-        similarities[CO_EXPRESSION_PEARSON] = correlations(*ends)
+        expression = [profiles[:, genes].toarray() for genes in (factors, targets)]
+        similarities[CO_EXPRESSION_PEARSON] = correlations(*expression)
         similarities[CO_EXPRESSION_SPEARMAN] = correlations(
-            *(rankdata(values, axis=0) for values in ends)
+            *(rankdata(values, axis=0) for values in expression)
         )
         if config.absolute:
             similarities = {name: np.abs(values) for name, values in similarities.items()}

@@ -71,9 +71,8 @@ class HeldOut:
     perturbation: np.ndarray  # (U,) text
     group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
     unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
-    trained: (
-        np.ndarray
-    )  # (U,) bool: the model was fitted, not only validated, on cells of the group
+    # (U,) bool: the model was fitted, not only validated, on cells of the group
+    trained: np.ndarray
     left_out: list[str]  # perturbations of units with too few cells
 
     @classmethod
@@ -188,7 +187,7 @@ class HeldOut:
 
     @cached_property
     def fitted_changes(self) -> np.ndarray:
-        """(U, G) float64: changes from these controls, which predictions are fitted on."""
+        """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
         return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
 
     @cached_property
