@@ -181,6 +181,7 @@ class LogisticRegression:
         centred = not sp.issparse(features)
         n, width = features.shape
         small = min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
+        # centre dense features, then divide by the scale
         values = features.astype(np.float64)
         mean = np.zeros(width)
         scale = np.ones(width)
@@ -198,7 +199,7 @@ class LogisticRegression:
         if centred:
             values /= scale
         elif small:
-            dense = np.ones((n, width + 1))
+            dense = np.ones((n, width + 1))  # the last column has the intercept as its coefficient
             np.divide(values.toarray(), scale, out=dense[:, :width])
             values = dense
         else:
@@ -207,6 +208,7 @@ class LogisticRegression:
         coefficients, intercepts = _fit(
             values, class_of_cell, len(self.classes), small, intercept=centred
         )
+        # coefficients of the features as they are
         self.coefficients = coefficients[:width] / scale[:, None]
         self.intercepts = intercepts - mean @ self.coefficients if centred else coefficients[width]
         return self

@@ -122,12 +122,14 @@ def find_equal_cells(
             target = match_columns(reader, corpus.genes).target
         except DataError:
             continue  # no gene in common: no equal cells
+        # hash the corpus again over the shared genes if the file lacks some
         shared = np.zeros(n_genes, bool)
         shared[target[target >= 0]] = True
         lacks_genes = not shared.all() and not reader.ordered
         corpus_hashes = corpus.hashes_over(shared) if lacks_genes else corpus.hashes
         least_genes = _LEAST_GENES if lacks_genes else 0
         gene_hashes = hash_genes(corpus.genes.gene_ids)
+        # hash the file block by block, and look the hashes up
         block_start = 0
         for raw in reader.rows(HASHED_ROWS):
             rows = np.flatnonzero(among[block_start : block_start + raw.shape[0]])

@@ -72,7 +72,7 @@ class Context:
 
 
 class Skipped(Exception):
-    """Raised by a task that does not apply to a dataset: the reason, and single values beside it."""
+    """Raised by a task that does not apply to a dataset, with the reason and single values."""
 
     def __init__(self, reason: str, numbers: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ class Task:
 
 
 def run_task(task: Task, context: Context) -> TaskResult:
-    """Result of a task, whose rows say with which labels the model was trained
+    """Result of a task. Its rows name the labels that the model was trained with
     (`Context.supervised`).
     """
     try:
@@ -118,7 +118,7 @@ def name_supervised(result: TaskResult, supervised: str) -> TaskResult:
         rows.append(replace(row, method=method))
 
     def rename(name: str) -> str:
-        # a verdict without a row, such as one of an objective, is on the model
+        # a verdict without a row, such as an objective's, is about the model
         return new_names.get(name, f"{name}, {supervised}")
 
     confusion = result.confusion

@@ -185,6 +185,7 @@ def cost(
     flops_per_step = (
         whole.flops.of(cells.tokens_per_cell, cells.pairs_per_cell, 1) * work.cells_per_step
     )
+    # what one rank computes in a step
     local_cells = work.cells_per_step / model.layout.dp
     tokens = local_cells * cells.tokens_per_cell
     pairs = local_cells * cells.pairs_per_cell
@@ -194,6 +195,7 @@ def cost(
     micro_batches = work.micro_batches_per_step
     peak = device.flops(options.parallel)
     plan = options.plan
+    # the pipeline rank that sends the most
     by_rank = (traffic_of(model, rank, load[0], micro_batches) for rank in range(model.layout.pp))
     traffic = max(by_rank, key=lambda parts: sum(part.sent_bytes for part in parts))
     inside = device.intra_node_gbs if plan.intra_node_gbs is None else plan.intra_node_gbs

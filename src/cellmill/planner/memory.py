@@ -127,7 +127,7 @@ class PlannedModel:
         blocks = sum(stage.blocks for stage in stages)
         first = sum(int(stage.first) for stage in stages)
         last = sum(int(stage.last) for stage in stages)
-        tied = int(self.parallel.stages == 1)  # a single stage has tied parameters only once
+        tied = int(self.parallel.stages == 1)  # a single stage has tied parameters once, not twice
         outside = first * size.begin.parameters + last * size.finish.parameters
         outside -= tied * size.tied.parameters
         outside_trained = first * size.begin.trained + last * size.finish.trained
@@ -380,6 +380,6 @@ class _Process:
             passes = [-(-self.in_flight // 2), self.in_flight // 2]
         kept = sum(number * stage.activations(per_block) for number, stage in zip(passes, stages))
         workspace = size.working_per_token + size.block.activations_per_token - per_block
-        # the part after the blocks has freed its own activations by then
+        # the part after the blocks has freed its activations when a block's backward pass begins
         freed = int(any(stage.last for stage in stages)) * size.finish.activations_per_token
         return kept + max(workspace - freed, 0)

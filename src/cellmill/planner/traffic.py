@@ -132,6 +132,7 @@ def _tensor_parallel(
     n_bytes = model.element_bytes * tokens
     begin = size.begin.sums_per_token
     finish = size.finish.sums_per_token
+    # sums outside the blocks, one at each end of the model that has any
     ends = counts.first * int(begin > 0) + counts.last * int(finish > 0)
     outside = counts.first * begin + counts.last * finish
     yield Collectives("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
@@ -142,7 +143,9 @@ def _tensor_parallel(
     payload = n_bytes * counts.blocks * (2 * sums + recomputed * sums / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     yield Collectives(kind, "tp", payload, counts.blocks * (4 + recomputed) * micro_batches)
-    if parallel.sequence_parallel:  # gradients of the blocks' input, and the blocks' output
+    # then each sum is a reduce-scatter paired with an all-gather; at both ends of the model, the
+    # gradients of the blocks' input and the blocks' output are gathered too
+    if parallel.sequence_parallel:
         ends = counts.first + counts.last
         elements = counts.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
         calls = (counts.blocks * (4 + 2 * recomputed) + ends) * micro_batches

@@ -146,6 +146,7 @@ def _standing(
     result = tasks[task]
     row = rows[task]
     assert row is not None
+    # each verdict once, with its first task; the row's own one in the ranking metric is `difference`
     verdicts: dict[tuple[str, str, str, float], tuple[str, Verdict]] = {}
     difference = None
     for task_name, task_result in tasks.items():
@@ -159,8 +160,8 @@ def _standing(
                 difference = verdict
     baseline = result.best_row("baseline")
     if difference is not None:
-        by_name = {row.method.name: row for row in result.ranked_rows}
-        baseline = by_name[difference.against]
+        rows_by_name = {row.method.name: row for row in result.ranked_rows}
+        baseline = rows_by_name[difference.against]
     return Standing(
         run=run.name,
         dataset=name,
@@ -216,7 +217,7 @@ def training_figures(runs: list[ReportedRun]) -> Iterator[drawing.Figure]:
         objectives[run.name] = (options.get("objective") or {}).get("name")
     different = list(dict.fromkeys(objectives.values()))
     for objective in different:
-        # every run keeps its colour, also runs of another objective
+        # runs of other objectives stay, without points, so that every run keeps its colour
         shown = {
             name: by_kind if objectives[name] == objective else {}
             for name, by_kind in losses.items()

@@ -115,9 +115,9 @@ def list_values(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
     """One row for each value that the run was judged by; `axes` are its values on the sweep's axes."""
     plan = run.plan or {}
     totals = (run.cost or {}).get("totals", {})
-    about = {"run": run.name, **axes}
-    about |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
-    about |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
+    shared = {"run": run.name, **axes}  # columns that are equal in all rows
+    shared |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
+    shared |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
     rows: list[SweepRow] = []
 
     def add(measure: Measure, kind: str, value: float, sd: float | None = None) -> None:
@@ -130,7 +130,7 @@ def list_values(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
             "value": value,
             "sd": sd,
         }
-        rows.append(about | row)
+        rows.append(shared | row)
 
     loss = (run.status or {}).get("best_val_loss")
     if loss is not None:

@@ -33,9 +33,8 @@ from cellmill.evaluate.inference.predict import (
 from cellmill.files import atomic_path
 from cellmill.runs.results import DatasetResult, Row
 
-# in obsm and uns
-KEY = "X_cellmill"
-ABOUT = "cellmill"
+KEY = "X_cellmill"  # obsm
+ABOUT = "cellmill"  # uns
 OWN = f"obsm[{KEY!r}]"
 EXTERNAL = "obsm['X_emb']"
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
@@ -62,8 +61,8 @@ def write_embedding(
 def write_prediction(
     path: Path, obs: pd.DataFrame, predicted: Predicted, source: Path | None = None
 ) -> None:
-    """Write the predictions with `obs`, or in place of another model's in a copy of the .h5ad
-    `source`.
+    """Write the predictions with `obs`, or into a copy of the .h5ad `source`, where they replace
+    those of another model.
     """
     columns = predicted.obs
     with create_h5(path, copy_of=source) as file:
@@ -97,7 +96,7 @@ def _add(
     uns: Mapping[str, Any],
     source: Path | None,
 ) -> None:
-    """Write these entries without X or, to a copy of `source`, those of obsm and uns."""
+    """Write all entries to a new file without X, or only obsm and uns to a copy of `source`."""
     # anndata's own writer of files crashes the interpreter when the disk is full
     if source is None:
         write_anndata(file, ad.AnnData(obs=obs, obsm=dict(obsm), uns=dict(uns)))
@@ -110,11 +109,10 @@ def _add(
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
-    """Vectors of a file written by `write_embedding`, `(cells, width)` float32; a row is finite, or
-    all NaN.
+    """Vectors of a file written by `write_embedding`, `(cells, width)` float32.
 
-    None is any width. Raises DataError when the file is of another model, or its obs names are not
-    `names` in this order.
+    A row is finite, or all NaN. With `width` None, any width will do. Raises DataError if the file
+    is from another model, or its obs names are not `names` in this order.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
@@ -149,11 +147,11 @@ def read_costs(path: Path) -> dict[str, float]:
 
 
 def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
-    """Vectors of another model, `(cells, width)` float32, finite, from obsm["X_emb"], the file of
+    """Finite vectors of another model, `(cells, width)` float32, from obsm["X_emb"], the key of
     stage embed, or X.
 
-    Raises DataError, beginning with `command`, for anything else, such as other cells or another
-    order.
+    Raises DataError, beginning with `command`, for any other content, such as other cells or
+    another order.
     """
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
@@ -169,8 +167,7 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
 
 
 def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
-    """obs names and vectors of a file of stage embed, or of another package, and what the stage
-    says of the model.
+    """obs names, vectors and facts about the model of a file of stage embed or another package.
 
     Vectors are `(cells, width)` float32; a row is finite, or all NaN.
     """
@@ -184,9 +181,9 @@ def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
 
 class _Stored(NamedTuple):
     names: pd.Index  # obs names
-    place: str  # the key of PATHS that the vectors are from
+    place: str  # the key of PATHS where the vectors are
     vectors: np.ndarray  # (cells, width) float32
-    about: dict[str, Any]  # uns["cellmill"], only of vectors of stage embed
+    about: dict[str, Any]  # uns["cellmill"] if the vectors are from stage embed, else empty
 
 
 def _read(
@@ -233,7 +230,7 @@ def _read(
 
 @contextmanager
 def _readable(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn whatever reading a damaged file raises into one line."""
+    """Turn any error of reading a damaged file into one line."""
     try:
         yield
     except (KeyError, TypeError, AttributeError):

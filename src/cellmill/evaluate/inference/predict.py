@@ -137,6 +137,7 @@ def thresholds_of(
             raise ConfigError(
                 f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability"
             )
+        # the first threshold that reaches the accuracy; one that no cell reaches has none
         accuracies = [-1.0 if known is None else known for known in calibration["accuracy_above"]]
         reached = [accuracy >= section.min_accuracy for accuracy in accuracies]
         if not any(reached):
@@ -193,6 +194,7 @@ def _predict_labels(
     """Add the labels of one head, with `logits` (cells, labels), under names that end in `suffix`."""
     calibration = classifier["calibration"] or {}
     probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
+    # a cell without a vector has probabilities of NaN, and no label
     highest = probabilities.max(axis=1)
     has_vector = np.isfinite(highest)
     rejected = highest < least

@@ -113,22 +113,24 @@ def predict_splits(
     ranked = RankedGenes(features[ALL_GENES])
     for repetition, train, test in splits:
         with small_problems():
-            of_split = {**features, RANKED: ranked.select(train, labels[train])}
+            split_features = {**features, RANKED: ranked.select(train, labels[train])}
             if components:
-                of_split |= _components(features[ALL_GENES], train, components, context.baselines)
+                genes = features[ALL_GENES]
+                split_features |= _components(genes, train, components, context.baselines)
             if components and OF_TRAINING in features:
                 scaler = StandardScaler().fit(features[EMBEDDING][train])
                 scaled = scaler.transform(features[EMBEDDING])
-                of_split[WITH_COMPONENTS] = np.hstack([scaled, features[OF_TRAINING]])
-            fitted = fit_all(select_cells(of_split, train), labels[train], neighbors, context)
-            predicted = predict_all(fitted, select_cells(of_split, test))
+                split_features[WITH_COMPONENTS] = np.hstack([scaled, features[OF_TRAINING]])
+            train_features = select_cells(split_features, train)
+            fitted = fit_all(train_features, labels[train], neighbors, context)
+            predicted = predict_all(fitted, select_cells(split_features, test))
         if components:
             predicted[MAJORITY] = majority(labels[train], len(test))
         predictions.record(condition, repetition, test, predicted)
 
 
 def majority(labels: np.ndarray, n: int) -> np.ndarray:
-    """The largest class, of equal ones the first, for `n` cells."""
+    """The largest class, or the first of equally large classes, for `n` cells."""
     classes, sizes = np.unique(labels, return_counts=True)
     return np.full(n, classes[sizes.argmax()])
 
@@ -136,8 +138,8 @@ def majority(labels: np.ndarray, n: int) -> np.ndarray:
 def _components(
     genes: Any, train: np.ndarray, components: int, cache: BaselineCache
 ) -> dict[ScoredMethod, np.ndarray]:
-    """Principal components of all cells, fitted on `train`, of all genes and, if there are more, of
-    the variable genes; empty if cells or genes are too few.
+    """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
+    genes unless all genes count as variable. Empty if there are too few cells or genes.
     """
     if min(len(train), genes.shape[1]) < 2:
         return {}
@@ -155,8 +157,10 @@ def _components(
 
 
 def judge(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Best against best in each metric; then accuracy of the embedding against each baseline's
-    features, by classifier; then of the embedding with principal components against these only.
+    """Verdicts of the model's best against the best baseline in each metric, then by accuracy.
+
+    These compare the embedding with each baseline's features, by kind of classifier, and the
+    embedding joined to principal components with the components alone.
     """
     verdicts = [column.compare_best() for column in columns]
     accuracy = columns[0]
@@ -164,15 +168,15 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
         by_features = group_by_features(
             method for method in accuracy.scores if method.classifier in classifiers
         )
-        own = accuracy.best(by_features[EMBEDDING.features])
+        embedding = accuracy.best(by_features[EMBEDDING.features])
         for methods in by_features.values():
             if methods[0].kind == "baseline":
-                verdicts.append(accuracy.compare(own, accuracy.best(methods)))
+                verdicts.append(accuracy.compare(embedding, accuracy.best(methods)))
     by_features = group_by_features(accuracy.scores)
     if WITH_COMPONENTS.features in by_features and OF_TRAINING.features in by_features:
-        both = accuracy.best(by_features[WITH_COMPONENTS.features])
+        joined = accuracy.best(by_features[WITH_COMPONENTS.features])
         components = accuracy.best(by_features[OF_TRAINING.features])
-        verdicts.append(accuracy.compare(both, components))
+        verdicts.append(accuracy.compare(joined, components))
     return list(dict.fromkeys(verdicts))
 
 
@@ -251,7 +255,7 @@ class LeaveOut(Task):
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
             n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # by class
-            of_one = ", ".join(sorted(n_groups.index[n_groups < 2]))
+            in_one_group = ", ".join(sorted(n_groups.index[n_groups < 2]))
             splits: list[Split] = []
             for train, test in split_groups(groups, self.config.most_folds):
                 # training cells of one class fit nothing
@@ -260,7 +264,7 @@ class LeaveOut(Task):
             numbers |= {
                 MANY[role]: int(groups.nunique()),
                 f"{role}_folds": len(splits),
-                f"classes_of_one_{role}": of_one or "none",
+                f"classes_of_one_{role}": in_one_group or "none",
             }
             if not splits:
                 continue
@@ -281,8 +285,9 @@ class LeaveOut(Task):
 
 
 def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Training and test cells of each fold; cells without a group are in none, and one group gives
-    no fold.
+    """Training and test cells of each fold.
+
+    Cells without a group are left out. There are no folds of a single group.
     """
     known = np.flatnonzero(groups.notna().to_numpy())
     names = text_values(groups.iloc[known]).astype(str)

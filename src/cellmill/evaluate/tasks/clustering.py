@@ -57,8 +57,8 @@ def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     in_both, in_class, in_cluster = _sizes(classes, clusters)
     n = len(classes)
     pairs = n * (n - 1) / 2
-    # pairs of cells that are together in both, in a class, in a cluster; the sum of sizes over
-    # cells is the sum of squared sizes over groups
+    # numbers of pairs of cells that share both, a class, a cluster; the sum of sizes over cells is
+    # the sum of squared sizes over groups
     both = (in_both.sum() - n) / 2
     same_class = (in_class.sum() - n) / 2
     same_cluster = (in_cluster.sum() - n) / 2
@@ -127,7 +127,7 @@ class Clustering(Task):
                 scores = {}
                 for method, (_, at_resolutions) in clusters.items():
                     by_seed = at_resolutions[number]
-                    scores[method] = np.stack([score(labels, of_seed) for of_seed in by_seed])
+                    scores[method] = np.stack([score(labels, found) for found in by_seed])
                 columns.append(ScoreColumn(f"{name}, {where}", f"{name}, {where}", scores))
         rows = table_rows(columns)
         for row in rows:
@@ -158,11 +158,11 @@ class Clustering(Task):
                 by_resolution[resolution] = np.stack(leiden(igraph, edges, resolution, seeds))
 
             def mean_ari(resolution: float) -> float:
-                scores = [ari_scores(labels, of_seed) for of_seed in by_resolution[resolution]]
+                scores = [ari_scores(labels, found) for found in by_resolution[resolution]]
                 return float(np.mean(scores))
 
             best = max(config.resolutions, key=mean_ari)
-            # the first row is the number of the best resolution
+            # one array for the cache: the first row repeats the index of the best resolution
             head = np.full((1, len(labels)), config.resolutions.index(best))
             parts = [head, by_resolution[best], by_resolution[config.resolution]]
             return np.concatenate(parts).astype(np.int16)
@@ -180,7 +180,7 @@ class Clustering(Task):
 
 def _mean_number(clusters: np.ndarray) -> float:
     """Mean over seeds of the number of clusters."""
-    return float(np.mean([len(np.unique(of_seed)) for of_seed in clusters]))
+    return float(np.mean([len(np.unique(found)) for found in clusters]))
 
 
 def leiden(

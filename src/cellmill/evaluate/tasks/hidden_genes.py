@@ -157,7 +157,7 @@ def _decode_profiles(
 
 
 def _query_genes(hidden: HiddenGenes, vectors: np.ndarray, objective: QueryDecoding) -> np.ndarray:
-    """(C, G) float32: expression that the decoder answers when asked for each hidden gene."""
+    """(C, G) float32: expression that the decoder predicts for a query of each hidden gene."""
     network = hidden.network
     device = hidden.device
     genes = torch.from_numpy(hidden.genes + len(SPECIAL)).to(device)
@@ -201,7 +201,8 @@ def expression_of_shares(
     """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes with Poisson counts.
 
     `shares`, (C, G), are the shares of hidden genes in the cell's counts, or if `is_log` in the sum
-    of its log(1 + count). `visible`, (C, V), are counts of the other genes, which have the rest.
+    of its log(1 + count). `visible`, (C, V), are counts of the other genes, which have the remaining
+    share.
     The logarithm of an expectation would be far larger.
     """
     visible_share = np.maximum(1 - shares.sum(1), 1e-9)
@@ -209,8 +210,8 @@ def expression_of_shares(
     if is_log:
         log_counts = visible.astype(np.float64).log1p()
         visible_sum = np.asarray(log_counts.sum(axis=1)).ravel()
-        # expected logarithms of counts with these means; at a depth of 10,000, counts per 10,000
-        # are counts
+        # tabulate the expected logarithm by mean count, to invert it; at a depth of 10,000, counts
+        # per 10,000 are counts
         means = np.concatenate([[0.0], np.logspace(-6, 6, 1200)])
         depth = np.full(1, TARGET_SUM)
         logs = expected_log_expression(means[None] / TARGET_SUM, depth)[0]

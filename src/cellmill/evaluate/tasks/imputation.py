@@ -117,6 +117,7 @@ class TrainingCells:
         genes = np.arange(context.model.vocabulary.n_genes)
         is_measured = np.isin(genes, context.measured_genes)
         target = np.where(is_measured, genes, -1).astype(np.int32)
+        # names of the first cells, `dataset:cell`, read from as few shards as needed
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
             if len(names) < n_cells:

@@ -187,6 +187,7 @@ class Transfer(Task):
         if "label" not in context.roles:
             raise Skipped("the dataset has no label column")
         assert context.datasets is not None
+        # read the fitted cells, and leave out tested cells that are copies of them
         fitted = []
         for name in config.fit_on:
             with context.datasets.open(name) as (reader, vectors, roles):
@@ -195,18 +196,17 @@ class Transfer(Task):
                 fitted.append(CellGroup.of(other, _label_of(roles, context, name), embedded))
         tested = CellGroup.of(context, context.roles["label"], np.flatnonzero(context.scored))
         genes = shared_genes([*fitted, tested])
-        same = copies(
-            sp.vstack([group.over(genes) for group in fitted], format="csr"), tested.over(genes)
-        )
-        unlike = np.flatnonzero(~same)
+        fitted_counts = sp.vstack([group.over(genes) for group in fitted], format="csr")
+        is_copy = copies(fitted_counts, tested.over(genes))
+        kept = np.flatnonzero(~is_copy)
         tested = replace(
             tested,
-            cells=tested.cells[unlike],
-            counts=tested.counts[unlike],
-            labels=tested.labels[unlike],
+            cells=tested.cells[kept],
+            counts=tested.counts[kept],
+            labels=tested.labels[kept],
         )
         labels = np.concatenate([group.labels for group in fitted])
-        known = np.isin(tested.labels, labels)
+        known = np.isin(tested.labels, labels)  # tested cells of a fitted label
         fitted_on = ", ".join(config.fit_on)
         new = tally(tested.labels[~known])
         numbers: dict[str, Any] = tested.left_out | {
@@ -218,7 +218,7 @@ class Transfer(Task):
             "classes": tally(tested.labels[known]),
             "new_classes": new,
             "n_new_classes": int((~known).sum()),
-            "n_copies": int(same.sum()),
+            "n_copies": int(is_copy.sum()),
         }
         names = tally(labels)
         if len(names) < 2:
