@@ -112,7 +112,7 @@ def _read(file: Path | None) -> dict[str, np.ndarray]:
 
 def _digest(about: str, *values: Any) -> str:
     """SHA-256 of a text and arrays, dense or sparse."""
-    whole = hashlib.sha256(about.encode())
+    digest = hashlib.sha256(about.encode())
     for value in values:
         parts = (
             [value.data, value.indices, value.indptr, np.array(value.shape)]
@@ -120,6 +120,6 @@ def _digest(about: str, *values: Any) -> str:
             else [value]
         )
         for array in map(np.ascontiguousarray, parts):
-            whole.update(f" {array.dtype} {array.shape} ".encode())
-            whole.update(array.tobytes())
-    return whole.hexdigest()
+            digest.update(f" {array.dtype} {array.shape} ".encode())
+            digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -46,12 +46,12 @@ from cellmill.runs.results import ScoredMethod
 
 Features = Mapping[ScoredMethod, Any]
 """Features by method, `(cells, width)` each, dense or sparse."""
-COMPARED = 512  # cells compared with all fitted ones at once
+COMPARED = 512  # cells compared with all fitted cells at once
 _libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
 
 CURVATURE = 0.07  # c, of a typical cell at the optimum
 TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
-RIDGE = 1e-10  # of n / c, the largest value of UUᵀ
+RIDGE = 1e-10  # relative to n / c, the largest value of UUᵀ
 FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
 MAX_STEPS = 100
 # above these, scikit-learn fits: the smaller of cells and features, and all values (256 MiB)
@@ -162,7 +162,7 @@ class LogisticRegression:
 
     The intercept of dense features has no penalty, as in scikit-learn. Sparse ones are not centred,
     and their intercept has the penalty of a coefficient: large intercepts would decide on cells
-    with fewer counts than the fitted ones. (scikit-learn's solvers stop before they reach such
+    with fewer counts than the fitted cells. (scikit-learn's solvers stop before they reach such
     intercepts, but only at its default tolerance.)
     """
 

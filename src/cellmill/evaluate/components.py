@@ -29,7 +29,7 @@ class PrincipalComponents(BaseEstimator):
     """
 
     components_: np.ndarray  # (components, features)
-    explained_variance_: np.ndarray  # of each component
+    explained_variance_: np.ndarray  # (components,)
 
     def __init__(self, n_components: int) -> None:
         self.n_components = n_components

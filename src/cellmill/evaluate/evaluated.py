@@ -101,7 +101,7 @@ class EvaluatedModel:
     config: dict[str, Any]  # its config.json
     vocabulary: Vocabulary
     tokens: Tokens
-    manifest: Manifest  # of its training corpus
+    manifest: Manifest  # manifest of its training corpus
     seed: int
 
     @property

@@ -118,7 +118,7 @@ def run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, TaskResult]
     on_gpu = next(context.model.network.parameters()).is_cuda
     n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(forked), MOST_PROCESSES)
     results: dict[str, TaskResult] = {}
-    futures: dict[Future[tuple[TaskResult, Predicted]], _Work] = {}  # in the order of their start
+    futures: dict[Future[tuple[TaskResult, Predicted]], _Work] = {}  # in the order of submission
     in_this_process = works
     with ExitStack() as stack:
         if n_processes > 1:

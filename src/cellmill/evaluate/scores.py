@@ -120,14 +120,15 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     mean = float(differences[is_tested].mean())
     # what each cell and repetition adds to the mean; cells and repetitions are the clusters
     shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
-    cells = _clustered(shares.sum(0)[is_tested.any(0)])
-    repetitions = _clustered(shares.sum(1))
-    variance = cells[0] + repetitions[0]
+    over_cells = _clustered(shares.sum(0)[is_tested.any(0)])
+    over_repetitions = _clustered(shares.sum(1))
+    variance = over_cells[0] + over_repetitions[0]
     if variance <= 1e-20:  # the methods differ by the same in every cell
         return Estimate(mean, mean, mean, 0.0)
-    freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in (cells, repetitions))
+    parts = (over_cells, over_repetitions)
+    freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
     half = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
-    return Estimate(mean, mean - half, mean + half, cells[0] ** 0.5)
+    return Estimate(mean, mean - half, mean + half, over_cells[0] ** 0.5)
 
 
 def _clustered(sums: np.ndarray) -> tuple[float, int]:
@@ -212,9 +213,9 @@ class ScoreColumn:
 
     def differences(self) -> list[Difference]:
         """Every method on the model's own features minus every other."""
-        own = [method for method in self.scores if method.network == "trained"]
+        trained = [method for method in self.scores if method.network == "trained"]
         others = [method for method in self.scores if method.network != "trained"]
-        return [self.difference(*pair) for pair in product(own, others)]
+        return [self.difference(*pair) for pair in product(trained, others)]
 
     def _units(self, scores: np.ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())

@@ -70,7 +70,7 @@ class HashedCorpus(NamedTuple):
     """Genes of a corpus, and the hashes of its training and validation cells."""
 
     genes: Vocabulary
-    hashes: list[np.ndarray]  # of each split, `(2, cells)` uint64 in ascending order
+    hashes: list[np.ndarray]  # for each split, `(2, cells)` uint64 in ascending order
     manifest: Manifest
 
     def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
@@ -299,7 +299,7 @@ def compare_labels(
     """Numbers and sentences about the labels `given` in obs column `column` against `predicted`,
     both (cells,).
 
-    Only cells whose label is `known` to the model are compared, and only unseen ones have an
+    Only cells whose label is `known` to the model are compared, and only unseen cells have an
     accuracy.
     """
     compared = np.isin(given.astype(str), np.array(known, str)) & ~pd.isna(given)

@@ -28,7 +28,9 @@ class Device:
     def flops(self, parallel: Parallel) -> float | None:
         if parallel.half_precision:
             return self.bf16_flops
-        return self.tf32_flops or self.fp32_flops if parallel.tf32 else self.fp32_flops
+        if parallel.tf32 and self.tf32_flops:
+            return self.tf32_flops
+        return self.fp32_flops
 
 
 _V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
@@ -60,6 +62,7 @@ def device_named(name: str) -> Device:
 
 def known_device(product: str) -> str:
     """The device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
+    # the device without its memory, then a name with this memory if there is one
     words = product.lower()
     device = ""
     for name in DEVICES:

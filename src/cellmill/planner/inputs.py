@@ -145,22 +145,22 @@ def check_levels(
     for name, option in options.read_columns().items():
         is_label = name in options.objective.supervised_by
         named = [level for level in levels[name] if level != MISSING]
-        n = len(named) if is_label else len(levels[name])
-        if n < 2:
+        n_levels = len(named) if is_label else len(levels[name])
+        if n_levels < 2:
             raise ConfigError(
                 f"{option} {name}: all {'labelled ' if is_label else ''}cells of the corpus have the same value; "
                 "choose another column, or do without"
             )
-        if is_label and 2 * n > train_cells:
+        if is_label and 2 * n_levels > train_cells:
             raise ConfigError(
-                f"{option} {name}: {n:,} values for {train_cells:,} training cells, so most cells have no other of "
-                "their value; choose a column of labels"
+                f"{option} {name}: {n_levels:,} values for {train_cells:,} training cells, so most cells have no "
+                "other of their value; choose a column of labels"
             )
         empty = [level for level in named if NO_COLUMNS.means_no_label(level)]
         if is_label and empty:
             print(
-                f"warning: {option} {name}: {', '.join(map(repr, empty))} of {n:,} classes may mean no label; name "
-                f"{name} as a label in the table of datasets, and these cells get none",
+                f"warning: {option} {name}: {', '.join(map(repr, empty))} of {n_levels:,} classes may mean no label; "
+                f"name {name} as a label in the table of datasets, and these cells get none",
                 flush=True,
             )
     for option, name, wanted in options.objective.columns().named:

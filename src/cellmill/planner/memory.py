@@ -36,7 +36,7 @@ class Counts(NamedTuple):
     last: int  # 1 with the part after the blocks, else 0
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    # parameters outside the blocks; tied ones are in both the first and the last stage
+    # parameters outside the blocks; tied parameters are in both the first and the last stage
     outside: int
     outside_trained: int
 
@@ -364,7 +364,7 @@ class _Process:
         return self.model.element_bytes * weights
 
     def _kept_per_token(self) -> float:
-        """Elements per token when a backward pass begins: kept ones, and one block's workspace."""
+        """Elements per token when a backward pass begins: kept activations, one block's workspace."""
         size = self.model.size
         stages = self.stages
         kept_by_checkpointing = {

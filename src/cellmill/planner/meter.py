@@ -40,7 +40,7 @@ class Allocation:
 class Window:
     """Operations between two points in time."""
 
-    allocations: list[Allocation]  # all of the meter
+    allocations: list[Allocation]  # all allocations of the meter, also those outside the window
     start: int
     end: int = 0
     flops: int = 0
@@ -64,7 +64,8 @@ class Window:
         for storage in self.allocations:
             born = storage.born
             died = storage.died
-            if born >= self.end or (died is None and born >= self.start and storage.key in without):
+            is_left_out = died is None and born >= self.start and storage.key in without
+            if born >= self.end or is_left_out:
                 continue
             if born >= self.start:
                 changes[born] += storage.n_bytes

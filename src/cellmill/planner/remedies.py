@@ -120,7 +120,7 @@ class Change:
 
 
 def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
-    """Changes in the order of what they cost in speed; some stay while later ones are tried."""
+    """Changes, the least costly in speed first; some stay while later changes are tried."""
     change = Change([], options, hardware)
     yield from islice(_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:

@@ -38,7 +38,7 @@ CELL_TOKENS = 128  # tokens of each measured cell, or fewer
 PER_CELL_FRAC = 0.05
 PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
-ANY_QUANTILES = (0.0, 10.0)  # in place of the corpus's: sizes do not depend on values
+ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
 META = torch.device("meta")
 
 

@@ -97,7 +97,7 @@ class ReportedRun:
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     # metrics.json of kept checkpoints by step
     kept: dict[int, Evaluation] = field(default_factory=dict)
-    commands: dict[str, str] = field(default_factory=dict)  # that make files again
+    commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
 
     @property
     def supervised_by(self) -> list[str]:
@@ -117,7 +117,7 @@ class ReportedCorpus:
     manifest: dict[str, Any] | None
     n_genes: int | None  # genes of the vocabulary
     vocabulary_cells: str | None = None  # cells that chose these genes and gave their medians
-    commands: dict[str, str] = field(default_factory=dict)  # that make files again
+    commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
 
 
 def read_run(folder: Path) -> ReportedRun:

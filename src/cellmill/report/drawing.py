@@ -79,7 +79,7 @@ class Drawings:
 
     def __init__(self) -> None:
         self.figures: list[Figure] = []
-        self.pictures: list[str] = []  # of each, as a standalone SVG
+        self.pictures: list[str] = []  # a standalone SVG of each figure
 
     def draw(self, figure: Figure) -> Markup:
         """The `<figure>` element with the static picture; the same numbers give the same bytes."""

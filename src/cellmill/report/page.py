@@ -123,7 +123,7 @@ def standings(runs: list[ReportedRun]) -> list[Standing]:
     """Standings of all runs that were evaluated by a task with a metric; `ranking` says which are
     best.
     """
-    scores: dict[str, dict[str, Scores]] = {}  # by dataset and run
+    scores: dict[str, dict[str, Scores]] = {}  # keys are the dataset and the run
     for run, name, dataset in evaluated_datasets(runs):
         task_scores = score_tasks(dataset.tasks)
         if task_scores:

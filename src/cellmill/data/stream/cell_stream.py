@@ -259,7 +259,7 @@ class CellStream:
             step = 0
             stop = per_epoch
         lanes = [lane for lane in range(layout.stream.lanes) if lane % self._world in ranks]
-        numbers = set[int]()
+        shard_numbers = set[int]()
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
             # cells of each lane before the first of these steps in the epoch, and after the last
@@ -268,11 +268,11 @@ class CellStream:
             for lane in lanes:
                 for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
                     if high > first[lane] and low < last[lane]:
-                        numbers.update(order.window_runs(lane, window)[:, 0].tolist())
-            if len(numbers) == len(self._sha256):
+                        shard_numbers.update(order.window_runs(lane, window)[:, 0].tolist())
+            if len(shard_numbers) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
-        return {path: sha256 for number, (path, sha256) in shards if number in numbers}
+        return {path: sha256 for number, (path, sha256) in shards if number in shard_numbers}
 
     def names(self, cells: np.ndarray) -> list[str]:
         """`dataset:name (file row)` of cells by id, read from the shards; for error messages."""
@@ -308,7 +308,8 @@ class CellStream:
         cuts = micro_batches_of_ranks(lengths, n_cells.ravel(), self._budget).reshape(n_cells.shape)
         most = np.maximum(cuts.max(1), self._min_microbatches)
         multiple = self._microbatch_multiple
-        numbers = (-(-most // multiple) * multiple).tolist()  # micro-batches in each step
+        # micro-batches in each step
+        batches_in_step = (-(-most // multiple) * multiple).tolist()
         is_even = multiple > 1 or self._min_microbatches > 1
         # borders of this rank's micro-batches, in cells, and how many of each step are not empty
         borders = [0]
@@ -316,9 +317,9 @@ class CellStream:
         local_cells = n_cells[:, self._rank].tolist()
         local_cuts = cuts[:, self._rank].tolist()
         ends = n_cells.cumsum().reshape(n_cells.shape)[:, self._rank].tolist()
-        for end, n, n_cuts, number in zip(ends, local_cells, local_cuts, numbers):
+        for end, n, n_cuts, n_batches in zip(ends, local_cells, local_cuts, batches_in_step):
             if is_even:
-                borders_in_step = cut_evenly(lengths[end - n : end], number)
+                borders_in_step = cut_evenly(lengths[end - n : end], n_batches)
             elif n_cuts == 1:
                 borders_in_step = [0, n]
             else:
@@ -341,6 +342,6 @@ class CellStream:
         empty = empty_batch(self._tokenizer.dtype, self._counted).with_rows(self._per_cell)
         rest = iter(filled)
         batches_of_steps = []
-        for n, number in zip(n_filled, numbers):
-            batches_of_steps.append([*islice(rest, n), *[empty] * (number - n)])
+        for n, n_batches in zip(n_filled, batches_in_step):
+            batches_of_steps.append([*islice(rest, n), *[empty] * (n_batches - n)])
         return batches_of_steps

@@ -70,6 +70,7 @@ def _tokens_by_loops(
     large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
     ends = kept.cu_seqlens
     n_large = fill_tokens(genes, counts, starts, ends, table, scale, ids, values, large)
+    # these still have their count times the scale
     large = large[:n_large]
     values[large] = np.log1p(values[large])
     return ids, values

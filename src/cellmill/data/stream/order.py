@@ -1,6 +1,6 @@
 """Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
-The order is a function of (seed, epoch, lane, window) alone, so any step is reached without
+The order is a function of (seed, epoch, lane, window) only, so any step is reached without
 replaying earlier ones. Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane,
 cells are permuted in windows of blocks. Blocks that do not fill a round of lanes are cut by cell,
 so lanes differ by at most one cell. A global batch takes `per_lane` cells of each lane, or with
@@ -128,8 +128,8 @@ class Epoch:
         n_rest = int(rest[:, 2].sum())
         cuts = row_offsets(layout.deal(n_rest)).tolist()
         for lane, (start, stop) in enumerate(pairwise(cuts)):
-            whole = full[lane:n_dealt:lanes]
-            runs = np.concatenate([whole, _cut_runs(rest, start, stop)])
+            dealt = full[lane:n_dealt:lanes]
+            runs = np.concatenate([dealt, _cut_runs(rest, start, stop)])
             ends = row_offsets(runs[:, 2])
             borders = np.append(ends[:-1:window_blocks], ends[-1])
             self._lanes.append(runs)

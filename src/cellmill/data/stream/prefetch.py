@@ -246,7 +246,7 @@ class Prefetch:
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
         self._first_cell = row_offsets(layout.shard_cells)
         self._max_genes = max_genes
-        self._dtype: np.dtype[Any] | None = None  # of counts, if they are read
+        self._dtype: np.dtype[Any] | None = None  # dtype of counts, if they are read
         if max_genes is None:
             self._dtype = np.result_type(*(shard.dtype for shard in shards))
         self._epochs: dict[int, Epoch] = {}
@@ -373,8 +373,8 @@ class Prefetch:
         offsets = []
         for shard, first, n in runs.tolist():
             offsets.append(self._shards[shard].indptr[first : first + n + 1])
-        # a run of n cells has n + 1 offsets: the difference between the end of a run and the start
-        # of the next is not a cell
+        # a run of n cells has n + 1 offsets: leave out the difference between a run's end and the
+        # next run's start, which is not a cell
         n_cells = runs[:, 2]
         is_cell = np.ones(int(n_cells.sum()) + len(runs) - 1, bool)
         is_cell[np.cumsum(n_cells + 1)[:-1] - 1] = False
@@ -415,7 +415,7 @@ class Prefetch:
         step = step[by_step]
         row = row[by_step]
         lane_of_cell = np.repeat(lanes, sizes)[by_step]
-        position = np.empty_like(row)  # of each row, in step order
+        position = np.empty_like(row)  # position in step order of each row
         position[row] = np.arange(len(row))
         # id of the cell in each row: rows of a run are consecutive cells
         shard, first, n = runs.T

@@ -65,10 +65,11 @@ class Repeats:
         if labelled_frac is None or not n_with_level:
             # exactly 1 for exponent 0, where a quotient of sums may not be
             return weigh_levels(sizes, exponent, most) if exponent else np.ones(len(sizes))
-        n_labelled = labelled_frac * n_cells if n_with_level < n_cells else n_cells
+        # reads of cells with a level; the other cells share the rest
+        labelled_reads = labelled_frac * n_cells if n_with_level < n_cells else n_cells
         labelled = weigh_levels(np.append(0, sizes[1:]), exponent, most)
-        weights = labelled * n_labelled / n_with_level
-        weights[0] = (n_cells - n_labelled) / max(n_cells - n_with_level, 1)
+        weights = labelled * labelled_reads / n_with_level
+        weights[0] = (n_cells - labelled_reads) / max(n_cells - n_with_level, 1)
         return weights
 
     @cached_property

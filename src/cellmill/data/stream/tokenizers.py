@@ -98,7 +98,7 @@ class CellTokenizer:
         n_kept, n_zeros = token_numbers(self._tokens, np.diff(starts), self._n_genes)
         kept = self._choose(genes, starts, n_kept, keys)
         zeros = _draw_absent(genes, starts, n_zeros, keys, self._n_genes)
-        # in each cell the tokens with counts stand first, then those without
+        # put the tokens with counts first in each cell, then the tokens without
         n_tokens = n_kept + n_zeros
         ends = row_offsets(n_tokens)
         is_zero = positions_in_rows(ends) >= np.repeat(n_kept, n_tokens)

@@ -61,8 +61,9 @@ class GeneCoverage:
 
 
 def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
-    """Coverage of `vocabulary` by a file with these columns; imported models count every gene
-    alike.
+    """Coverage of `vocabulary` by a file with these columns.
+
+    Genes of imported models, which have no numbers of cells, have equal weights.
     """
     present = np.zeros(vocabulary.n_genes, dtype=bool)
     present[columns.target[columns.target >= 0]] = True

@@ -161,7 +161,7 @@ def predict_heads(
 
     A label is missing below the probability in `smallest`, and for a cell without a vector.
     """
-    digest = config["weights_sha256"]  # of model.safetensors, compared when it was loaded
+    digest = config["weights_sha256"]  # SHA-256 of model.safetensors, compared on load
     predicted = Predicted(
         {}, {}, {"model_digest": digest, "n_without_genes": embedding.n_without_genes}
     )

@@ -334,7 +334,7 @@ def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray
     # sum over counts up to 8 standard deviations above the mean; the rest adds nothing
     largest = summed_mean.max(initial=0)
     n_counts = int(np.ceil(largest + 8 * largest**0.5)) + 5
-    probability = np.exp(-summed_mean)  # of a count of 0
+    probability = np.exp(-summed_mean)  # Poisson probability of a count of 0
     expectation = np.zeros_like(mean)
     for count in range(1, n_counts + 1):
         probability = probability * summed_mean / count

@@ -254,7 +254,7 @@ class LeaveOut(Task):
         numbers = chosen.numbers
         for role in roles:
             groups = context.roles[role].iloc[chosen.cells]
-            n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # by class
+            n_groups = pd.Series(groups.to_numpy()).groupby(labels).nunique()  # for each class
             in_one_group = ", ".join(sorted(n_groups.index[n_groups < 2]))
             splits: list[Split] = []
             for train, test in split_groups(groups, self.config.most_folds):

@@ -78,7 +78,8 @@ class Integration(Task):
                 f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers
             )
         rows = []
-        scores: dict[str, dict[ScoredMethod, np.ndarray]] = {}  # by heading and method
+        # scores by heading and method
+        scores: dict[str, dict[ScoredMethod, np.ndarray]] = {}
         vectors_by_method = self.embed_cells(context, chosen.cells[has_batch], batches)
         for method, vectors in vectors_by_method.items():
             measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
@@ -358,7 +359,7 @@ def isolated_labels(
     """Silhouettes `widths` of the labels in the fewest batches, mean over these labels; None if
     every label is in all batches.
     """
-    n_batches = pd.Series(batches).groupby(labels).nunique()  # by label
+    n_batches = pd.Series(batches).groupby(labels).nunique()  # for each label
     if n_batches.min() == len(np.unique(batches)):
         return None
     isolated = n_batches.index[n_batches == n_batches.min()]

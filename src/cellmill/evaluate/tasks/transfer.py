@@ -55,7 +55,7 @@ class CellGroup:
     """Labelled cells of one dataset."""
 
     column: str  # obs column of the labels
-    context: Context  # of the dataset; its file may be closed
+    context: Context  # context of the dataset, whose file may be closed
     # name of each column: the model's, else the file's; empty if it is not a gene
     names: list[str]
     left_out: dict[str, int]  # numbers of cells that are left out, by reason
@@ -226,8 +226,8 @@ class Transfer(Task):
         ids = config.ontology and _are_ids([*fitted, tested])
         if not (known.any() or (ids and len(known))):
             theirs = ", ".join([*names][:3])
-            own = ", ".join([*new][:3])
-            raise Skipped(f"no label in common: fitted {theirs}, tested {own or 'none'}", numbers)
+            tested_labels = ", ".join([*new][:3]) or "none"
+            raise Skipped(f"no label in common: fitted {theirs}, tested {tested_labels}", numbers)
         fitted_features, tested_features = transfer_features(context.model, genes, fitted, tested)
         with small_problems():
             classifiers = fit_all(fitted_features, labels, config.neighbors, context)
