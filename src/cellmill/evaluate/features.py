@@ -28,9 +28,7 @@ ROW_BLOCK = 4096  # cells read at once
 def cell_features(
     context: Context, cells: np.ndarray, embedding: np.ndarray | None = None
 ) -> dict[ScoredMethod, Any]:
-    """Features of the cells with these indices, ascending, with the embeddings by models of other
-    packages.
-    """
+    """Features of `cells` (indices, ascending), including embeddings by models of other packages."""
     features = features_of_counts(context, read_rows(context.reader, cells), embedding)
     return features | external_features(context, cells)
 
@@ -61,8 +59,9 @@ def features_of_counts(
 def embed_counts(
     context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
 ) -> np.ndarray:
-    """Vectors of the cells, or of other `tokens` of theirs, `(cells, hidden)` float32; zeros for
-    cells without any.
+    """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens.
+
+    `tokens` replace the tokens of `counts`.
     """
     model = context.model
     if tokens is None:
@@ -73,13 +72,11 @@ def embed_counts(
 
 
 def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
-    """Counts without those of the columns where `kept`, bool `(columns,)`, is False; the shape
-    stays.
-    """
-    few = counts.copy()
-    few.data = counts.data * kept[counts.indices].astype(counts.dtype)
-    few.eliminate_zeros()
-    return few
+    """Counts, set to 0 in the columns where `kept`, bool `(columns,)`, is False."""
+    changed = counts.copy()
+    changed.data = counts.data * kept[counts.indices].astype(counts.dtype)
+    changed.eliminate_zeros()
+    return changed
 
 
 def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:

@@ -12,8 +12,9 @@ from cellmill.runs.results import DatasetResult, Row, TaskResult
 def find_failures(
     gates: Iterable[BaselineGate], datasets: Mapping[str, DatasetResult]
 ) -> list[str]:
-    """A line for each gate and dataset (and label) that it fails on. Raises ConfigError for a gate
-    without a row.
+    """A line for each gate and each dataset (and label) where it fails.
+
+    Raises ConfigError for a gate without a row.
     """
     lines = []
     for gate in gates:
@@ -34,7 +35,7 @@ def find_failures(
 
 
 def _compare(gate: BaselineGate, where: str, result: TaskResult) -> str | None:
-    """What the best row of the model lacks, in words; None if it passes."""
+    """Say by how much the model's best row misses the gate; None if it passes."""
     column = gate.column or result.metric
     if column is None:
         raise ConfigError(f"evaluate.gate: {where}: no column ranks its rows; set column")

@@ -1,6 +1,4 @@
-"""Features that several tasks score, as methods without a classifier; tasks define further ones of
-their own.
-"""
+"""Features that several tasks score, as methods without a classifier; tasks define more."""
 
 from dataclasses import replace
 

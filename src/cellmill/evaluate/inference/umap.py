@@ -1,8 +1,8 @@
 """Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv
 of drawn cells.
 
-umap-learn takes a second to import, so only the process that draws imports it, and none that reads
-or writes the file.
+umap-learn takes a second to import, so only the process that draws imports it; reading and writing
+the file do without.
 """
 
 import csv
@@ -32,11 +32,11 @@ APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # the names that umap-learn i
 
 @cache
 def import_umap() -> Any:
-    """umap-learn, its machine code kept in numba's cache where that is writable.
+    """Import umap-learn, and keep its machine code in numba's cache if that is writable.
 
-    It compiles in every process otherwise: 5 CPU-seconds, where the picture of 300 cells takes 0.4.
-    The approximate search of neighbours, which is not used here, would compile for 14 when it is
-    imported.
+    Without the cache every process compiles for 5 CPU-seconds; the picture of 300 cells takes 0.4.
+    Stand-ins replace the approximate search of neighbours, which is not used here and would compile
+    for 14 CPU-seconds on import.
     """
     stand_ins = {} if "pynndescent" in sys.modules else APPROXIMATE_SEARCH
     for name, content in stand_ins.items():
@@ -63,8 +63,8 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     if len(vectors) < 4:  # too few for a neighbour graph
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
     neighbors = min(15, len(vectors) - 1)
-    # exact neighbours, 4 CPU-seconds for 20,000 cells of width 128; a cell is its own nearest
-    # neighbour, also if another cell has the same vector
+    # find exact neighbours, in 4 CPU-seconds for 20,000 cells of width 128; each cell comes first
+    # among its own neighbours, also if another cell has the same vector
     search = import_module("sklearn.neighbors").NearestNeighbors(
         n_neighbors=neighbors, algorithm="brute"
     )

@@ -122,21 +122,20 @@ class GeneEmbedding(GeneTask):
                         linear = LogisticRegression(
                             solver="newton-cholesky", max_iter=1000, class_weight="balanced"
                         )
-                        fitted = make_pipeline(StandardScaler(), linear).fit(
-                            values[genes[train]], member[train]
-                        )
-                        scores = fitted.decision_function(values[genes[test]])
-                        terms[name][number, repetition, genes[test]] = auroc_terms(
-                            member[test], scores
-                        )
+                        classifier = make_pipeline(StandardScaler(), linear)
+                        classifier.fit(values[genes[train]], member[train])
+                        scores = classifier.decision_function(values[genes[test]])
+                        fold_terms = auroc_terms(member[test], scores)
+                        terms[name][number, repetition, genes[test]] = fold_terms
         return terms
 
 
 def _members(
     context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Vocabulary rows of each set of at least `fewest` genes, ascending, and their numbers; prints
-    the coverage.
+    """Vocabulary rows of each set of at least `fewest` genes, ascending, and numbers for the result.
+
+    Prints the coverage.
     """
     rows = rows_of_names({*chain.from_iterable(sets.values())}, context.model.vocabulary)
     n_known = sum(row >= 0 for row in rows.values())

@@ -161,7 +161,7 @@ def placements(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """(n,) float64: terms whose mean is the AUROC, and the variance of whose mean is DeLong's."""
+    """(n,) float64: terms whose mean is the AUROC and has DeLong's variance."""
     shares = placements(member, scores)
     area = shares[member].mean()
     n_members = member.sum()
@@ -172,14 +172,15 @@ def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n); 0 for
-    constant ones.
+    """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n).
+
+    It is 0 for constant columns.
     """
     return np.asarray(_standardise(first).T @ _standardise(second))
 
 
 def _standardise(values: np.ndarray) -> np.ndarray:
-    """Columns centred and of length 1; a constant one becomes zeros."""
+    """Centre columns and scale them to length 1; a constant column becomes zeros."""
     centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
     length = np.linalg.norm(centred, axis=0)
     return np.divide(centred, length, out=np.zeros_like(centred), where=length > 1e-9)

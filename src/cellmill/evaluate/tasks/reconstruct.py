@@ -38,7 +38,7 @@ class Reconstruct(Task):
     config: ReconstructConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Metrics and verdicts of the objective, after `n_cells`."""
+        """Number of cells, and metrics and verdicts of the objective."""
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 2)
         network = self._change_objective(context.model)
         reader = context.reader
