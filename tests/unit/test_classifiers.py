@@ -14,10 +14,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.evaluate import classifiers
+from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache, fit
-from cellmill.evaluate.classifiers import LogisticRegression, fit_all, predict_all
+from cellmill.evaluate.classifiers import fit_all, predict_all
 from cellmill.evaluate.components import pca
+from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.tasks.classify import _components
 from cellmill.runs.results import ScoredMethod
@@ -43,7 +44,7 @@ def _cells(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
 def test_coefficients_equal_scikit_learn(
     n: int, width: int, classes: int, standardised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classifiers, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(logistic, "TOLERANCE", 1e-9)
     features, labels = _cells(n, width, classes)
     ours = LogisticRegression(standardised=standardised).fit(features, labels)
     scaler = StandardScaler().fit(features)
@@ -79,8 +80,8 @@ def test_sparse_features_have_the_same_predictions_as_dense(
             sp.csr_matrix(features[kept]), labels[kept]
         )
         with monkeypatch.context() as patch:
-            patch.setattr(classifiers, "MAX_SIDE", 19)
-            patch.setattr(classifiers, "_minimise", None)
+            patch.setattr(logistic, "MAX_SIDE", 19)
+            patch.setattr(logistic, "_minimise", None)
             b = LogisticRegression(standardised=standardised).fit(
                 sp.csr_matrix(features[kept]), labels[kept]
             )
@@ -97,7 +98,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 ) -> None:
     features, labels = _cells(90, 12, 3)
     features[:, 1:3] = 1e12 * features[:, 3:4]
-    monkeypatch.setattr(classifiers, "_minimise", None)
+    monkeypatch.setattr(logistic, "_minimise", None)
     fitted = LogisticRegression(standardised=False).fit(features, labels)
     assert set(fitted.predict(features)) <= set(labels)
 
@@ -105,7 +106,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 def test_a_fit_that_stops_early_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(classifiers, "MAX_STEPS", 2)
+    monkeypatch.setattr(logistic, "MAX_STEPS", 2)
     fit(LogisticRegression(standardised=False), *_cells(90, 12, 4))
     assert (
         capsys.readouterr().out

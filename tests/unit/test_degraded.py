@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate import classifiers
+from cellmill.evaluate import logistic
 from cellmill.evaluate import features as features_module
 from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.labels import choose_cells
@@ -196,7 +196,7 @@ COLUMNS = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
 def low_depth(context: Context) -> TaskResult:
     with pytest.MonkeyPatch.context() as patch:
         # one of these cells is about as near to two classes
-        patch.setattr(classifiers, "TOLERANCE", 1e-6)
+        patch.setattr(logistic, "TOLERANCE", 1e-6)
         config = LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)
         return Degraded(config).run(context)
 

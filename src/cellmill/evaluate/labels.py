@@ -9,9 +9,10 @@ import pandas as pd
 from cellmill.data.arrays import log_normalise, summed, text_values
 from cellmill.errors import DataError
 from cellmill.evaluate.baselines import CachedClassifiers
-from cellmill.evaluate.classifiers import LogisticRegression, small_problems
+from cellmill.evaluate.classifiers import small_problems
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.inference.predict import tally
+from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.scores import draw_cells, seeded
 from cellmill.evaluate.task import Context, Skipped
