@@ -15,8 +15,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
-from cellmill.evaluate import logistic
 from cellmill.evaluate import features as features_module
+from cellmill.evaluate import logistic
 from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
