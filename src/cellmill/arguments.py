@@ -24,7 +24,7 @@ H5AD = "the .h5ad to write"
 MANIFEST = "manifest.json of the shards"
 MODEL = "folder of an exported model"
 VOCABULARY = "vocabulary.tsv of the corpus"
-FORMATS = "a file or folder in a format of docs/data.md, or a URL"
+FORMATS = "a file or folder in a format of docs/inputs.md, or a URL"
 GROUPS = {
     "import": ("read published weights into a model folder", "kind", "MODEL"),
     "convert": ("write cells of other tools as .h5ad", "kind", "FORMAT"),

@@ -260,7 +260,7 @@ class Dataset(ObsColumns):
     path: Annotated[
         str, StringConstraints(strip_whitespace=True, min_length=1, pattern=NOT_WILDCARD)
     ]
-    """Input file or folder, in a format of docs/data.md. It is a URL, or a path that is absolute or
+    """Input file or folder, in a format of docs/inputs.md. It is a URL, or a path that is absolute or
     relative to Snakemake's working directory, without braces and < >. `cells.h5mu#rna` is one
     modality of a file.
     """
