@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.report.advice import advice
+from cellmill.report.advice import advise
 from cellmill.report.collect import ReportedRun
 from cellmill.runs.results import Evaluation
 
@@ -25,7 +25,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
     }
     given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
     return list(
-        advice(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes)
+        advise(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes)
     )
 
 

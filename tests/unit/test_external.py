@@ -25,7 +25,8 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.evaluated import TrainedCells
 from cellmill.report.collect import read_run
-from cellmill.report.page import render, standings
+from cellmill.report.page import render
+from cellmill.report.standings import list_standings
 from tests.unit.evaluated import BRIDGES, evaluate
 
 SCRIPT = """
@@ -282,7 +283,7 @@ def test_an_external_model_changes_no_verdict(
     }
     assert best["external"] > best["model"]  # components against random weights
     run = read_run(tmp_path / "b")
-    standing = standings([run])[0]
+    standing = list_standings([run])[0]
     assert standing.row.method.network == "trained"
     assert standing.baseline is not None
     assert standing.baseline.method.kind == "baseline"

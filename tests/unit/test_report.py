@@ -32,8 +32,10 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report import drawing, figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
-from cellmill.report.page import planned_and_measured, render, standings, training_figures
+from cellmill.report.page import render
+from cellmill.report.standings import list_standings
 from cellmill.report.tables import compare_runs
+from cellmill.report.training import compare_with_plan, draw_training
 from cellmill.runs.results import (
     Difference,
     Evaluation,
@@ -80,7 +82,7 @@ def page(tmp_path: Path) -> str:
 
 def without_scripts(page: str) -> str:
     """The page without its own two scripts, each of which must be there once."""
-    for script in drawing.scripts():
+    for script in drawing.load_scripts():
         assert page.count(script) == 1
         page = page.replace(script, "")
     return re.sub(r'data:image/png;base64,[^"]*', "data:", page)
@@ -98,8 +100,8 @@ def rendered(*runs: Path) -> str:
 def test_the_bundle_of_scripts_is_kept_for_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = drawing.scripts()[0]
-    read = drawing.scripts.__wrapped__
+    bundle = drawing.load_scripts()[0]
+    read = drawing.load_scripts.__wrapped__
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read()[0] == bundle
     [kept] = (tmp_path / "cellmill").iterdir()
@@ -112,7 +114,7 @@ def test_the_bundle_of_scripts_is_kept_for_the_user(
 
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own = without_scripts(page)
-    scripts = drawing.scripts()
+    scripts = drawing.load_scripts()
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", own)
     digests = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts
@@ -380,7 +382,7 @@ def test_the_standing_names_the_best_run() -> None:
         return of_tasks(name, probe=result, low_depth=result)
 
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
-    found = standings(runs)
+    found = list_standings(runs)
     assert [one.best for one in found] == [False, True, False]
     assert [one.difference and one.difference.outcome for one in found] == [
         "behind",
@@ -396,7 +398,7 @@ def test_the_standing_names_the_best_run() -> None:
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
-    assert [one.best for one in standings(runs)] == [True, True, False]
+    assert [one.best for one in list_standings(runs)] == [True, True, False]
 
 
 def test_the_first_sentences_name_tasks_ahead_or_behind() -> None:
@@ -442,14 +444,14 @@ def test_the_best_other_baseline_replaces_an_untrained_one(
     result = of_task(
         "f", rows, [verdict_on(OWN, UNTRAINED, "accuracy", 0.9 - 0.85, (0.03, 0.07))], lines
     )
-    [found] = standings([of_tasks("a", probe=result)])
+    [found] = list_standings([of_tasks("a", probe=result)])
     assert found.baseline is not None
     assert found.baseline.method == against
     assert (found.difference and found.difference.outcome) == outcome
     assert sum(found.outcomes.values()) == (outcome is not None)
     # its untrained network is a baseline to be behind
     result = of_task("f", rows, [verdict_on(OWN, UNTRAINED, "f", -0.1, (-0.2, -0.05))], lines)
-    [found] = standings([of_tasks("a", probe=result)])
+    [found] = list_standings([of_tasks("a", probe=result)])
     assert found.outcomes["behind"] == 1
 
 
@@ -494,11 +496,11 @@ def test_each_objective_has_a_figure_of_its_losses() -> None:
         ReportedRun(name, None, None, {"options": of}, None, None, lines=lines)
         for name, of in zip("abc", options)
     ]
-    first, second = training_figures(runs)
+    first, second = draw_training(runs)
     assert (first.title, second.title) == ("Loss: cell decoding", "Loss: classification")
     assert first.spec["encoding"]["color"]["legend"] == {"values": ["a", "c"]}
     assert [row["name"] for row in second.rows] == ["b"]
-    [alone] = training_figures(runs[:1])
+    [alone] = draw_training(runs[:1])
     assert alone.title == "Loss"
     assert alone.spec["encoding"]["color"]["legend"] is None
 
@@ -533,7 +535,7 @@ def test_the_static_umap_has_every_pixel_in_fewer_bytes() -> None:
         "encoding": {"x": {"field": "x", "type": "quantitative"}},
     }
     png = vl_convert.vegalite_to_png(spec)
-    smaller = drawing.compressed(png)
+    smaller = drawing.compress_png(png)
     assert len(smaller) < len(png)
     (rest, pixels), (rest_of_smaller, pixels_of_smaller) = map(chunks, (png, smaller))
     assert zlib.decompress(pixels) == zlib.decompress(pixels_of_smaller)
@@ -569,7 +571,7 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         (on_cpu, None, 1),
         (replace(on_cpu, lines=[line, {"step": 2}]), 0.051, 0),
     ):
-        rows = {name: (planned, seen) for name, planned, seen in planned_and_measured(run)}
+        rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         assert rows[tensors] == (0.046, measured)
         assert rows[process] == (None, 2.1)
         assert rows["rank with the largest memory"] == (None, rank)

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ValidationError
 
 from cellmill.config.section import error_line, explain
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -24,45 +24,93 @@ from cellmill.runs.cost import Start
 from cellmill.runs.folder import read_lines
 from cellmill.runs.results import DatasetResult, Evaluation
 
-MADE = {  # files that Snakemake makes again by name, in the order of the stages
+REMADE = {
     "runs": (
-        "plan.json", "train/status.json", "model/model.safetensors", "embeddings/*.h5ad", "predictions/*.h5ad",
-        "changes/*.h5ad", "evaluate/metrics.json", "steps/*/evaluate/metrics.json",
+        "plan.json",
+        "train/status.json",
+        "model/model.safetensors",
+        "embeddings/*.h5ad",
+        "predictions/*.h5ad",
+        "changes/*.h5ad",
+        "evaluate/metrics.json",
+        "steps/*/evaluate/metrics.json",
     ),
     "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
-}  # fmt: skip
+}
+"""Files that Snakemake makes again by name, in the order of the stages."""
 
 Object = dict[str, Any]
 
-# forms of files: the keys that the page reads from each, with a default for those that may be absent
-PROGRESS = create_model(  # plan.json, and train/status.json
-    "Progress", memory=(Object, {}), wall_s=(float | None, None), best_val_loss=(float | None, None)
-)
-RECORD = create_model(  # train/run.json, and config.json of an exported model
-    "Record", options=(Object, {}), environment=(Object, {}), supervised_by=(list[str], [])
-)
-COST = create_model(
-    "Cost", source=(str, ...), jobs=(list[Start], ...), totals=(dict[str, float | None], ...),
-    unknown=(dict[str, str], ...),
-)  # fmt: skip
-CURVE = create_model(  # a line of metrics.jsonl
-    "Curve", peak_allocated_gb=(list[float], []), peak_resident_gb=(list[float], []), gpu_power_w=(list[float], []),
-    cells_per_s=(float, 0.0), data_wait_frac=(float, 0.0), effective_rank=(float | None, None),
-)  # fmt: skip
-QC_REPORT = create_model(
-    "QcReport", dataset=(str, ...), source=(Object, ...), cells=(Object, ...), genes=(Object, ...),
-    coverage=(Object, ...), histograms=(dict[str, dict[str, list[float]]], ...),
-)  # fmt: skip
-MANIFEST = create_model(
-    "Manifest", fingerprint=(str, ...), vocabulary=(Object, ...), splits=(dict[str, Object], ...)
-)
-SWEEP = create_model(
-    "Sweep", name=(str, ...), n_runs=(int, ...), axes=(list[str], ...), curves=(list[Object], ...)
-)
+# A form lists the keys that the page reads from a file. Keys with a default may be absent.
+
+
+class ProgressForm(BaseModel):
+    """plan.json, and train/status.json."""
+
+    memory: Object = {}
+    wall_s: float | None = None
+    best_val_loss: float | None = None
+
+
+class RecordForm(BaseModel):
+    """train/run.json, and config.json of an exported model."""
+
+    options: Object = {}
+    environment: Object = {}
+    supervised_by: list[str] = []
+
+
+class CostForm(BaseModel):
+    """train/cost.json."""
+
+    source: str
+    jobs: list[Start]
+    totals: dict[str, float | None]
+    unknown: dict[str, str]
+
+
+class LineForm(BaseModel):
+    """A line of metrics.jsonl."""
+
+    peak_allocated_gb: list[float] = []
+    peak_resident_gb: list[float] = []
+    gpu_power_w: list[float] = []
+    cells_per_s: float = 0.0
+    data_wait_frac: float = 0.0
+    effective_rank: float | None = None
+
+
+class QcForm(BaseModel):
+    """QC report of a dataset."""
+
+    dataset: str
+    source: Object
+    cells: Object
+    genes: Object
+    coverage: Object
+    histograms: dict[str, dict[str, list[float]]]
+
+
+class ManifestForm(BaseModel):
+    """shards/manifest.json."""
+
+    fingerprint: str
+    vocabulary: Object
+    splits: dict[str, Object]
+
+
+class SweepForm(BaseModel):
+    """curves.json of a sweep."""
+
+    name: str
+    n_runs: int
+    axes: list[str]
+    curves: list[Object]
 
 
 def remake_commands(kind: str, folder: Path) -> dict[str, str]:
-    """Command that makes each file of `folder`, one of results/<kind>, again.
+    """Commands by file of `folder`, each of which makes the file again. The folder is one of
+    results/<kind>.
 
     A stage with `--force` runs again although its file exists. A finished training runs again only
     if its folder is gone, so that no command loses trained weights.
@@ -70,7 +118,7 @@ def remake_commands(kind: str, folder: Path) -> dict[str, str]:
     target_folder = Path("results", kind, folder.resolve().name)
     train = shlex.quote(f"{target_folder}/train")
     commands = {}
-    for pattern in MADE[kind]:
+    for pattern in REMADE[kind]:
         for path in sorted(folder.glob(pattern)):
             file = path.relative_to(folder).as_posix()
             target = shlex.quote(f"{target_folder}/{file}")
@@ -84,15 +132,17 @@ def remake_commands(kind: str, folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ReportedRun:
+    """Files of a run; None if they are absent."""
+
     name: str
-    plan: dict[str, Any] | None
-    status: dict[str, Any] | None
-    record: dict[str, Any] | None  # train/run.json: resolved options, digests, environment
-    model: dict[str, Any] | None
+    plan: Object | None  # plan.json
+    status: Object | None  # train/status.json, or train/state.json of a running training
+    record: Object | None  # train/run.json: resolved options, digests, environment
+    model: Object | None  # config.json of the exported model
     evaluation: Evaluation | None
-    cost: dict[str, Any] | None = None  # train/cost.json; None before a training has ended
+    cost: Object | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[Object] = field(default_factory=list)
     # rows of umap.tsv by dataset
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     # metrics.json of kept checkpoints by step
@@ -102,37 +152,41 @@ class ReportedRun:
     @property
     def supervised_by(self) -> list[str]:
         """obs columns whose labels the run was trained with."""
-        evaluated = self.evaluation and self.evaluation.model
-        for written in (evaluated, self.model, self.record):
-            if written and "supervised_by" in written:
-                columns: list[str] = written["supervised_by"]
+        evaluated_model = self.evaluation and self.evaluation.model
+        for source in (evaluated_model, self.model, self.record):
+            if source and "supervised_by" in source:
+                columns: list[str] = source["supervised_by"]
                 return columns
         return []
 
 
 @dataclass(frozen=True)
 class ReportedCorpus:
+    """Files of a corpus; None if they are absent."""
+
     name: str
-    datasets: list[dict[str, Any]]  # QC reports, by name
-    manifest: dict[str, Any] | None
+    datasets: list[Object]  # QC reports, sorted by file name
+    manifest: Object | None  # shards/manifest.json
     n_genes: int | None  # genes of the vocabulary
-    vocabulary_cells: str | None = None  # cells that chose these genes and gave their medians
+    # in words, the cells that the vocabulary's genes and medians were computed from
+    vocabulary_cells: str | None = None
     commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
 
 
 def read_run(folder: Path) -> ReportedRun:
     """The run in `folder`. Raises DataError if the folder is absent or one of its files is damaged."""
-    train = _existing(folder, "run") / "train"
+    _check_exists(folder, "run")
+    train = folder / "train"
     umap = defaultdict(list)
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap[row["dataset"]].append(row)
     lines = read_lines(train / "metrics.jsonl")
     for line in lines:
-        _check(train / "metrics.jsonl", CURVE, line)
-    model = _read(folder / "model" / "config.json", RECORD)
+        _check(train / "metrics.jsonl", LineForm, line)
+    model = _read(folder / "model" / "config.json", RecordForm)
     kept = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
-        checkpoint = _read(path.parents[1] / "model" / "config.json", RECORD) or {}
+        checkpoint = _read(path.parents[1] / "model" / "config.json", RecordForm) or {}
         evaluation = results.read(path)
         # keep only checkpoints of the training that made the export
         if checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
@@ -140,11 +194,12 @@ def read_run(folder: Path) -> ReportedRun:
     metrics = folder / "evaluate" / "metrics.json"
     return ReportedRun(
         name=folder.resolve().name,
-        plan=_read(folder / "plan.json", PROGRESS),
-        status=_read(train / "status.json", PROGRESS) or _read(train / "state.json", PROGRESS),
-        record=_read(train / "run.json", RECORD),
+        plan=_read(folder / "plan.json", ProgressForm),
+        status=_read(train / "status.json", ProgressForm)
+        or _read(train / "state.json", ProgressForm),
+        record=_read(train / "run.json", RecordForm),
         model=model,
-        cost=_read(train / "cost.json", COST),
+        cost=_read(train / "cost.json", CostForm),
         evaluation=results.read(metrics) if metrics.exists() else None,
         lines=lines,
         umap=umap,
@@ -157,14 +212,14 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     """The corpus in `folder`. Raises DataError if the folder is absent or one of its files is
     damaged.
     """
-    path = _existing(folder, "corpus") / "vocabulary.tsv"
+    _check_exists(folder, "corpus")
+    path = folder / "vocabulary.tsv"
     vocabulary = Vocabulary.read(path) if path.exists() else None
+    qc_reports = sorted((folder / "cells").glob("*.json"))
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=[
-            _read(path, QC_REPORT) or {} for path in sorted((folder / "cells").glob("*.json"))
-        ],
-        manifest=_read(folder / "shards" / "manifest.json", MANIFEST),
+        datasets=[_read(path, QcForm) or {} for path in qc_reports],
+        manifest=_read(folder / "shards" / "manifest.json", ManifestForm),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
         commands=remake_commands("corpora", folder),
@@ -173,7 +228,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
 
 def read_sweep(path: Path) -> Object:
     """curves.json of a sweep. Raises DataError if it is not as `sweep` writes it."""
-    return _check(path, SWEEP, read_json(path))
+    return _check(path, SweepForm, read_json(path))
 
 
 def _read(path: Path, form: type[BaseModel]) -> Object | None:
@@ -194,17 +249,22 @@ def _check(path: Path, form: type[BaseModel], value: Object) -> Object:
     return value
 
 
-def _existing(folder: Path, kind: str) -> Path:
+def _check_exists(folder: Path, kind: str) -> None:
     if not folder.is_dir():
         raise DataError(f"{folder}: expected the folder of a {kind}, found none")
-    return folder
 
 
-def evaluated_datasets(
-    runs: Iterable[ReportedRun],
-) -> Iterator[tuple[ReportedRun, str, DatasetResult]]:
-    """Run, name and result of each dataset that the runs were evaluated on."""
+class EvaluatedDataset(NamedTuple):
+    """A dataset that a run was evaluated on."""
+
+    run: ReportedRun
+    name: str
+    result: DatasetResult
+
+
+def evaluated_datasets(runs: Iterable[ReportedRun]) -> Iterator[EvaluatedDataset]:
+    """Each dataset that the runs were evaluated on, run by run."""
     for run in runs:
         if run.evaluation is not None:
-            for name, dataset in run.evaluation.datasets.items():
-                yield run, name, dataset
+            for name, result in run.evaluation.datasets.items():
+                yield EvaluatedDataset(run, name, result)

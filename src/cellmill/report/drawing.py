@@ -31,10 +31,10 @@ PALETTE = (
     "#4e79a7", "#e08f45", "#5f9e6e", "#c85c5c", "#8a6fae", "#9c7a5b", "#d38bb4", "#7f8791", "#b3a63f", "#55a9b5",
     "#2f4b7c", "#f2b66d", "#a3c98f", "#e79a94", "#bba8d6", "#c9ad92", "#6b4f3a", "#b9bec5", "#dcd57f", "#9fd3da",
 )  # fmt: skip
-"""Twenty colours, distinguishable on light and dark background; they repeat from the twenty-first
-class on.
+"""Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
+class.
 """
-MOST_STILL_POINTS = 200  # points in all curves of a static figure; above, it has only lines
+MOST_STILL_POINTS = 200  # points in all curves of a static figure; with more, it has only lines
 FORMULA = ("=", "+", "@", "\t")  # beginnings of a text that a spreadsheet computes
 WIDTH = 500  # width of a static figure, in pixels; a live one takes the width of its card
 
@@ -45,30 +45,45 @@ CONFIG: dict[str, Any] = {
     "range": {"category": list(PALETTE)},
     "axis": {
         **dict.fromkeys(("labelColor", "titleColor", "domainColor", "gridColor"), "currentColor"),
-        "gridOpacity": 0.14, "domainOpacity": 0.3, "ticks": False, "labelPadding": 5, "titleFontWeight": "normal",
-        "labelFontSize": 11, "titleFontSize": 12, "labelLimit": 230, "labelSeparation": 8,
+        "gridOpacity": 0.14,
+        "domainOpacity": 0.3,
+        "ticks": False,
+        "labelPadding": 5,
+        "titleFontWeight": "normal",
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "labelLimit": 230,
+        "labelSeparation": 8,
     },
     "legend": {
-        **dict.fromkeys(("labelColor", "titleColor"), "currentColor"), "orient": "bottom", "title": None,
-        "columns": 2, "labelFontSize": 11, "labelLimit": 220, "symbolLimit": 60,
+        **dict.fromkeys(("labelColor", "titleColor"), "currentColor"),
+        "orient": "bottom",
+        "title": None,
+        "columns": 2,
+        "labelFontSize": 11,
+        "labelLimit": 220,
+        "symbolLimit": 60,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Figure:
-    title: str  # what it shows, in words: its name to a screen reader, and of its files
-    rows: list[dict[str, Any]]  # all that is drawn, as a table
-    spec: dict[str, Any]  # Vega-Lite, without data
-    canvas: bool = False  # thousands of marks: drawn as a bitmap
+    """A table and the Vega-Lite specification that draws it."""
+
+    title: str  # what it shows, in words: read by screen readers, and the name of its files
+    rows: list[dict[str, Any]]  # all that is drawn
+    spec: dict[str, Any]  # without the data
+    canvas: bool = False  # True for thousands of marks, which are drawn as a bitmap
 
     @cached_property
     def keys(self) -> list[str]:
+        """Columns of the table."""
         return list(dict.fromkeys(chain.from_iterable(self.rows)))
 
     @property
     def complete(self) -> dict[str, Any]:
-        """The specification with what all figures share."""
+        """The specification with the settings that all figures share."""
         return self.spec | {"config": CONFIG, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
@@ -84,23 +99,17 @@ class Drawings:
     def draw(self, figure: Figure) -> Markup:
         """The `<figure>` element with the static picture; the same numbers give the same bytes."""
         number = len(self.figures)
-        title = escape(figure.title)
         spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
         # the figure has a label; labels of single marks would be half of the bytes
         spec["config"] = CONFIG | {"aria": False}
         if len(figure.rows) > MOST_STILL_POINTS and "point" in spec.get("mark", {}):
             spec["mark"] = spec["mark"] | {"point": False}
-        svg = vl_convert.vegalite_to_svg(spec)
-        # number the ids within this figure: vl-convert counts them over the whole process
-        old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-        new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
-        svg = re.sub(
-            r'(id="|url\(#|href="#)([\w-]+)', lambda m: m[1] + new_ids.get(m[2], m[2]), svg
-        )
+        svg = _number_ids(vl_convert.vegalite_to_svg(spec), number)
         self.figures.append(figure)
         self.pictures.append(svg)
+        title = escape(figure.title)
         if figure.canvas:  # thousands of circles as text are larger than as a bitmap
-            bitmap = compressed(vl_convert.vegalite_to_png(spec, scale=1.5))
+            bitmap = compress_png(vl_convert.vegalite_to_png(spec, scale=1.5))
             png = base64.b64encode(bitmap).decode()
             still = f'<img src="data:image/png;base64,{png}" alt="{title}">'
         else:
@@ -125,67 +134,89 @@ class Drawings:
             ):
                 writer = csv.DictWriter(file, figure.keys, lineterminator="\n")
                 writer.writeheader()
-                for row in figure.rows:
-                    quoted = {
-                        key: f"'{value}"
-                        for key, value in row.items()
-                        if str(value).startswith(FORMULA)
-                    }
-                    writer.writerow(row | quoted)
+                writer.writerows(map(_quote_formulas, figure.rows))
 
     @property
     def data(self) -> Markup:
         """The figures as JSON for the page's script, safe inside a script element."""
-        shown = []
+        charts = []
         for figure in self.figures:
-            rows = [list(map(row.get, figure.keys)) for row in figure.rows]
-            drawn = {"title": figure.title, "canvas": figure.canvas, "keys": figure.keys}
-            shown.append(drawn | {"spec": figure.complete, "rows": rows})
+            chart = {
+                "title": figure.title,
+                "canvas": figure.canvas,
+                "keys": figure.keys,
+                "spec": figure.complete,
+                "rows": [list(map(row.get, figure.keys)) for row in figure.rows],
+            }
+            charts.append(chart)
         return htmlsafe_json_dumps(
-            shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+            charts, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         )
 
 
-def compressed(png: bytes) -> bytes:
+def _number_ids(svg: str, number: int) -> str:
+    """The SVG with ids that are unique on the page and equal each time: vl-convert counts its own
+    over the whole process.
+    """
+    old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
+    new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
+    return re.sub(
+        r'(id="|url\(#|href="#)([\w-]+)',
+        lambda match: match[1] + new_ids.get(match[2], match[2]),
+        svg,
+    )
+
+
+def _quote_formulas(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with an apostrophe before each text that a spreadsheet would compute."""
+    return {
+        key: f"'{value}" if str(value).startswith(FORMULA) else value for key, value in row.items()
+    }
+
+
+def compress_png(png: bytes) -> bytes:
     """The same picture in a third of the bytes: vl-convert compresses for speed."""
-    # join the chunks of pixels, each a length, "IDAT", data and a checksum, into one
-    begin = end = png.index(b"IDAT") - 4
+    # a chunk is the length of its data in 4 bytes, a type in 4, the data, and a checksum in 4
+    begin = png.index(b"IDAT") - 4
+    end = begin
     pixels = b""
     while png[end + 4 : end + 8] == b"IDAT":
         size = int.from_bytes(png[end : end + 4], "big")
         pixels = pixels + png[end + 8 : end + 8 + size]
         end = end + size + 12
-    chunk = b"IDAT" + zlib.compress(zlib.decompress(pixels), 9)
-    length = (len(chunk) - 4).to_bytes(4, "big")
-    framed = length + chunk + zlib.crc32(chunk).to_bytes(4, "big")
-    return png[:begin] + framed + png[end:]
+    # one chunk in place of all that have pixels
+    data = zlib.compress(zlib.decompress(pixels), 9)
+    checksum = zlib.crc32(b"IDAT" + data)
+    chunk = len(data).to_bytes(4, "big") + b"IDAT" + data + checksum.to_bytes(4, "big")
+    return png[:begin] + chunk + png[end:]
 
 
 @cache
-def scripts() -> tuple[Markup, Markup]:
+def load_scripts() -> tuple[Markup, Markup]:
     """Vega with vega-embed, and the page's own script.
 
-    The first takes two seconds to bundle, so it is cached for each user. In a cache that users
-    share, one could put scripts into the pages of others.
+    The first takes two seconds to bundle, so each user has it in a cache. The cache is not shared:
+    a user could put scripts into the pages of others.
     """
-    kept = user_cache() / f"vega-{version('vl-convert-python')}.js"
+    cached = user_cache() / f"vega-{version('vl-convert-python')}.js"
     try:
-        bundle = kept.read_text(encoding="utf-8")
+        bundle = cached.read_text(encoding="utf-8")
     except OSError:
         bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub asks for an optional one
         with suppress(OSError, DataError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_text(kept, bundle)
-    return Markup(bundle), Markup(text_of("page.js"))
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_text(cached, bundle)
+    return Markup(bundle), Markup(read_asset("page.js"))
 
 
-def allowed() -> str:
+def hash_scripts() -> str:
     """`script-src` of the page: the hashes of its own scripts and nothing else."""
     digests = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts()
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in load_scripts()
     )
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def text_of(name: str) -> str:
+def read_asset(name: str) -> str:
+    """Text of a file next to this module."""
     return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")

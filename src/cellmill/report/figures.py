@@ -2,29 +2,36 @@
 confusion.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cellmill.report.drawing import PALETTE, Figure
+from cellmill.report.tables import to_words
 
+Points = list[tuple[float, float]]
+"""(step, value) of a curve."""
 GREY = PALETTE[7]
+LIGHT_GREY = "#9aa0a6"
 MOST_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
 MOST_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
 MOST_POINTS = 400  # points of a curve
-TAILS_FRAC = 0.005  # share of cells that a histogram does not draw, at both ends together
+LAW_POINTS = 40  # points of the curve of a law
+TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
 PICK = {"name": "pick", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
 ZOOM = {
     "name": "zoom",
     "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"},
     "bind": "scales",
 }
+# lines and points that are not picked in the legend are nearly transparent
 PICKED = {"condition": {"param": "pick", "value": 0.9}, "value": 0.08}
 
 
 def curves(title: str, series: Mapping[str, Sequence[tuple[float, float]]], y: str) -> Figure:
-    """(step, value) of each run, a colour each."""
+    """A line over steps for each run, in its colour."""
     rows = []
     values = []
     for name, points in series.items():
@@ -44,8 +51,8 @@ def losses(title: str, runs: Mapping[str, Mapping[str, Sequence[tuple[float, flo
             for step, value in _thin(points):
                 rows.append({"name": name, "of": kind, "step": step, "value": _short(value)})
     # on a linear axis, the first steps would flatten the rest
-    log = bool(values) and min(values) > 0 and max(values) > 5 * min(values)
-    spec = _lines([*runs], "step", "loss", values, log)
+    is_log = bool(values) and min(values) > 0 and max(values) > 5 * min(values)
+    spec = _lines([*runs], "step", "loss", values, is_log)
     with_loss = [name for name, kinds in runs.items() if kinds]
     spec["encoding"]["color"].setdefault("legend", {"values": with_loss})
     spec["encoding"]["strokeDash"] = {
@@ -63,26 +70,27 @@ def histogram(
 ) -> Figure:
     """Cells per bin before QC (grey) and after (blue); log axis for geometric edges.
 
-    Only bins of the central 99.5 % of cells are drawn, or one outlier would squeeze them; the title
-    counts the others.
+    Only bins of the central 99.5 % of cells are drawn, or one outlier would squeeze them; the axis
+    counts the other cells.
     """
-    n_until = np.cumsum(before)
-    n_cells = n_until[-1]
+    # cells in each bin and all bins to its left
+    n_until_end = np.cumsum(before)
+    n_until_start = n_until_end - before
+    n_cells = n_until_end[-1]
     tail = TAILS_FRAC / 2 * n_cells
-    is_drawn = (n_until > tail) & (n_until - before < n_cells - tail)
+    is_drawn = (n_until_end > tail) & (n_until_start < n_cells - tail)
     rows = []
     for number in np.flatnonzero(is_drawn).tolist():
-        rows.append(
-            {
-                "from": _short(edges[number]),
-                "to": _short(edges[number + 1]),
-                "before": int(before[number]),
-                "kept": int(after[number]),
-            }
-        )
-    beyond = int(n_cells - sum(row["before"] for row in rows))
-    if beyond:
-        name += f" ({beyond:,} cells beyond)"
+        row = {
+            "from": _short(edges[number]),
+            "to": _short(edges[number + 1]),
+            "before": int(before[number]),
+            "kept": int(after[number]),
+        }
+        rows.append(row)
+    n_beyond = int(n_cells - sum(row["before"] for row in rows))
+    if n_beyond:
+        name += f" ({n_beyond:,} cells beyond)"
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
     shared = {
         "x": _number("from", scale=scale, title=name, axis={"grid": False}),
@@ -98,40 +106,24 @@ def histogram(
 
 
 def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
-    """Mean and sd by size, a line for each of `curve.lines`.
+    """Mean and sd by size, a line for each of `curve["lines"]`.
 
     The law is dashed, the best baseline dotted.
     """
-    rows: list[dict[str, Any]] = []
     lines = {str(line["name"] or "runs"): line for line in curve["lines"]}
+    rows: list[dict[str, Any]] = []
     for name, line in lines.items():
-        for point in line["points"]:
-            mean = point["mean"]
-            sd = point["sd"] or 0.0
-            rows.append(
-                {
-                    "name": name,
-                    "of": "runs",
-                    "size": point["size"],
-                    "value": _short(mean),
-                    "low": _short(mean - sd),
-                    "high": _short(mean + sd),
-                }
-            )
-        law = line.get("law")
-        if law is not None:
-            sizes = [point["size"] for point in line["points"]]
-            for x in np.geomspace(min(sizes), max(sizes), 40).tolist():
-                y = law["floor"] + law["factor"] * x ** -law["exponent"]
-                rows.append({"name": name, "of": "law", "size": _short(x), "value": _short(y)})
+        rows += _mean_rows(name, line["points"])
+        rows += _law_rows(name, line)
     baseline = curve["baseline"]
     if baseline is not None:
         value = _short(baseline["value"])
         rows.append({"name": baseline["name"], "of": "baseline", "value": value})
-    scale = {"type": "log"} if all(row.get("size", 1) > 0 for row in rows) else {}
+    is_positive = all(row.get("size", 1) > 0 for row in rows)
+    scale = {"type": "log"} if is_positive else {}
     encoding = _lines([*lines], "size", curve["metric"])["encoding"]
     del encoding["opacity"]
-    encoding["x"] = _number("size", title=curve["quantity"].replace("_", " "), scale=scale)
+    encoding["x"] = _number("size", title=to_words(curve["quantity"]), scale=scale)
     bars = {
         "x": encoding["x"],
         "y": encoding["y"] | {"field": "low"},
@@ -149,60 +141,115 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     return Figure(title, rows, {"height": 230, "layer": layers})
 
 
+def _mean_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The mean of each size, with the ends of a bar of one sd to both sides."""
+    rows = []
+    for point in points:
+        mean = point["mean"]
+        sd = point["sd"] or 0.0
+        row = {
+            "name": name,
+            "of": "runs",
+            "size": point["size"],
+            "value": _short(mean),
+            "low": _short(mean - sd),
+            "high": _short(mean + sd),
+        }
+        rows.append(row)
+    return rows
+
+
+def _law_rows(name: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Points of the law over the sizes of the line; none without a law."""
+    law = line.get("law")
+    if law is None:
+        return []
+    sizes = [point["size"] for point in line["points"]]
+    rows = []
+    for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
+        value = law["floor"] + law["factor"] * size ** -law["exponent"]
+        rows.append({"name": name, "of": "law", "size": _short(size), "value": _short(value)})
+    return rows
+
+
 def _layer(kind: str, mark: Any, encoding: dict[str, Any]) -> dict[str, Any]:
     """Marks of the rows of one kind."""
-    only = [{"filter": f"datum.of == '{kind}'"}]
-    return {"transform": only, "mark": mark, "encoding": encoding}
+    rows_of_kind = [{"filter": f"datum.of == '{kind}'"}]
+    return {"transform": rows_of_kind, "mark": mark, "encoding": encoding}
 
 
 def umap(
     title: str,
     cells: Sequence[Mapping[str, str]],
     labels: Sequence[str],
-    by: str = "label",
-    most: int = MOST_CELLS,
+    column: str = "label",
+    n_most: int = MOST_CELLS,
 ) -> Figure:
-    """Cells at UMAP coordinates, at most `most` of them, coloured by a column; held-out cells are
+    """Cells at UMAP coordinates, at most `n_most` of them, coloured by a column; held-out cells are
     circles.
+
+    To keep the page small, rows have codes; the browser looks the texts up.
     """
+    codes = {label: code for code, label in enumerate(labels)}
     # shuffle cells by a fixed seed, or the class drawn last would cover the others
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))[:most]
-    codes = {label: number for number, label in enumerate(labels)}
-    # short keys, repeated in every row: `c` is the code of the value, `h` 1 for held-out cells
-    rows = []
-    for cell in (cells[index] for index in order):
-        row = {"x": round(float(cell["x"]), 3), "y": round(float(cell["y"]), 3)}
-        row["c"] = codes.get(cell[by], -1)
-        row["h"] = int(cell["heldout"] == "1")
-        rows.append(row)
-    names = [*labels, f"no {by}"]
-    coded = [{"c": code, "name": name} for code, name in zip([*codes.values(), -1], names)]
-    colours = [colour(number) for number in range(len(labels))]
-    ink: dict[str, Any] = {"grid": False, "labels": False, "titleColor": GREY, "domain": False}
-    tint: dict[str, Any] = {
-        "field": "name",
-        "type": "nominal",
-        "scale": {"domain": names, "range": [*colours, "#9aa0a6"]},
-        "legend": {"labelColor": GREY},
-    }
-    held = {"domain": ["held out", "seen in training"], "range": ["circle", "triangle-up"]}
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))
+    rows = [_umap_row(cells[index], column, codes) for index in order[:n_most]]
+    names_by_code = [{"c": code, "name": label} for label, code in codes.items()]
+    names_by_code.append({"c": -1, "name": f"no {column}"})
+    size = np.clip(9000 / max(len(rows), 1), 6, 30)  # fewer cells are drawn larger
     spec = {
         "height": 340,
         "transform": [
-            {"lookup": "c", "from": {"data": {"values": coded}, "key": "c", "fields": ["name"]}},
+            {
+                "lookup": "c",
+                "from": {"data": {"values": names_by_code}, "key": "c", "fields": ["name"]},
+            },
             {"calculate": "datum.h ? 'held out' : 'seen in training'", "as": "cells"},
         ],
         "params": [PICK, ZOOM],
-        "mark": {"type": "point", "filled": True, "size": float(np.clip(9000 / max(len(rows), 1), 6, 30))},
+        "mark": {"type": "point", "filled": True, "size": float(size)},
         "encoding": {
-            "x": _number("x", title="UMAP 1", axis=ink, scale={"zero": False}),
-            "y": _number("y", title="UMAP 2", axis=ink, scale={"zero": False}),
-            "color": tint, "shape": {"field": "cells", "scale": held, "legend": {"labelColor": GREY}},
+            "x": _umap_axis("x", "UMAP 1"),
+            "y": _umap_axis("y", "UMAP 2"),
+            "color": _umap_colours(labels, f"no {column}"),
+            "shape": {
+                "field": "cells",
+                "scale": {
+                    "domain": ["held out", "seen in training"],
+                    "range": ["circle", "triangle-up"],
+                },
+                "legend": {"labelColor": GREY},
+            },
             "opacity": PICKED,
-            "tooltip": [{"field": "name", "title": by}, {"field": "cells"}],
+            "tooltip": [{"field": "name", "title": column}, {"field": "cells"}],
         },
-    }  # fmt: skip
+    }
     return Figure(title, rows, spec, canvas=True)
+
+
+def _umap_row(
+    cell: Mapping[str, str], column: str, codes: Mapping[str, int]
+) -> dict[str, float | int]:
+    """A cell with the code `c` of its value, -1 for none, and `h`, 1 if it was held out."""
+    return {
+        "x": round(float(cell["x"]), 3),
+        "y": round(float(cell["y"]), 3),
+        "c": codes.get(cell[column], -1),
+        "h": int(cell["heldout"] == "1"),
+    }
+
+
+def _umap_axis(field: str, title: str) -> dict[str, Any]:
+    """Encoding of a coordinate, whose values mean nothing: no grid, numbers or line."""
+    axis = {"grid": False, "labels": False, "titleColor": GREY, "domain": False}
+    return _number(field, title=title, axis=axis, scale={"zero": False})
+
+
+def _umap_colours(labels: Sequence[str], no_label: str) -> dict[str, Any]:
+    """Encoding of labels by colours; cells without a label are light grey."""
+    colours = [colour(number) for number in range(len(labels))]
+    scale = {"domain": [*labels, no_label], "range": [*colours, LIGHT_GREY]}
+    return _category("name", scale=scale, legend={"labelColor": GREY})
 
 
 def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
@@ -215,15 +262,10 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
                 rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
     encoding: dict[str, Any] = {}
     for axis, field in (("y", "true"), ("x", "predicted")):
-        encoding[axis] = {
-            "field": field,
-            "type": "nominal",
-            "sort": list(classes),
-            "title": field,
-            "scale": {"domain": list(classes)},
-        }
-    scale = {"domain": [0, 1], "range": [0.06, 1]}
-    encoding["opacity"] = _number("share", scale=scale, legend=None)
+        scale = {"domain": list(classes)}
+        encoding[axis] = _category(field, sort=list(classes), title=field, scale=scale)
+    opacities = {"domain": [0, 1], "range": [0.06, 1]}
+    encoding["opacity"] = _number("share", scale=opacities, legend=None)
     encoding["tooltip"] = [
         {"field": "true"},
         {"field": "predicted"},
@@ -239,18 +281,18 @@ def colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def points(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) of the lines in which `key`, or the largest of its values over ranks, is a
-    finite number.
+def points(lines: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """(step, value) of lines of metrics.jsonl in which `key` is a finite number. From a list over
+    ranks, the largest value counts.
     """
-    found = []
+    finite = []
     for line in lines:
         value = line.get(key)
         if isinstance(value, list) and value:
             value = max(value)
         if isinstance(value, int | float) and np.isfinite(value):
-            found.append((line["step"], float(value)))
-    return found
+            finite.append((line["step"], float(value)))
+    return finite
 
 
 def _number(field: str, **options: Any) -> dict[str, Any]:
@@ -258,27 +300,32 @@ def _number(field: str, **options: Any) -> dict[str, Any]:
     return {"field": field, "type": "quantitative", **options}
 
 
+def _category(field: str, **options: Any) -> dict[str, Any]:
+    """Encoding of a field of texts."""
+    return {"field": field, "type": "nominal", **options}
+
+
 def _lines(
-    names: Sequence[str], x: str, y: str, values: Sequence[float] = (), log: bool = False
+    names: Sequence[str], x: str, y: str, values: Sequence[float] = (), is_log: bool = False
 ) -> dict[str, Any]:
-    """Lines over `x`, a colour each; a linear y axis has head-room above the highest of `values`."""
-    scale: dict[str, Any] = {"type": "log"} if log else {"zero": False, "nice": True}
-    if values and not log:
-        scale["domainMax"] = _short(max(values) + (max(values) - min(values)) / 20)
-    tint: dict[str, Any] = {
-        "field": "name",
-        "type": "nominal",
-        "scale": {"domain": [*names], "range": [colour(number) for number in range(len(names))]},
-    }
+    """Specification of lines over `x`, in a colour for each name.
+
+    A linear y axis has head-room above the highest of `values`.
+    """
+    scale: dict[str, Any] = {"type": "log"} if is_log else {"zero": False, "nice": True}
+    if values and not is_log:
+        head_room = (max(values) - min(values)) / 20
+        scale["domainMax"] = _short(max(values) + head_room)
+    colours = [colour(number) for number in range(len(names))]
+    tint = _category("name", scale={"domain": [*names], "range": colours})
     if len(names) < 2:
         tint["legend"] = None
-    title = y.replace("_", " ")
     return {
         "params": [PICK, ZOOM],
         "mark": {"type": "line", "point": {"size": 14}, "strokeWidth": 1.5},
         "encoding": {
             "x": _number(x, title=x, axis={"format": ",d", "grid": False}),
-            "y": _number("value", title=title, axis={"tickCount": 5}, scale=scale),
+            "y": _number("value", title=to_words(y), axis={"tickCount": 5}, scale=scale),
             "color": tint,
             "opacity": PICKED,
             "tooltip": [{"field": "name"}, _number(x), _number("value")],
@@ -286,12 +333,12 @@ def _lines(
     }
 
 
-def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most about MOST_POINTS points, the last one among them."""
-    step = max(1, -(-len(points) // MOST_POINTS))
+def _thin(points: Sequence[tuple[float, float]]) -> Points:
+    """Every n-th point, about MOST_POINTS of them, and the last one."""
+    step = max(1, math.ceil(len(points) / MOST_POINTS))
     return [*points[:-1:step], *points[-1:]]
 
 
 def _short(value: float) -> float:
-    """Five significant digits."""
+    """Value with five significant digits."""
     return float(f"{value:.5g}")

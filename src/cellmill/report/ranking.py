@@ -12,12 +12,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import NamedTuple
 
-from cellmill.runs.results import TaskResult
+from cellmill.runs.results import Row, TaskResult
 
-LEVEL = 0.95
+LEVEL = 0.95  # confidence level of intervals
 SHOWN = 5e-4  # scores that differ by less have the same digits on the page
-MANY = 1e6  # degrees of freedom of the variance over cells
+CELLS_FREEDOM = 1e6  # degrees of freedom of the variance over cells: as good as infinite
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,23 @@ Scores = dict[tuple[str, str], TaskScore]
 """Scores of a run by task and metric."""
 
 
+class Lead(NamedTuple):
+    """A run that is better in one task than the best run, beyond the interval."""
+
+    run: str
+    task: str
+    difference: float
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Runs of one dataset."""
 
     # tasks that all runs have, with the same metric
     tasks: list[str] = field(default_factory=list)
-    # runs, the one with the highest mean first; none without such a task
+    # the run with the highest mean, then runs tied with it; empty if runs share no task
     best: list[str] = field(default_factory=list)
-    ahead: list[tuple[str, str, float]] = field(default_factory=list)
-    """(run, task, by how much): better than the best run beyond the interval in this task."""
+    ahead: list[Lead] = field(default_factory=list)
 
 
 def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
@@ -51,18 +59,26 @@ def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
     scores: Scores = {}
     for task, result in tasks.items():
         best = result.best_row("model")
-        baseline = result.best_row("baseline")
         if best is None or result.metric is None:
             continue
-        errors = [0.0]
-        for line in result.differences:
-            is_of_best = (line.column, line.compared) == (result.metric, best.method.name)
-            if is_of_best and (baseline is None or line.against == baseline.method.name):
-                errors.append(line.cells_se)
         score = best.scores.get(result.metric)
-        repetitions = [] if score is None else score.repetitions
-        scores[task, result.metric] = TaskScore(result.rank_value(best), repetitions, max(errors))
+        scores[task, result.metric] = TaskScore(
+            value=result.rank_value(best),
+            repetitions=[] if score is None else score.repetitions,
+            cells_se=_find_cells_se(result, best),
+        )
     return scores
+
+
+def _find_cells_se(result: TaskResult, best: Row) -> float:
+    """Largest standard error over cells of the best row's difference from the best baseline."""
+    baseline = result.best_row("baseline")
+    errors = [0.0]
+    for line in result.differences:
+        is_best_row = (line.column, line.compared) == (result.metric, best.method.name)
+        if is_best_row and (baseline is None or line.against == baseline.method.name):
+            errors.append(line.cells_se)
+    return max(errors)
 
 
 def rank(runs: Mapping[str, Scores]) -> Ranking:
@@ -77,21 +93,21 @@ def rank(runs: Mapping[str, Scores]) -> Ranking:
         means[name] = statistics.fmean([scores[key].value for key in shared])
     best = max(means, key=means.__getitem__)
     tied = [best]
-    ahead: list[tuple[str, str, float]] = []
+    leads = []
     for name, scores in runs.items():
-        is_tied = name != best
-        for key in shared:
-            difference = clear_difference(scores[key], runs[best][key])
-            if difference is not None:
-                is_tied = False
-                if difference > 0:
-                    ahead.append((name, key[0], difference))
-        if is_tied:
+        differences = {}
+        for task, metric in shared:
+            score = scores[task, metric]
+            differences[task] = find_difference(score, runs[best][task, metric])
+        if name != best and all(difference is None for difference in differences.values()):
             tied.append(name)
-    return Ranking([task for task, _ in shared], tied, ahead)
+        for task, difference in differences.items():
+            if difference is not None and difference > 0:
+                leads.append(Lead(name, task, difference))
+    return Ranking([task for task, _ in shared], tied, leads)
 
 
-def clear_difference(score: TaskScore, other: TaskScore) -> float | None:
+def find_difference(score: TaskScore, other: TaskScore) -> float | None:
     """Difference of two runs in a task if 0 is outside its interval, else None."""
     difference = score.value - other.value
     half_width = SHOWN
@@ -103,7 +119,7 @@ def clear_difference(score: TaskScore, other: TaskScore) -> float | None:
         variance = over_repetitions + over_cells
         if variance > 0:
             # Satterthwaite's degrees of freedom
-            freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / MANY)
+            freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / CELLS_FREEDOM)
             quantile = float(import_module("scipy.special").stdtrit(freedom, (1 + LEVEL) / 2))
             half_width = max(half_width, quantile * variance**0.5)
     return difference if abs(difference) >= half_width else None

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from cellmill.report.collect import ReportedRun, evaluated_datasets
+from cellmill.report.collect import EvaluatedDataset, ReportedRun, evaluated_datasets
 from cellmill.runs.results import Gap, Row, Score, TaskResult, Verdict
 from cellmill.track.follow import flat as values_by_path
 
 
 class TableColumn(NamedTuple):
-    """Column of means, or of single values."""
+    """Column of a task's table: means, or single values."""
 
     heading: str
 
@@ -27,7 +27,7 @@ class TableColumn(NamedTuple):
         return row.numbers.get(self.heading) if score is None else score.mean
 
 
-def table_columns(rows: Sequence[Row]) -> list[TableColumn]:
+def list_columns(rows: Sequence[Row]) -> list[TableColumn]:
     """Columns over all rows, without lists and without counts that are 0 in all rows."""
     headings: dict[str, None] = {}
     for row in rows:
@@ -53,11 +53,11 @@ def make_grid(result: TaskResult) -> dict[str, dict[str, Row]]:
     return grid if has_several else {}
 
 
-def best_baselines(result: TaskResult) -> set[tuple[str, str]]:
+def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
     """(name of the row, heading) of the highest baseline of each column of means."""
     baselines = [row for row in result.rows if row.method.kind == "baseline"]
     best = set()
-    for column in table_columns(result.rows):
+    for column in list_columns(result.rows):
         scored = [row for row in baselines if column.score(row)]
         if scored:
             highest = max(scored, key=column.value)
@@ -65,11 +65,12 @@ def best_baselines(result: TaskResult) -> set[tuple[str, str]]:
     return best
 
 
-def gap_of_metric(result: TaskResult) -> Gap | None:
+def find_gap(result: TaskResult) -> Gap | None:
+    """The gap in the metric that ranks the rows; None if the task has none."""
     return next((gap for gap in result.gaps if gap.column == result.metric), None)
 
 
-def reach(verdicts: Sequence[Verdict]) -> float:
+def find_reach(verdicts: Sequence[Verdict]) -> float:
     """Largest distance from 0 of the differences and the ends of their intervals.
 
     It is half the width of the task's bars.
@@ -80,49 +81,61 @@ def reach(verdicts: Sequence[Verdict]) -> float:
     return max(map(abs, ends)) or 1
 
 
+class ComparisonLine(NamedTuple):
+    """Values of a run on one dataset by column."""
+
+    run: str
+    dataset: str
+    values: dict[str, float]
+
+
 @dataclass
 class Comparison:
-    """A task side by side in several runs."""
+    """A task side by side in several runs.
+
+    Columns are sets of features, each with its best classifier; without a metric that ranks rows,
+    they are the task's single numbers.
+    """
 
     task: str
-    metric: str  # empty if no metric ranks rows: the columns are single numbers
-    # (run, dataset, value by column); a column is a set of features with its best classifier
-    lines: list[tuple[str, str, dict[str, float]]] = field(default_factory=list)
-    best_of: bool = False  # True if some features have classifiers
+    metric: str  # empty if no metric ranks rows
+    lines: list[ComparisonLine] = field(default_factory=list)
+    has_classifiers: bool = False  # True if some features have classifiers
 
     @property
     def columns(self) -> list[str]:
-        return list(dict.fromkeys(chain.from_iterable(values for _, _, values in self.lines)))
+        return list(dict.fromkeys(chain.from_iterable(line.values for line in self.lines)))
 
 
 def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
-    """Each task side by side: its rows by their metric, or its single numbers if no metric ranks
-    rows.
-    """
-    tasks: dict[str, list[tuple[str, str, TaskResult]]] = {}
-    for run, name, dataset in evaluated_datasets(runs):
-        for task, result in dataset.tasks.items():
+    """Comparison of the runs in each task that is not skipped and has a value."""
+    evaluated_by_task: dict[str, list[EvaluatedDataset]] = {}
+    for evaluated in evaluated_datasets(runs):
+        for task, result in evaluated.result.tasks.items():
             if result.skipped is None:
-                tasks.setdefault(task, []).append((run.name, name, result))
-    comparisons = []
-    for task, results in tasks.items():
-        metric = next((result.metric for _, _, result in results if result.metric), "")
-        comparison = Comparison(task, metric)
-        for run_name, dataset_name, result in results:
-            values = best_by_features(result) if metric else single_numbers(result)
-            comparison.lines.append((run_name, dataset_name, values))
-            comparison.best_of |= any(row.method.classifier for row in result.rows)
-        if comparison.columns:
-            comparisons.append(comparison)
-    return comparisons
+                evaluated_by_task.setdefault(task, []).append(evaluated)
+    comparisons = [_compare(task, datasets) for task, datasets in evaluated_by_task.items()]
+    return [comparison for comparison in comparisons if comparison.columns]
 
 
-def single_numbers(result: TaskResult) -> dict[str, float]:
+def _compare(task: str, datasets: Sequence[EvaluatedDataset]) -> Comparison:
+    """Comparison of the runs that have a result of `task`."""
+    results = [evaluated.result.tasks[task] for evaluated in datasets]
+    metric = next((result.metric for result in results if result.metric), "")
+    comparison = Comparison(task, metric)
+    for evaluated, result in zip(datasets, results):
+        values = _best_by_features(result) if metric else select_numbers(result)
+        comparison.lines.append(ComparisonLine(evaluated.run.name, evaluated.name, values))
+        comparison.has_classifiers |= any(row.method.classifier for row in result.rows)
+    return comparison
+
+
+def select_numbers(result: TaskResult) -> dict[str, float]:
     """Single values of a task that are numbers."""
     return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}
 
 
-def best_by_features(result: TaskResult) -> dict[str, float]:
+def _best_by_features(result: TaskResult) -> dict[str, float]:
     """The metric of each set of features with its best classifier."""
     best: dict[str, float] = {}
     for row in result.ranked_rows:
@@ -132,7 +145,12 @@ def best_by_features(result: TaskResult) -> dict[str, float]:
     return best
 
 
-def number(value: Any) -> str:
+def to_words(key: str) -> str:
+    """A key as words."""
+    return key.replace("_", " ")
+
+
+def to_text(value: Any) -> str:
     """A value as text: 1,234 or four significant digits; a dash for None; `key value` pairs of a
     mapping.
     """
@@ -145,14 +163,14 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {number(item)}" for key, item in value.items()) or "–"
+        return ", ".join(f"{key} {to_text(item)}" for key, item in value.items()) or "–"
     return str(value)
 
 
-def flat(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) pairs of nested options in their order; lists are joined by commas."""
     for name, value in values_by_path(tree).items():
         if isinstance(value, list):
-            yield name, ", ".join(map(number, value)) or "none"
+            yield name, ", ".join(map(to_text, value)) or "none"
         else:
             yield name, value

@@ -3,7 +3,7 @@
 results.csv has one row for each run and each value by which it was judged: `run`, the sweep's axes,
 `parameters`, `cells` (for training), `steps`, `cells_seen`, `gpu_hours`, `cpu_core_hours`,
 `dataset`, `task`, `name`, `kind` (model or baseline), `metric`, `value`, `sd`. curves.json next to
-it has what the report draws (`report.sweep.draw_curves`).
+it has what the report draws (`report.sweep.make_curves`).
 """
 
 import csv
@@ -19,7 +19,7 @@ from cellmill.files import atomic_path, read_json, write_json, write_text
 from cellmill.report.collect import read_corpus, read_run, read_sweep
 from cellmill.report.drawing import Drawings
 from cellmill.report.page import render
-from cellmill.report.sweep import draw_curves, list_values
+from cellmill.report.sweep import list_rows, make_curves
 
 
 def report(
@@ -61,14 +61,14 @@ def sweep(*, values: Path, runs: Path, out: Path) -> None:
     axes = list(next(iter(values_by_run.values()), {}))
     rows = []
     for name, values_of_run in values_by_run.items():
-        rows += list_values(read_run(runs / name), values_of_run)
+        rows += list_rows(read_run(runs / name), values_of_run)
     if not rows:
         raise DataError(f"{runs}: no run of the sweep has a result; train and evaluate them first")
     about = {
         "name": out.parent.name,
         "axes": axes,
         "n_runs": len(values_by_run),
-        "curves": draw_curves(rows, axes),
+        "curves": make_curves(rows, axes),
     }
     write_json(out.parent / "curves.json", about)
     with atomic_path(out) as path, open(path, "w", encoding="utf-8", newline="") as file:

@@ -1,0 +1,100 @@
+"""Power law of the validation loss over sizes, y = floor + factor * x ** -exponent.
+
+It is fitted to losses of runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal
+large language models, section 3.3): the Huber loss of log residuals, minimised by L-BFGS from a
+grid of starts. The interval of the exponent comes from bootstraps over the runs.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+FEWEST_SIZES = 4  # for three parameters
+DELTA = 1e-3  # log units; the Huber loss is quadratic below it
+DRAWS = 200  # bootstraps
+STEEPEST = 3.0  # larger exponents fit noise
+FLOORS = (0.3, 0.7, 0.98)
+"""Floors at which fits start, as shares of the lowest loss."""
+EXPONENTS = (0.1, 0.3, 0.7, 1.2)
+"""Exponents at which fits start."""
+
+
+def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+    """The `law` of losses `y` of runs of sizes `x`, or as `no_law` the reason why there is none.
+
+    A law has floor, factor, exponent, and low and high, the 95 % interval of the exponent.
+    """
+    sizes = np.asarray(x, np.float64)
+    losses = np.asarray(y, np.float64)
+    n_sizes = len(np.unique(sizes))
+    if n_sizes < FEWEST_SIZES:
+        return {"no_law": f"{n_sizes} sizes; a law with a floor needs {FEWEST_SIZES}"}
+    if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
+        return {"no_law": "losses or sizes that are not positive"}
+    # sizes relative to their geometric mean: at size 1 the factor would move with the exponent
+    scale = float(np.exp(np.log(sizes).mean()))
+    log_span = np.log(np.ptp(losses) + 1e-9)
+    starts = []
+    for floor_frac, exponent in product(FLOORS, EXPONENTS):
+        log_floor = np.log(losses.min() * floor_frac)
+        starts.append(np.array([log_span, log_floor, exponent]))
+    best = _fit(sizes / scale, losses, starts)
+    exponents = _draw_exponents(sizes / scale, losses, best)
+    low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
+    if low <= 0.01 or high >= 0.99 * STEEPEST:
+        return {"no_law": f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"}
+    log_factor, log_floor, exponent = best.tolist()
+    law = {
+        "floor": float(np.exp(log_floor)),
+        "factor": float(np.exp(log_factor) * scale**exponent),
+        "exponent": exponent,
+        "low": low,
+        "high": high,
+    }
+    return {"law": law}
+
+
+def _draw_exponents(sizes: np.ndarray, losses: np.ndarray, start: np.ndarray) -> list[float]:
+    """Exponents of fits to bootstraps of the runs."""
+    generator = np.random.Generator(np.random.Philox(key=0))
+    exponents: list[float] = []
+    while len(exponents) < DRAWS:
+        runs = generator.integers(len(sizes), size=len(sizes))
+        if len(np.unique(sizes[runs])) >= FEWEST_SIZES - 1:
+            _, _, exponent = _fit(sizes[runs], losses[runs], [start])
+            exponents.append(float(exponent))
+    return exponents
+
+
+def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
+    """log factor, log floor and exponent of the best fit."""
+    log_x = np.log(sizes)
+    log_y = np.log(losses)
+
+    def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
+        """Huber loss of the log residuals, and its gradient."""
+        log_factor, log_floor, exponent = parameters
+        log_power = log_factor - exponent * log_x
+        predicted = np.logaddexp(log_power, np.full_like(log_x, log_floor))
+        residual = predicted - log_y
+        distance = np.abs(residual)
+        quadratic = residual**2 / (2 * DELTA)
+        loss = np.where(distance <= DELTA, quadratic, distance - DELTA / 2).sum()
+        slope = np.clip(residual / DELTA, -1, 1)  # of the loss over each residual
+        power_share = np.exp(log_power - predicted)  # of the prediction
+        gradient = [
+            slope @ power_share,
+            slope @ (1 - power_share),
+            -(slope * power_share) @ log_x,
+        ]
+        return float(loss), np.array(gradient)
+
+    bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, STEEPEST)]
+    minimize = import_module("scipy.optimize").minimize  # a fifth of a second, for few reports
+    fits = [
+        minimize(objective, start, method="L-BFGS-B", jac=True, bounds=bounds) for start in starts
+    ]
+    return np.asarray(min(fits, key=lambda fit: float(fit.fun)).x)
