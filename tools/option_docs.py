@@ -7,9 +7,10 @@ and exits non-zero. A test and CI run that, so the documentation cannot differ f
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -34,7 +35,8 @@ section at the top of the file is the default for all corpora or runs; a corpus 
 `train.steps` in a run replaces `train.epochs` of the defaults and vice versa. A section that chooses another family,
 objective, tokenizer or method inherits only the options that all choices share. If a run sets a mapping of names, such
 as `evaluate.tasks`, its mapping replaces the whole default. `null` turns an option off. If a section has many keys,
-those that most people set are in a table of their own.
+those that most people set are in a table of their own. A key that several choices share stands once, before the
+choices, with those that have it.
 
 A changed key reruns the stages that read its section, and everything downstream. An unknown key, a wrong type or a
 value out of range stops every command with a one-line error that names it. On the command line, Snakemake's
@@ -53,14 +55,28 @@ COMMON = {
     "parallel": "strategy sharding_strategy tp pp precision activation_checkpointing",
     "train": "steps epochs global_batch token_budget optimizer lr schedule warmup_steps seed "
     "val_every_steps checkpoint_every_steps",
-    "evaluate": "tasks datasets gate external priors genes hidden_frac",
+    "evaluate": "tasks datasets gate external",
     "datasets": "dataset path counts label organism filter batch donor perturbation control",
 }
-"""Keys that most people set, by section, in the order of their table. The choices of a section and
-the tasks of `evaluate` share its list.
+"""Keys that most people set, by section, in the order of their table, for all choices of a section.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"string": "text", "boolean": "yes/no", "object": "mapping"}
+
+
+class Row(NamedTuple):
+    """Row of a table of options."""
+
+    key: str
+    kind: str  # of its values
+    default: str
+    text: str
+    choices: str = ""  # that have this key, where several share a table
+
+    @property
+    def same(self) -> tuple[str, str, str]:
+        """What two choices must have in common to share a row."""
+        return self.key, self.kind, self.text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +113,7 @@ def readme() -> str:
         f"Tab-separated, with a header. {summary(Dataset)}",
         "",
     ]
-    lines += _tables(Dataset, "datasets")
+    lines += _tables(_rows(Dataset), "datasets")
     for name, owner in ENTRIES.items():
         sections = list(sections_of(owner))
         lines += [f"## {name}", "", f"By name. {summary(owner)}"]
@@ -105,7 +121,7 @@ def readme() -> str:
             f"Each may also have the sections {', '.join(f'`{section}`' for section in sections)}.",
             "",
         ]
-        lines += _tables(owner, name, skip=sections)
+        lines += _tables(_rows(owner, skip=sections), name)
     for name, section in top_level().items():
         if section is not None:
             stages = [
@@ -114,9 +130,7 @@ def readme() -> str:
             lines += _section(name, section, f"Read by: {', '.join(stages)}.")
     lines += _section("sweep", Sweep, "By name.")
     lines += ["## At the top of the file", "", "Keys of the whole workflow.", ""]
-    lines += _tables(
-        Workflow, "", skip=[name for name in Workflow.model_fields if name not in KEYS]
-    )
+    lines += _table(_rows(Workflow, KEYS))
     text = "\n".join(lines).rstrip() + "\n"
     for name in " ".join(COMMON.values()).split():
         assert f"\n| `{name}` |" in text, f"COMMON names {name}, which is no key"
@@ -128,14 +142,14 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
     if issubclass(section, Plugin):
         default = f", by default `{section.default}`" if section.default else ""
         yield from (f"The {section.kind} is chosen by `{section.key}`{default}. {readers}", "")
-        shared = [key for key in section.model_fields if key != section.key]
-        if shared:
+        common = [key for key in section.model_fields if key != section.key]
+        if common:
             yield from (f"Each {section.kind} has these keys:", "")
-            yield from _table(section, shared)
+            yield from _table(_rows(section, common))
         yield from _choices(section, name)
         return
     yield from (f"{summary(section)} {readers}", "")
-    yield from _tables(section, name)
+    yield from _tables(_rows(section), name)
     for field, contract in _parts(section).items():
         if contract.built_in():
             yield from (f"Options of each {contract.kind} in `{name}.{field}`:", "")
@@ -143,12 +157,59 @@ def _section(name: str, section: type[BaseModel], readers: str) -> Iterator[str]
 
 
 def _choices(contract: type[Plugin], section: str) -> Iterator[str]:
-    shared = contract.model_json_schema()["properties"]  # listed once, before the choices
+    """Keys of a contract's choices: first those that several choices have, then each choice's own."""
+    of_all = contract.model_json_schema()["properties"]  # in a table before the choices
+    rows = {}
+    for name, choice in contract.built_in().items():
+        properties = choice.model_json_schema()["properties"]
+        inherited = [key for key in of_all if properties[key] == of_all[key]]
+        rows[name] = _rows(choice, skip=[contract.key, *inherited])
+    shared = _shared(rows, COMMON.get(section, "").split())
+    yield from _tables(list(shared.values()), section, contract.kind)
     for name, choice in contract.built_in().items():
         yield from (f"### {contract.kind} `{name}`", "", summary(choice), "")
-        properties = choice.model_json_schema()["properties"]
-        inherited = [key for key in shared if properties[key] == shared[key]]
-        yield from _tables(choice, section, skip=[contract.key, *inherited])
+        own = [row for row in rows[name] if row.same not in shared]
+        elsewhere = [f"`{row.key}`" for row in rows[name] if row.same in shared]
+        if elsewhere:
+            yield from (f"Shared keys, listed above: {', '.join(elsewhere)}.", "")
+        yield from _tables(own, section)
+
+
+def _shared(rows: dict[str, list[Row]], common: list[str]) -> dict[tuple[str, str, str], Row]:
+    """Rows that more than one choice has, with the choices that have them.
+
+    A key in `common` is shared as soon as two choices have it, even if they describe it differently.
+    """
+    defaults: dict[tuple[str, str, str], dict[str, str]] = {}
+    n_choices = Counter(row.key for rows_of_choice in rows.values() for row in rows_of_choice)
+    for name, rows_of_choice in rows.items():
+        for row in rows_of_choice:
+            defaults.setdefault(row.same, {})[name] = row.default
+    shared = {}
+    for (key, kind, text), by_choice in defaults.items():
+        if len(by_choice) > 1 or (key in common and n_choices[key] > 1):
+            choices = _listed(list(by_choice), list(rows))
+            default = _defaults(by_choice)
+            shared[key, kind, text] = Row(key, kind, default, text, choices)
+    return shared
+
+
+def _listed(names: list[str], all_names: list[str]) -> str:
+    """Names of choices, or the one that is missing from a long list."""
+    missing = [name for name in all_names if name not in names]
+    if len(missing) == 1 and len(names) > 3:
+        return f"all but `{missing[0]}`"
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _defaults(by_choice: dict[str, str]) -> str:
+    """One default, or each with the choices that have it."""
+    names: dict[str, list[str]] = {}
+    for name, default in by_choice.items():
+        names.setdefault(default, []).append(f"`{name}`")
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{default} in {', '.join(choices)}" for default, choices in names.items())
 
 
 def _parts(section: type[BaseModel]) -> dict[str, type[Plugin]]:
@@ -177,26 +238,15 @@ def _named(section: type[BaseModel]) -> dict[str, type[Plugin]]:
     }
 
 
-def _tables(model: type[BaseModel], section: str, skip: list[str] | None = None) -> Iterator[str]:
-    """One table of a model's keys, or two: those that most people set, and the rest."""
-    names = [name for name in model.model_fields if name not in (skip or [])]
-    common = [name for name in COMMON.get(section, "").split() if name in names]
-    if len(names) <= FEW or not common:
-        yield from _table(model, names)
-        return
-    yield from ("Most people set these:", "")
-    yield from _table(model, common)
-    yield from ("The rest:", "")
-    yield from _table(model, [name for name in names if name not in common])
-
-
-def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:
+def _rows(
+    model: type[BaseModel], names: list[str] | None = None, skip: Sequence[str] = ()
+) -> list[Row]:
     properties = model.model_json_schema()["properties"]
     named = _named(model)
-    if not names:
-        return
-    yield from ("| key | type | default | |", "|---|---|---|---|")
-    for name in names:
+    rows = []
+    for name in model.model_fields if names is None else names:
+        if name in skip:
+            continue
         kind = (
             f"mapping of {named[name].kind} names to options"
             if name in named
@@ -204,7 +254,39 @@ def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:
         )
         text = description(model, name).replace("|", "\\|")
         default = _default(model.model_fields[name], name in named)
-        yield f"| `{name}` | {kind} | {default} | {text} |"
+        rows.append(Row(name, kind, default, text))
+    return rows
+
+
+def _tables(rows: list[Row], section: str, kind: str = "") -> Iterator[str]:
+    """One table of keys, or two: those that most people set, and the rest.
+
+    `kind` is that of the choices that share the keys, for a column that names these choices.
+    """
+    order = COMMON.get(section, "").split()
+    common = sorted((row for row in rows if row.key in order), key=lambda row: order.index(row.key))
+    whose = f"Keys of more than one {kind}" if kind else ""
+    if len(rows) <= FEW or not common:
+        if rows and whose:
+            yield from (f"{whose}:", "")
+        yield from _table(rows, kind)
+        return
+    intro = f"{whose}. Most people set these:" if whose else "Most people set these:"
+    yield from (intro, "")
+    yield from _table(common, kind)
+    yield from ("The rest:", "")
+    yield from _table([row for row in rows if row not in common], kind)
+
+
+def _table(rows: list[Row], kind: str = "") -> Iterator[str]:
+    """Markdown table; with a column for the choices that have a key if `kind` names the choices."""
+    if not rows:
+        return
+    column = f" {kind} |" if kind else ""
+    yield from (f"| key |{column} type | default | |", f"|---|{'---|' if kind else ''}---|---|---|")
+    for row in rows:
+        choices = f" {row.choices} |" if kind else ""
+        yield f"| `{row.key}` |{choices} {row.kind} | {row.default} | {row.text} |"
     yield ""
 
 
