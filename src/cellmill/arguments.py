@@ -298,6 +298,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         value("--from", Path("profiles"), "folder of profiles", dest="source")),
     "profiles new": ("write a profile for a partition, from what SLURM says of it",
         option("name", "name of the profile", metavar="NAME"),
+        option("--cluster", "cluster, for sites with several (default: the one of this host)", default=""),
         option("--partition", "partition of the training (default: the most GPUs per node)", default=""),
         option("--nodes", "number of nodes, or a range such as 2-4 (default: 1)", default=""),
         option("--gpus", "GPUs and processes per node; 0 for CPU cores (default: all of a node)", type=int),

@@ -97,7 +97,10 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
         show(check_profile(machine, parsed, profile, name), name)
         can_queue = show([check_launcher(machine)], name)
         if can_queue and machine.launcher == "slurm":
-            can_queue = show(check_slurm(ask, partial(check_training, machine)), name)
+            can_queue = show(
+                check_slurm(partial(ask, machine.slurm_cluster), partial(check_training, machine)),
+                name,
+            )
         if pipeline:
             runs_here = [run for run, options in runs.items() if (options.machine or "") == name]
             show((_check_run(machine, pipeline, run) for run in runs_here), name)
@@ -111,7 +114,8 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     if facts:
         if parsed.options.get("executor") == "slurm":
             unused = _unused_stages(pipeline)
-            show(check_slurm(ask, partial(check_stages, parsed, unused)))
+            cluster = next(iter(facts.values()))["machine"]["slurm_cluster"]
+            show(check_slurm(partial(ask, cluster), partial(check_stages, parsed, unused)))
             try:
                 check_python(sys.executable)
             except ConfigError as error:

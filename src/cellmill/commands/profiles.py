@@ -49,7 +49,15 @@ def profiles_install(*, source: Path) -> None:
 
 
 def profiles_new(
-    *, name: str, partition: str, nodes: str, gpus: int | None, account: str, qos: str, into: Path
+    *,
+    name: str,
+    cluster: str,
+    partition: str,
+    nodes: str,
+    gpus: int | None,
+    account: str,
+    qos: str,
+    into: Path,
 ) -> None:
     """Write `into`/NAME/config.yaml. Raise UserError if it exists, or SLURM has no such machine."""
     folder = into / name
@@ -69,7 +77,8 @@ def profiles_new(
         )
     if gpus is not None and gpus < 0:
         raise UserError(f"--gpus: expected a number of GPUs per node, 0 for none, got {gpus}")
-    site = choose_values(ask_slurm(), Request(partition, nodes, gpus, account, qos), name)
+    request = Request(partition, nodes, gpus, account, qos, cluster)
+    site = choose_values(ask_slurm(cluster), request, name)
     file = folder / "config.yaml"
     with atomic_path(file) as temporary:
         temporary.write_text(render(site), encoding="utf-8")

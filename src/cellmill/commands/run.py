@@ -37,7 +37,7 @@ from cellmill.launch.follow import (
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TAIL_BYTES, TrainFolder
-from cellmill.runs.jobs import CANCELLED, Jobs
+from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
 from cellmill.runs.lock import Holder, holder_of
 from cellmill.track.follow import POLL_S, Follower, without_secrets
 
@@ -75,7 +75,7 @@ def attach(*, run: str, results: Path) -> None:
             )
         log = folder / f"{job.job_id}_0_log.out"
         tail = Tail(log)
-        follower = _follower(job.job_id, job.name, tail)
+        follower = _follower(job, tail)
     try:
         say(f"following {trainer}, its log: {log}; Ctrl-C ends only the following")
         if log.exists():
@@ -102,9 +102,10 @@ def _living_job(run: str, train: Path) -> QueuedJob:
     )
 
 
-def _follower(job_id: str, name: str, tail: Tail) -> JobFollower:
+def _follower(job: QueuedJob | JobRecord, tail: Tail) -> JobFollower:
     """A follower that changes no file, and polls a job less often the longer it runs."""
-    return JobFollower(job_id, name, Queue(TICK_S), tail, slowest_poll_s=SLOWEST_POLL_S)
+    queue = Queue(TICK_S, job.cluster)
+    return JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
 
 
 def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
@@ -173,8 +174,9 @@ def _cancel_jobs(train: Path) -> list[str]:
                 (folder / CANCELLED).touch()  # so that its launcher submits no other
             record = jobs.record(job.job_id, job.name)
             with suppress(KeyboardInterrupt):
-                save_job(job.job_id, job.name, SAVE_S if record is None else record.save_within_s)
-            state = cancel_job(job.job_id, job.name)
+                within_s = SAVE_S if record is None else record.save_within_s
+                save_job(job.job_id, job.name, within_s, cluster=job.cluster)
+            state = cancel_job(job.job_id, job.name, cluster=job.cluster)
             if settle(lambda: holder_of(train) is None, train, LAUNCHER_S, time.sleep):
                 record = jobs.record(job.job_id, job.name)
                 # else a launcher that follows records it
@@ -265,7 +267,7 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
             follow_run(Tail(printed), lambda: holder_of(train) is not None)
         elif follow and newest is not None:
             tail = Tail(newest.log)
-            follow_run(tail, _follower(newest.job_id, newest.name, tail).alive)
+            follow_run(tail, _follower(newest, tail).alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()
         elif printed.exists():

@@ -16,6 +16,7 @@ from cellmill.config.load import read_yaml, with_sweeps
 from cellmill.errors import UserError, did_you_mean
 from cellmill.launch.follow import lost_start
 from cellmill.launch.queue import Queue, QueuedJob
+from cellmill.launch.queue import living_jobs as queued_jobs
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import Jobs
@@ -72,7 +73,7 @@ def living_jobs(train: Path, queue: Queue) -> list[QueuedJob]:
     if not jobs.path.is_dir() or (shutil.which("squeue") is None and not jobs.may_be_alive()):
         return []
     try:
-        return queue.named(jobs.owns)
+        return queued_jobs(jobs, queue)
     except CommandError as error:
         raise UserError(f"no usable answer from squeue ({error}); try again") from None
 
@@ -104,12 +105,12 @@ class RunState:
             return recorded
         for job in queued:
             # another name: an allocation, which outlives the training in it
-            if job.job_id == record.job_id:
+            if not record.cluster and job.job_id == record.job_id:
                 if self.holder is not None:
                     return job.state
                 return JobState(NOT_LISTED, "the allocation goes on")
         # it ended while nobody followed it
-        state = Queue(POLL_S).state(record.job_id, record.name)
+        state = Queue(POLL_S, record.cluster).state(record.job_id, record.name)
         return recorded if state.name == UNKNOWN else state
 
     @cached_property

@@ -62,6 +62,8 @@ class Machine(Section):
     """Number of nodes, such as 2; with a range such as 1-2 the run continues on fewer."""
     nproc_per_node: int = Field(1, ge=1)
     """Processes per node: one per GPU."""
+    slurm_cluster: Text = ""
+    """Cluster to submit to, for sites with several (`sbatch -M`); several separated by commas."""
     slurm_partition: Text = ""
     """Partition, or several separated by commas."""
     slurm_account: Text = ""

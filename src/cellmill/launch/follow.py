@@ -14,7 +14,7 @@ from cellmill.errors import Stopped, UserError
 from cellmill.launch.queue import Queue, explained
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claimant
-from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState
+from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState, on_cluster
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
@@ -123,6 +123,7 @@ class JobFollower:
         cls, record: JobRecord, queue: Queue, echo: bool = True, patience_s: float = PATIENCE_S
     ) -> "JobFollower":
         """A follower that updates the job's record."""
+        queue = queue.for_cluster(record.cluster)
         return cls(record.job_id, record.name, queue, Tail(record.log, echo), record, patience_s)
 
     def states(self, wait: Callable[[float], None]) -> Iterator[JobState]:
@@ -159,7 +160,7 @@ class JobFollower:
 
         Raise UserError if it does not end in time.
         """
-        self._note(cancel_job(self.job_id, self.name, wait), ended=True)
+        self._note(cancel_job(self.job_id, self.name, wait, self.queue.cluster), ended=True)
 
     def _note(self, state: JobState, ended: bool) -> None:
         self.state = state
@@ -202,13 +203,14 @@ class JobFollower:
     def _wait_for_answer(self, reason: str) -> None:
         """Say once that squeue gives no usable answer; raise Stopped after `patience_s`."""
         now = time.monotonic()
+        argument = " ".join(on_cluster(self.queue.cluster, self.job_id))
         if not self._silent_since:
             say(f"warning: no usable answer from squeue ({reason}); waiting for one")
             self._silent_since = now
         elif now - self._silent_since > self.patience_s:
             raise Stopped(
                 f"no usable answer from squeue for {self.patience_s:.0f} s ({reason}); job {self.job_id} may still "
-                f"run: run the same command to follow it again, or end it with `scancel {self.job_id}`"
+                f"run: run the same command to follow it again, or end it with `scancel {argument}`"
             )
 
     def _is_gone(self) -> bool:
@@ -263,13 +265,15 @@ def lost_start(train: Path) -> str:
 def how_to_end(train: Path, job: str) -> str:
     """Where a start of job `job` that SLURM may have lost trains, and what ends it, in a line."""
     hosts = list[str]()
+    argument = job
     for record in Jobs(train).all():
         if record.job_id == job:
+            argument = record.argument
             for attempt in record.attempts()[-1:]:
                 hosts += attempt["hosts"]
     return (
-        f"job {job} still trains on {', '.join(hosts) or 'a node'}; `scancel {job}` lets it save and end, unless SLURM "
-        "has lost it: then end its processes there"
+        f"job {job} still trains on {', '.join(hosts) or 'a node'}; `scancel {argument}` lets it save and end, "
+        "unless SLURM has lost it: then end its processes there"
     )
 
 
@@ -279,6 +283,7 @@ def save_job(
     within_s: float,
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
+    cluster: str = "",
 ) -> None:
     """Signal a running job to save and end, and wait until it has.
 
@@ -287,7 +292,7 @@ def save_job(
     Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL:
     it may be too short for a checkpoint.
     """
-    queue = Queue(TICK_S)
+    queue = Queue(TICK_S, cluster)
     if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(
         job_id, name, signal="USR2"
     ):
@@ -300,20 +305,22 @@ def save_job(
         wait(TICK_S)
 
 
-def cancel_job(job_id: str, name: str, wait: Callable[[float], None] = time.sleep) -> JobState:
+def cancel_job(
+    job_id: str, name: str, wait: Callable[[float], None] = time.sleep, cluster: str = ""
+) -> JobState:
     """Cancel the job of this id and name, wait until it has ended, and return its final state.
 
     scancel only delivers the request. Raise UserError if it has not ended within `CANCEL_S`.
     """
-    queue = Queue(TICK_S)
+    queue = Queue(TICK_S, cluster)
     complaint = queue.cancel(job_id, name)
     deadline = time.monotonic() + CANCEL_S
     state = queue.state(job_id, name)
     while state.may_be_alive:
         if time.monotonic() > deadline:
             raise UserError(
-                f"job {job_id} was cancelled but has not ended ({complaint or state.name}); `scancel {job_id}` "
-                "asks again"
+                f"job {job_id} was cancelled but has not ended ({complaint or state.name}); "
+                f"`scancel {' '.join(on_cluster(cluster, job_id))}` asks again"
             )
         if complaint:
             complaint = queue.cancel(job_id, name)

@@ -60,9 +60,16 @@ class NodeFailed(Exception):
 def write_task(job: Job, machine: Machine, folder: Path) -> Path:
     """Write the task of each node of `job` to the job's folder; return the file, for `run_task`."""
     path = folder.resolve() / "task.json"
-    # only the nodes of the job know the secret: nobody else can enter the folder
-    task = {"job": asdict(job), "gpus_per_node": machine.gpus, "interface": machine.interface}
-    write_json(path, task | {"secret": secrets.token_hex(32)})
+    # only the nodes of the job know the secret: nobody else can enter the folder. The cluster is
+    # for a launcher that finds the job without a record
+    task = {
+        "job": asdict(job),
+        "gpus_per_node": machine.gpus,
+        "interface": machine.interface,
+        "cluster": machine.slurm_cluster,
+        "secret": secrets.token_hex(32),
+    }
+    write_json(path, task)
     return path
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
+from cellmill.runs.jobs import Jobs
 from cellmill.runs.slurm import (
     ALIVE,
     ENDED,
@@ -22,6 +23,7 @@ from cellmill.runs.slurm import (
     JobState,
     ask,
     call,
+    on_cluster,
 )
 
 REMEDIES = {
@@ -67,6 +69,12 @@ class QueuedJob:
     # its time limit and number of nodes, as SLURM writes them; only for the job of a stage
     limit: str = ""
     nodes: str = ""
+    cluster: str = ""  # empty for the default
+
+    @property
+    def argument(self) -> str:
+        """The job as an argument of scancel and scontrol."""
+        return " ".join(on_cluster(self.cluster, self.job_id))
 
 
 @dataclass
@@ -74,8 +82,13 @@ class Queue:
     """Jobs of this user, by answers that are at most `poll_s` seconds old."""
 
     poll_s: float
+    cluster: str = ""  # or several separated by commas; empty for the default
     _queried_at: float = field(default=float("-inf"), init=False)
     _answer: str | CommandError = field(default="", init=False)
+
+    def for_cluster(self, cluster: str) -> "Queue":
+        """The queue of a cluster, or this one if `cluster` is empty: job ids are per cluster."""
+        return self if cluster in ("", self.cluster) else Queue(self.poll_s, cluster)
 
     def state(self, job_id: str, name: str) -> JobState:
         """The state of the job of this id and name.
@@ -92,7 +105,7 @@ class Queue:
             job = jobs[job_id]
             return job.state if job.name == name else JobState(OTHER_JOB)
         try:
-            answer = ask(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"])
+            answer = ask(self._command("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"))
         except CommandError:  # without accounting the run's own files say how far it came
             answer = ""
         words = answer.split()
@@ -117,7 +130,7 @@ class Queue:
         options = [f"--name={name}"]
         if signal:
             options.append(f"--signal={signal}")
-        return _complaint(["scancel", *options, job_id])
+        return _complaint(self._command("scancel", *options, job_id))
 
     def controller_has(self, job_id: str, name: str) -> bool:
         """True if scontrol shows that the job of this id and name is alive.
@@ -125,7 +138,7 @@ class Queue:
         A site may cache the answers of squeue.
         """
         try:
-            shown = ask(["scontrol", "-o", "show", "job", job_id])
+            shown = ask(self._command("scontrol", "-o", "show", "job", job_id))
         except CommandError:  # it does not know the job
             return False
         fields = dict(re.findall(r"(\w+)=(\S*)", shown))
@@ -133,23 +146,38 @@ class Queue:
 
     def release(self, job_id: str) -> str:
         """Release a held job; return scontrol's error message, if any."""
-        return _complaint(["scontrol", "release", job_id])
+        return _complaint(self._command("scontrol", "release", job_id))
+
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        return [program, *on_cluster(self.cluster, *arguments)]
 
     def _listed(self, max_age_s: float) -> list[QueuedJob]:
         """Jobs by an answer of at most this age. Raise CommandError without a usable answer."""
         if time.monotonic() - self._queried_at >= max_age_s:
             # asked by uid, since the environment can change the name; -a: also hidden partitions
             who = ["-u", str(os.getuid())]
+            options = ["-a", "-h", "-t", "all", *who, "-o", "%i|%T|%r|%N|%j"]
             try:
-                self._answer = ask(
-                    ["squeue", "-a", "-h", "-t", "all", *who, "-o", "%i|%T|%r|%N|%j"]
-                )
+                self._answer = ask(self._command("squeue", *options))
             except CommandError as error:  # kept as well: spare a controller in trouble
                 self._answer = error
             self._queried_at = time.monotonic()
         if isinstance(self._answer, CommandError):
             raise self._answer
-        return parse(self._answer)
+        return parse(self._answer, self.cluster)
+
+
+def living_jobs(jobs: Jobs, queue: Queue) -> list[QueuedJob]:
+    """Jobs of a run that SLURM has, recorded or not, on the queue's cluster or the newest job's.
+
+    Raise CommandError without a usable answer.
+    """
+    living = queue.named(jobs.owns)
+    newest = queue.for_cluster(jobs.cluster())
+    if newest is not queue:
+        living += newest.named(jobs.owns)
+    by_id = {(job.job_id, job.name): job for job in living}
+    return list(by_id.values())
 
 
 def _complaint(command: list[str]) -> str:
@@ -160,10 +188,11 @@ def _complaint(command: list[str]) -> str:
         return str(error)
 
 
-def parse(answer: str) -> list[QueuedJob]:
+def parse(answer: str, cluster: str = "") -> list[QueuedJob]:
     """The jobs in squeue's answer. Raise CommandError if it has lines and none of them is a job.
 
     With several clusters squeue prints the name of each above its jobs, even without a header.
+    With one, `cluster`, it may print none.
     Other lines between jobs are ignored: they are from start-up files of the shell, or the rest of
     a name with a line break.
     """
@@ -177,10 +206,12 @@ def parse(answer: str) -> list[QueuedJob]:
             state = JobState(word, "" if reason == "None" else reason, nodes)
             if word not in ALIVE | ENDED:
                 state = JobState(UNKNOWN, f"squeue gives job {number} an unknown state: {word}")
-            jobs.append(QueuedJob(number, state, name))
+            jobs.append(QueuedJob(number, state, name, cluster=cluster))
         elif re.match(r"\d+[_+]", line):
             passed_over = True  # an array task or a component of a heterogeneous job: not ours
-        elif line and not line.startswith("CLUSTER: "):
+        elif line.startswith("CLUSTER: "):
+            cluster = line.removeprefix("CLUSTER: ")
+        elif line:
             foreign.append(line)
     if foreign and not jobs and not passed_over:
         raise CommandError(f"squeue answered {foreign[0][:80]!r}")

@@ -119,7 +119,9 @@ class SlurmLauncher:
         self.folder = folder
         self.machine = machine
         self.watch = FolderWatch(folder.path)
-        self.slurm = SlurmJobs(Jobs(folder.path), Queue(machine.poll_s), machine)
+        self.slurm = SlurmJobs(
+            Jobs(folder.path), Queue(machine.poll_s, machine.slurm_cluster), machine
+        )
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
             raise UserError(
@@ -135,7 +137,8 @@ class SlurmLauncher:
         """The job of this run that SLURM still has, recorded or not."""
         newest = self.slurm.jobs.newest()
         if newest is not None and newest.ended_at is None:
-            state = self.slurm.queue.state(newest.job_id, newest.name)
+            queue = self.slurm.queue.for_cluster(newest.cluster)
+            state = queue.state(newest.job_id, newest.name)
             # it may still run: its follower waits until SLURM is sure
             if state.may_be_alive or state.name == NOT_LISTED:
                 return newest
@@ -245,7 +248,7 @@ class SlurmLauncher:
             try:
                 self.watch.check(f"; job {record.job_id}, which can save nothing, was cancelled")
             except FolderDeleted:
-                cancel_job(record.job_id, record.name, requests.wait)
+                cancel_job(record.job_id, record.name, requests.wait, record.cluster)
                 raise
             if requests.first:
                 self._obey(follower, record, requests)
@@ -272,11 +275,18 @@ class SlurmLauncher:
         if requests.first == "detach" or self.machine.on_interrupt == "detach":
             raise Stopped(
                 f"job {job_id} goes on without this process; run the same command to follow it again, "
-                f"`scancel {job_id}` to end it"
+                f"`scancel {record.argument}` to end it"
             )
         say(f"cancelling job {job_id}")
         requests.again = False
-        save_job(job_id, record.name, record.save_within_s, requests.wait, lambda: requests.again)
+        save_job(
+            job_id,
+            record.name,
+            record.save_within_s,
+            requests.wait,
+            lambda: requests.again,
+            record.cluster,
+        )
         follower.cancel(requests.wait)
         raise Stopped(
             f"cancelled job {job_id}; saved at step {self.folder.saved_step()}; run the same command to resume"

@@ -31,7 +31,7 @@ from cellmill.errors import UserError
 from cellmill.launch.follow import PATIENCE_S, JobFollower, cancel_job, say
 from cellmill.launch.job import Job
 from cellmill.launch.node import run_here, run_task, write_task
-from cellmill.launch.queue import QUOTA, Queue, QueuedJob
+from cellmill.launch.queue import QUOTA, Queue, QueuedJob, living_jobs
 from cellmill.launch.signals import Interrupted, Requests, blocked, requests
 from cellmill.runs.jobs import JobRecord, Jobs, error_line
 from cellmill.runs.slurm import NO_PROCESS, CommandError
@@ -57,6 +57,8 @@ def submitting(machine: Machine) -> Iterator[None]:
     profile sets: sbatch would prefer the variable.
     """
     kept = {"SLURM_CONF", "SLURM_CLUSTERS"} & os.environ.keys()
+    if machine.slurm_cluster:  # sbatch would prefer the variable
+        kept.discard("SLURM_CLUSTERS")
     if "SLURM_JOB_ID" not in os.environ:
         kept |= {name for name in os.environ if name.startswith("SBATCH_")}
         for name in (*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"):
@@ -70,6 +72,7 @@ def submitting(machine: Machine) -> Iterator[None]:
 def sbatch_options(machine: Machine) -> dict[str, str | bool]:
     """Options of sbatch that request `machine`; True for those without a value."""
     options = {
+        "clusters": machine.slurm_cluster,
         "partition": machine.slurm_partition,
         "account": machine.slurm_account,
         "qos": machine.qos,
@@ -90,20 +93,24 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
 class _Executor(SlurmExecutor):
     """submitit's, which would take the first "job NUMBER" in the output of sbatch and its wrappers."""
 
-    @staticmethod
-    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+    cluster = ""  # as sbatch names it, if there are several
+
+    def _get_job_id_from_submission_command(  # type: ignore[override]
+        self, string: bytes | str
+    ) -> str:
         text = string.decode(errors="replace") if isinstance(string, bytes) else string
         answers = re.findall(
-            r"^Submitted batch job (\d+)(?: on cluster \S+)?\s*$", text, re.MULTILINE
+            r"^Submitted batch job (\d+)(?: on cluster (\S+))?\s*$", text, re.MULTILINE
         )
         if not answers:
             raise FailedSubmissionError(
                 f"could not make sense of sbatch output {text.strip()[-200:]!r}"
             )
-        return str(answers[-1])
+        job_id, self.cluster = answers[-1]
+        return str(job_id)
 
 
-def _executor(machine: Machine, folder: Path, name: str) -> SlurmExecutor:
+def _executor(machine: Machine, folder: Path, name: str) -> _Executor:
     image = shlex.quote(str(Path(machine.container).resolve()))
     python = f"apptainer exec --nv {image} python3" if machine.container else None
     # lines of the batch script before srun: a command that fails ends the job with one line in its
@@ -162,7 +169,7 @@ class SlurmJobs:
         warned = False
         while True:
             try:
-                return self.queue.named(self.jobs.owns)
+                return living_jobs(self.jobs, self.queue)
             except CommandError as error:
                 if time.monotonic() > deadline:
                     raise UserError(
@@ -183,7 +190,7 @@ class SlurmJobs:
             if folder is None:
                 raise UserError(
                     f"job {queued.job_id} ({queued.name}) belongs to {self.jobs.path.parent}, but its folder there is "
-                    f"missing; `scancel {queued.job_id}` ends it"
+                    f"missing; `scancel {queued.argument}` ends it"
                 )
             # there may be another record: of two jobs with one number, one ends at once
             say(f"job {queued.job_id} was submitted but not recorded: adopted by its name")
@@ -192,7 +199,8 @@ class SlurmJobs:
                     SlurmJob(folder, queued.job_id).paths.move_temporary_file(
                         pickled, "submitted_pickle"
                     )
-            return JobRecord.of(self.machine, folder, queued.job_id, queued.name).write()
+            record = JobRecord.of(self.machine, folder, queued.job_id, queued.name, queued.cluster)
+            return record.write()
         return None
 
     def submit(self, job: Callable[[Path], Job]) -> JobRecord:
@@ -246,8 +254,10 @@ class SlurmJobs:
             # submitted and recorded, or neither; submitit would print errors at each try, `submit`
             # prints them once
             with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
-                submitted = _executor(self.machine, folder, name).submit(run_task, str(task))
-                record = JobRecord.of(self.machine, folder, str(submitted.job_id), name).write()
+                executor = _executor(self.machine, folder, name)
+                job_id = str(executor.submit(run_task, str(task)).job_id)
+                record = JobRecord.of(self.machine, folder, job_id, name, executor.cluster)
+                record.write()
         except BlockingIOError:
             raise _NotSubmitted(NO_PROCESS, is_unreachable=True) from None
         except (FailedJobError, FailedSubmissionError) as error:
@@ -308,11 +318,11 @@ def run_once(
             code, path = run_here(job, machine, folder, keep_open)
             return End(path, "COMPLETED" if code == 0 else "FAILED")
         with requests() as received:
-            queue = Queue(min(machine.poll_s, POLL_S))
+            queue = Queue(min(machine.poll_s, POLL_S), machine.slurm_cluster)
             slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
             for left in slurm.alive():
                 say(f"cancelling job {left.job_id}, left by an earlier process")
-                cancel_job(left.job_id, left.name)
+                cancel_job(left.job_id, left.name, cluster=left.cluster)
             record = slurm.submit(job)
             follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
             queued_s = 0.0

@@ -45,6 +45,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     runtime = _runtime(facts, offer.partition, account.value, qos.value)
     values: dict[str, Reasoned[str] | Reasoned[int]] = {
         "launcher": Reasoned("slurm"),
+        "slurm_cluster": Reasoned(request.cluster, request.cluster and "--cluster"),
         "nodes": Reasoned(request.nodes or "1"),
         "nproc_per_node": _processes(offer),
         "slurm_partition": Reasoned(offer.partition.name, training.why),

@@ -33,6 +33,7 @@ class Request:
     gpus: int | None = None  # per node; 0 for processes on CPU cores
     account: str = ""
     qos: str = ""
+    cluster: str = ""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,14 @@ Rules = dict[str, dict[str, Any]]
 named machines.
 """
 _OF_SNAKEMAKE = frozenset({"tmpdir", "disk_mb"})  # every rule has them; no training depends on them
-_OF_A_SITE = ("slurm_partition", "slurm_account", "qos", "constraint", "reservation")
+_OF_A_SITE = (
+    "slurm_cluster",
+    "slurm_partition",
+    "slurm_account",
+    "qos",
+    "constraint",
+    "reservation",
+)
 _DEFAULTS = {name: field.default for name, field in Machine.model_fields.items()}
 _EITHER = {"gres": "gpus_per_node", "gpus_per_node": "gres"}
 

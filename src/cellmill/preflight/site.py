@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from cellmill.config.machine import Machine, flags, gpus_in
 from cellmill.errors import UserError
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
-from cellmill.runs.slurm import CommandError, ask, call, parse_duration
+from cellmill.runs.slurm import CommandError, ask, call, on_cluster, parse_duration
 
 _DOWN = set(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE MAINT MAINTENANCE UNKNOWN ERROR BLOCKED "
@@ -126,16 +126,16 @@ class SlurmFacts:
         return limits[source], source
 
 
-def ask_slurm() -> SlurmFacts:
-    """SLURM's answers.
+def ask_slurm(cluster: str = "") -> SlurmFacts:
+    """SLURM's answers, of `cluster` if the site has several.
 
     Raise UserError in one line if a command is missing or the controller does not answer.
     """
     try:
-        rules = _records("partition", "PartitionName")
-        nodes = _records("node", "NodeName")
+        rules = _records("partition", "PartitionName", cluster)
+        nodes = _records("node", "NodeName", cluster)
         configuration = {}
-        for line in ask(["scontrol", "show", "config"]).splitlines():
+        for line in ask(["scontrol", *on_cluster(cluster, "show", "config")]).splitlines():
             key, equals, value = line.partition("=")
             if equals:
                 configuration[key.strip()] = value.strip()
@@ -147,7 +147,7 @@ def ask_slurm() -> SlurmFacts:
         raise UserError(f"{error}; {remedy}") from None
     facts = SlurmFacts(partitions, configuration)
     try:
-        ask(["sacct", "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
+        ask(["sacct", *on_cluster(cluster), "-n", "-X", "-P", "-S", "now", "-o", "JobID"])
     except CommandError as error:
         facts.no_accounting = str(error)
     with suppress(CommandError):  # without them a profile names no account
@@ -234,13 +234,13 @@ def _memory_limits(fields: dict[str, str]) -> tuple[int | None, int | None]:
     return limit(fields.get("MaxMemPerNode")), limit(fields.get("MaxMemPerCPU"))
 
 
-def _records(kind: str, key: str) -> dict[str, dict[str, str]]:
+def _records(kind: str, key: str, cluster: str) -> dict[str, dict[str, str]]:
     """Fields of each line of `scontrol -o show KIND` by name.
 
     Of a value with spaces (Reason, OS) only the first word is kept.
     """
     records = {}
-    answer = ask(["scontrol", "-a", "-o", "show", kind])
+    answer = ask(["scontrol", *on_cluster(cluster), "-a", "-o", "show", kind])
     for line in filter(str.strip, answer.splitlines()):
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if key not in fields:

@@ -133,16 +133,14 @@ _FIELDS = (
 
 
 def sacct_starts(records: list[JobRecord]) -> tuple[dict[str, list[Start]], str]:
-    """Starts by job id of the jobs that sacct knows, and why others are missing.
-
-    Waits up to `LAG_S` for the end of the newest job to arrive.
-    """
+    """Starts by job id that sacct knows, waiting `LAG_S` for the last, and why others are missing."""
     if not records:
         return {}, "only SLURM's accounting has it"
     if shutil.which("sacct") is None:
         return {}, "sacct is not on PATH"
     jobs = ",".join(record.job_id for record in records)
-    command = ["sacct", "-P", "-n", "--duplicates", "-j", jobs, "-o", ",".join(_FIELDS)]
+    where = ["-L"] * any(record.cluster for record in records)  # in all clusters
+    command = ["sacct", *where, "-P", "-n", "--duplicates", "-j", jobs, "-o", ",".join(_FIELDS)]
     newest = records[-1]
     deadline = time.monotonic() + LAG_S
     while True:

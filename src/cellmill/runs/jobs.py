@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from cellmill.errors import DataError
 from cellmill.files import fsync, read_json, write_json
+from cellmill.runs.slurm import on_cluster
 
 if TYPE_CHECKING:  # the agent of a node needs no configuration
     from cellmill.config.machine import Machine
@@ -109,9 +110,12 @@ class JobRecord:
     state: str = "PENDING"
     reason: str = ""
     ended_at: float | None = None
+    cluster: str = ""  # as sbatch named it; empty for the default
 
     @classmethod
-    def of(cls, machine: Machine, path: Path, job_id: str, name: str) -> JobRecord:
+    def of(
+        cls, machine: Machine, path: Path, job_id: str, name: str, cluster: str = ""
+    ) -> JobRecord:
         """The record of a job for `machine` that was submitted now."""
         return cls(
             path,
@@ -119,6 +123,7 @@ class JobRecord:
             name,
             submitted_at=time.time(),
             save_within_s=machine.save_within_s,
+            cluster=cluster,
             **_requested(machine),
         )
 
@@ -137,8 +142,13 @@ class JobRecord:
         return {
             "runtime": f"runtime {self.runtime} min",
             "nodes": self.nodes,
-            "job_id": self.job_id,
+            "job_id": self.argument,
         }
+
+    @property
+    def argument(self) -> str:
+        """The job as an argument of scancel and scontrol."""
+        return " ".join(on_cluster(self.cluster, self.job_id))
 
     @property
     def log(self) -> Path:
@@ -206,6 +216,14 @@ class Jobs:
         """The last recorded submission; records that came with a copied folder do not count."""
         records = [record for record in self.all() if self.owns(record.name)]
         return records[-1] if records else None
+
+    def cluster(self) -> str:
+        """The cluster of the newest submission, or those it may have; empty for the default."""
+        for folder in self._folders()[-1:]:
+            for name in ("job.json", "task.json"):
+                with suppress(DataError, FileNotFoundError, KeyError):
+                    return str(read_json(folder / name)["cluster"])
+        return ""
 
     def record(self, job_id: str, name: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""

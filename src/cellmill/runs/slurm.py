@@ -61,6 +61,14 @@ class JobState:
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
+def on_cluster(cluster: str, *arguments: str) -> list[str]:
+    """Arguments of a SLURM command for `cluster`, or for several separated by commas.
+
+    Without one, the command uses the cluster of this host or `SLURM_CLUSTERS`.
+    """
+    return ["-M", cluster, *arguments] if cluster else [*arguments]
+
+
 class CommandError(Exception):
     """A command of SLURM is missing, failed or gave no usable answer.
 

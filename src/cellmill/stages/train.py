@@ -153,7 +153,7 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
             return False
         raise UserError(
             f"{path}: job {job.job_id} of this run is {job.state.lower()}; follow it with launcher slurm, or "
-            f"end it with `scancel {job.job_id}`"
+            f"end it with `scancel {job.argument}`"
         )
     before = read_json(path / "run.json")
     changes = changed_keys(before, record["identity"], str(path / "run.json"))
@@ -161,7 +161,7 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
         different = "; ".join(f"{key} {change}" for key, change in changes.items())
         raise UserError(
             f"{path}: job {job.job_id} is training with another configuration ({different}); end it with "
-            f"`scancel {job.job_id}`, or change the configuration back"
+            f"`scancel {job.argument}`, or change the configuration back"
         )
     check_data(str(path), before["fingerprint"], record["fingerprint"])
     return True
