@@ -16,6 +16,7 @@ from cellmill.evaluate.scores import (
     paired_difference,
     share_closed,
     table_rows,
+    tabulate,
 )
 from cellmill.evaluate.tasks.changes import MEAN, NO_CHANGE
 from cellmill.evaluate.tasks.perturbation import CEILING
@@ -269,3 +270,12 @@ def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     assert made.column("x", "macro_f1", "x", "macro-F1").ceiling is None
     halves[:] = ""
     assert made.column("x", "accuracy", "x", "accuracy").gap() is None
+
+
+def test_a_column_of_errors_cannot_rank_the_rows() -> None:
+    scores = {OWN: np.ones((1, 9)), OTHER: np.zeros((1, 9))}
+    errors = ScoreColumn("error", "error", scores, lower_is_better=True)
+    ranking = ScoreColumn("score", "score", scores)
+    with pytest.raises(AssertionError, match="error ranks rows by the highest"):
+        tabulate([errors, ranking], {})
+    assert tabulate([ranking, errors], {}).metric == "score"

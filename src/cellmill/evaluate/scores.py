@@ -351,7 +351,7 @@ def tabulate(
     **fields: Any,
 ) -> TaskResult:
     """Result with the table, verdicts, differences and gaps of `columns`; the first ranks the rows,
-    and `fields` replace others.
+    so its highest value must be the best one. `fields` replace others.
 
     Columns that are not `judged`, by default all, are only in the table.
     """
@@ -362,6 +362,10 @@ def tabulate(
         fields["verdicts"] = [column.compare_best() for column in judged]
     if "differences" not in fields:
         fields["differences"] = list(chain.from_iterable(map(ScoreColumn.differences, judged)))
-    fields.setdefault("metric", columns[0].heading)
+    metric = fields.setdefault("metric", columns[0].heading)
+    ranking = [column for column in columns if column.heading == metric]
+    assert not any(column.lower_is_better for column in ranking), (
+        f"{metric} ranks rows by the highest"
+    )
     gaps = [column.gap() for column in judged]
     return TaskResult(figures=numbers, gaps=[gap for gap in gaps if gap is not None], **fields)
