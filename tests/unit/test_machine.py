@@ -13,7 +13,7 @@ from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.launch.job import Job
 from cellmill.launch.queue import Queue
-from cellmill.launch.submit import SlurmJobs
+from cellmill.launch.submit import SlurmJobs, sbatch_options
 from cellmill.runs.jobs import Jobs
 from tests.checks import refused
 
@@ -67,6 +67,9 @@ def test_only_setup_becomes_a_command_of_the_batch_script(
         ({"nproc_per_node": 0}, "nproc_per_node: input should be greater than or equal to 1, got 0"),
         ({"gpus_per_node": "4", "gres": "gpu:4"},
          "gpus_per_node '4' and gres 'gpu:4' request GPUs twice; set one to ''"),
+        ({"mem_mb": 9, "mem_mb_per_cpu": 4},
+         "mem_mb and mem_mb_per_cpu request memory twice, which SLURM refuses; set all but one to 0"),
+        ({"mem_mb_per_gpu": 4}, "mem_mb_per_gpu: no GPU is requested; set gpus_per_node, or mem_mb instead"),
         ({"launcher": "slurm", "runtime": 2, "save_within_s": 120},
          "save_within_s 120 leaves no time in a runtime of 2 min; lower it"),
         ({"sbatch_options": "exclusive signal=KILL"},
@@ -105,3 +108,20 @@ def test_gpus_are_counted_in_every_form_of_request(
 def test_node_counts_accept_ranges() -> None:
     assert list(Machine(nodes=3).node_counts) == [3]
     assert list(Machine(nodes="2-4", launcher="slurm").node_counts) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, {"mem": "0"}),
+        ({"mem_mb": 9}, {"mem": "9M"}),
+        ({"mem_mb_per_cpu": 4}, {"mem-per-cpu": "4M"}),
+        ({"mem_mb_per_gpu": 4, "gpus_per_node": 1}, {"mem-per-gpu": "4M"}),
+        ({"sbatch_options": "mem-per-cpu=2G"}, {"mem-per-cpu": "2G"}),
+        ({"sbatch_options": "mem-per-gpu=2G"}, {"mem-per-gpu": "2G"}),
+    ],
+    ids=str,
+)
+def test_exactly_one_option_for_memory_is_sent(given: dict[str, Any], sent: dict[str, str]) -> None:
+    options = sbatch_options(Machine(**given))
+    assert {name: value for name, value in options.items() if name.startswith("mem")} == sent

@@ -231,6 +231,23 @@ def test_no_attempt_exceeds_the_limits_of_its_partition(cluster: Cluster) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("limits", "key", "megabytes"),
+    [
+        ("MaxMemPerCPU=4000", "mem_mb_per_cpu", 4000),
+        ("JobDefaults=DefCpuPerGPU=8,DefMemPerGPU=120000", "mem_mb_per_gpu", 120000),
+    ],
+)
+def test_memory_is_requested_in_the_unit_of_the_partition(
+    cluster: Cluster, limits: str, key: str, megabytes: int
+) -> None:
+    cluster(site("gpu:h100:4"), limits={"p": limits})
+    machine, tree, _ = new()
+    assert machine.memory_key == key
+    assert tree["set-resources"]["train"][key] == megabytes
+    assert "mem_mb" not in tree["set-resources"]["train"]
+
+
 def test_memory_is_not_requested_where_slurm_does_not_manage_it(cluster: Cluster) -> None:
     cluster(site("gpu:h100:4", memory=1))
     machine, tree, _ = new("--gpus", "1")

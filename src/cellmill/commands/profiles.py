@@ -107,7 +107,11 @@ def _print_values(site: Site) -> None:
     shown_gpus = f"GPUs {gpus}, " if gpus else ""
     n = machine.nproc_per_node
     processes = f"{n} {'process' if n == 1 else 'processes'}"
-    memory = f"{machine.mem_mb} MB" if machine.mem_mb else "all memory"
+    memory = "all memory"
+    if machine.memory_mb:
+        memory = (
+            f"{machine.memory_mb} MB{machine.memory_key.removeprefix('mem_mb').replace('_', ' ')}"
+        )
     device = f"{site.device}: {why['device']}" if why["device"] else site.device
     print(f"  train     partition {machine.slurm_partition}: {why['slurm_partition']}")
     print(

@@ -23,6 +23,7 @@ OURS_OF_SRUN = (
     "nodes ntasks ntasks-per-node cpus-per-task kill-on-bad-exit overlap unbuffered output error "
     "label multi-prog gpus-per-node gres chdir export jobid"
 ).split()
+MEMORY = ("mem_mb", "mem_mb_per_cpu", "mem_mb_per_gpu")  # as sbatch's mem, mem-per-cpu, mem-per-gpu
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -86,6 +87,10 @@ class Machine(Section):
     """Time limit of a job in minutes; a longer training takes several jobs."""
     mem_mb: int = Field(0, ge=0)
     """Memory per node in MB; 0 for all of it."""
+    mem_mb_per_cpu: int = Field(0, ge=0)
+    """Memory per CPU core in MB, for sites that refuse mem_mb; 0 for mem_mb."""
+    mem_mb_per_gpu: int = Field(0, ge=0)
+    """Memory per GPU in MB, for sites that refuse mem_mb; 0 for mem_mb."""
     cpus_per_task: int = Field(0, ge=0)
     """CPU cores per node; 0 for 2 per process, or with launcher local for all."""
     modules: Text = ""
@@ -124,6 +129,15 @@ class Machine(Section):
         return self.cpus_per_task or 2 * self.nproc_per_node
 
     @property
+    def memory_key(self) -> str:
+        """The key whose memory is requested: SLURM accepts only one."""
+        return next((key for key in MEMORY if getattr(self, key)), "mem_mb")
+
+    @property
+    def memory_mb(self) -> int:
+        return int(getattr(self, self.memory_key))
+
+    @property
     def gpus_by_type(self) -> dict[str, int]:
         return gpus_in(f"gpu:{self.gpus_per_node}" if self.gpus_per_node else self.gres)
 
@@ -151,6 +165,11 @@ class Machine(Section):
             yield f"nodes: a range such as {self.nodes} requires launcher slurm, got {self.launcher}"
         if self.gpus_per_node and self.gres:
             yield f"gpus_per_node {self.gpus_per_node!r} and gres {self.gres!r} request GPUs twice; set one to ''"
+        memory = [key for key in MEMORY if getattr(self, key)]
+        if len(memory) > 1:
+            yield f"{' and '.join(memory)} request memory twice, which SLURM refuses; set all but one to 0"
+        if self.mem_mb_per_gpu and not self.gpus:
+            yield "mem_mb_per_gpu: no GPU is requested; set gpus_per_node, or mem_mb instead"
         for key, ours in (("sbatch_options", OURS), ("srun_options", OURS_OF_SRUN)):
             taken = options_in(getattr(self, key)).keys() & set(ours)
             if taken:

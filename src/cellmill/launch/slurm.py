@@ -330,8 +330,8 @@ class SlurmLauncher:
         yield (
             ended.state == "OUT_OF_MEMORY" or log.last(Tail.OUT_OF_MEMORY),
             UserError(
-                "the job ran out of memory: raise set-resources: train: mem_mb in the profile, or lower "
-                f"train.token_budget {source}"
+                f"the job ran out of memory: raise set-resources: train: {self.machine.memory_key} in the "
+                f"profile, or lower train.token_budget {source}"
             ),
         )
         path = self.folder.path

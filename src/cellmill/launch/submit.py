@@ -45,6 +45,7 @@ TRANSIENT = re.compile(
 )
 # variables that are not named like their option
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
+_MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu"}
 ONCE_PATIENCE_S = 120  # PATIENCE_S of a job that no training depends on
 POLL_S = 5.0
 
@@ -61,7 +62,7 @@ def submitting(machine: Machine) -> Iterator[None]:
         kept.discard("SLURM_CLUSTERS")
     if "SLURM_JOB_ID" not in os.environ:
         kept |= {name for name in os.environ if name.startswith("SBATCH_")}
-        for name in (*OURS, *sbatch_options(machine), "mem-per-cpu", "mem-per-gpu"):
+        for name in (*OURS, *sbatch_options(machine), *_MEMORY):
             kept.discard(f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}")
     variables = {name: os.environ[name] for name in kept}
     with clean_env():
@@ -82,12 +83,13 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
         "reservation": machine.reservation,
         "nodes": machine.nodes,
         "cpus-per-task": str(machine.cpus),
-        "mem": f"{machine.mem_mb}M" if machine.mem_mb else "0",
         "time": str(machine.runtime),
     }
-    return {name: value for name, value in options.items() if value} | options_in(
-        machine.sbatch_options
-    )
+    more = options_in(machine.sbatch_options)
+    if not more.keys() & _MEMORY:  # sbatch refuses two
+        option = machine.memory_key.replace("_mb", "").replace("_", "-")
+        options[option] = f"{machine.memory_mb}M" if machine.memory_mb else "0"
+    return {name: value for name, value in options.items() if value} | more
 
 
 class _Executor(SlurmExecutor):

@@ -222,6 +222,8 @@ def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmF
         if word in refusal.lower():
             one_of = f": one of {', '.join(values)}" if values else ""
             return f"{TRAIN} {key}{one_of}"
+    if re.search("--mem|mem[-_ ]?per", refusal, re.IGNORECASE):
+        return f"{TRAIN} mem_mb_per_cpu or mem_mb_per_gpu instead of {machine.memory_key}"
     if not re.search("node configuration|memory|cpu", refusal, re.IGNORECASE):
         return f"change {TRAIN[:-1]}"
     # the most that as many nodes as are requested have

@@ -42,6 +42,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         )
     select = facts.configuration.get("SelectType", "select/cons_tres")
     gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
+    memory_key, memory = _memory(offer)
     runtime = _runtime(facts, offer.partition, account.value, qos.value)
     values: dict[str, Reasoned[str] | Reasoned[int]] = {
         "launcher": Reasoned("slurm"),
@@ -53,7 +54,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
         "qos": qos,
         "gres" if gres_only else "gpus_per_node": _gpus(offer, select if gres_only else ""),
         "runtime": runtime,
-        "mem_mb": _memory(offer),
+        memory_key: memory,
         "cpus_per_task": _cores(offer),
         "save_within_s": Reasoned(min(SAVE_WITHIN_S, 15 * runtime.value)),
     }
@@ -171,8 +172,22 @@ def _shares(offer: Offer) -> list[float]:
     return [offer.gpus / node.gpus_of("") for node in offer.nodes]
 
 
-def _memory(offer: Offer) -> Reasoned[int]:
-    """MB per node: all memory, or the share of the smallest node that goes with the GPUs."""
+def _memory(offer: Offer) -> tuple[str, Reasoned[int]]:
+    """The key and MB that request memory.
+
+    What the partition says per GPU or CPU; else per node all memory, or the GPUs' share of it.
+    """
+    partition = offer.partition
+    if offer.gpus and partition.mb_per_gpu:
+        why = f"DefMemPerGPU of partition {partition.name} (scontrol)"
+        return "mem_mb_per_gpu", Reasoned(partition.mb_per_gpu, why)
+    if partition.mb_per_cpu:
+        why = f"MaxMemPerCPU of partition {partition.name} (scontrol)"
+        return "mem_mb_per_cpu", Reasoned(partition.mb_per_cpu, why)
+    return "mem_mb", _memory_per_node(offer)
+
+
+def _memory_per_node(offer: Offer) -> Reasoned[int]:
     usable_mb = [node.usable_mb for node in offer.nodes]
     shares = _shares(offer)
     if not all(usable_mb):

@@ -61,6 +61,8 @@ class Partition:
     qos: frozenset[str] | None = None  # QOS that may be used in it
     groups: frozenset[str] | None = None  # groups whose users may use it
     own_qos: str = ""  # QOS whose limits all its jobs have
+    mb_per_cpu: int | None = None  # most memory that a job may request per CPU
+    mb_per_gpu: int | None = None  # memory that a job gets per GPU by default
     reserved: bool = False  # hidden, or for root or reservations only
 
     @property
@@ -192,6 +194,8 @@ def _partitions(
             qos=_names(rule.get("AllowQos")),
             groups=_names(rule.get("AllowGroups")),
             own_qos=",".join(_names(rule.get("QoS")) or ()),
+            mb_per_cpu=_memory_limits(rule)[1],
+            mb_per_gpu=limit(rule.get("JobDefaults", "").partition("DefMemPerGPU=")[2]),
             reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
         )
         for name, rule in rules.items()
