@@ -178,7 +178,7 @@ def test_a_job_known_only_to_scontrol_is_not_resubmitted(done: Scripted) -> None
         listed("RUNNING"),
         *[NONE] * 12,
         listed("COMPLETED"),
-        sacct=[[0, "PENDING\n", ""]],
+        sacct=[[0, "PENDING|{name}\n", ""]],
         scontrol=[shown],
     )
     assert len(done.calls("sbatch")) == 1
@@ -250,7 +250,7 @@ def test_a_silent_job_running_only_for_sacct_has_ended(
     own = claim(scripted.train, "7")
     os.utime(own.file, (time.time() - 100, time.time() - 100))
     refused = [1, "", "sbatch: error: enough\n"]
-    answers = {"sbatch": [submitted(), refused], "sacct": [[0, "RUNNING\n", ""]]}
+    answers = {"sbatch": [submitted(), refused], "sacct": [[0, "RUNNING|{name}\n", ""]]}
     assert "enough" in scripted.refused(listed("RUNNING"), *[NONE] * 50, **answers)
     assert (
         "job 7: squeue no longer lists it and it gives no sign of life, though sacct says RUNNING: taken for ended "
@@ -298,7 +298,7 @@ def test_an_error_that_a_restart_cannot_mend_takes_one_job(
     elif log:
         leaving(scripted, file.name, log)
     known = [] if " by " in states[0] else [listed(state) for state in states]
-    assert scripted.refused(*known, sacct=[[0, f"{states[-1]}\n", ""]]) == error.replace(
+    assert scripted.refused(*known, sacct=[[0, f"{states[-1]}|{{name}}\n", ""]]) == error.replace(
         "LOG", str(file)
     )
     assert len(scripted.calls("sbatch")) == 1
@@ -780,3 +780,11 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
     assert [short.line(job, 0, was_to_save=False) for job in jobs] == [""] * 3, (
         "nothing is known of the curve"
     )
+
+
+@pytest.mark.parametrize("others", ["FAILED|mine\n", "FAILED|mine\n{}", "{}FAILED|allocation\n"])
+def test_accounting_of_a_reused_job_id_is_told_by_name(scripted: Scripted, others: str) -> None:
+    own = "CANCELLED by 7|a.0123456789ab.001\n"
+    scripted.answers(squeue=[NONE], sacct=[[0, others.format(own), ""]])
+    state = queue_module.Queue(1.0).state("7", "a.0123456789ab.001")
+    assert state.name == ("CANCELLED" if "{}" in others else "NOT_LISTED")

@@ -202,7 +202,7 @@ def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, cli:
     assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in cli("status")[1]
     squeue(results)
     assert "one  stopped  100/600     -  41   NOT_LISTED" in cli("status")[1]
-    command(results, "sacct", "echo FAILED")
+    command(results, "sacct", f"echo 'FAILED|{record.name}'")
     assert "one  failed  100/600     -  41   FAILED" in cli("status")[1]
     assert json.loads((record.path / "job.json").read_text())["state"] == "RUNNING", (
         "status changes no file"

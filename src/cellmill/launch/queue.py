@@ -105,11 +105,15 @@ class Queue:
             job = jobs[job_id]
             return job.state if job.name == name else JobState(OTHER_JOB)
         try:
-            answer = ask(self._command("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"))
+            options = ["-X", "-n", "-P", "--duplicates", "-j", job_id, "-o", "State,JobName"]
+            answer = ask(self._command("sacct", *options))
         except CommandError:  # without accounting the run's own files say how far it came
             answer = ""
-        words = answer.split()
-        word = words[0] if words else ""
+        word = ""
+        for line in answer.splitlines():  # oldest first; a reused job id has several jobs
+            text, _, job_name = line.strip().partition("|")
+            if job_name == name:
+                word = text.partition(" ")[0]  # CANCELLED by 1000
         if word in ALIVE:
             return JobState(word, UNLISTED)
         return JobState(word if word in ENDED else NOT_LISTED)
