@@ -22,7 +22,7 @@ from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
 from cellmill.launch.slurm import ShortJobs, SlurmLauncher
-from cellmill.launch.submit import submitting
+from cellmill.launch.submit import FIND_MODULE, submitting
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import FolderWatch, claim
@@ -282,7 +282,8 @@ IMPORTS = (
         ({}, "srun: unrecognized option '--nonsense=3'\nTry \"srun --help\" for more information\n", ["FAILED"],
          "srun: unrecognized option '--nonsense=3'; change srun_options in the profile (job 7, log: LOG)"),
         ({"modules": "cuda/99"}, "", ["RUNNING", "FAILED"],
-         "`module load cuda/99` failed on node1; change modules in the profile (job 7, log: LOG)"),
+         "`module load cuda/99` failed on node1, which has no command module, also after /etc/profile.d (setup, which "
+         "runs after modules, may load them itself); change modules in the profile (job 7, log: LOG)"),
         # which sacct says, when squeue has forgotten the job
         ({}, "", ["CANCELLED by 0"], "job 7 was cancelled by somebody else; run the same command to resume"),
     ],
@@ -302,6 +303,23 @@ def test_an_error_that_a_restart_cannot_mend_takes_one_job(
         "LOG", str(file)
     )
     assert len(scripted.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize("before", ["", "set -u; ", "set -eu; "])
+def test_module_is_found_in_the_files_of_login_shells(done: Scripted, before: str) -> None:
+    done.machine = done.machine.model_copy(
+        update={"modules": "cuda/12 nccl", "setup": 'echo "then $LOADED"'}
+    )
+    done.run(listed("COMPLETED"))
+    folder = done.fake / "profile.d"
+    folder.mkdir()
+    (folder / "a.sh").write_text('[ "$UNSET_IN_A_JOB" ] && true\necho noise\n')
+    (folder / "lmod.sh").write_text('module() { LOADED="$*"; test "$2" = cuda/12; }\n')
+    script = (done.fake / "script.sh").read_text()
+    setup = script[script.index("# setup") : script.index("# command")]
+    setup = before + setup.partition("\n")[2].replace("/etc/profile.d", str(folder))
+    ran = subprocess.run(["bash", "-c", setup], env={}, capture_output=True, text=True)
+    assert (ran.stdout, ran.returncode) == ("then load cuda/12 nccl\n", 0)
 
 
 def recorded(scripted: Scripted) -> JobRecord:
@@ -501,6 +519,7 @@ def test_the_batch_script_requests_the_machine_of_the_profile(
     assert re.fullmatch(r"a\.[0-9a-f]{12}\.001", name)
     python = re.search(r"(\S+) -u -m submitit", script)
     assert python
+    FIND = "\n".join(FIND_MODULE)
     assert (
         script
         == f"""#!/bin/bash
@@ -525,9 +544,10 @@ def test_the_batch_script_requests_the_machine_of_the_profile(
 #SBATCH --time=90
 
 # setup
+{FIND}
 {{ module load cuda/12.4 nccl
-}} || {{ echo 'cellmill: `module load cuda/12.4 nccl` failed on' "$SLURMD_NODENAME; change modules in the profile"; \
-exit 1; }}
+}} || {{ echo 'cellmill: `module load cuda/12.4 nccl` failed on' "$SLURMD_NODENAME$no_module; change modules in \
+the profile"; exit 1; }}
 {{ source 'my env/bin/activate' && ulimit -n 4096
 }} || {{ echo 'cellmill: `source '"'"'my env/bin/activate'"'"' && ulimit -n 4096` failed on' "$SLURMD_NODENAME; change \
 setup in the profile"; exit 1; }}

@@ -49,6 +49,15 @@ _MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu"}
 ONCE_PATIENCE_S = 120  # PATIENCE_S of a job that no training depends on
 POLL_S = 5.0
 
+FIND_MODULE = [
+    "set +eu",  # they would end the shell in these files
+    "no_module=",
+    'type module > /dev/null 2>&1 || for file in /etc/profile.d/*.sh; do . "$file" > /dev/null; done',
+    "type module > /dev/null 2>&1 || no_module=', which has no command module, also after "
+    "/etc/profile.d (setup, which runs after modules, may load them itself)'",
+]
+"""Lines before `module load`: the shell of a job may lack the command that login shells have."""
+
 
 @contextmanager
 def submitting(machine: Machine) -> Iterator[None]:
@@ -122,10 +131,12 @@ def _executor(machine: Machine, folder: Path, name: str) -> _Executor:
     if machine.modules:
         load = f"module load {shlex.join(machine.modules.split())}"
         commands = {"modules": load} | commands
+        setup += FIND_MODULE
     for key, command in commands.items():
         if command:
             failed = shlex.quote(f"cellmill: `{command}` failed on")
-            echo = f'echo {failed} "$SLURMD_NODENAME; change {key} in the profile"'
+            cause = "$no_module" if key == "modules" else ""
+            echo = f'echo {failed} "$SLURMD_NODENAME{cause}; change {key} in the profile"'
             setup += [f"{{ {command}", f"}} || {{ {echo}; exit 1; }}"]
     executor = _Executor(folder=folder.resolve(), max_num_timeout=0, python=python)
     # one task per node is requested only from srun: given to sbatch, it would pin a range of nodes
