@@ -14,7 +14,8 @@ import pytest
 
 from cellmill.config.machine import Machine
 from cellmill.launch.job import Job, Restarts, agent_environment, wait_for
-from cellmill.launch.node import NodeTask, lacking_interface, write_task
+from cellmill.launch.network import network_variables
+from cellmill.launch.node import NodeTask, write_task
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 from cellmill.launch.signals import requests
@@ -137,9 +138,32 @@ def test_a_node_without_the_interface_lists_its_interfaces(tmp_path: Path) -> No
     assert ((tmp_path / "error.txt").read_text(), printed) == (line, f"{line}\n")
 
 
-@pytest.mark.parametrize("wanted", ["", "eth0", "eth", "=eth0", "ib1,eth0", "^lo"])
-def test_an_interface_may_be_a_prefix_a_list_or_an_exclusion(wanted: str) -> None:
-    assert lacking_interface(wanted, ["lo", "eth0"]) == ""
+HERE = ["lo", "eth0", "bond0", "bond0.2973", "ib0", "ib1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gloo", "nccl"),
+    [
+        ("bond0", "bond0", "=bond0"),
+        ("=ib1", "ib1", "=ib1"),
+        ("hsn0,ib0", "ib0", "=ib0"),  # names that differ by node
+        ("eth", "eth0", "=eth0"),
+        ("ib", "ib1", "=ib0,ib1"),
+        ("bond", "bond0", "=bond0,bond0.2973"),
+        ("^bond,eth", "ib1", "^bond,eth"),
+    ],
+)
+def test_an_interface_of_the_profile_is_named_exactly(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, gloo: str, nccl: str
+) -> None:
+    monkeypatch.setattr("cellmill.launch.network.routed_interface", lambda host: "ib1")
+    variables = network_variables(wanted, HERE, "node2")
+    assert variables == {"GLOO_SOCKET_IFNAME": gloo, "NCCL_SOCKET_IFNAME": nccl}
+
+
+@pytest.mark.parametrize("wanted", ["ib9", "=ib", "=bond", "^lo,eth,bond,ib"])
+def test_an_interface_that_no_name_fits_is_missing(wanted: str) -> None:
+    assert network_variables(wanted, HERE, "node2") == {}
 
 
 def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> None:
@@ -181,13 +205,15 @@ def test_all_nodes_agree_on_the_first_node(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     path = write_task(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"secret": "of the job"}))
+    monkeypatch.setattr("cellmill.launch.node.interfaces", lambda: ["lo", "ib0"])
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
 
     def place(node: int, restart: int = 0) -> Rendezvous:
         """What the agent of a node knows, by the variables that SLURM gives its task."""
         monkeypatch.setenv("SLURM_NODEID", str(node))
         environment = NodeTask(path).environment(restart)
-        assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "ib0"
+        assert environment["GLOO_SOCKET_IFNAME"] == "ib0"
+        assert environment["NCCL_SOCKET_IFNAME"] == "=ib0"
         monkeypatch.setenv(VARIABLE, environment[VARIABLE])
         return Rendezvous.from_environment()
 

@@ -15,11 +15,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from cellmill.files import write_text
 from cellmill.imports import importing
 from cellmill.launch.job import ERROR_FILE, NODE_LOG
+from cellmill.launch.network import routed_interface
 from cellmill.launch.rendezvous import LOOPBACK, NODES, Relay, Rendezvous, node_name
 from cellmill.runs.jobs import LATE
 
@@ -136,17 +135,7 @@ def interface_between_nodes(first: str) -> str | None:
         named = socket.gethostbyname(socket.gethostname())
         if named == LOOPBACK or not ipaddress.ip_address(named).is_loopback:
             return None  # all nodes are on one machine, or the name is an interface's
-    # the second is of a documentation network: nothing is sent, only the route is looked up
-    for target in (first, "192.0.2.1"):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            address = probe.getsockname()[0]
-            if ipaddress.ip_address(address).is_loopback:
-                continue
-            for name, entries in psutil.net_if_addrs().items():
-                if address in [entry.address for entry in entries]:
-                    return name
-    return None
+    return routed_interface(first)
 
 
 def run() -> None:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from cellmill.launch.job import (
     start_process,
     wait_for,
 )
+from cellmill.launch.network import matching_interfaces, network_variables
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous
 from cellmill.launch.signals import (
@@ -119,8 +120,9 @@ class NodeTask:
                 for name in (CONNECTION, LATE, HANG):
                     self.error.with_name(name).unlink(missing_ok=True)
                 self._note(started_at=time.time())
-            lacks = lacking_interface(self.interface, [name for _, name in socket.if_nameindex()])
-            if lacks:
+            here = interfaces()
+            if self.interface and not matching_interfaces(self.interface, here):
+                lacks = f"no {self.interface}: it has {', '.join(here)}"
                 reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
                 write_text(self.error, reason)
                 raise NodeFailed(reason)
@@ -198,8 +200,8 @@ class NodeTask:
         variables |= rendezvous.environment()
         variables[NODE_LOG] = str(self.error.with_name(f"node-{self.rank}.log"))
         if self.interface:
-            variables["GLOO_SOCKET_IFNAME"] = self.interface
-            variables["NCCL_SOCKET_IFNAME"] = self.interface
+            peer = self.hosts[-1 if self.rank == 0 else 0]
+            variables |= network_variables(self.interface, interfaces(), peer)
         return variables
 
     def _note(self, **changes: float) -> None:
@@ -208,18 +210,9 @@ class NodeTask:
         write_if_room(self.folder / f"attempt-{requeues():03}.json", self.attempt)
 
 
-def lacking_interface(wanted: str, available: Sequence[str]) -> str:
-    """The interface that a node lacks and those it has; empty if one fits.
-
-    As NCCL reads it, `wanted` is a list of prefixes, or exact after `=`, or names to leave out after
-    `^`.
-    """
-    if not wanted or wanted.startswith("^"):
-        return ""
-    prefixes = tuple(wanted.lstrip("=").split(","))
-    if any(name.startswith(prefixes) for name in available):
-        return ""
-    return f"no {wanted}: it has {', '.join(available)}"
+def interfaces() -> list[str]:
+    """Names of the network interfaces of this node."""
+    return [name for _, name in socket.if_nameindex()]
 
 
 def requeues() -> int:
