@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from cellmill.launch.follow import JobFollower, Tail
-from cellmill.launch.queue import Queue
+from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.jobs import JobRecord
 from cellmill.runs.slurm import JobState
 from tests.distributed.command import wait_for
@@ -213,7 +213,8 @@ def test_slurm_is_called_less_often_over_time(
             return JobState("RUNNING", nodes="node1")
 
     monkeypatch.setattr("cellmill.launch.follow.time", SimpleNamespace(monotonic=lambda: now[0]))
-    follower = JobFollower("41", "a", Running(0), Tail(tmp_path / "log"), slowest_poll_s=10)
+    job = QueuedJob("41", JobState("RUNNING"), "a")
+    follower = JobFollower(job, Running(0), Tail(tmp_path / "log"), slowest_poll_s=10)
     for now[0] in range(500):
         assert follower.alive()
     pauses = [after - before for before, after in pairwise(asked)]

@@ -205,7 +205,7 @@ def test_all_nodes_agree_on_the_first_node(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     path = write_task(Job("some.module", ["argument"], NODES, GPUS), machine, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"secret": "of the job"}))
-    monkeypatch.setattr("cellmill.launch.node.interfaces", lambda: ["lo", "ib0"])
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0")])
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu-[001-032],gpu-[101-132]")
 
     def place(node: int, restart: int = 0) -> Rendezvous:

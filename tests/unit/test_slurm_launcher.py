@@ -26,6 +26,7 @@ from cellmill.launch.submit import FIND_MODULE, submitting
 from cellmill.runs.folder import TrainFolder
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import FolderWatch, claim
+from cellmill.runs.slurm import JobState
 
 Answer = list[Any]
 Capsys = pytest.CaptureFixture[str]
@@ -343,7 +344,7 @@ def test_a_cancelled_job_may_save_during_an_outage(
 ) -> None:
     (scripted.fake / "name").write_text("a")
     scripted.answers(squeue=[[1, "", "slurm_load_jobs error"], listed("COMPLETED")], scancel=[NONE])
-    save_job("7", "a", 60)
+    save_job(queue_module.QueuedJob("7", JobState("RUNNING"), "a"), 60)
     assert scripted.calls("scancel") == ["scancel --name=a --signal=USR2 7"]
 
 
@@ -373,7 +374,8 @@ def test_the_allocation_of_a_killed_launcher_is_left_alone(
     )
     assert "job 7: RUNNING" not in printed
     assert len(scripted.calls("sbatch")) == 1
-    left = JobFollower("7", name, queue_module.Queue(0), Tail(scripted.first / "log"))
+    job = queue_module.QueuedJob("7", JobState("RUNNING"), name)
+    left = JobFollower(job, queue_module.Queue(0), Tail(scripted.first / "log"))
     left.cancel()  # such as by Ctrl-C just then
     assert scripted.calls("scancel") == [f"scancel --name={name} 7"]
     assert [record.job_id for record in Jobs(scripted.train).all() if record.ended_at is None] == []

@@ -105,7 +105,7 @@ def _living_job(run: str, train: Path) -> QueuedJob:
 def _follower(job: QueuedJob | JobRecord, tail: Tail) -> JobFollower:
     """A follower that changes no file, and polls a job less often the longer it runs."""
     queue = Queue(TICK_S, job.cluster)
-    return JobFollower(job.job_id, job.name, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
+    return JobFollower(job, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
 
 
 def follow_run(tail: Tail, alive: Callable[[], bool]) -> None:
@@ -175,8 +175,8 @@ def _cancel_jobs(train: Path) -> list[str]:
             record = jobs.record(job.job_id, job.name)
             with suppress(KeyboardInterrupt):
                 within_s = SAVE_S if record is None else record.save_within_s
-                save_job(job.job_id, job.name, within_s, cluster=job.cluster)
-            state = cancel_job(job.job_id, job.name, cluster=job.cluster)
+                save_job(job, within_s)
+            state = cancel_job(job)
             if settle(lambda: holder_of(train) is None, train, LAUNCHER_S, time.sleep):
                 record = jobs.record(job.job_id, job.name)
                 # else a launcher that follows records it

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.queue import Queue, explained
+from cellmill.launch.queue import Queue, QueuedJob, explained
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claimant
-from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState, on_cluster
+from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
@@ -97,8 +97,7 @@ class Tail:
 class JobFollower:
     """Polls a job, prints each change of its state, and reads its log."""
 
-    job_id: str
-    name: str  # a job of the same id and another name is not followed, and never cancelled
+    job: QueuedJob | JobRecord  # one of the same id and another name is left alone
     queue: Queue
     tail: Tail
     record: JobRecord | None = None  # updated with every state; None to change no file
@@ -124,7 +123,7 @@ class JobFollower:
     ) -> "JobFollower":
         """A follower that updates the job's record."""
         queue = queue.for_cluster(record.cluster)
-        return cls(record.job_id, record.name, queue, Tail(record.log, echo), record, patience_s)
+        return cls(record, queue, Tail(record.log, echo), record, patience_s)
 
     def states(self, wait: Callable[[float], None]) -> Iterator[JobState]:
         """The job's state after each look, until it has ended.
@@ -160,7 +159,7 @@ class JobFollower:
 
         Raise UserError if it does not end in time.
         """
-        self._note(cancel_job(self.job_id, self.name, wait, self.queue.cluster), ended=True)
+        self._note(cancel_job(self.job, wait), ended=True)
 
     def _note(self, state: JobState, ended: bool) -> None:
         self.state = state
@@ -168,7 +167,7 @@ class JobFollower:
             self.record = self.record.write_state(state.name, state.reason, ended)
 
     def _poll(self) -> None:
-        state = self.queue.state(self.job_id, self.name)
+        state = self.queue.state(self.job.job_id, self.job.name)
         if state.name == UNKNOWN:
             self._wait_for_answer(state.reason)
             return
@@ -180,7 +179,7 @@ class JobFollower:
         elif self._is_gone():
             if state.reason == UNLISTED:
                 say(
-                    f"job {self.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
+                    f"job {self.job.job_id}: squeue no longer lists it and it gives no sign of life, though sacct says "
                     f"{state.name}: taken for ended (`sacctmgr show runawayjobs` lets an administrator correct "
                     "sacct)"
                 )
@@ -196,21 +195,20 @@ class JobFollower:
         if text != self._printed:
             if self._ended:
                 self.tail.read()  # the job's last lines come before its end
-            say(f"job {self.job_id}: {text}")
+            say(f"job {self.job.job_id}: {text}")
             self._printed = text
             self._note(state, self._ended)
 
     def _wait_for_answer(self, reason: str) -> None:
         """Say once that squeue gives no usable answer; raise Stopped after `patience_s`."""
         now = time.monotonic()
-        argument = " ".join(on_cluster(self.queue.cluster, self.job_id))
         if not self._silent_since:
             say(f"warning: no usable answer from squeue ({reason}); waiting for one")
             self._silent_since = now
         elif now - self._silent_since > self.patience_s:
             raise Stopped(
-                f"no usable answer from squeue for {self.patience_s:.0f} s ({reason}); job {self.job_id} may still "
-                f"run: run the same command to follow it again, or end it with `scancel {argument}`"
+                f"no usable answer from squeue for {self.patience_s:.0f} s ({reason}); job {self.job.job_id} may still "
+                f"run: run the same command to follow it again, or end it with `scancel {self.job.argument}`"
             )
 
     def _is_gone(self) -> bool:
@@ -220,11 +218,11 @@ class JobFollower:
         """
         self._gone_since = self._gone_since or time.monotonic()
         # the time counts for a released claim too: a requeued job waits without one
-        if self.record is not None and claimant(self.record.path.parents[1]) == self.job_id:
+        if self.record is not None and claimant(self.record.path.parents[1]) == self.job.job_id:
             return False
         if time.monotonic() - self._gone_since < GONE_S:
             return False
-        if self.queue.controller_has(self.job_id, self.name):  # squeue's answers were old
+        if self.queue.controller_has(self.job.job_id, self.job.name):  # squeue's answers were old
             self._gone_since = 0.0
             return False
         return True
@@ -244,10 +242,10 @@ class JobFollower:
         if self._was_released:
             return
         self._was_released = True
-        complaint = self.queue.release(self.job_id)
+        complaint = self.queue.release(self.job.job_id)
         if not complaint:
             say(
-                f"job {self.job_id}: held after a failed start: released; SLURM does not use the failed node again"
+                f"job {self.job.job_id}: held after a failed start: released; SLURM does not use the failed node again"
             )
 
 
@@ -278,12 +276,10 @@ def how_to_end(train: Path, job: str) -> str:
 
 
 def save_job(
-    job_id: str,
-    name: str,
+    job: QueuedJob | JobRecord,
     within_s: float,
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
-    cluster: str = "",
 ) -> None:
     """Signal a running job to save and end, and wait until it has.
 
@@ -292,40 +288,40 @@ def save_job(
     Plain scancel gives a job only SLURM's KillWait, 30 s by default, between SIGTERM and SIGKILL:
     it may be too short for a checkpoint.
     """
-    queue = Queue(TICK_S, cluster)
-    if queue.state(job_id, name).name not in ("RUNNING", UNKNOWN) or queue.cancel(
-        job_id, name, signal="USR2"
+    queue = Queue(TICK_S, job.cluster)
+    id_and_name = (job.job_id, job.name)
+    if queue.state(*id_and_name).name not in ("RUNNING", UNKNOWN) or queue.cancel(
+        *id_and_name, signal="USR2"
     ):
         return
-    say(f"job {job_id} may save for {within_s:g} s; interrupt again to end it at once")
+    say(f"job {job.job_id} may save for {within_s:g} s; interrupt again to end it at once")
     deadline = time.monotonic() + within_s
-    while queue.state(job_id, name).may_be_alive:
+    while queue.state(*id_and_name).may_be_alive:
         if time.monotonic() > deadline or impatient():
             return
         wait(TICK_S)
 
 
-def cancel_job(
-    job_id: str, name: str, wait: Callable[[float], None] = time.sleep, cluster: str = ""
-) -> JobState:
-    """Cancel the job of this id and name, wait until it has ended, and return its final state.
+def cancel_job(job: QueuedJob | JobRecord, wait: Callable[[float], None] = time.sleep) -> JobState:
+    """Cancel a job, wait until it has ended, and return its final state.
 
     scancel only delivers the request. Raise UserError if it has not ended within `CANCEL_S`.
     """
-    queue = Queue(TICK_S, cluster)
-    complaint = queue.cancel(job_id, name)
+    queue = Queue(TICK_S, job.cluster)
+    id_and_name = (job.job_id, job.name)
+    complaint = queue.cancel(*id_and_name)
     deadline = time.monotonic() + CANCEL_S
-    state = queue.state(job_id, name)
+    state = queue.state(*id_and_name)
     while state.may_be_alive:
         if time.monotonic() > deadline:
             raise UserError(
-                f"job {job_id} was cancelled but has not ended ({complaint or state.name}); "
-                f"`scancel {' '.join(on_cluster(cluster, job_id))}` asks again"
+                f"job {job.job_id} was cancelled but has not ended ({complaint or state.name}); "
+                f"`scancel {job.argument}` asks again"
             )
         if complaint:
-            complaint = queue.cancel(job_id, name)
+            complaint = queue.cancel(*id_and_name)
         wait(TICK_S)
-        state = queue.state(job_id, name)
+        state = queue.state(*id_and_name)
     return state
 
 

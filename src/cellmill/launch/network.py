@@ -14,11 +14,11 @@ def matching_interfaces(wanted: str, available: Sequence[str]) -> list[str]:
     `wanted` lists names or prefixes, of which a node may lack some; after `=` names only, after `^`
     prefixes to leave out. A name counts before a prefix: bond0 is not bond0.2973.
     """
-    words = wanted.lstrip("=^").split(",")
+    words = [*filter(None, wanted.lstrip("=^").split(","))]
     if wanted.startswith("^"):
-        return [name for name in available if not name.startswith((*words, "lo"))]
-    matches = list[str]()
-    for word in filter(None, words):
+        return [name for name in available if not name.startswith(("lo", *words))]
+    matches = []
+    for word in words:
         if word in available:
             matches.append(word)
         elif not wanted.startswith("="):

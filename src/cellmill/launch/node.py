@@ -36,7 +36,7 @@ from cellmill.launch.job import (
     start_process,
     wait_for,
 )
-from cellmill.launch.network import matching_interfaces, network_variables
+from cellmill.launch.network import network_variables
 from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import Rendezvous
 from cellmill.launch.signals import (
@@ -90,6 +90,10 @@ class NodeTask:
         self.error = path.with_name("error.txt")
         self.secret = task["secret"]
         self.interface = task["interface"]
+        self.available = [name for _, name in socket.if_nameindex()]
+        # the last host is another one also for the first
+        peer = self.hosts[0 if self.rank else -1]
+        self.network = network_variables(self.interface, self.available, peer)
         self.job = replace(Job(**task["job"]), nodes=len(self.hosts), error_file=str(self.error))
         self.claim: Claim | None = None  # only on the first node
         self.attempt: dict[str, Any] = {
@@ -120,9 +124,8 @@ class NodeTask:
                 for name in (CONNECTION, LATE, HANG):
                     self.error.with_name(name).unlink(missing_ok=True)
                 self._note(started_at=time.time())
-            here = interfaces()
-            if self.interface and not matching_interfaces(self.interface, here):
-                lacks = f"no {self.interface}: it has {', '.join(here)}"
+            if self.interface and not self.network:
+                lacks = f"no {self.interface}: it has {', '.join(self.available)}"
                 reason = f"{socket.gethostname()} has {lacks}; change interface in the profile"
                 write_text(self.error, reason)
                 raise NodeFailed(reason)
@@ -199,20 +202,12 @@ class NodeTask:
         variables = agent_environment(self.job.nproc_per_node, 0, str(self.error))
         variables |= rendezvous.environment()
         variables[NODE_LOG] = str(self.error.with_name(f"node-{self.rank}.log"))
-        if self.interface:
-            peer = self.hosts[-1 if self.rank == 0 else 0]
-            variables |= network_variables(self.interface, interfaces(), peer)
-        return variables
+        return variables | self.network
 
     def _note(self, **changes: float) -> None:
         """Write attempt-NNN.json: when and where the job ran, for its cost without accounting."""
         self.attempt |= {"seen_at": time.time()} | changes
         write_if_room(self.folder / f"attempt-{requeues():03}.json", self.attempt)
-
-
-def interfaces() -> list[str]:
-    """Names of the network interfaces of this node."""
-    return [name for _, name in socket.if_nameindex()]
 
 
 def requeues() -> int:

@@ -248,7 +248,7 @@ class SlurmLauncher:
             try:
                 self.watch.check(f"; job {record.job_id}, which can save nothing, was cancelled")
             except FolderDeleted:
-                cancel_job(record.job_id, record.name, requests.wait, record.cluster)
+                cancel_job(record, requests.wait)
                 raise
             if requests.first:
                 self._obey(follower, record, requests)
@@ -279,14 +279,7 @@ class SlurmLauncher:
             )
         say(f"cancelling job {job_id}")
         requests.again = False
-        save_job(
-            job_id,
-            record.name,
-            record.save_within_s,
-            requests.wait,
-            lambda: requests.again,
-            record.cluster,
-        )
+        save_job(record, record.save_within_s, requests.wait, lambda: requests.again)
         follower.cancel(requests.wait)
         raise Stopped(
             f"cancelled job {job_id}; saved at step {self.folder.saved_step()}; run the same command to resume"

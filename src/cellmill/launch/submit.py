@@ -335,7 +335,7 @@ def run_once(
             slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
             for left in slurm.alive():
                 say(f"cancelling job {left.job_id}, left by an earlier process")
-                cancel_job(left.job_id, left.name, cluster=left.cluster)
+                cancel_job(left)
             record = slurm.submit(job)
             follower = JobFollower.of(record, queue, echo=False, patience_s=ONCE_PATIENCE_S)
             queued_s = 0.0
