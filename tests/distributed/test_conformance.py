@@ -29,16 +29,20 @@ from tests.distributed.conformance import (
 from tests.distributed.pool import Pool
 
 TOLERANCE = 5e-6
-# denoise trains a profile model, which has no blocks of tokens
-OF_TOKENS = [model for model in PAIRS if model != "denoise"]
+# profile models have no blocks of tokens, and refuse sequence parallel
+OF_CELLS = [model for model, options in PAIRS.items() if options["family"] == "profile"]
+CELL_AXES = ("ddp", "fsdp", "tp of whole tokens")
+OF_TOKENS = [model for model in PAIRS if model not in OF_CELLS]
 ON_TWO = [Case(model, axis, 2) for model, axis in itertools.product(OF_TOKENS, AXES)]
-ON_TWO += [Case("denoise", axis, 2) for axis in ("ddp", "fsdp", "tp of whole tokens")]
+ON_TWO += [Case(model, axis, 2) for model, axis in itertools.product(OF_CELLS, CELL_AXES)]
 OF_SEQUENCES = [Case("hf", "ddp", 2), Case("hf", "fsdp", 2), Case("proteins", "tp", 2)]
 BUFFERED = Case("buffered", "pp", 2)
 BEGUN = [Case("masked_gene", axis, 2) for axis in AXES]
 BEGUN += [*COMBINED[:6], *COMBINED[8:11], BUFFERED]
 EXPORTED = [
-    Case(model, axis, 2) for model, axis in zip(PAIRS, itertools.cycle(AXES)) if model != "denoise"
+    Case(model, axis, 2)
+    for model, axis in zip(PAIRS, itertools.cycle(AXES))
+    if model not in OF_CELLS
 ]
 EXPORTED += [COMBINED[4], BUFFERED]
 ALL = [*ON_TWO, *OF_SEQUENCES, *COMBINED, BUFFERED]
