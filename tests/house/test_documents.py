@@ -57,6 +57,15 @@ def test_generated_files_are_up_to_date() -> None:
     assert main(["--root", str(ROOT), "--check"]) == 0
 
 
+def test_no_option_is_described_twice_in_a_section() -> None:
+    sections = re.split(r"^## ", read("config/README.md"), flags=re.M)
+    assert len(sections) > 15
+    for section in sections:
+        rows = re.findall(r"^\| (`\w+`) \|.* \| (.+) \|$", section, re.M)  # key and description
+        repeated = {row for row in rows if rows.count(row) > 1}
+        assert repeated == set(), section.partition("\n")[0]
+
+
 @pytest.mark.parametrize("path", quick(CONFIGS, CONFIGS[:2]), ids=lambda path: path.name)
 def test_the_program_accepts_what_the_schema_accepts(
     path: Path, monkeypatch: pytest.MonkeyPatch
