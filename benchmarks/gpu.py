@@ -47,9 +47,10 @@ from cellmill.parallel import apply as compile_module
 from cellmill.parallel.apply import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
-from cellmill.planner.devices import peak_flops
+from cellmill.planner.devices import find_peak_flops
 from cellmill.planner.memory import PlannedModel, peak_memory
-from cellmill.planner.size import measure as sizes_of
+from cellmill.planner.size import Load
+from cellmill.planner.size import measure as measure_sizes
 from cellmill.runs.folder import TrainFolder
 from cellmill.train.checkpoint import Checkpoints
 from cellmill.train.optimizer import build_optimizer
@@ -210,7 +211,7 @@ class Training:
 def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.device) -> Measured:
     """Training steps of one size. `kind`: full; packed or padded, of cells that vary."""
     training = Training(size, N_GENES, device, compiled)
-    needs = sizes_of(training.spec)
+    needs = measure_sizes(training.spec)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -231,7 +232,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
             real_tokens = real_tokens + int(lengths.sum())
             cells = cells + len(lengths)
             pairs = float(np.square(lengths.astype(np.float64)).sum())
-            flops += needs.flops.of(float(lengths.sum()), pairs, len(lengths))
+            flops += needs.flops.count(Load(float(lengths.sum()), pairs, len(lengths)))
             most = max(most, int(longest.sum()))
     measured = Measured(
         size,
@@ -374,7 +375,7 @@ def main() -> None:
         for text in check_attention(device):
             print(text, flush=True)
         peak = (
-            peak_flops(torch.cuda.get_device_name(device), PARALLEL)
+            find_peak_flops(torch.cuda.get_device_name(device), PARALLEL)
             if device.type == "cuda"
             else None
         )

@@ -31,10 +31,12 @@ from cellmill.models.build import ModelSpec, build
 from cellmill.parallel.apply import apply_fsdp
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
-from cellmill.planner.cost import NETWORK_FRAC, Cost, Hardware, cost
-from cellmill.planner.devices import Device, device_named
-from cellmill.planner.remedies import memory_needed
-from cellmill.planner.size import measure as sizes_of
+from cellmill.planner.cost import Cost, estimate_cost
+from cellmill.planner.devices import Device, Hardware, find_device
+from cellmill.planner.remedies import plan_memory
+from cellmill.planner.size import Load
+from cellmill.planner.size import measure as measure_sizes
+from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.planner.work import Cells
 from cellmill.train.optimizer import build_optimizer
 
@@ -141,7 +143,7 @@ def planned(
     """The plan's cost of `world` processes, `nproc` of them on each node."""
     cells = Cells(np.full(4 * chosen.train.global_batch, length), GENES)
     hardware = Hardware(-(-world // nproc), min(world, nproc), name, 1 << 60, 1 << 60)
-    return cost(chosen, cells, hardware, device, memory_needed(chosen, cells, hardware))
+    return estimate_cost(chosen, cells, hardware, device, plan_memory(chosen, cells, hardware))
 
 
 def here(arguments: argparse.Namespace) -> None:
@@ -149,8 +151,8 @@ def here(arguments: argparse.Namespace) -> None:
     steps, sent_gbs = measure(arguments)
     cores = len(os.sched_getaffinity(0))
     cells = arguments.cells
-    size = sizes_of(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
-    flops = cells * size.flops.of(LENGTH, LENGTH**2, 1)
+    size = measure_sizes(ModelSpec.of(options(arguments.strategy, SMALL, cells, 1, LENGTH), GENES))
+    flops = cells * size.flops.count(Load(LENGTH, LENGTH**2, 1))
     print(
         f"one process computes {flops / steps[1] / 1e9:.0f} GFLOP/s; one of two sends {sent_gbs:.2f} GB/s; "
         f"{size.parameters / 1e6:.1f}M parameters, {cells} cells of {LENGTH} genes a step and process, "
@@ -189,7 +191,7 @@ def there() -> None:
         "| GPUs | HYBRID_SHARD cells/s | of linear | FULL_SHARD cells/s | of linear | ddp cells/s | of linear |"
     )
     print("|---:|---:|---:|---:|---:|---:|---:|")
-    h100 = device_named("h100")
+    h100 = find_device("h100")
     alone: dict[str, float] = {}
     for world in PLANNED:
         print(f"| {world:,} ", end="")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.options import TrainOptions
 from cellmill.planner.memory import PlannedModel, peak_memory
-from cellmill.planner.traffic import traffic_of
+from cellmill.planner.traffic import list_traffic
 from cellmill.train.telemetry import memory_bytes
 from tests.checks import quick
 from tests.distributed.cases import DEVICE, trainer
@@ -160,7 +160,9 @@ def _planned(name: str, hidden: int, **train: Any) -> tuple[dict[str, Any], Plan
     given = options(
         (LAYOUTS | RECOMPUTED)[name], model=model, tokens={"max_tokens": 100}, train=train
     )
-    return given, PlannedModel.of(TrainOptions.model_validate(given), N_GENES, WORLD, LOCAL_WORLD)
+    return given, PlannedModel.measure(
+        TrainOptions.model_validate(given), N_GENES, WORLD, LOCAL_WORLD
+    )
 
 
 FEW_CELLS = {"global_batch": 12}
@@ -232,7 +234,7 @@ def test_measured_bytes_of_collectives_agree_with_the_plan(
     for rank, measured in enumerate(ranks):
         assert measured["micro_batches"] > 1 or not train
         stage = rank // (WORLD // model.layout.pp)
-        planned = traffic_of(model, stage, measured["tokens"], measured["micro_batches"])
+        planned = list_traffic(model, stage, measured["tokens"], measured["micro_batches"])
         seen: Counter[tuple[str, int, int]] = Counter()
         calls: Counter[tuple[str, int, int]] = Counter()
         for kind, group, n_bytes in measured["seen"]:

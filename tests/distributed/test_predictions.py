@@ -20,7 +20,7 @@ from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
-from cellmill.planner.inputs import fitted
+from cellmill.planner.inputs import fit_options
 from tests.distributed import cases, conformance
 from tests.distributed.conftest import options
 
@@ -165,7 +165,7 @@ def test_numbers_are_standardised_on_training_cells(corpus: str) -> None:
 
     def objective(**given: Any) -> Any:
         tree = options() | {"objective": {"name": "regression"} | given}
-        return fitted(stored_options(tree, "test"), Path(corpus), manifest).objective
+        return fit_options(stored_options(tree, "test"), Path(corpus), manifest).objective
 
     own = objective(target_column="age")
     assert (own.target_mean, own.target_std) == pytest.approx((ages.mean(), ages.std(ddof=0)))

@@ -413,7 +413,7 @@ def test_the_plan_counts_the_decoder() -> None:
     def memory(max_asked: int) -> float:
         size = measure(query_spec("autoencoder", max_asked=max_asked))
         n_tokens = 1 << 14
-        return size.workspace_of(n_tokens) + size.finish.activations_per_token * n_tokens
+        return size.finish_workspace(n_tokens) + size.finish.activations_per_token * n_tokens
 
     assert memory(max_asked=2) < 0.7 * memory(max_asked=10)
 

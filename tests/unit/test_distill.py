@@ -22,7 +22,7 @@ from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
-from cellmill.planner.inputs import fitted
+from cellmill.planner.inputs import fit_options
 from cellmill.runs.identity import changed_keys, identity
 from cellmill.stages.train import supervised_by
 from tests.checks import refused
@@ -182,7 +182,7 @@ def test_the_run_records_the_digest_of_its_vectors(shards: Manifest, tmp_path: P
         vectors = np.random.default_rng(seed).normal(size=(60, 2)).astype(np.float32)
         about = {"model_digest": "abcdef0123456789" * 4, "supervised_by": "kind"}
         assert teach(shards, tmp_path / "out", write_teacher(tmp_path, vectors, **about)) == 0
-        found.append(fitted(options(), tmp_path, shards, tmp_path / "out"))
+        found.append(fit_options(options(), tmp_path, shards, tmp_path / "out"))
     first, second = found
     stored = {"options": first.model_dump(mode="json"), "identity": identity(first, None)}
     assert changed_keys(stored, identity(first, None), "test") == {}
@@ -196,7 +196,7 @@ def test_the_run_records_the_digest_of_its_vectors(shards: Manifest, tmp_path: P
     with refused(
         "objective distill requires its teacher's vectors; pass --teacher, as the workflow does"
     ):
-        fitted(options(), tmp_path, shards)
+        fit_options(options(), tmp_path, shards)
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {

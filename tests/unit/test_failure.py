@@ -20,7 +20,7 @@ from small_corpus import write_corpus
 from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.remedies import advice, is_out_of_memory
+from cellmill.planner.remedies import advise, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train.failure import error_line, leave_reason
 from cellmill.train.hang_watch import HangWatch, Position, hang_line
@@ -191,7 +191,7 @@ def test_the_message_names_the_first_change_for_the_run(
         parsed = TrainOptions.model_validate(options(parallel))
         record = {"options": parsed.model_dump(mode="json"), "manifest": str(manifest.path)}
         (tmp_path / "run.json").write_text(json.dumps(record))
-        return advice(tmp_path / "run.json", 4, 2)
+        return advise(tmp_path / "run.json", 4, 2)
 
     line = planned()
     assert " per process, most of it activations (activations " in line

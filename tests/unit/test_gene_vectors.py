@@ -23,7 +23,7 @@ from cellmill.models.export import initial_tensors, load_model
 from cellmill.models.gene_vectors import TABLE, read_gene_vectors, read_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.inputs import vectors_digest
+from cellmill.planner.inputs import digest_vectors
 from cellmill.planner.size import measure
 from cellmill.runs.identity import changed_keys, identity
 from tests.models import prepare, random_cells, spec, train_options
@@ -315,22 +315,22 @@ def test_a_run_depends_on_the_vectors_not_their_path(tmp_path: Path) -> None:
     runs = [
         train_options(model={"gene_vectors": str(path), "gene_vector_dim": DIM}) for path in paths
     ]
-    first, second = (identity(run, None, vectors_digest(run, None)) for run in runs)
+    first, second = (identity(run, None, digest_vectors(run, None)) for run in runs)
     assert first == second
     stored = {"options": runs[0].model_dump(mode="json"), "identity": first}
     assert changed_keys(stored, second, "run.json") == {}
     write_npy(paths[1], GENES[:45], vectors_of() + 1)
     changed = changed_keys(
-        stored, identity(runs[1], None, vectors_digest(runs[1], None)), "run.json"
+        stored, identity(runs[1], None, digest_vectors(runs[1], None)), "run.json"
     )
     assert list(changed) == ["model.gene_vectors"]
     with pytest.raises(
         ConfigError, match=r"model\.gene_vector_dim is set, but no vectors; set model\.gene_vectors"
     ):
-        vectors_digest(train_options(model={"gene_vector_dim": DIM}), None)
+        digest_vectors(train_options(model={"gene_vector_dim": DIM}), None)
     paths[0].unlink()
     with pytest.raises(ConfigError, match=r"model\.gene_vectors: \S+a\.npy: no such file"):
-        vectors_digest(runs[0], None)
+        digest_vectors(runs[0], None)
     with pytest.raises(
         ValueError, match="gene_vectors and train_gene_vectors require gene_vector_dim"
     ):

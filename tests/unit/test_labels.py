@@ -31,7 +31,7 @@ from cellmill.evaluate.inference.calibration import (
 )
 from cellmill.models.batch import add_ends, has_genes, to_tensors
 from cellmill.models.objectives.regression import anticorrelation
-from cellmill.planner.inputs import check_levels, fitted
+from cellmill.planner.inputs import check_levels, fit_options
 from cellmill.stages import cells as predict
 from tests.checks import refused
 from tests.models import KEYS, initialized, prepare, random_cells, spec, train_options
@@ -210,7 +210,7 @@ def test_balanced_weights_average_one(tmp_path: Path) -> None:
     expected = {str(int(name)): sizes.sum() / (len(sizes) * n) for name, n in zip(names, sizes)}
     given = {"name": "classification", "label_column": "donor", "class_weights": "balanced"}
     for objective in (given, {"name": "sum", "parts": {"classification": given | {"weight": 2.0}}}):
-        options = fitted(
+        options = fit_options(
             train_options(model={"family": "profile"}, objective=objective), tmp_path, manifest
         )
         (part,) = options.objective.each()

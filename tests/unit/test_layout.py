@@ -10,7 +10,7 @@ from cellmill.config.checks import check_nodes, check_together
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.errors import ConfigError
-from cellmill.planner.devices import DEVICES, device_named, known_device, peak_flops
+from cellmill.planner.devices import DEVICES, find_device, find_peak_flops, recognise_device
 from tests.checks import refused
 from tests.models import train_options
 
@@ -150,23 +150,23 @@ def test_lanes_for_a_range_of_nodes_serve_all_of_it() -> None:
 
 
 def test_devices_are_recognised_by_product_name() -> None:
-    assert device_named("h100").memory_gb == 80
+    assert find_device("h100").memory_gb == 80
     bf16 = Parallel(precision="bf16-mixed")
     tf32 = Parallel(tf32=True)
-    assert peak_flops("NVIDIA H100 80GB HBM3", bf16) == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
-    assert peak_flops("something else", bf16) is None
-    assert peak_flops("NVIDIA RTX A1000", bf16) is None
+    assert find_peak_flops("NVIDIA H100 80GB HBM3", bf16) == 989e12
+    assert find_peak_flops("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
+    assert find_peak_flops("NVIDIA A100-SXM4-80GB", tf32) == 156e12
+    assert find_peak_flops("something else", bf16) is None
+    assert find_peak_flops("NVIDIA RTX A1000", bf16) is None
     names = {
         "A100-SXM4-40GB": "a100-40gb",
         "a100_80g": "a100-80gb",
         "a100_3g.20gb": "a100",
         "V100-16GB": "v100-16gb",
     }
-    assert {name: known_device(name) for name in names} == names
+    assert {name: recognise_device(name) for name in names} == names
     assert [DEVICES[name].memory_gb for name in ("a100-40gb", "a100", "v100-16gb")] == [40, 80, 16]
     with refused(
         f"unknown device 'h1000'; set the profile's device to one of: {', '.join(DEVICES)}"
     ):
-        device_named("h1000")
+        find_device("h1000")

@@ -28,7 +28,7 @@ from cellmill.planner.memory import (
     kept_micro_batches,
     peak_memory,
 )
-from cellmill.planner.size import measure
+from cellmill.planner.size import Load, measure
 from tests.checks import quick
 from tests.models import spec
 
@@ -148,9 +148,8 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     assert sum(stage.blocks for stage in stages) == SIZE.blocks
     tied = SIZE.tied.parameters
     assert sum(model.counts(rank).parameters for rank in range(3)) == SIZE.parameters + tied
-    assert sum(stage.flops(10, 100, 2) for stage in stages) == pytest.approx(
-        SIZE.flops.of(10, 100, 2)
-    )
+    load = Load(10, 100, 2)
+    assert sum(stage.flops(load) for stage in stages) == pytest.approx(SIZE.flops.count(load))
     numbers = [*list_stages(0, parallel), *list_stages(1, parallel), *list_stages(2, parallel)]
     assert sorted(numbers) == list(range(parallel.stages))
 

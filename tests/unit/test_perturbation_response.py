@@ -22,7 +22,7 @@ from cellmill.evaluate.tasks.changes import (
     read_profiles,
 )
 from cellmill.models.batch import to_tensors
-from cellmill.planner.inputs import fitted
+from cellmill.planner.inputs import fit_options
 from tests.models import genes_of, initialized, prepare, random_cells, spec, train_options
 
 N_GENES = 30
@@ -134,9 +134,11 @@ def test_a_training_finds_the_genes_that_levels_are_named_after(tmp_path: Path) 
     shards: Any = SimpleNamespace(
         levels=lambda columns: {"guide": [gene, "control", "nothing", "<missing>"]}
     )
-    found = fitted(train_options(objective={"name": "perturbation_response"} | given), path, shards)
+    found = fit_options(
+        train_options(objective={"name": "perturbation_response"} | given), path, shards
+    )
     assert found.objective.perturbed_genes == {gene: [3 + len(SPECIAL)]}
-    assert fitted(found, path, shards) == found
+    assert fit_options(found, path, shards) == found
 
 
 def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> None:

@@ -20,11 +20,11 @@ from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
-from cellmill.planner.cost import Hardware, amount
-from cellmill.planner.remedies import hardware_of, memory_needed
-from cellmill.planner.remedies import remedy as remedy_of
-from cellmill.planner.size import measure
-from cellmill.planner.suggest import Suggestions, sections, suggest, table
+from cellmill.planner.devices import Hardware, find_hardware
+from cellmill.planner.memory import format_bytes
+from cellmill.planner.remedies import find_remedy, plan_memory
+from cellmill.planner.size import Load, measure
+from cellmill.planner.suggest import Suggestions, format_sections, format_suggestions, suggest
 from cellmill.planner.work import Cells, detected_genes
 from cellmill.stages import plan
 
@@ -144,7 +144,7 @@ def test_parameters_and_flops_equal_those_of_the_model(corpus: Manifest, tmp_pat
     options = _options()
     lengths = np.minimum(detected_genes(corpus), 16).astype(float)
     size = measure(ModelSpec.of(options, 40))
-    per_cell = size.flops.of(lengths.mean(), (lengths**2).mean(), 1)
+    per_cell = size.flops.count(Load(lengths.mean(), (lengths**2).mean(), 1))
     planned = _plan(corpus, tmp_path, device="h100", nproc=4)
     assert planned["parameters"] == size.parameters
     assert planned["memory"]["total_bytes"] == sum(planned["memory"]["parts_bytes"].values())
@@ -313,8 +313,8 @@ def test_a_run_that_does_not_fit_is_refused_with_a_remedy(corpus: Manifest, tmp_
     given: dict[str, Any] = {"nproc": 4, "parallel": {"strategy": "ddp"}, **BIG}
     whole = _plan(corpus, tmp_path, **given)["memory"]
     message = _refused(corpus, tmp_path, plan={"memory_gb": 1.5}, **given)
-    assert message.startswith(f"needs {amount(whole['total_bytes'])} per process, ")
-    usable = f"but cpu has {amount(1.35e9)} usable (90% of {amount(1.5e9)}): lower train.token_budget to 256"
+    assert message.startswith(f"needs {format_bytes(whole['total_bytes'])} per process, ")
+    usable = "but cpu has 1.35 GB usable (90% of 1.5 GB): lower train.token_budget to 256"
     assert message.endswith(usable)
 
 
@@ -354,8 +354,8 @@ def test_the_remedy_is_the_first_change_that_fits(
     cells = Cells(np.full(4096, 16), 40)
     limit = int(memory_gb * 1e9)
     hardware = Hardware(nodes, nproc, "h100", limit, limit)
-    assert memory_needed(options, cells, hardware).total > limit
-    assert remedy_of(options, cells, hardware) == remedy
+    assert plan_memory(options, cells, hardware).total > limit
+    assert find_remedy(options, cells, hardware) == remedy
 
 
 def test_the_ranks_of_a_pipeline_wait_for_each_other(corpus: Manifest, tmp_path: Path) -> None:
@@ -370,10 +370,10 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     planned = _plan(corpus, tmp_path, nproc=4, **changes)
     options = _options(**changes)
     cells = Cells(np.minimum(detected_genes(corpus), 16), 40)
-    hardware = hardware_of(options, Machine(nodes="1", nproc_per_node=4), "cpu")
+    hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=4), "cpu")
     largest = planned["largest_micro_batch"]
-    assert memory_needed(options, cells, hardware, largest).total <= hardware.usable_bytes
-    assert memory_needed(options, cells, hardware, largest + 1).total > hardware.usable_bytes
+    assert plan_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
+    assert plan_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
 
 
 LARGE: dict[str, Any] = {
@@ -409,7 +409,7 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
     suggestions = suggest(options, cells, machine, "h100")
     assert len(suggestions.fitting) > 10
     for suggestion in suggestions.fitting[:4]:
-        tree = yaml.safe_load(sections(suggestion.options, options))
+        tree = yaml.safe_load(format_sections(suggestion.options, options))
         changed = PlanOptions.model_validate({**options.model_dump(), "parallel": tree["parallel"]})
         if "stream" in tree:
             changed = changed.model_copy(
@@ -434,7 +434,7 @@ def test_the_fastest_layouts_come_first() -> None:
     assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
     assert all(suggestion.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
     assert min(suggestions.too_large) > 0.9 * 12e9
-    lines = table(suggestions, options, MACHINE, "h100").splitlines()
+    lines = format_suggestions(suggestions, options, MACHINE, "h100").splitlines()
     assert lines[:2] == [
         "4 nodes x 8 h100; memory per process, bytes sent per process and step",
         "",
@@ -449,10 +449,11 @@ def test_the_fastest_layouts_come_first() -> None:
 def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
     suggestions, options = _suggest(nodes=1, plan={"memory_gb": 0.5})
     assert not suggestions.fitting
-    assert table(suggestions, options, MACHINE, "h100").splitlines()[2:5] == [
+    assert format_suggestions(suggestions, options, MACHINE, "h100").splitlines()[2:5] == [
         "no layout fits",
         "",
-        f"0 layouts fit, {len(suggestions.too_large)} do not: the smallest needs {amount(min(suggestions.too_large))}",
+        f"0 layouts fit, {len(suggestions.too_large)} do not: "
+        f"the smallest needs {format_bytes(min(suggestions.too_large))}",
     ]
 
 
@@ -460,7 +461,7 @@ def test_lanes_are_raised_to_a_number_that_all_ranks_can_share() -> None:
     suggestions, options = _suggest(nodes=8)
     best = suggestions.fitting[0].options
     assert best.stream.lanes == 64
-    assert yaml.safe_load(sections(best, options))["stream"] == {"lanes": 64}
+    assert yaml.safe_load(format_sections(best, options))["stream"] == {"lanes": 64}
 
 
 @pytest.fixture
@@ -503,7 +504,7 @@ def test_pinned_host_memory_must_fit_into_the_job(
     pinned = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
     printed(f"{words} {pinned // 2**20 + 1}")
     assert printed(f"{words} {pinned // 2**20}", code=2)[1] == (
-        f"cellmill plan: the 4 processes of a node pin {amount(pinned)} of host memory for checkpoints and "
+        f"cellmill plan: the 4 processes of a node pin {format_bytes(pinned)} of host memory for checkpoints and "
         f"cpu_offload, but mem_mb is {pinned // 2**20}; raise it for train in the profile (0 is all of a node), or "
         "use more nodes\n"
     )

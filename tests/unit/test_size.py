@@ -22,7 +22,7 @@ from cellmill.models.family import Model
 from cellmill.models.initial import zeros
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner import size as size_module
-from cellmill.planner.size import measure
+from cellmill.planner.size import Load, measure
 from cellmill.runs.identity import identity
 from tests.checks import refused
 from tests.house.documents import documentation
@@ -95,7 +95,7 @@ def test_flops_of_a_step_follow_the_published_formula() -> None:
         spec(genes, Tokens.model_validate({"tokenizer": "rank"}), objective="masked_gene", **given)
     )
     tokens = cells * length
-    measured = size.flops.of(tokens, cells * length**2, 0)
+    measured = size.flops.count(Load(tokens, cells * length**2, 0))
     encoder = (24 * tokens * HIDDEN**2 + 4 * cells * length**2 * HIDDEN) * 3 * LAYERS
     head = 0.15 * (6 * tokens * HIDDEN * (genes + 2) + 6 * tokens * HIDDEN**2)
     # the measured batch masks nearly 15 %
@@ -242,7 +242,7 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
     half = measure(spec(120, **given), 2, sequence_parallel=True)
     assert whole.parameters == sum(p.numel() for p in model_on_cpu(120, **given).parameters())
     assert half.parameters < whole.parameters
-    assert half.workspace_of(4096) > 0
+    assert half.finish_workspace(4096) > 0
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -264,9 +264,9 @@ def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
     blocks = 6 * layers * 8 * hidden**2
     decoder = 6 * (hidden * 256 + 256 * (genes + 2))
     assert size.flops.pair == 0
-    assert size.flops.of(1, 0, 0) == pytest.approx(0, abs=1)
+    assert size.flops.count(Load(1, 0, 0)) == pytest.approx(0, abs=1)
     assert size.blocks * size.flops.block_by_cell == pytest.approx(blocks)
-    assert size.flops.of(1000, 1e6, 1) == pytest.approx(blocks + decoder)
+    assert size.flops.count(Load(1000, 1e6, 1)) == pytest.approx(blocks + decoder)
 
 
 @pytest.mark.parametrize("family", ["encoder", "autoencoder"])

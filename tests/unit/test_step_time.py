@@ -13,12 +13,11 @@ from cellmill.cli import main
 from cellmill.config.corpus import Preprocess, Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
-from cellmill.planner.cost import NETWORK_FRAC, Network, latency
+from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
+from cellmill.planner.step_time import NETWORK_FRAC, Network, latency
 from cellmill.planner.traffic import Kind, Traffic
 from cellmill.planner.work import (
-    SHARD_BYTES,
     Cells,
-    corpus_cost,
     count_micro_batches,
     detected_genes,
     measure_work,
@@ -86,10 +85,10 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     counted = count_micro_batches(
         Cells(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp
     )
-    assert counted[2] == pytest.approx(padded / in_order.sum() - 1)
+    assert counted.padding == pytest.approx(padded / in_order.sum() - 1)
     cells = Cells(np.minimum(detected, 60), manifest.n_genes)
     work = measure_work(options, cells, layout(options.parallel, 4 * tp, 4 * tp))
-    assert work.padding == pytest.approx(counted[2], abs=0.06)
+    assert work.padding == pytest.approx(counted.padding, abs=0.06)
     assert work.padding > 0.1
 
 
@@ -97,7 +96,7 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     counts = random_counts(3000, 400)
     options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
-    planned = corpus_cost([3000], counts.nnz / 3000, Preprocess(), options)[-1]
+    planned = estimate_corpus([3000], counts.nnz / 3000, Preprocess(), options)[-1]
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
@@ -108,7 +107,9 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
 def test_more_jobs_leave_the_total_work_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, many = (corpus_cost([10**8], 2000, Preprocess(), Shard(jobs=jobs)) for jobs in (1, 100))
+    one, many = (
+        estimate_corpus([10**8], 2000, Preprocess(), Shard(jobs=jobs)) for jobs in (1, 100)
+    )
     assert [cost.stage for cost in many] == [
         "preprocess",
         "vocabulary",

@@ -25,7 +25,7 @@ from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
 from cellmill.data.inputs.h5 import count_dtype, write_cells
 from cellmill.data.shards.writer import write_shards
 from cellmill.errors import ConfigError, DataError
-from cellmill.planner.inputs import fitted
+from cellmill.planner.inputs import fit_options
 from cellmill.stages import data as stage
 
 Make = Callable[..., Path]
@@ -141,16 +141,16 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(
     quantiles = Vocabulary.read(path).quantiles
     assert quantiles is not None
     assert (
-        fitted(options, path, no_shards).tokens.model_dump()["edges"]
+        fit_options(options, path, no_shards).tokens.model_dump()["edges"]
         == quantiles[[250, 500, 750]].tolist()
     )
-    once = fitted(options, path, no_shards)
-    assert fitted(once, path, no_shards) == once
+    once = fit_options(options, path, no_shards)
+    assert fit_options(once, path, no_shards) == once
     build_vocabulary([simulated]).write(path)
     with pytest.raises(
         DataError, match=r"has no quantiles, which tokens\.tokenizer binned is fitted to; set vocab"
     ):
-        fitted(options, path, no_shards)
+        fit_options(options, path, no_shards)
 
 
 def test_a_damaged_vocabulary_is_named_with_its_line(simulated: Path, tmp_path: Path) -> None:

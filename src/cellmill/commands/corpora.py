@@ -13,7 +13,7 @@ from cellmill.data.shards.archive import archive_shards, restore_shards
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.models.published import read_dictionaries
-from cellmill.planner.work import corpus_cost
+from cellmill.planner.corpus_cost import estimate_corpus
 
 
 def convert(
@@ -103,7 +103,7 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         f"{corpus}: {sum(sizes):,} cells of {genes_per_cell:,} genes in {len(sizes):,} files, by costs measured once "
         "on another machine, without waiting for disks:"
     )
-    costs = corpus_cost(sizes, genes_per_cell, options.preprocess, options.shard)
+    costs = estimate_corpus(sizes, genes_per_cell, options.preprocess, options.shard)
     print(
         f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}"
     )
@@ -116,7 +116,7 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
     cpu_hours = {}
     for compression in ("gzip", None):
         preprocess = options.preprocess.model_copy(update={"compression": compression})
-        stages = corpus_cost(sizes, genes_per_cell, preprocess, options.shard)
+        stages = estimate_corpus(sizes, genes_per_cell, preprocess, options.shard)
         gigabytes[compression] = stages[0].gigabytes  # preprocess, which writes the cells
         cpu_hours[compression] = sum(stage.cpu_hours for stage in stages)
     print(

@@ -29,7 +29,7 @@ from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
-from cellmill.planner.devices import device_named
+from cellmill.planner.devices import find_device
 from cellmill.preflight.checks import (
     TRAIN,
     Check,
@@ -89,7 +89,7 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     for name in sorted({run.machine or "" for run in runs.values()} or {""}):
         try:
             machine = parsed.machine(name)
-            device_named(parsed.device(name))
+            find_device(parsed.device(name))
         except ConfigError as error:
             show([no("profile", str(error))], name)
             continue

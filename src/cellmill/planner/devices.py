@@ -1,4 +1,4 @@
-"""Peak rates of devices from the vendors' data sheets: dense matrix products, and links.
+"""The processes of a run, and peak rates of devices from the vendors' data sheets: dense matrix products, and links.
 
 Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric
 inside a node (PCIe 4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1
@@ -6,11 +6,16 @@ inside a node (PCIe 4.0 x16 for l40s), and the node's network cards divided by i
 L40S servers 2 x 200 for 4.
 """
 
+import os
 import re
 from dataclasses import dataclass, replace
 
-from cellmill.config.parallel import Parallel
+from cellmill.config.machine import Machine
+from cellmill.config.options import PlanOptions
+from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.errors import ConfigError
+
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Device:
     tf32_flops: float | None = None
 
     def flops(self, parallel: Parallel) -> float | None:
+        """FLOP/s in the number format of a run; None if unknown."""
         if parallel.half_precision:
             return self.bf16_flops
         if parallel.tf32 and self.tf32_flops:
@@ -51,7 +57,7 @@ DEVICES = {
 }
 
 
-def device_named(name: str) -> Device:
+def find_device(name: str) -> Device:
     """The device that a profile names. Raise ConfigError listing the known devices."""
     if name not in DEVICES:
         raise ConfigError(
@@ -60,28 +66,28 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
-def known_device(product: str) -> str:
+def recognise_device(product: str) -> str:
     """The device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
-    # the device without its memory, then a name with this memory if there is one
     words = product.lower()
-    device = ""
-    for name in DEVICES:
-        if not device and "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
-            device = name
+    chips = [name for name in DEVICES if "-" not in name]  # names without a size of memory
+    named = [chip for chip in chips if re.search(rf"(?<![a-z0-9]){chip}(?!\d)", words)]
+    if not named:
+        return ""
+    chip = named[0]
     memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
-    sized = f"{device}-{memory[1]}gb" if memory else ""
-    return sized if sized in DEVICES else device
+    sized = f"{chip}-{memory[1]}gb" if memory else ""
+    return sized if sized in DEVICES else chip
 
 
-def sizes_of(name: str) -> list[str]:
-    """Names of the sizes of memory in which device `name` is made; empty if it has only one."""
+def list_memory_sizes(name: str) -> list[str]:
+    """Devices that are `name` with a size of memory, such as a100-40gb; empty if it has only one."""
     return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
 
 
-def assumption(name: str) -> str:
+def describe_assumption(name: str) -> str:
     """The memory that is assumed if a device is also made with less; otherwise empty."""
     memory_gb = DEVICES[name].memory_gb
-    smaller = [sized for sized in sizes_of(name) if DEVICES[sized].memory_gb != memory_gb]
+    smaller = [sized for sized in list_memory_sizes(name) if DEVICES[sized].memory_gb != memory_gb]
     if not smaller:
         return ""
     return f"{name} has {memory_gb:g} GB here; set device to {' or '.join(smaller)} if it has less"
@@ -99,7 +105,42 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
         )
 
 
-def peak_flops(product: str, parallel: Parallel) -> float | None:
+def find_peak_flops(product: str, parallel: Parallel) -> float | None:
     """FLOP/s of a product such as "NVIDIA H100 80GB HBM3"; None if its device is unknown."""
-    known = known_device(product)
-    return DEVICES[known].flops(parallel) if known else None
+    device = recognise_device(product)
+    return DEVICES[device].flops(parallel) if device else None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The processes of a run, and the memory of each."""
+
+    nodes: int
+    nproc_per_node: int
+    device: str
+    device_bytes: int  # memory of one process
+    usable_bytes: int  # `plan.memory_frac` of it
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.nproc_per_node
+
+    def layout(self, parallel: Parallel) -> Layout:
+        """The mesh sizes. Raise ConfigError if the processes do not fit the layout."""
+        return layout(parallel, self.world, self.nproc_per_node)
+
+
+def find_hardware(options: PlanOptions, machine: Machine, device: str) -> Hardware:
+    """The processes that `machine` gives a run, with the fewest nodes of a range.
+
+    Fewer nodes need more memory per process.
+    """
+    memory_gb = options.plan.memory_gb or find_device(device).memory_gb
+    if memory_gb:
+        device_bytes = round(memory_gb * GB)
+    else:
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        device_bytes = machine_bytes // machine.nproc_per_node
+    usable_bytes = int(device_bytes * options.plan.memory_frac)
+    nodes = machine.node_counts[0]
+    return Hardware(nodes, machine.nproc_per_node, device, device_bytes, usable_bytes)

@@ -48,26 +48,28 @@ def check_vocabulary(vocabulary: Path, shards: Manifest) -> None:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """`Facts` of the first training cells, which the run reads, and of the vocabulary."""
+    """`Facts` of a corpus: of the training cells that the run reads, and of the vocabulary."""
 
     options: TrainOptions
     vocabulary: Path
     shards: Manifest
-    taught: Path | None = None  # folder of a teacher's vectors
+    teacher_folder: Path | None = None  # a teacher's vectors
 
-    def _column(self, kind: Literal["levels", "numbers"], name: str) -> np.ndarray:
+    def _read_column(self, kind: Literal["levels", "numbers"], name: str) -> np.ndarray:
+        """`(cells,)`: level codes or numbers of a column."""
         n_cells = self.options.stream.train_cells(self.shards.splits["train"].n_obs)
         return CellColumns(self.shards, "train", kind, [name])[slice(n_cells)][:, 0]
 
     def cells_by_level(self, column: str) -> dict[str, int]:
         levels = self.shards.levels({column: "objective"})[column]
-        counts = np.bincount(self._column("levels", column), minlength=len(levels) + 1)[1:].tolist()
+        codes = self._read_column("levels", column)  # from 1; 0 is unknown
+        counts = np.bincount(codes, minlength=len(levels) + 1)[1:].tolist()
         return {level: n for level, n in zip(levels, counts) if level != MISSING}
 
     def moments(self, column: str) -> tuple[float, float]:
         option = self.options.number_columns()[column]
         self.shards.fingerprint_with((), {column: option})  # raises if there is no such column
-        numbers = self._column("numbers", column)
+        numbers = self._read_column("numbers", column)
         numbers = numbers[np.isfinite(numbers)]
         if not len(numbers) or not numbers.std():
             which = "the same" if len(numbers) else "a"
@@ -81,24 +83,23 @@ class CorpusFacts:
         """Token ids of the genes that each level is named after."""
         # imported by name: tables of genes need pandas, which other launchers do without
         names = importlib.import_module("cellmill.data.genes.names")
-        levels = [
-            level for level in self.shards.levels({column: "objective"})[column] if level != MISSING
-        ]
-        rows = names.perturbed_genes(levels, Vocabulary.read(self.vocabulary))
+        levels = self.shards.levels({column: "objective"})[column]
+        named = [level for level in levels if level != MISSING]
+        rows_by_level = names.perturbed_genes(named, Vocabulary.read(self.vocabulary))
         tokens = {}
-        for level, genes in rows.items():
-            tokens[level] = [row + len(SPECIAL) for row in genes]
+        for level, rows in rows_by_level.items():
+            tokens[level] = [row + len(SPECIAL) for row in rows]
         return tokens
 
     def teacher(self) -> TeacherVectors:
-        if self.taught is None:
+        if self.teacher_folder is None:
             raise ConfigError(
                 "objective distill requires its teacher's vectors; pass --teacher, as the workflow does"
             )
-        return open_vectors(self.taught, self.shards, verify=True)[0]
+        return open_vectors(self.teacher_folder, self.shards, verify=True)[0]
 
 
-def fitted(
+def fit_options(
     options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: Path | None = None
 ) -> TrainOptions:
     """Return the options fitted to vocabulary, training cells and a teacher's folder.
@@ -118,7 +119,7 @@ def fitted(
     return options.model_copy(update={"tokens": tokens, "objective": objective})
 
 
-def vectors_digest(options: TrainOptions, init_from: Path | None) -> str | None:
+def digest_vectors(options: TrainOptions, init_from: Path | None) -> str | None:
     """Return the SHA-256 of `model.gene_vectors`, or None. Raise ConfigError if there is no file."""
     path = getattr(options.model, "gene_vectors", None)
     dim = getattr(options.model, "gene_vector_dim", None)
@@ -147,9 +148,10 @@ def check_levels(
         named = [level for level in levels[name] if level != MISSING]
         n_levels = len(named) if is_label else len(levels[name])
         if n_levels < 2:
+            labelled = "labelled " if is_label else ""
             raise ConfigError(
-                f"{option} {name}: all {'labelled ' if is_label else ''}cells of the corpus have the same value; "
-                "choose another column, or do without"
+                f"{option} {name}: all {labelled}cells of the corpus have the same value; choose another column, or "
+                "do without"
             )
         if is_label and 2 * n_levels > train_cells:
             raise ConfigError(
@@ -163,22 +165,23 @@ def check_levels(
                 f"name {name} as a label in the table of datasets, and these cells get none",
                 flush=True,
             )
-    for option, name, wanted in options.objective.columns().named:
-        known = [level for level in levels[name] if level != MISSING]
-        for level in wanted:
-            if level not in known:
-                hint = did_you_mean(level, known)
+    for option, name, wanted_levels in options.objective.columns().named:
+        named = [level for level in levels[name] if level != MISSING]
+        for level in wanted_levels:
+            if level not in named:
+                hint = did_you_mean(level, named)
                 raise ConfigError(f"{option}: no cell of the corpus has {name} {level!r}; {hint}")
 
 
 def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> None:
     """Raise ConfigError if the exported model `init_from` has too few genes of the corpus."""
-    known = Vocabulary.read(vocabulary).known_by(Vocabulary.read(init_from / "vocabulary.tsv"))
+    model_genes = Vocabulary.read(init_from / "vocabulary.tsv")
+    coverage = Vocabulary.read(vocabulary).known_by(model_genes)
     least = options.finetune.min_known_frac
-    if known.expressed_frac < least:
+    if coverage.expressed_frac < least:
         raise ConfigError(
-            f"init_from {init_from}: it has {known}; finetune.min_known_frac is {least:g}; start from a model of these "
-            "genes, or lower it"
+            f"init_from {init_from}: it has {coverage}; finetune.min_known_frac is {least:g}; start from a model of "
+            "these genes, or lower it"
         )
 
 

@@ -20,11 +20,12 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parallel import Layout, Parallel, layout
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
-from cellmill.planner.size import FLOAT32, ModelSize, measure
+from cellmill.planner.passes import FLOAT32
+from cellmill.planner.size import Load, ModelSize, measure
 
-AUTOCAST_ACTIVATION = 2.5
-"""Bytes of an activation under autocast, where the residual stream and inputs of norms stay
-float32; 2.3 were measured, on a CPU.
+AUTOCAST_BYTES = 2.5
+"""Mean bytes of an element that autocast keeps for the backward pass: the residual stream and
+inputs of norms stay float32. 2.3 were measured, on a CPU.
 """
 
 
@@ -47,11 +48,12 @@ class Stage:
 
     size: ModelSize
     blocks: int
-    first: bool
-    last: bool
+    first: bool  # True with the part before the blocks
+    last: bool  # True with the part after the blocks
 
-    def flops(self, tokens: float, pairs: float, cells: float) -> float:
-        return self.size.flops.of(tokens, pairs, cells, self.blocks, self.first, self.last)
+    def flops(self, load: Load) -> float:
+        """FLOPs of the stage for `load`."""
+        return self.size.flops.count(load, self.blocks, self.first, self.last)
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""
@@ -72,7 +74,7 @@ class PlannedModel:
     states: int = 2  # tensors of the optimizer's state per trained parameter
 
     @classmethod
-    def of(
+    def measure(
         cls,
         options: TrainOptions,
         n_genes: int,
@@ -97,7 +99,7 @@ class PlannedModel:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element in forward and backward, and of one kept for the backward pass."""
+        """Bytes of an element that the forward and backward passes compute with."""
         return 2 if self.parallel.half_precision else FLOAT32
 
     @property
@@ -188,6 +190,14 @@ class Memory:
         return sum(asdict(self).values())
 
 
+def format_bytes(n_bytes: float) -> str:
+    """Format a number of bytes in the largest unit that gives at least 1."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.3g} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
 def host_bytes(model: PlannedModel) -> tuple[int, int]:
     """Pinned host memory of one process: for `parallel.cpu_offload`, and for staging a checkpoint.
 
@@ -221,11 +231,11 @@ def peak_memory(
     moments = []
     for rank in range(model.layout.pp) if ranks is None else ranks:
         process = _Process(model, rank, micro_tokens, micro_batches)
-        moments.append(process.at_begin_of_backward())
+        moments.append(process.plan_backward_start())
         if model.layout.pp == 1:
-            moments.append(process.at_end_of_blocks())
+            moments.append(process.plan_blocks_end())
         if model.is_sharded:
-            moments.append(process.at_last_reduction())
+            moments.append(process.plan_last_reduction())
     return max(moments, key=lambda memory: memory.total)
 
 
@@ -248,9 +258,9 @@ class _Process:
             self.accumulated = self.shard_gradients
         elif micro_batches > 1:
             self.accumulated = FLOAT32 * self.counts.trained
-        self.constant = self._constant(trained_shard)
+        self.constant = self._plan_constant(trained_shard)
 
-    def _constant(self, trained_shard: int) -> Memory:
+    def _plan_constant(self, trained_shard: int) -> Memory:
         """Memory that stays allocated for the whole step."""
         model = self.model
         size = model.size
@@ -272,14 +282,14 @@ class _Process:
             pipeline=pipeline,
         )
 
-    def at_begin_of_backward(self) -> Memory:
-        """All activations, before the first gradient of this micro-batch."""
+    def plan_backward_start(self) -> Memory:
+        """Memory with all activations, before the first gradient of this micro-batch."""
         model = self.model
         counts = self.counts
         block = model.size.block
         logits = 0
         if counts.last:  # float32 in every precision
-            logits = round(FLOAT32 * model.size.workspace_of(self.tokens))
+            logits = round(FLOAT32 * model.size.finish_workspace(self.tokens))
         memory = replace(
             self.constant,
             activations=round(self._activation_bytes * self._kept_per_token() * self.tokens),
@@ -302,8 +312,10 @@ class _Process:
             communication=communication,
         )
 
-    def at_end_of_blocks(self) -> Memory:
-        """Gradients of all blocks, and activations of the first block and the part before it."""
+    def plan_blocks_end(self) -> Memory:
+        """Memory with gradients of all blocks, and activations of the first block and the part
+        before it.
+        """
         model = self.model
         size = model.size
         block = size.block
@@ -326,8 +338,10 @@ class _Process:
             communication=FLOAT32 * block.trained,
         )
 
-    def at_last_reduction(self) -> Memory:
-        """Last gradients of a sharded model to be reduced: a pipeline stage's, or the root's."""
+    def plan_last_reduction(self) -> Memory:
+        """Memory with the last gradients of a sharded model to be reduced: those of a pipeline
+        stage, or of the root.
+        """
         counts = self.counts
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
             return replace(
@@ -348,7 +362,7 @@ class _Process:
     def _activation_bytes(self) -> float:
         """Bytes of one activation that is kept for the backward pass."""
         if self.parallel.half_precision and not self.model.is_sharded:
-            return AUTOCAST_ACTIVATION
+            return AUTOCAST_BYTES
         return self.model.element_bytes
 
     @property

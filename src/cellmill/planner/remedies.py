@@ -1,12 +1,11 @@
 """Check that a run fits in memory, or find the first change that makes it fit.
 
 A plan that does not fit, and a process that ran out of memory, get the first change that helps from
-the same list (`_changes`).
+the same list (`_list_changes`).
 """
 
 import errno
 import math
-import os
 import re
 import subprocess
 import sys
@@ -20,22 +19,21 @@ from typing import Any
 import torch
 
 from cellmill.config.load import stored_options
-from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import read_json
-from cellmill.planner.cost import GB, Hardware, amount
-from cellmill.planner.devices import device_named
-from cellmill.planner.memory import Memory, PlannedModel, peak_memory
+from cellmill.planner.devices import Hardware
+from cellmill.planner.memory import Memory, PlannedModel, format_bytes, peak_memory
 from cellmill.planner.work import Cells, detected_genes, measure_work
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
-MAX_TOKENS = 1 << 24
-TIMEOUT_S = 120
-LESS_FRAC = 0.8  # share of the planned memory that a process that ran out may need after a remedy
+MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
+MOST_DOUBLINGS = 7  # of the number of nodes
+TIMEOUT_S = 120  # seconds that advice may take
+LESS_FRAC = 0.8  # share of the planned memory that is left after a remedy for running out of it
 OUT_OF_MEMORY = re.compile(
     # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
     r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
@@ -44,29 +42,13 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-def hardware_of(options: PlanOptions, machine: Machine, device: str) -> Hardware:
-    """The processes that `machine` gives a run, with the fewest nodes of a range.
-
-    Fewer nodes need more memory per process.
-    """
-    memory_gb = options.plan.memory_gb or device_named(device).memory_gb
-    if memory_gb:
-        device_bytes = round(memory_gb * GB)
-    else:
-        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        device_bytes = machine_bytes // machine.nproc_per_node
-    usable_bytes = int(device_bytes * options.plan.memory_frac)
-    nodes = machine.node_counts[0]
-    return Hardware(nodes, machine.nproc_per_node, device, device_bytes, usable_bytes)
-
-
-def memory_needed(
+def plan_memory(
     options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None
 ) -> Memory:
     """Memory of the rank that needs most, optionally with micro-batches of `micro_tokens` tokens."""
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = with_parallel(options, cpu_offload=None)
-    model = PlannedModel.of(
+    model = PlannedModel.measure(
         options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
     )
     work = measure_work(options, cells, model.layout)
@@ -76,31 +58,31 @@ def memory_needed(
 
 
 def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
-    """Memory of a run. If it does not fit, raise ConfigError with the first change that makes it."""
-    memory = memory_needed(options, cells, hardware)
+    """Memory of a run. Raise ConfigError with the first change that helps if it does not fit."""
+    memory = plan_memory(options, cells, hardware)
     if memory.total <= hardware.usable_bytes:
         return memory
     part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
-        f"needs {amount(memory.total)} per process, {amount(n_bytes)} of it {part}, but {hardware.device} has "
-        f"{amount(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of {amount(hardware.device_bytes)}): "
-        f"{remedy(options, cells, hardware)}"
+        f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
+        f"{hardware.device} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
+        f"{format_bytes(hardware.device_bytes)}): {find_remedy(options, cells, hardware)}"
     )
 
 
-def largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
+def find_largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
     """Most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none."""
 
     def needed(tokens: int) -> int:
-        return memory_needed(options, cells, hardware, tokens).total
+        return plan_memory(options, cells, hardware, tokens).total
 
     return bisect_right(range(1, MAX_TOKENS + 1), hardware.usable_bytes, key=needed)
 
 
-def remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
+def find_remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
     """The first change, or combination of changes, that makes the run fit, in words."""
-    for change in _changes(options, hardware):
-        needed = memory_needed(change.options, cells, change.hardware)
+    for change in _list_changes(options, hardware):
+        needed = plan_memory(change.options, cells, change.hardware)
         if needed.total <= change.hardware.usable_bytes:
             return " and ".join(change.words)
     return "use a device with more memory (the profile) or a smaller model"
@@ -119,7 +101,7 @@ class Change:
         return Change([*self.words, words], with_parallel(self.options, **parallel), self.hardware)
 
 
-def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     """Changes, the least costly in speed first; some stay while later changes are tried."""
     change = Change([], options, hardware)
     yield from islice(_smaller_budgets(change), FREE_HALVINGS)
@@ -140,7 +122,18 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     else:
         change = sharded
         yield change
-    model = options.model
+    yield from _larger_layouts(change)
+    yield from _offloads(change)
+    for power in range(1, MOST_DOUBLINGS + 1):
+        nodes = hardware.nodes * 2**power
+        larger = replace(hardware, nodes=nodes)
+        yield replace(change.then(f"use {nodes} nodes (the profile)"), hardware=larger)
+
+
+def _larger_layouts(change: Change) -> Iterator[Change]:
+    """Tensor parallelism of more ranks in a node, then pipelines of more stages."""
+    hardware = change.hardware
+    model = change.options.model
     parallel = change.options.parallel
     tp_sizes = model.tp_sizes().values()
     most_tp = 1
@@ -155,18 +148,20 @@ def _changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     for pp in divisors(hardware.world // parallel.tp):
         if parallel.pp < pp <= most_pp:
             yield change.then(f"set parallel.pp to {pp}", pp=pp)
+
+
+def _offloads(change: Change) -> Iterator[Change]:
+    """Offload of the optimizer's state, then of all that can be offloaded."""
+    parallel = change.options.parallel
+    if change.hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
+        return
     offloads = []
-    if hardware.device != "cpu" and options.train.optimizer.offloaded:
-        if parallel.cpu_offload is None:
-            offloads.append("optimizer")
-        if parallel.cpu_offload != "full" and hardware.layout(parallel).dp > 1:
-            offloads.append("full")
+    if parallel.cpu_offload is None:
+        offloads.append("optimizer")
+    if parallel.cpu_offload != "full" and change.hardware.layout(parallel).dp > 1:
+        offloads.append("full")
     for offload in offloads:
         yield change.then(f"set parallel.cpu_offload to {offload}", cpu_offload=offload)
-    for power in range(1, 8):
-        nodes = hardware.nodes * 2**power
-        larger = replace(hardware, nodes=nodes)
-        yield replace(change.then(f"use {nodes} nodes (the profile)"), hardware=larger)
 
 
 def _smaller_budgets(change: Change) -> Iterator[Change]:
@@ -197,8 +192,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return `advice` from a new process, since sizes are measured without a process group.
+def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
+    """Return the answer of `advise` from a new process, since sizes are measured without a process group.
 
     Return None if that process fails.
     """
@@ -213,8 +208,8 @@ def ask(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | N
     return done.stdout.strip() or None
 
 
-def advice(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """The planned memory of a process, and the first change after which it needs a fifth less."""
+def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
+    """The planned memory of a process, and the first change with which it needs a fifth less."""
     record = read_json(run_json)
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
@@ -222,15 +217,15 @@ def advice(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     kept, zeros = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes)
     cells = Cells(kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
     hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
-    memory = memory_needed(options, cells, hardware)
+    memory = plan_memory(options, cells, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {amount(n)}" for name, n in parts if n)
+    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
     less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
     return (
-        f"the plan was {amount(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{remedy(options, cells, less)}"
+        f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
+        f"{find_remedy(options, cells, less)}"
     )
 
 
 if __name__ == "__main__":
-    print(advice(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    print(advise(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -8,38 +8,34 @@ no memory, and torch's "fake" process group sends nothing.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.methods import MethodConfig
-from cellmill.data.stream.batch import Batch, Tokenizer, make_batch
 from cellmill.finetune.method import Method, check_trains, load_method, trained_names
-from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
-from cellmill.parallel.torch_private import FakeStore, storage_key
-from cellmill.planner.meter import OperationMeter, Window
+from cellmill.parallel.torch_private import FakeStore
+from cellmill.planner.meter import Window
+from cellmill.planner.passes import FLOAT32, Passes, local_tensor
 
-FLOAT32 = 4  # bytes
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
-CELL_TOKENS = 128  # tokens of each measured cell, or fewer
-# FLOPs are counted by cell if cells of half the length have more than this fraction more per token
+# a part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction
 PER_CELL_FRAC = 0.05
 PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,14 @@ class PartSize:
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
     # elements reduced over tp without sequence parallelism; for a block, in each of both passes
     sums_per_token: float = 0.0
+
+
+class Load(NamedTuple):
+    """Cells that a rank computes, by what FLOPs are proportional to."""
+
+    tokens: float
+    pairs: float  # (query, key) pairs of attention within cells
+    cells: float
 
 
 @dataclass(frozen=True)
@@ -67,21 +71,18 @@ class Flops:
     finish_by_cell: float
     pair: float  # one block's attention, per (query, key) pair of a cell
 
-    def of(
-        self,
-        tokens: float,
-        pairs: float,
-        cells: float,
-        blocks: int | None = None,
-        first: bool = True,
-        last: bool = True,
+    def count(
+        self, load: Load, blocks: int | None = None, first: bool = True, last: bool = True
     ) -> float:
-        """FLOPs for `cells` cells of `tokens` tokens and `pairs` (query, key) pairs in total."""
+        """FLOPs for `load` of a part of the model, by default the whole.
+
+        A part has `blocks` blocks; the first part has `begin`, the last one `finish`.
+        """
         blocks = self.blocks if blocks is None else blocks
         ends = int(first) * self.begin + int(last) * self.finish
         per_token = blocks * self.block + ends
         per_cell = blocks * self.block_by_cell + int(last) * self.finish_by_cell
-        return per_token * tokens + blocks * self.pair * pairs + per_cell * cells
+        return per_token * load.tokens + blocks * self.pair * load.pairs + per_cell * load.cells
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class ModelSize:
         outside = self.begin.parameters + self.finish.parameters - self.tied.parameters
         return self.blocks * self.block.parameters + outside
 
-    def workspace_of(self, tokens: float) -> float:
+    def finish_workspace(self, tokens: float) -> float:
         """Peak elements of `finish` above its kept activations, for a micro-batch of `tokens`."""
         sizes, elements = zip((0, 0.0), *self.workspace)
         if tokens >= sizes[-1]:  # extrapolate
@@ -144,9 +145,9 @@ def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     with _prepare(spec, finetune) as (spec, method):
         model = _build(spec, method, one_block=True)
         blocks = _count_blocks(build(spec, method.transform))
-        long = _Passes(model, spec, SAMPLE_TOKENS)
-        short = _Passes(model, spec, SAMPLE_TOKENS, halves=2)
-        return _flops(model, blocks, long, short)
+        long = Passes(model, spec, SAMPLE_TOKENS)
+        short = Passes(model, spec, SAMPLE_TOKENS, halves=2)
+        return _count_flops(model, blocks, long, short)
 
 
 def _count_blocks(model: Model) -> int:
@@ -177,60 +178,73 @@ def _prepare(
 
 
 def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
+    """Sizes from passes of a model of one block, and counts of the whole model."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
     # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
     # or when a pass imports a module
-    _Passes(model, spec, SAMPLE_TOKENS, multiple)
-    long = _Passes(model, spec, SAMPLE_TOKENS, multiple)
-    short = _Passes(model, spec, SAMPLE_TOKENS, multiple, halves=2)
+    Passes(model, spec, SAMPLE_TOKENS, multiple)
+    long = Passes(model, spec, SAMPLE_TOKENS, multiple)
+    short = Passes(model, spec, SAMPLE_TOKENS, multiple, halves=2)
     # reductions are measured without sequence parallelism; the planner derives its collectives from
     # them
     reduced = long
     if tp > 1:
-        reduced = _Passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
+        reduced = Passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
     selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
-    by_tokens = {n: _Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
-    # what does not grow with the tokens (a table's gradient, made in the forward pass) belongs to
-    # the workspace
-    *_, smaller, large = by_tokens.values()
-    kept_by_finish = large.kept_by_finish - smaller.kept_by_finish
-    kept_by_finish /= large.tokens - smaller.tokens
-    workspace = [
-        (n, max(0.0, passes.peak - kept_by_finish * passes.tokens))
-        for n, passes in by_tokens.items()
-    ]
+    passes_by_tokens = {n: Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
+    kept_by_finish, workspace = _separate_workspace(passes_by_tokens)
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
-    counts = _parts(full)
+    counts = _count_parameters(full)
     blocks = _count_blocks(full)
-    counts["blocks"] = [count // max(blocks, 1) for count in counts["blocks"]]
 
-    def part(name: str, kept: float, window: Window) -> PartSize:
-        parameters, trained = counts[name]
-        return PartSize(parameters, trained, kept, window.reduced_bytes / FLOAT32 / reduced.tokens)
+    def make_part(count: ParameterCount, kept: float, window: Window) -> PartSize:
+        sums_per_token = window.reduced_bytes / FLOAT32 / reduced.tokens
+        return PartSize(count.parameters, count.trained, kept, sums_per_token)
 
+    block_count = ParameterCount(
+        parameters=counts["blocks"].parameters // max(blocks, 1),
+        trained=counts["blocks"].trained // max(blocks, 1),
+    )
     return ModelSize(
         blocks=blocks,
-        begin=part("begin", long.kept_by_begin, reduced.begin),
-        block=part("blocks", long.kept_by_block, reduced.block),
-        finish=part("finish", kept_by_finish, reduced.finish),
-        tied=PartSize(*counts["tied"]),
+        begin=make_part(counts["begin"], long.kept_by_begin, reduced.begin),
+        block=make_part(block_count, long.kept_by_block, reduced.block),
+        finish=make_part(counts["finish"], kept_by_finish, reduced.finish),
+        tied=PartSize(counts["tied"].parameters, counts["tied"].trained),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
-        flops=_flops(model, blocks, long, short),
+        flops=_count_flops(model, blocks, long, short),
         width=long.width,
-        selective_per_token=_Passes(selective, spec, SMALL_SAMPLE_TOKENS, multiple).kept_by_block,
+        selective_per_token=Passes(selective, spec, SMALL_SAMPLE_TOKENS, multiple).kept_by_block,
         working_per_token=long.working,
-        workspace=tuple(workspace),
+        workspace=workspace,
     )
 
 
-def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flops:
+def _separate_workspace(
+    passes_by_tokens: Mapping[int, Passes],
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Elements that `finish` keeps per token, and its workspace by tokens of a micro-batch.
+
+    Elements that do not grow with the tokens, such as a table's gradient that a chunked loss makes
+    in its forward pass, belong to the workspace.
+    """
+    *_, smaller, larger = passes_by_tokens.values()
+    kept = larger.kept_by_finish - smaller.kept_by_finish
+    kept /= larger.tokens - smaller.tokens
+    workspace = []
+    for tokens, passes in passes_by_tokens.items():
+        workspace.append((tokens, max(0.0, passes.peak - kept * passes.tokens)))
+    return kept, tuple(workspace)
+
+
+def _count_flops(model: Model, blocks: int, long: Passes, short: Passes) -> Flops:
     """FLOPs from passes over cells of two lengths, `long` and half of it."""
-    block, block_by_cell = _by_token_and_cell(long, short, long.block.flops, short.block.flops)
-    # a chunked loss has all FLOPs in its forward pass
-    finish, finish_by_cell = _by_token_and_cell(long, short, long.finish.flops, short.finish.flops)
+    block, block_by_cell = _separate_cells(long, short, long.block.flops, short.block.flops)
+    # finish has both passes in its window: a chunked loss has all FLOPs in its forward pass
+    finish, finish_by_cell = _separate_cells(long, short, long.finish.flops, short.finish.flops)
     # attention is the FLOPs per token that grow with the length of cells
     pair = 0.0
     if long.pairs_per_token > short.pairs_per_token and not block_by_cell:
@@ -250,8 +264,8 @@ def _flops(model: Model, blocks: int, long: "_Passes", short: "_Passes") -> Flop
     )
 
 
-def _by_token_and_cell(
-    long: "_Passes", short: "_Passes", long_flops: int, short_flops: int
+def _separate_cells(
+    long: Passes, short: Passes, long_flops: int, short_flops: int
 ) -> tuple[float, float]:
     """FLOPs of a part per token, and per cell."""
     per_token = long_flops / long.tokens
@@ -286,12 +300,20 @@ def _build(
     return model
 
 
-def _parts(model: Model) -> dict[str, list[int]]:
-    """[parameters, trained parameters] of this rank by part of the model."""
+@dataclass
+class ParameterCount:
+    """Parameters of a part of the model on this rank."""
+
+    parameters: int = 0
+    trained: int = 0
+
+
+def _count_parameters(model: Model) -> dict[str, ParameterCount]:
+    """Parameters by part of the model: begin, blocks, finish, and tied, which are in both ends."""
     begin = set(model.plan.begin)
     finish = set(model.plan.finish)
     blocks = model.plan.blocks.split(".")[0]
-    counts = {part: [0, 0] for part in ("begin", "blocks", "finish", "tied")}
+    counts = {part: ParameterCount() for part in ("begin", "blocks", "finish", "tied")}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
         if top == blocks:
@@ -300,97 +322,9 @@ def _parts(model: Model) -> dict[str, list[int]]:
             parts = ["finish", "begin", "tied"] if top in begin else ["finish"]
         else:
             parts = ["begin"]
-        elements = _local(parameter).numel()
+        elements = local_tensor(parameter).numel()
         for part in parts:
-            counts[part][0] += elements
+            counts[part].parameters += elements
             if parameter.requires_grad:
-                counts[part][1] += elements
+                counts[part].trained += elements
     return counts
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _sample(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
-    """Random cells of `cell_tokens` tokens each, about `tokens` in total, by the run's tokenizer."""
-    rng = np.random.Generator(np.random.Philox(0))
-    cells = max(1, tokens // cell_tokens)
-    genes = rng.integers(0, spec.n_genes, cells * cell_tokens, dtype=np.int32)
-    counts = rng.integers(1, 50, cells * cell_tokens, dtype=np.uint32)
-    starts = np.arange(cells + 1, dtype=np.int64) * cell_tokens
-    per_cell: dict[str, np.ndarray] = {}
-    if spec.levels:
-        # (cells, columns) int32: level codes from 1, each level in turn
-        n_levels = np.array([len(levels) for levels in spec.levels.values()], np.int32)
-        per_cell["levels"] = np.arange(cells, dtype=np.int32)[:, None] % n_levels + 1
-    number_columns = len(spec.objective.columns().numbers)
-    if number_columns:
-        per_cell["numbers"] = np.zeros((cells, number_columns))
-    for part in spec.objective.each():
-        vectors = getattr(part, "vectors", None)
-        if vectors:
-            per_cell["teacher"] = np.zeros((cells, vectors.width), np.float32)
-    tokenizer: Tokenizer = spec.tokens.load()(spec.tokens)
-    most_counts = spec.tokens.max_tokens if spec.objective.needs_counts else None
-    positions = np.arange(cells, dtype=np.int64)
-    return make_batch(tokenizer, genes, counts, starts, positions, most_counts, **per_cell)
-
-
-class _Passes:
-    """Measurements of a forward and a backward pass of about `tokens` tokens, part by part.
-
-    Cells have 1 / `halves` of the usual length.
-    """
-
-    def __init__(
-        self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1
-    ) -> None:
-        cell_tokens = max(1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // halves)
-        batch = _sample(spec, cell_tokens, tokens)
-        lengths = np.diff(batch.cu_seqlens)  # (cells,): tokens of each cell
-        self.tokens = int(batch.cu_seqlens[-1])
-        self.cells = len(lengths)
-        self.pairs_per_token = float(np.square(lengths, dtype=np.float64).sum() / self.tokens)
-        view = model.view(to_tensors(batch), seed=0, step=0)
-        view = pad_batch(view, -(-len(view.genes) // multiple) * multiple)
-        # masks are drawn on the CPU, since their number is a shape
-        prepared = copy_to_device(model.prepare(view, seed=0, step=0), META)
-        with OperationMeter() as meter:
-            with meter.window() as self.begin:
-                entered = model.begin(prepared)
-            self.kept_by_begin = self._per_token(self.begin.live_bytes() - entered.nbytes)
-            self.width = entered.numel() / self.tokens  # not an integer if a view hides tokens
-            x = torch.empty_like(entered, requires_grad=True)
-            with meter.window() as self.block:
-                passed = model.through(x, prepared)
-            kept_bytes = self.block.live_bytes() - passed.nbytes + x.nbytes
-            self.kept_by_block = self._per_token(kept_bytes)
-            with meter.window() as backward:
-                passed.backward(torch.empty_like(passed))
-            self.working = self._per_token(_peak_bytes(model, backward))
-        x = torch.empty_like(passed, requires_grad=True)
-        with OperationMeter() as meter, meter.window() as self.finish:
-            with meter.window() as forward:
-                loss = model.finish(x, prepared)
-                loss = loss.sum() if loss.ndim else loss
-            with meter.window() as backward:
-                loss.backward()
-        live_bytes = forward.live_bytes()
-        peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
-        # elements of the batch
-        self.kept_by_finish = (live_bytes + x.nbytes) / FLOAT32
-        self.peak = (peak_bytes + x.nbytes) / FLOAT32
-        model.zero_grad(set_to_none=True)
-
-    def _per_token(self, n_bytes: int) -> float:
-        return n_bytes / FLOAT32 / self.tokens
-
-
-def _peak_bytes(model: Model, backward: Window) -> int:
-    """Peak bytes of a backward pass without the gradients of parameters."""
-    gradients = set()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            gradients.add(storage_key(_local(parameter.grad).untyped_storage()))
-    return backward.peak_bytes(frozenset(gradients))

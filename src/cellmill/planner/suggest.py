@@ -20,14 +20,16 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
 from cellmill.errors import ConfigError
-from cellmill.planner.cost import Cost, Hardware, amount, cost, layout_words
-from cellmill.planner.devices import check_precision, device_named
-from cellmill.planner.remedies import hardware_of, memory_needed
+from cellmill.planner.cost import Cost, estimate_cost
+from cellmill.planner.devices import Hardware, check_precision, find_device, find_hardware
+from cellmill.planner.memory import format_bytes
+from cellmill.planner.plan_file import describe_layout
+from cellmill.planner.remedies import plan_memory
 from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import Cells
 
-SHOWN = 10
-MAX_PIPELINE = 16
+SHOWN = 10  # layouts in the table
+MAX_PIPELINE = 16  # most pipeline ranks that are tried
 SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules of a pipeline
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 SIMILAR = 0.02  # relative difference of hours that is ignored; plans are less exact
@@ -39,40 +41,40 @@ class Suggestions:
 
     fitting: list[Cost]  # the best first
     too_large: list[int]  # bytes of the layouts that do not fit
-    # number of refused layouts by reason; similar reasons count as the first of them
+    # number of refused layouts by reason; reasons that differ only in numbers count as the first
     refused: Counter[str]
 
 
 def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
     """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
-    hardware = hardware_of(options, machine, device)
-    rates = device_named(device)
+    hardware = find_hardware(options, machine, device)
+    rates = find_device(device)
     nodes = range(hardware.nodes, hardware.nodes + 1)
     fitting = []
     too_large = []
     refused: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for parallel in layouts(options, hardware):
+    first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
+    for parallel in list_layouts(options, hardware):
         try:
-            lanes = _lanes(options, hardware.layout(parallel).dp)
+            lanes = _find_lanes(options, hardware.layout(parallel).dp)
             stream = options.stream.model_copy(update={"lanes": lanes})
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device, rates)
             check_nodes(changed, nodes, hardware.nproc_per_node, cells.n)
         except ConfigError as error:
-            # messages that differ only in numbers count as the first of them
-            reason = re.sub(r"\d+", "", str(error))
-            refused[examples.setdefault(reason, str(error))] += 1
+            without_numbers = re.sub(r"\d+", "", str(error))
+            reason = first_reasons.setdefault(without_numbers, str(error))
+            refused[reason] += 1
             continue
-        memory = memory_needed(changed, cells, hardware)
+        memory = plan_memory(changed, cells, hardware)
         if memory.total > hardware.usable_bytes:
             too_large.append(memory.total)
         else:
-            fitting.append(cost(changed, cells, hardware, rates, memory))
+            fitting.append(estimate_cost(changed, cells, hardware, rates, memory))
     return Suggestions(sorted(fitting, key=_sort_key), too_large, refused)
 
 
-def _lanes(options: PlanOptions, dp: int) -> int:
+def _find_lanes(options: PlanOptions, dp: int) -> int:
     """Lanes that `dp` ranks can share and that divide the batch; else those of the options."""
     lanes = options.stream.lanes
     for number in (lanes, math.lcm(lanes, dp), dp):
@@ -84,20 +86,21 @@ def _lanes(options: PlanOptions, dp: int) -> int:
 def _sort_key(suggestion: Cost) -> tuple[float, ...]:
     """Key that sorts the best layout first.
 
-    It has hours, equal within SIMILAR, bytes to other nodes, bytes inside the node, axes, memory.
+    Hours come first, equal within SIMILAR, then bytes to other nodes, bytes inside the node, ranks
+    that share the same cells, and memory.
     """
     parallel = suggestion.options.parallel
     sent = link_bytes(suggestion.traffic)
     speed = 0.0
     if suggestion.hours is not None:
         speed = round(math.log(suggestion.hours) / SIMILAR)
-    axes = parallel.tp * parallel.pp
-    return speed, sent["inter_node"], sent["intra_node"], axes, suggestion.memory.total
+    ranks = parallel.tp * parallel.pp
+    return speed, sent["inter_node"], sent["intra_node"], ranks, suggestion.memory.total
 
 
-def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
+def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
     """Layouts worth trying, each once."""
-    kept = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
+    unchanged = options.parallel.model_dump(include={"precision", "compile", "cpu_offload"})
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"sharding_strategy": name})
@@ -113,14 +116,14 @@ def layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
                 axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
                 recomputes = {"activation_checkpointing": recompute}
-                parallel = Parallel.model_validate(kept | strategy | axes | recomputes)
-                key = _effect(parallel, hardware)
+                parallel = Parallel.model_validate(unchanged | strategy | axes | recomputes)
+                key = _find_effect(parallel, hardware)
                 if key is None or key not in tried:
                     tried.add(key)
                     yield parallel
 
 
-def _effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
+def _find_effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
     """A key equal for layouts that do the same.
 
     None if the layout fits no processes, which `suggest` counts with its reason.
@@ -137,7 +140,9 @@ def _effect(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
     return sizes, sharding, parallel.schedule, parallel.activation_checkpointing
 
 
-def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str) -> str:
+def format_suggestions(
+    suggestions: Suggestions, options: PlanOptions, machine: Machine, device: str
+) -> str:
     """The best layouts as lines of text, why others are missing, and the YAML of the best layout."""
     fitting = suggestions.fitting
     too_large = suggestions.too_large
@@ -149,37 +154,37 @@ def table(suggestions: Suggestions, options: PlanOptions, machine: Machine, devi
     ]
     if fitting:
         lines[-1] = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
-    lines += [_row(suggestion) for suggestion in fitting[:SHOWN]]
+    lines += [_format_row(suggestion) for suggestion in fitting[:SHOWN]]
     lines += ["", f"{len(fitting)} layouts fit"]
     if too_large:
-        lines[-1] += f", {len(too_large)} do not: the smallest needs {amount(min(too_large))}"
+        lines[-1] += f", {len(too_large)} do not: the smallest needs {format_bytes(min(too_large))}"
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if fitting:
         lines += ["", "# the best layout, for config.yaml"]
-        lines.append(sections(fitting[0].options, options).rstrip())
+        lines.append(format_sections(fitting[0].options, options).rstrip())
     return "\n".join(lines)
 
 
-def _row(suggestion: Cost) -> str:
+def _format_row(suggestion: Cost) -> str:
     """One layout as a row of the table."""
     parallel = suggestion.options.parallel
-    words = layout_words(parallel.model_dump() | vars(suggestion.model.layout))
+    words = describe_layout(parallel.model_dump() | vars(suggestion.model.layout))
     if parallel.sequence_parallel:
         words += ", sequence_parallel"
     if parallel.activation_checkpointing:
         words += f", recompute {parallel.activation_checkpointing}"
     sent = link_bytes(suggestion.traffic)
     return ROW.format(
-        amount(suggestion.memory.total),
+        format_bytes(suggestion.memory.total),
         "unknown" if suggestion.hours is None else f"{suggestion.hours:,.3g}",
         "?" if suggestion.mfu is None else f"{suggestion.mfu:.0%}",
-        amount(sent["intra_node"]),
-        amount(sent["inter_node"]),
+        format_bytes(sent["intra_node"]),
+        format_bytes(sent["inter_node"]),
         words,
     )
 
 
-def sections(suggested: PlanOptions, options: PlanOptions) -> str:
+def format_sections(suggested: PlanOptions, options: PlanOptions) -> str:
     """The YAML that changes `options` to `suggested`."""
     chosen = suggested.parallel.model_dump(mode="json")
     defaults = Parallel.model_validate({}).model_dump(mode="json")

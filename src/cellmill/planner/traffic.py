@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from cellmill.parallel.mesh import list_stages
 from cellmill.planner.memory import Counts, PlannedModel
-from cellmill.planner.size import FLOAT32
+from cellmill.planner.passes import FLOAT32
 
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "point to point"]
@@ -69,7 +69,7 @@ class Collectives(NamedTuple):
     calls: float
 
 
-def traffic_of(
+def list_traffic(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> list[Traffic]:
     """Traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
@@ -84,16 +84,17 @@ def traffic_of(
         payloads[sent.kind, sent.axis] += sent.payload_bytes
         calls[sent.kind, sent.axis] += sent.calls
     sizes = model.layout
-    # processes of each axis, and the distance between them: tp is the innermost axis of the mesh
-    axes = {
-        "tp": (sizes.tp, 1),
-        "dp_shard": (sizes.dp_shard, sizes.tp),
-        "dp_replicate": (sizes.dp_replicate, sizes.tp * sizes.dp_shard),
-        "pp": (sizes.pp, sizes.tp * sizes.dp),
+    # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
+    distances = {
+        "tp": 1,
+        "dp_shard": sizes.tp,
+        "dp_replicate": sizes.tp * sizes.dp_shard,
+        "pp": sizes.tp * sizes.dp,
     }
     traffic = []
     for (kind, axis), payload in payloads.items():
-        processes, distance = axes[axis]
+        processes = getattr(sizes, axis)
+        distance = distances[axis]
         if payload and processes > 1:
             in_a_node = min(processes, max(1, model.local_world // distance))
             traffic.append(Traffic(kind, axis, processes, in_a_node, payload, calls[kind, axis]))
@@ -115,11 +116,11 @@ def _data_parallel(
     # a whole step
     passes = 2 if parallel.reshards_after_forward else 1
     weights = counts.outside + (counts.parameters - counts.outside) * passes
-    times = 1 if parallel.pp > 1 else micro_batches
-    gathered = model.element_bytes * weights * times
-    yield Collectives("all-gather", "dp_shard", gathered, (root + counts.blocks * passes) * times)
-    times = micro_batches if parallel.reduces_each_micro_batch else 1
-    yield Collectives("reduce-scatter", "dp_shard", gradients * times, modules * times)
+    gathers = 1 if parallel.pp > 1 else micro_batches
+    gathered = model.element_bytes * weights * gathers
+    yield Collectives("all-gather", "dp_shard", gathered, (root + counts.blocks * passes) * gathers)
+    reductions = micro_batches if parallel.reduces_each_micro_batch else 1
+    yield Collectives("reduce-scatter", "dp_shard", gradients * reductions, modules * reductions)
     yield Collectives("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
 
 

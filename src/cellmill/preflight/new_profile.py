@@ -4,7 +4,7 @@ import re
 
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
-from cellmill.planner.devices import assumption, known_device, sizes_of
+from cellmill.planner.devices import describe_assumption, list_memory_sizes, recognise_device
 from cellmill.preflight.partitions import (
     DAY_MIN,
     Offer,
@@ -227,7 +227,7 @@ def _device(offer: Offer) -> Reasoned[str]:
     features = sorted(frozenset.intersection(*(node.features for node in offer.nodes)))
     sources = dict.fromkeys(features, "feature") | {offer.kind: "type"}
     for name in (offer.kind, *features):
-        device = known_device(name)
+        device = recognise_device(name)
         if not device:
             continue
         source = f"{sources[name]} {name}"
@@ -236,19 +236,19 @@ def _device(offer: Offer) -> Reasoned[str]:
             return Reasoned(device, why)
         # such as gpu_40gb next to a100; 40g may be the network's
         sized = {}
-        for feature in features if sizes_of(device) else ():
+        for feature in features if list_memory_sizes(device) else ():
             if "gb" in feature.lower():
-                sized[known_device(f"{device} {feature}")] = feature
+                sized[recognise_device(f"{device} {feature}")] = feature
         sized.pop(device, None)
         if len(sized) == 1:
             [(device, feature)] = sized.items()
             why = f"{source} and feature {feature} of the nodes (scontrol)"
             return Reasoned(device, why)
-        assumed = assumption(device)
+        assumed = describe_assumption(device)
         why = f"{source} of the nodes (scontrol)"
         return Reasoned(device, f"{why}; assumed: {assumed}" if assumed else why)
     kind = f"GPU type {offer.kind} (scontrol)" if offer.kind else "GPUs without a type (scontrol)"
-    why = f"assumed: the planner does not know {kind}; {assumption(ASSUMED)}"
+    why = f"assumed: the planner does not know {kind}; {describe_assumption(ASSUMED)}"
     return Reasoned(ASSUMED, why)
 
 

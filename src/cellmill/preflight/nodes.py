@@ -24,7 +24,7 @@ from cellmill.launch.follow import settle
 from cellmill.launch.job import Job
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End, StillQueued, run_once
-from cellmill.planner.devices import DEVICES, known_device, sizes_of
+from cellmill.planner.devices import DEVICES, list_memory_sizes, recognise_device
 from cellmill.preflight.checks import TRAIN, Check, doubt, judge, no, ok
 from cellmill.runs.lock import locked
 from cellmill.runs.slurm import NOT_LISTED
@@ -181,12 +181,15 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     if len(products) > 1:
         remedy = f"{TRAIN} constraint or gpus_per_node: one type"
         return doubt("GPUs", f"{text}: the slowest sets the pace", remedy)
-    product = known_device(products[0])
+    product = recognise_device(products[0])
     kind = device.partition("-")[0]
     if kind not in products[0].lower():
         remedy = "set-resources: plan: device"
         return doubt("GPUs", f"{text}, but the plan assumes {device}", remedy)
-    if product in sizes_of(kind) and DEVICES[product].memory_gb != DEVICES[device].memory_gb:
+    if (
+        product in list_memory_sizes(kind)
+        and DEVICES[product].memory_gb != DEVICES[device].memory_gb
+    ):
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
         remedy = f"set-resources: plan: device: {product}"
         return doubt("GPUs", f"{text}, but the plan assumes {assumed}", remedy)

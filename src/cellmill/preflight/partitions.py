@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from cellmill.errors import UserError
-from cellmill.planner.devices import DEVICES, known_device
+from cellmill.planner.devices import DEVICES, recognise_device
 from cellmill.preflight.checks import gpus_text
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
@@ -58,7 +58,7 @@ class Offer:
             "without GPUs": int(not any(node.gpus for node in self.nodes)),
             "the default": int(self.partition.default),
             # 0 for an unknown type
-            "fastest GPUs": int(DEVICES[known_device(self.kind) or "cpu"].bf16_flops or 0),
+            "fastest GPUs": int(DEVICES[recognise_device(self.kind) or "cpu"].bf16_flops or 0),
             "longest time limit": useful_limit(self.partition),
             "most nodes": len(self.nodes),
         }

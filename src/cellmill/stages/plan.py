@@ -15,12 +15,14 @@ from cellmill.data.stream.cell_stream import read_repeats
 from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
 from cellmill.files import write_json
-from cellmill.planner.cost import amount, cost, describe, table
-from cellmill.planner.devices import check_precision, device_named
+from cellmill.planner.cost import estimate_cost
+from cellmill.planner.devices import check_precision, find_device, find_hardware
 from cellmill.planner.inputs import open_corpus
-from cellmill.planner.remedies import check_memory, hardware_of, largest_micro_batch
+from cellmill.planner.memory import format_bytes
+from cellmill.planner.plan_file import describe_plan, format_plan
+from cellmill.planner.remedies import check_memory, find_largest_micro_batch
+from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
-from cellmill.planner.suggest import table as suggestion_table
 from cellmill.planner.work import Cells, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
@@ -71,17 +73,18 @@ def plan(
         )
     if suggest:
         suggestions = suggest_layouts(options, corpus, machine, device)
-        print(suggestion_table(suggestions, options, machine, device), flush=True)
+        print(format_suggestions(suggestions, options, machine, device), flush=True)
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return
-    rates = device_named(device)
+    rates = find_device(device)
     check_precision(options.parallel, device, rates)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n)
-    hardware = hardware_of(options, machine, device)
+    hardware = find_hardware(options, machine, device)
     memory = check_memory(options, corpus, hardware)
-    plan = describe(cost(options, corpus, hardware, rates, memory), corpus, hardware) | {
-        "largest_micro_batch": largest_micro_batch(options, corpus, hardware),
+    cost = estimate_cost(options, corpus, hardware, rates, memory)
+    plan = describe_plan(cost, corpus, hardware) | {
+        "largest_micro_batch": find_largest_micro_batch(options, corpus, hardware),
         "genes_per_cell": float(detected.mean()),
         "cut_cells_frac": float((detected > kept).mean()),
         "fingerprint": fingerprint,
@@ -97,10 +100,10 @@ def plan(
     pinned = machine.nproc_per_node * host_bytes
     if machine.mem_mb and pinned > machine.mem_mb * MB:
         raise ConfigError(
-            f"the {machine.nproc_per_node} processes of a node pin {amount(pinned)} of host memory for checkpoints and "
-            f"cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all of a node), or "
-            "use more nodes"
+            f"the {machine.nproc_per_node} processes of a node pin {format_bytes(pinned)} of host memory for "
+            f"checkpoints and cpu_offload, but mem_mb is {machine.mem_mb}; raise it for train in the profile (0 is all "
+            "of a node), or use more nodes"
         )
     if out is not None:
         write_json(out, plan)
-    print(table(plan), flush=True)
+    print(format_plan(plan), flush=True)

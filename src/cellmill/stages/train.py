@@ -32,9 +32,9 @@ from cellmill.planner.inputs import (
     check_genes,
     check_vocabulary,
     check_weights,
-    fitted,
+    digest_vectors,
+    fit_options,
     open_corpus,
-    vectors_digest,
 )
 from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
@@ -66,14 +66,14 @@ def train(
     shards, n_cells, fingerprint = open_corpus(options, manifest)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = fitted(options, vocabulary, shards, teacher)
+    options = fit_options(options, vocabulary, shards, teacher)
     if init_from is not None:
         check_weights(options, init_from)
         check_genes(options, init_from, vocabulary)
     weights = None if init_from is None else sha256_file(init_from / "model.safetensors")
     record: dict[str, Any] = {
         "options": options.model_dump(mode="json"),
-        "identity": identity(options, weights, vectors_digest(options, init_from)),
+        "identity": identity(options, weights, digest_vectors(options, init_from)),
         "fingerprint": fingerprint,
         "manifest": str(manifest),
         "vocabulary": str(vocabulary),

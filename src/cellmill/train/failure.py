@@ -17,7 +17,7 @@ from cellmill.errors import UserError
 from cellmill.files import write_text
 from cellmill.launch.job import NODE_LOG
 from cellmill.launch.rendezvous import node_name
-from cellmill.planner.remedies import ask, is_out_of_memory
+from cellmill.planner.remedies import ask_for_advice, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 
 PROGRAM_ERROR = re.compile(
@@ -112,7 +112,7 @@ def _out_of_memory_line(error: BaseException, folder: Path) -> str:
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    advice = ask(folder / "run.json", world, local_world, device) or LOWER_MEMORY
+    advice = ask_for_advice(folder / "run.json", world, local_world, device) or LOWER_MEMORY
     reason = _one_line(error)[:120].rstrip(".") or type(error).__name__
     return f"{_who()}: out of memory ({reason}); {advice}"
 

@@ -38,8 +38,8 @@ from cellmill.models.family import Model
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
-from cellmill.planner.devices import peak_flops
-from cellmill.planner.size import Flops
+from cellmill.planner.devices import find_peak_flops
+from cellmill.planner.size import Flops, Load
 from cellmill.runs.folder import TrainFolder, cut_back, is_of_a_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
@@ -111,7 +111,7 @@ class Trainer:
         watch.saving = self.checkpoints.is_writing
         peak = None
         if device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(device), options.parallel)
+            peak = find_peak_flops(torch.cuda.get_device_name(device), options.parallel)
         self.meter = Meter(peak, dist.get_world_size())
         profile_folder = folder.path / "profile"
         self.profile = StepProfile(profile_folder, train.profile_steps, dist.get_rank(), device)
@@ -259,7 +259,7 @@ class Trainer:
         if interval_min is not None and self.mesh.dp_rank == 0:
             is_due = began - self._saved_at > 60 * interval_min
         pairs = sum(length * length for length in lengths)
-        flops = self.flops.of(sum(lengths), pairs, len(lengths))
+        flops = self.flops.count(Load(sum(lengths), pairs, len(lengths)))
         is_stopped = self.stop.received is not None
         counts = to_device([is_stopped, is_due, len(lengths), sum(lengths), flops], self.device)
         is_logged = self._is_logged(self.progress.step + 1)

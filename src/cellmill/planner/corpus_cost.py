@@ -1,0 +1,129 @@
+"""Cost of the stages that make a corpus.
+
+Costs were measured once, at commit 92ae630 and the change that compressed cells, on an AMD EPYC
+with 2 busy cores, Python 3.11.7, h5py 3.16.0: 12,000 simulated cells of 2,060 genes, shards of
+1,024 (benchmarks/README.md). They scale with the number of values and differ between machines, file
+systems and input formats. Reading from the disk is not included.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from cellmill.config.corpus import Preprocess, Shard
+
+NS_PER_HOUR = 3.6e12
+NS_PER_VALUE = {
+    "gzip": {"preprocess": 113, "vocabulary": 65, "divide": 80, "shard_part": 139},
+    None: {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69},
+}
+"""CPU time of one process, by preprocess.compression and stage; inputs without compression."""
+CELL_BYTES_PER_VALUE = {"gzip": 1.6, None: 6.0}  # bytes per stored value of preprocessed cells
+SHARD_BYTES_PER_VALUE = 6.0
+SHARD_BYTES = 1.9e6  # further bytes of each file: obs of 1,024 cells, var of 20,000 genes
+INDEX_BYTES_PER_CELL = 24  # offsets and hashes, next to the manifest
+N_INDEX_FILES = 7  # manifest.json, and offsets and hashes of each split
+RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
+RSS_BYTES_PER_VALUE = 16  # cells of one shard: genes, counts, and both again in their order
+# cells of the corpus in `divide`; estimated for obs of one file in stages that open it
+RSS_BYTES_PER_CELL = 150
+OFFSET_BYTES_PER_CELL = 16  # cells of the corpus in `shard_part`: offsets of rows and chunks
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Cost of one stage, whose jobs are alike."""
+
+    stage: str
+    jobs: int
+    hours: float  # longest job, on one core
+    cpu_hours: float  # all jobs
+    rss_gb: float  # peak memory of a job
+    files: int
+    gigabytes: float  # written and kept
+
+
+def estimate_corpus(
+    cells: list[int], genes_per_cell: float, preprocess: Preprocess, shard: Shard
+) -> list[StageCost]:
+    """Costs of the stages of a corpus of datasets with these numbers of cells."""
+    n_values = sum(cells) * genes_per_cell
+    ns_per_value = NS_PER_VALUE[preprocess.compression]
+    cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in ns_per_value.items()}
+    obs_mb = RSS_BYTES_PER_CELL * max(cells) / 1e6
+    return [
+        StageCost(
+            stage="preprocess",
+            jobs=len(cells),
+            hours=max(cells) * genes_per_cell * ns_per_value["preprocess"] / NS_PER_HOUR,
+            cpu_hours=cpu_hours["preprocess"],
+            rss_gb=(RSS_MB["preprocess"] + obs_mb) / 1e3,
+            files=2 * len(cells),
+            gigabytes=n_values * CELL_BYTES_PER_VALUE[preprocess.compression] / 1e9,
+        ),
+        StageCost(
+            stage="vocabulary",
+            jobs=1,
+            hours=cpu_hours["vocabulary"],
+            cpu_hours=cpu_hours["vocabulary"],
+            rss_gb=(RSS_MB["vocabulary"] + obs_mb) / 1e3,
+            files=1,
+            gigabytes=0.002,
+        ),
+        *_estimate_shards(cells, genes_per_cell, shard, cpu_hours),
+    ]
+
+
+def _estimate_shards(
+    cells: list[int], genes_per_cell: float, shard: Shard, cpu_hours: Mapping[str, float]
+) -> list[StageCost]:
+    """Cost of `shard`; with several jobs, of the stages that divide the cells and write parts."""
+    n_cells = sum(cells)
+    n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
+    n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE + n_shards * SHARD_BYTES
+    n_bytes += n_cells * INDEX_BYTES_PER_CELL
+    divide_mb = RSS_BYTES_PER_CELL * (n_cells + max(cells)) / 1e6
+    write_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
+    write_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
+    divide_hours = cpu_hours["divide"]
+    write_hours = cpu_hours["shard_part"]
+    if shard.jobs == 1:
+        whole = StageCost(
+            stage="shard",
+            jobs=1,
+            hours=divide_hours + write_hours,
+            cpu_hours=divide_hours + write_hours,
+            rss_gb=(RSS_MB["shard"] + (write_mb + divide_mb)) / 1e3,
+            files=n_shards + N_INDEX_FILES,
+            gigabytes=n_bytes / 1e9,
+        )
+        return [whole]
+    jobs = min(shard.jobs, n_shards)
+    divide = StageCost(
+        stage="divide",
+        jobs=1,
+        hours=divide_hours,
+        cpu_hours=divide_hours,
+        rss_gb=(RSS_MB["divide"] + divide_mb) / 1e3,
+        files=0,
+        gigabytes=0.0,
+    )
+    write = StageCost(
+        stage="shard_part",
+        jobs=shard.jobs,
+        hours=write_hours * ceil(n_shards / jobs) / n_shards,
+        cpu_hours=write_hours,
+        rss_gb=(RSS_MB["shard_part"] + write_mb) / 1e3,
+        files=n_shards,
+        gigabytes=n_bytes / 1e9,
+    )
+    join = StageCost(
+        stage="shard",
+        jobs=1,
+        hours=0.01,
+        cpu_hours=0.01,
+        rss_gb=RSS_MB["shard"] / 1e3,
+        files=N_INDEX_FILES,
+        gigabytes=0.0,
+    )
+    return [divide, write, join]

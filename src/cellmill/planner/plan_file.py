@@ -1,0 +1,206 @@
+"""The content of plan.json, and the same as lines of text."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from cellmill.config.run import AUTO_EPOCHS, Train
+from cellmill.planner.cost import Cost
+from cellmill.planner.devices import GB, Hardware, describe_assumption, find_device
+from cellmill.planner.memory import format_bytes, host_bytes, idle_frac
+from cellmill.planner.traffic import link_bytes
+from cellmill.planner.work import Cells
+
+LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
+UNKNOWN = "unknown: no speed is known for this device"
+DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
+DEFAULT_LR = float(Train.model_fields["lr"].default)
+
+Line = tuple[str, str]
+"""Name and text of a line."""
+
+
+def describe_plan(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
+    """The content of plan.json."""
+    options = cost.options
+    work = cost.work
+    time = cost.time
+    train = options.train
+    return {
+        "parameters": cost.whole.parameters,
+        "memory": _describe_memory(cost, hardware),
+        "communication": _describe_traffic(cost),
+        "flops_per_step": cost.flops_per_step,
+        "tokens_per_step": cells.tokens_per_cell * work.cells_per_step,
+        "tokens_per_cell": cells.tokens_per_cell,
+        "tokens": cells.tokens_per_cell * work.cells_seen,
+        "cells": cells.n,
+        "n_genes": cells.n_genes,
+        "steps": work.steps,
+        "steps_per_epoch": work.steps_per_epoch,
+        "cells_seen": work.cells_seen,
+        "micro_batches_per_step": work.micro_batches_per_step,
+        "validations": work.validations,
+        "val_cells": work.val_cells,
+        "auto_steps": train.steps == "auto",
+        "micro_batch_tokens": work.micro_tokens,
+        "step": None if time is None else {**asdict(time), "step_s": time.step_s},
+        "pipeline_idle_frac": idle_frac(options.parallel, work.most_micro_batches),
+        "mfu": cost.mfu,
+        "hours": cost.hours,
+        "validation_frac": cost.validation_frac,
+        "gpu_hours": cost.gpu_hours,
+        "nodes": hardware.nodes,
+        "nproc_per_node": hardware.nproc_per_node,
+        "world_size": hardware.world,
+        "device": hardware.device,
+        "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
+        "mfu_frac": options.plan.mfu_frac,
+        "warmup_steps": train.warmup_steps,
+        "global_batch": train.global_batch,
+        "scaled_lr": _scale_lr(train),
+        "warnings": options.objective.warnings(),
+    }
+
+
+def _describe_memory(cost: Cost, hardware: Hardware) -> dict[str, Any]:
+    host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
+    return {
+        "parts_bytes": asdict(cost.memory),
+        "total_bytes": cost.memory.total,
+        "limit_bytes": hardware.usable_bytes,
+        "device_bytes": hardware.device_bytes,
+        "host_bytes": host,
+        "staging_bytes": staging,
+    }
+
+
+def _describe_traffic(cost: Cost) -> dict[str, Any]:
+    collectives = []
+    for part in cost.traffic:
+        links = {
+            "intra_node_bytes": part.intra_node_bytes,
+            "inter_node_bytes": part.inter_node_bytes,
+        }
+        collectives.append(asdict(part) | links)
+    return {"link_bytes": link_bytes(cost.traffic), "collectives": collectives}
+
+
+def _scale_lr(train: Train) -> list[float] | None:
+    """The default learning rate scaled to another batch, by the square root of their ratio (Adam;
+    Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017).
+
+    None if batch or rate leave nothing to scale.
+    """
+    ratio = train.global_batch / DEFAULT_BATCH
+    if train.lr != DEFAULT_LR or ratio == 1:
+        return None
+    return [train.lr * math.sqrt(ratio), train.lr * ratio]
+
+
+def describe_layout(sizes: dict[str, Any]) -> str:
+    """A layout in words; `sizes` has the options of section `parallel` and the mesh sizes."""
+    kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
+    tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
+    pipeline = "" if sizes["pp"] == 1 else f" x pp {sizes['pp']} {sizes['schedule']}"
+    return (
+        f"{kind} ({sizes['dp_replicate']} replicas of {sizes['dp_shard']} shards{tensor}{pipeline})"
+    )
+
+
+def format_plan(plan: dict[str, Any]) -> str:
+    """The content of plan.json as lines of text."""
+    lines = [
+        *_format_work(plan),
+        *_format_memory(plan),
+        *_format_time(plan),
+        *_format_validation(plan),
+        *_format_hints(plan),
+    ]
+    return "\n".join(f"{name:<12}{text}" for name, text in lines)
+
+
+def _format_work(plan: dict[str, Any]) -> Iterator[Line]:
+    yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
+    text = f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each"
+    if plan["cut_cells_frac"]:
+        text += f" of {plan['genes_per_cell']:,.0f} genes: tokens.max_tokens cuts {plan['cut_cells_frac']:.0%} of cells"
+    yield "cells", text
+    per_epoch = plan["steps_per_epoch"]
+    auto = ""
+    if plan["auto_steps"]:
+        auto = f"; auto: {AUTO_EPOCHS} epochs"
+        if AUTO_EPOCHS * per_epoch < plan["steps"]:
+            auto += f" are {AUTO_EPOCHS * per_epoch:,}, raised to the minimum"
+    steps = f"{plan['steps']:,} ({per_epoch:,} per epoch{auto})"
+    yield "steps", f"{steps}, {plan['tokens']:,.0f} tokens in total"
+    flops = f"{plan['flops_per_step']:.3g} FLOPs"
+    micro_batches = f"{plan['micro_batches_per_step']:.1f} micro-batches per process"
+    yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}, {flops}"
+
+
+def _format_memory(plan: dict[str, Any]) -> Iterator[Line]:
+    processes = f"{plan['world_size']} x {plan['device']}"
+    sizes = plan["layout"]
+    yield "processes", f"{processes}, {describe_layout(sizes)}, {sizes['precision']}"
+    memory = plan["memory"]
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in memory["parts_bytes"].items() if n)
+    if memory["host_bytes"]:
+        parts += f"; {format_bytes(memory['host_bytes'])} of host memory"
+    if memory["staging_bytes"]:
+        parts += f"; {format_bytes(memory['staging_bytes'])} of pinned host memory for checkpoints"
+    total = format_bytes(memory["total_bytes"])
+    yield "memory", f"{total} of {format_bytes(memory['limit_bytes'])} per process: {parts}"
+    memory_gb = find_device(plan["device"]).memory_gb
+    # the memory is that of the named device, not plan.memory_gb
+    is_named = memory_gb is not None and memory["device_bytes"] == round(memory_gb * GB)
+    assumption = describe_assumption(plan["device"])
+    if is_named and assumption:
+        yield "assumed", assumption
+    largest = f"{plan['largest_micro_batch']:,} would fit (train.token_budget)"
+    yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
+
+
+def _format_time(plan: dict[str, Any]) -> Iterator[Line]:
+    link = plan["communication"]["link_bytes"]
+    inside = format_bytes(link["intra_node"])
+    between = format_bytes(link["inter_node"])
+    yield "traffic", f"{inside} inside the node and {between} to other nodes, per process and step"
+    step = plan["step"]
+    if step is None:
+        yield "step time", UNKNOWN
+        yield "hours", UNKNOWN
+        return
+    exposed = f"exposed communication {step['communication_s']:.3g}, idle in the pipeline {step['idle_s']:.3g}"
+    yield "step time", f"{step['step_s']:.3g} s: compute {step['compute_s']:.3g}, {exposed}"
+    peak = f"{plan['mfu']:.0%} of the peak (compute alone at {plan['mfu_frac']:.0%})"
+    yield "hours", f"{plan['hours']:,.3g}, {plan['gpu_hours']:,.3g} GPU hours at {peak}"
+    if plan["layout"]["cpu_offload"] is not None:
+        text = "copies between host and device of cpu_offload, and AdamW on the host"
+        yield "not counted", text
+
+
+def _format_validation(plan: dict[str, Any]) -> Iterator[Line]:
+    if not plan["validations"]:
+        return
+    text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
+    share = plan["validation_frac"]
+    if share is not None:
+        text += f", {share:.0%} of the hours"
+    if share is not None and share > LARGE_FRAC:
+        text += ": lower train.val_cells or raise train.val_every_steps"
+    yield "validation", text
+
+
+def _format_hints(plan: dict[str, Any]) -> Iterator[Line]:
+    for warning in plan["warnings"]:
+        yield "warning", warning
+    if plan["scaled_lr"] is not None:
+        root, linear = plan["scaled_lr"]
+        scaled = f"{root:.2g} (square root, usual for AdamW) or {linear:.2g} (linear)"
+        suits = f"train.lr {DEFAULT_LR:g} suits train.global_batch {DEFAULT_BATCH:g}"
+        yield "hint", f"{suits}; scaled to {plan['global_batch']:,} it is {scaled}"
+    if plan["warmup_steps"] >= plan["steps"]:
+        text = f"train.warmup_steps {plan['warmup_steps']} leaves no step at the peak learning rate"
+        yield "warning", text

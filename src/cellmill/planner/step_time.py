@@ -1,0 +1,122 @@
+"""Time of an optimizer step on a device and network.
+
+Assumptions: computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`); links
+reach NETWORK_FRAC of their nominal rate. Weights and gradients are sent while blocks compute, as
+far as there is computation to overlap with. Tensor-parallel reductions, activations sent between
+pipeline stages, and gradients of a pipeline (sent at its end) overlap with nothing.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cellmill.planner.memory import PlannedModel, idle_frac
+from cellmill.planner.size import Load
+from cellmill.planner.traffic import Traffic
+
+# NCCL's own tests reach some 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+NETWORK_FRAC = 0.8
+CALL_S = 14e-6
+# seconds per hop inside a node, and between nodes
+RING_S = (1.9e-6, 4.0e-6)
+TREE_S = (1.25e-6, 8.5e-6)
+BACKWARD_FRAC = 2 / 3  # share of the backward pass in a step's computation
+
+
+@dataclass(frozen=True)
+class Network:
+    """Maximum rate at which one process sends, in one direction, in GB/s."""
+
+    intra_node_gbs: float
+    inter_node_gbs: float
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Time of all calls: the time of the slower kind of link, plus latency."""
+        intra_node = traffic.intra_node_bytes / self.intra_node_gbs
+        inter_node = traffic.inter_node_bytes / self.inter_node_gbs
+        payload_s = max(intra_node, inter_node) / (NETWORK_FRAC * 1e9)
+        return payload_s + traffic.calls * latency(traffic)
+
+    def total_seconds(self, traffic: Iterable[Traffic]) -> float:
+        return sum(self.seconds(part) for part in traffic)
+
+
+def latency(traffic: Traffic) -> float:
+    """Seconds of one collective without payload: its hops in sequence.
+
+    All-gather and reduce-scatter travel a ring of all processes: with many nodes this latency, not
+    the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
+    Source: NCCL's own cost model (src/graph/tuning.cc of 2.20, protocol LL128).
+    """
+    nodes = -(-traffic.processes // traffic.in_a_node)
+    if traffic.kind == "point to point":
+        return CALL_S
+    ring = (traffic.processes - nodes) * RING_S[0] + (nodes - 1) * RING_S[1]
+    if traffic.kind != "all-reduce":
+        return CALL_S + ring
+    tree = (traffic.in_a_node - 1) * TREE_S[0] + math.log2(nodes) * TREE_S[1]
+    return CALL_S + 2 * min(ring, tree)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step on the rank that computes the most."""
+
+    compute_s: float
+    communication_s: float  # communication that no computation overlaps
+    idle_s: float  # time that a rank waits for others of its pipeline
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.communication_s + self.idle_s
+
+
+def estimate_step(
+    model: PlannedModel,
+    traffic: Sequence[Traffic],
+    network: Network,
+    flops_per_s: float,
+    load: Load,
+    micro_batches: float,
+) -> StepTime:
+    """Duration of a step in which each rank computes `load` at `flops_per_s`.
+
+    `traffic` is the traffic of the rank that sends the most.
+    """
+    compute_s = _estimate_compute(model, load, flops_per_s)
+    # only traffic of data parallelism overlaps with computation
+    exposed = [part for part in traffic if part.axis in ("tp", "pp")]
+    data_parallel = [part for part in traffic if part.axis not in ("tp", "pp")]
+    gathers = [part for part in data_parallel if part.kind == "all-gather"]
+    reductions = [part for part in data_parallel if part.kind != "all-gather"]
+    communication_s = network.total_seconds(exposed)
+    gathers_s = network.total_seconds(gathers)
+    reductions_s = network.total_seconds(reductions)
+    if model.layout.pp > 1:
+        communication_s = communication_s + gathers_s + reductions_s
+    else:
+        # nothing overlaps the first weights and the last gradients; gradients are sent in the last
+        # backward pass only
+        first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.blocks + 1)
+        last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
+        communication_s += max(
+            first_and_last_s, gathers_s + reductions_s - compute_s, reductions_s - last_backward_s
+        )
+    idle = idle_frac(model.parallel, max(1, round(micro_batches)))
+    idle_s = (compute_s + communication_s) * idle / (1 - idle)
+    return StepTime(compute_s, communication_s, idle_s)
+
+
+def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> float:
+    """Seconds of computation of the pipeline rank that computes the most."""
+    recomputed = 0.0  # FLOPs of a block whose activations are not kept
+    if model.parallel.activation_checkpointing is not None:
+        recomputed = model.size.flops.count(load, blocks=1, first=False, last=False)
+    forward_frac = 1 - BACKWARD_FRAC
+    most_s = 0.0
+    for rank in range(model.layout.pp):
+        flops = 0.0
+        for stage in model.stages(rank):
+            flops += stage.flops(load) + forward_frac * stage.blocks * recomputed
+        most_s = max(most_s, flops / flops_per_s)
+    return most_s
