@@ -22,8 +22,8 @@ from cellmill.models.counter_rng import (
     keyed_token_bits,
     threshold,
 )
-from cellmill.models.objectives.terms import vicreg
-from cellmill.models.objectives.views import HIDE, ViewBatch, draw_share, draw_view
+from cellmill.models.objectives.shared.terms import vicreg
+from cellmill.models.objectives.shared.views import HIDE, ViewBatch, draw_share, draw_view
 from cellmill.planner.size import measure
 from tests.checks import assert_near, check_gradients, loss_by_shares
 from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, seeded, spec

@@ -27,6 +27,7 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
+Tensors = tuple[Tensor, ...]
 Judgement = tuple[dict[str, Any], list[Verdict]]
 """Metrics of a task, and verdicts against a baseline."""
 
@@ -130,7 +131,7 @@ class Objective:
         """
         raise NotImplementedError
 
-    def rows(self, model: Any, states: Tensor, prepared: Any) -> tuple[Tensor, ...]:
+    def rows(self, model: Any, states: Tensor, prepared: Any) -> Tensors:
         """Return the rows of a micro-batch for each table, (n, width) float32.
 
         A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
@@ -139,14 +140,14 @@ class Objective:
         """
         raise NotImplementedError
 
-    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> Tensors:
         """Return the loss of each table, a float scalar, summed over its rows.
 
         Rows of zeros are empty slots. The order of rows has no effect.
         """
         raise NotImplementedError
 
-    def observe(self, model: Any, prepared: Any) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: Any) -> Tensors:
         """Return per-target tensors for `judge`, which are concatenated over batches.
 
         Of a loss over tokens the first is the vocabulary row of each target's gene, (targets,)

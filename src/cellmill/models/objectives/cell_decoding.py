@@ -24,9 +24,16 @@ from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill, with_std, zeros
-from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare, loss_verdict
-from cellmill.models.objectives.terms import Adversary, LevelTerms, vicreg
-from cellmill.models.objectives.views import Decoding, ViewBatch, draw_view
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    Objective,
+    RowShare,
+    Tensors,
+    loss_verdict,
+)
+from cellmill.models.objectives.shared.terms import Adversary, LevelTerms, vicreg
+from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig, draw_view
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.parallel.vocab_parallel import token_logits
 
@@ -35,17 +42,16 @@ from cellmill.parallel.vocab_parallel import token_logits
 class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
-    target_cells: Tensor  # (C,) int64: indices of the cells that have something to predict
+    target_cells: Tensor  # `(C,)` int64: indices of the cells that have something to predict
     entries: list[int]  # number of entries of each of these cells
-    starts: Tensor  # (C + 1,) int64: first entry of each of these cells, and their total number
-    genes_hidden: Tensor  # (entries,) int64: token ids, cell after cell
+    starts: Tensor  # `(C + 1,)` int64: first entry of each of these cells, and their total number
+    genes_hidden: Tensor  # `(entries,)` int64: token ids, cell after cell
     weights: Tensor
-    """(entries,) float32; those of a cell sum to 1. With likelihood nb, the counts."""
+    """`(entries,)` float32: with sum 1 in each cell. With likelihood nb, the counts."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
-    """(2, pairs) int64: indices of the shown and the hidden part of cells that have both.
-
-    Without view_loss there are none.
+    """`(2, pairs)` int64: indices of the shown and the hidden part of cells that have both; without
+    view_loss, `pairs` is 0.
     """
     shares: tuple[RowShare, ...] | None = None
     """Part of this micro-batch in the view loss; None in the pass that collects its rows."""
@@ -54,7 +60,7 @@ class DecodingBatch(EncoderBatch):
 class CellDecoding(Objective):
     """See the module; needs a model with `cell_vectors`."""
 
-    config: Decoding
+    config: ViewConfig
     tensor = MappingProxyType({"profile_genes": "vocabulary"})
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
 
@@ -95,15 +101,15 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
-        # cells with something to predict, and the number of their entries
         cell = batch.profile_cell.numpy()
-        entries = np.bincount(cell, minlength=len(batch.lengths))
-        cells = np.flatnonzero(entries)
+        n_entries = np.bincount(cell, minlength=len(batch.lengths))  # `(cells,)`
+        target_cells = np.flatnonzero(n_entries)
+        n_entries_of_targets = n_entries[target_cells]
         weights = batch.profile_count.double()
         if not self._is_nb:
             if self.predicts_log_counts:
                 weights = weights.log1p()
-            cell_sums = np.bincount(cell, weights.numpy(), len(entries))
+            cell_sums = np.bincount(cell, weights.numpy(), len(n_entries))
             weights /= torch.from_numpy(cell_sums[cell])
         # cells with tokens in both views; second views follow the first views
         lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64)
@@ -113,12 +119,12 @@ class CellDecoding(Objective):
         return DecodingBatch.prepared(
             batch,
             (seed, step),
-            target_cells=torch.from_numpy(cells),
-            entries=entries[cells].tolist(),
-            starts=torch.from_numpy(np.append(0, entries[cells].cumsum())),
+            target_cells=torch.from_numpy(target_cells),
+            entries=n_entries_of_targets.tolist(),
+            starts=torch.from_numpy(np.append(0, n_entries_of_targets.cumsum())),
             genes_hidden=batch.profile_gene,
             weights=weights.float(),
-            n_targets=torch.tensor(len(cells)),
+            n_targets=torch.tensor(len(target_cells)),
             pairs=torch.stack([first_views, first_views + batch.paired]),
         )
 
@@ -148,25 +154,25 @@ class CellDecoding(Objective):
             (rows,) = self.rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
         adversary_weight = self.config.batch_adversary
-        # validation chooses the checkpoint, and an encoder that hides the batch must not look worse
+        # not in validation, which chooses the checkpoint: hiding the batch must not look worse
         if adversary_weight is None or not model.training:
             return loss
         return loss + adversary_weight * model.batch_adversary(vectors, self._batches(prepared))
 
-    def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> tuple[Tensor, ...]:
-        """(pairs, 1 + 2 H): 1, and the vectors of the shown and of the hidden part."""
+    def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensors:
+        """`(pairs, 1 + 2 H)`: 1, and the vectors of the shown and of the hidden part."""
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
         hidden = vectors[prepared.pairs[1]]
         return (torch.cat([shown.new_ones(len(shown), 1), shown, hidden], dim=1),)
 
-    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> Tensors:
         config = self.config
         weights = (config.invariance_weight, config.variance_weight, config.covariance_weight)
         return tuple(vicreg(table, weights) for table in tables)
 
     def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """(C, H) -> (C, D): last layer of the decoder."""
+        """`(C, H)` -> `(C, D)`: last layer of the decoder."""
         decoded: Tensor = model.decoder(vectors)
         if self.config.batch_column is None:
             return decoded
@@ -176,11 +182,13 @@ class CellDecoding(Objective):
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _batches(self, prepared: DecodingBatch) -> Tensor:
-        """(C,) int64: number of each cell's batch."""
+        """`(C,)` int64: number of each cell's batch."""
         return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
 
-    def observe(self, model: Any, prepared: DecodingBatch) -> tuple[Tensor, ...]:
-        """Return vocabulary row, log-probability, weight and 1 / entries of its cell, by entry."""
+    def observe(self, model: Any, prepared: DecodingBatch) -> Tensors:
+        """Return of each entry its vocabulary row, log-probability, weight, and 1 / entries of its
+        cell.
+        """
         vectors = self._target_vectors(model, model.states(prepared), prepared)
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)

@@ -20,13 +20,13 @@ from cellmill.config.parts.objectives import ClassificationConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.blocks import Reversed
 from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
-from cellmill.models.objectives.per_cell import CellHead, LabelObjective, TargetBatch
+from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective, TargetBatch
 
-BINS = 15
+BINS = 15  # of the calibration error
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """(cells, labels) float -> probabilities. scipy.special takes a sixth of a second to import."""
+    """`(cells, labels)` logits -> probabilities. scipy.special takes a sixth of a second to import."""
     largest = logits.max(axis=1, keepdims=True)
     powers = np.exp(logits - largest)
     return powers / powers.sum(axis=1, keepdims=True)
@@ -35,17 +35,17 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
     """Return the expected calibration error of cells, in bins of equal width.
 
-    `highest` (cells,) are the highest probabilities of cells. `right` (cells,) is 1 for a cell whose
-    label is predicted, otherwise 0.
+    `highest` is each cell's highest probability, `right` 1 if it is the probability of the cell's
+    label, otherwise 0, `(cells,)` each.
     """
     bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
-    # (BINS,): cells predicted right, less those expected to be
+    # `(BINS,)`: number of cells predicted right, minus the number expected
     gaps = np.bincount(bins, weights=right - highest, minlength=BINS)
     return float(np.abs(gaps).sum() / len(highest))
 
 
 def measure_error(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
-    """Return the calibration error of logits, (cells, labels) float64, divided by a temperature."""
+    """Return the calibration error of `(cells, labels)` logits divided by a temperature."""
     return calibration_error(*find_highest(logits / temperature, labels))
 
 
@@ -97,7 +97,7 @@ class Classification(LabelObjective):
         return {"accuracy": n_right / n_cells} if n_cells else {}
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(C, H) -> (C, K) float32 logits, with dropout if `keys` (C,) are given."""
+        """`(C, H)` -> `(C, K)` float32 logits, with dropout if `keys` `(C,)` are given."""
         if self.config.adversarial_scale:
             vectors = Reversed.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head)(vectors, keys)

@@ -2,10 +2,10 @@
 
 The loss of a cell is the mean, over the other cells p of its label in the global batch, of the
 cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors
-over a temperature (Khosla et al. 2020, equation 2, L_out). It is 0 for a cell without another of
-its label. There is no projection head. The published loss has two augmented views of each image;
-here a cell is encoded once, in a `sum` with cell_decoding its shown part, which changes from step
-to step.
+over a temperature (Khosla et al. 2020, equation 2, L_out). It is 0 for a cell whose
+label no other cell has. There is no projection head. The published loss has two augmented views of
+each image; here a cell is encoded once. In a `sum` with cell_decoding this is its shown part, which
+changes from step to step.
 
 Legend: C cells with a target, H width of a cell's vector, S slots of a global batch, A anchors.
 """
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cellmill.config.parts.objectives import SupervisedContrastiveConfig
-from cellmill.models.objective import GeneStatistics, Judgement, loss_verdict
-from cellmill.models.objectives.per_cell import LabelObjective, TargetBatch
+from cellmill.models.objective import GeneStatistics, Judgement, Tensors, loss_verdict
+from cellmill.models.objectives.shared.per_cell import LabelObjective, TargetBatch
 
-ANCHORS = 1024  # cells compared with all others at once
+ANCHORS = 1024  # cells that are compared with all others at once
 
 
 class SupervisedContrastive(LabelObjective):
@@ -38,16 +38,16 @@ class SupervisedContrastive(LabelObjective):
         (rows,) = self.rows(model, states, prepared)
         return self.coupled_loss(rows, prepared)
 
-    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> tuple[Tensor, ...]:
-        """(C, 1 + H): label from 1, and vector of length 1."""
+    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
+        """`(C, 1 + H)`: label from 1, and vector of length 1."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
 
-    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> Tensors:
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
-    def observe(self, model: Any, prepared: TargetBatch) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
         """Return the label, from 1, and the vector of each cell."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
@@ -72,7 +72,7 @@ class SupervisedContrastive(LabelObjective):
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:
-    """Return the summed loss, a float64 scalar, of rows (S, 1 + H).
+    """Return the summed loss, a float64 scalar, of rows `(S, 1 + H)`.
 
     A row is a label, 0 for an empty slot, and a vector of length 1.
     """
@@ -97,10 +97,10 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
 def _contrast_anchors(
     labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
 ) -> Tensor:
-    """Return the summed loss of the cells in slots `anchors`, (A,) int64."""
-    anchor_labels = labels[anchors, None]  # (A, 1)
+    """Return the summed loss of the cells in slots `anchors`, `(A,)` int64."""
+    anchor_labels = labels[anchors, None]  # `(A, 1)`
     slots = torch.arange(len(labels), device=labels.device)
-    # (A, S): the other cells, and those with the anchor's label
+    # `(A, S)`: the other cells, and those with the anchor's label
     is_other = (labels != 0) & (slots != anchors[:, None])
     is_positive = is_other & (labels == anchor_labels) & (anchor_labels != 0)
     n_positive = is_positive.sum(1)

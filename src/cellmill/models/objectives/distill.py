@@ -2,10 +2,10 @@
 
 The loss is the mean squared error of a linear layer over the columns of the teacher's vector, which
 are standardised (`data.shards.index`). Regression on hidden features of a teacher through a learned
-layer is the hint of FitNets (Romero et al. 2015, equation 3). Cells of `evaluate` have no vector:
-the embedding is judged by its tasks.
+layer is the hint of FitNets (Romero et al. 2015, equation 3). Cells of `evaluate` have no
+teacher's vector: the embedding is judged by its tasks.
 
-Legend: C cells with a target, H width of a cell's vector, D of the teacher's.
+Legend: C cells with a target, H width of a cell's vector, D width of the teacher's.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from cellmill.config.parts.objectives import DistillConfig
 from cellmill.data.stream.batch import Batch
 from cellmill.models.initial import with_std
 from cellmill.models.objective import GeneStatistics, Judgement
-from cellmill.models.objectives.per_cell import CellObjective, TargetBatch
+from cellmill.models.objectives.shared.per_cell import CellObjective, TargetBatch
 
 
 class Distill(CellObjective):
@@ -40,7 +40,7 @@ class Distill(CellObjective):
         return vectors, vectors.isfinite().all(1)
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(C, H) -> (C, D) float32."""
+        """`(C, H)` -> `(C, D)` float32."""
         predicted: Tensor = getattr(model, self.head)(vectors)
         return predicted.float()
 

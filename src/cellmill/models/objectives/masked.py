@@ -37,18 +37,19 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
+    Tensors,
     expected_bins,
     loss_verdict,
     r2_over,
     r2_verdict,
     value_loss,
 )
-from cellmill.models.objectives.views import make_tokens
+from cellmill.models.objectives.shared.views import make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
 
-NEVER = 2**63 - 1  # the highest draw
-# last keys of a masked token's draws
+NEVER = 2**63 - 1  # the highest draw, of tokens that are not masked
+# last keys of a masked token's draws: what the model sees of it, and random content
 FATE = 2
 CONTENT = 3
 
@@ -57,8 +58,8 @@ CONTENT = 3
 class MaskedBatch(EncoderBatch):
     """A batch with its targets hidden, and the answers."""
 
-    targets: Tensor  # (N,) int64, ascending: all masked tokens, also those that show content
-    answers: Tensor  # (N,): hidden genes (int64 token ids) or hidden values
+    targets: Tensor  # `(N,)` int64, ascending: all masked tokens, also those that show content
+    answers: Tensor  # `(N,)`: hidden genes (int64 token ids) or hidden values
     n_targets: Tensor
 
     def hide_targets(self, hides_gene: bool) -> Self:
@@ -74,7 +75,7 @@ class MaskedBatch(EncoderBatch):
 
 @dataclass(frozen=True)
 class Mask:
-    """Tokens that are masked, and what the model sees of each; (T,) each."""
+    """Tokens that are masked, and what the model sees of each. All fields are `(T,)`."""
 
     cell: Tensor  # int64: index of the token's cell
     keys: Tensor  # int64: keys of the token's further draws
@@ -86,7 +87,7 @@ class Mask:
 
 
 class MaskedObjective(Objective):
-    """Base of both; needs a model with `states`, `inputs` and `cell_vectors`."""
+    """Base of masked_value and masked_gene; needs a model with `states`, `inputs` and `cell_vectors`."""
 
     config: MaskedObjectiveConfig
     hides_gene: bool
@@ -149,7 +150,7 @@ class MaskedObjective(Objective):
         )
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Return the fields in which `mask.hidden` tokens are hidden and `mask.random` ones random."""
+        """Return the fields with the content of hidden tokens hidden, of random tokens replaced."""
         raise NotImplementedError
 
     def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
@@ -173,7 +174,7 @@ class MaskedObjective(Objective):
         return self.config.random_frac + self.config.keep_frac > 0
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """Return the summed loss of predictions from the states (N, H) of a head."""
+        """Return the summed loss of predictions from the states `(N, H)` of a head."""
         raise NotImplementedError
 
 
@@ -202,9 +203,9 @@ class MaskedValue(MaskedObjective):
         values = batch.values
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
-        donors = mask.visible.nonzero().flatten()  # (donors,): tokens, cell after cell
-        n_donors = torch.bincount(mask.cell[donors], minlength=len(batch.lengths))  # (C,)
-        first_donor = n_donors.cumsum(0) - n_donors  # (C,): index in `donors`
+        donors = mask.visible.nonzero().flatten()  # `(donors,)`: tokens, cell after cell
+        n_donors = torch.bincount(mask.cell[donors], minlength=len(batch.lengths))  # `(C,)`
+        first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
         # a cell without a visible token has its random tokens hidden
         has_donor = (n_donors > 0)[mask.cell]
         hidden = mask.hidden | (mask.random & ~has_donor)
@@ -218,7 +219,7 @@ class MaskedValue(MaskedObjective):
         return {"values": shown, "value_hidden": hidden}
 
     def _renormalize(self, batch: Batch, visible: Tensor) -> Tensor:
-        """(T,) bool -> (T,): values from the counts of visible tokens only, 0 for others."""
+        """`(T,)` bool -> `(T,)`: values from the counts of visible tokens only, 0 for others."""
         assert batch.counts is not None, "the batch has no counts"
         counts = batch.counts * visible
         genes = batch.genes.numpy()
@@ -231,13 +232,13 @@ class MaskedValue(MaskedObjective):
         return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
 
     def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """(N, H) -> float32 values (N,), or logits of bins (N, bins)."""
+        """`(N, H)` -> float32 values `(N,)`, or logits of bins `(N, bins)`."""
         out: Tensor = model.value_out(states).float()
         if self._is_class:
             return out
         return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: MaskedBatch) -> Tensors:
         """Return vocabulary row, true value and predicted value (or bin) of each target."""
         targets = prepared.targets
         predicted = self.predict(model, model.head(model.states(prepared)[targets]), prepared)
@@ -253,17 +254,11 @@ class MaskedValue(MaskedObjective):
         mse_gene = float(np.mean((values - gene_means) ** 2))
         mse_global = float(np.mean((values - train.global_mean) ** 2))
         r2 = r2_over(mse_gene, mse)
-        # correlation after subtracting gene means from both
-        true = values - gene_means
-        true = true - true.mean()
-        guess = predicted - gene_means
-        guess = guess - guess.mean()
-        scale = math.sqrt(float(true @ true) * float(guess @ guess))
         metrics = {
             "n_targets": len(values),
             "r2_over_gene_mean": r2,
             "r2_over_global_mean": r2_over(mse_global, mse),
-            "pearson_gene_centred": float(true @ guess) / scale if scale > 0 else None,
+            "pearson_gene_centred": _correlate(values - gene_means, predicted - gene_means),
             "mse": mse,
             "mse_gene_mean": mse_gene,
             "mse_global_mean": mse_global,
@@ -278,6 +273,14 @@ class MaskedValue(MaskedObjective):
     @property
     def _is_class(self) -> bool:
         return self.tokens.value_kind == "class"
+
+
+def _correlate(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Pearson's r; None if one of both is constant."""
+    x = x - x.mean()
+    y = y - y.mean()
+    scale = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / scale if scale > 0 else None
 
 
 class MaskedGene(MaskedObjective):
@@ -305,10 +308,10 @@ class MaskedGene(MaskedObjective):
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
     def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """(N, H) -> float32 logits of genes (N, V)."""
+        """`(N, H)` -> float32 logits of genes `(N, V)`."""
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: MaskedBatch) -> Tensors:
         """Return vocabulary row, top-1 correctness and cross-entropy of each target."""
         answers = prepared.answers
         states = model.states(prepared)[prepared.targets]

@@ -32,6 +32,7 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
+    Tensors,
     expected_bins,
     loss_verdict,
     r2_over,
@@ -46,9 +47,9 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class NextGeneBatch(EncoderBatch):
     """Whole cells, and which of their tokens and ends are predicted."""
 
-    targets: Tensor  # (N,) int64, ascending: tokens to predict, all but padding
-    is_first: Tensor  # (N,) bool: True for the first token of a cell
-    ends: Tensor  # (ends,) int64: last tokens of cells that were not cut
+    targets: Tensor  # `(N,)` int64, ascending: tokens to predict, all but padding
+    is_first: Tensor  # `(N,)` bool: True for the first token of a cell
+    ends: Tensor  # `(ends,)` int64: last tokens of cells that were not cut
     n_targets: Tensor
 
 
@@ -108,28 +109,28 @@ class NextGene(Objective):
         return loss + self.config.value_loss_weight * value_loss(predicted, values)
 
     def states_before(self, model: Any, states: Tensor, prepared: NextGeneBatch) -> Tensor:
-        """(T, H) -> (N, H): the state before each target."""
+        """`(T, H)` -> `(N, H)`: the state before each target."""
         earlier = states[(prepared.targets - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def gene_logits(self, model: Any, before: Tensor) -> Tensor:
-        """(N, H) -> (N, V) float32: logits of the next token; special tokens are never targets."""
+        """`(N, H)` -> `(N, V)` float32: logits of the next token; special tokens are never targets."""
         return token_logits(before, model.gene_embedding.weight, model.gene_bias)
 
     def end_logits(self, model: Any, before: Tensor) -> Tensor:
-        """(N, H) -> (N,) float32: logit of the cell ending there."""
+        """`(N, H)` -> `(N,)` float32: logit of the cell ending there."""
         # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
         # thousands of steps to learn it
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
-        """(N, H) states and (N,) next genes -> float32 values (N,), or logits of bins (N, bins)."""
+        """`(N, H)` states and `(N,)` next genes -> float32 values `(N,)`, or logits of bins `(N, bins)`."""
         embedded = embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)
         queries = torch.cat([before, embedded], dim=-1)
         out: Tensor = model.value_out(model.value_head(queries)).float()
         return out if self._is_class else out.squeeze(-1)
 
-    def observe(self, model: Any, prepared: NextGeneBatch) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: NextGeneBatch) -> Tensors:
         """Return vocabulary row, position, top-1 correctness and cross-entropy of each gene.
 
         If the model predicts values, also value and prediction. Genes are in order, cell after cell.
@@ -138,9 +139,9 @@ class NextGene(Objective):
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
             genes = prepared.genes[start:end]
-            logits = self.gene_logits(model, before[start:end])  # (n, V)
+            logits = self.gene_logits(model, before[start:end])  # `(n, V)`
             position = torch.arange(len(genes), device=genes.device)
-            # (V,): last position at which each token is a candidate: a gene's own position in the
+            # `(V,)`: last position at which each token is a candidate: a gene's own position in the
             # cell, the cell's length for a gene that it lacks, none for special tokens
             last_position = torch.full((logits.shape[1],), len(genes), device=genes.device)
             last_position = last_position.index_put((genes,), position)
@@ -197,9 +198,9 @@ class NextGene(Objective):
 def _judge_rank_baseline(
     genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return correctness and cross-entropy, (N,), of predictions by smoothed frequency at the rank.
+    """Return correctness and cross-entropy, `(N,)`, of predictions by smoothed frequency at the rank.
 
-    Candidates are genes that are not in the cell yet. `by_rank` (buckets, genes) counts training
+    Candidates are genes that are not in the cell yet. `by_rank` `(buckets, genes)` counts training
     cells.
     """
     n_genes = by_rank.shape[1]

@@ -25,8 +25,8 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN
 from cellmill.models.initial import with_std
 from cellmill.models.objectives.cell_decoding import CellDecoding, DecodingBatch
-from cellmill.models.objectives.terms import LevelTerms
-from cellmill.models.objectives.views import ViewBatch
+from cellmill.models.objectives.shared.terms import LevelTerms
+from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
 
@@ -34,8 +34,8 @@ from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 class ResponseBatch(DecodingBatch):
     """Profiles to predict, and the perturbations of their cells."""
 
-    perturbation: Tensor  # (C,) int64: number of the level; 0 for controls
-    perturbed: Tensor  # (C, M) int64: token ids of perturbed genes, then `<pad>`
+    perturbation: Tensor  # `(C,)` int64: number of the level; 0 for controls
+    perturbed: Tensor  # `(C, M)` int64: token ids of perturbed genes, then `<pad>`
 
 
 class PerturbationResponse(CellDecoding):
@@ -84,7 +84,7 @@ class PerturbationResponse(CellDecoding):
         )
 
     def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """(C, H) -> (C, D), with the response of each cell to its perturbation."""
+        """`(C, H)` -> `(C, D)`, with the response of each cell to its perturbation."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
         is_perturbed = (prepared.perturbation > 0)[:, None]
@@ -94,7 +94,7 @@ class PerturbationResponse(CellDecoding):
     def log_profile(
         self, model: Any, vectors: Tensor, perturbation: str | None, genes: list[int]
     ) -> Tensor:
-        """(C, H) -> (C, V - special) float32: log share of each gene in a cell, in an average batch.
+        """`(C, H)` -> `(C, V - special)` float32: log share of each gene in a cell, in an average batch.
 
         `perturbation` is a level, or another name, which has no learned vector; None for the cells
         as they are. `genes` are token ids of its genes, maybe none.
@@ -116,9 +116,9 @@ def _find_number(level: str, levels: Sequence[str]) -> int:
 
 
 def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
-    """(C,) and (C, M) -> (C, H): the term that a perturbation adds to the cell's vector."""
+    """`(C,)` and `(C, M)` -> `(C, H)`: the term that a perturbation adds to the cell's vector."""
     flat = embed_tokens(perturbed.flatten(), model.profile_genes.weight)
-    embedded = flat.unflatten(0, perturbed.shape)  # (C, M, D)
+    embedded = flat.unflatten(0, perturbed.shape)  # `(C, M, D)`
     is_gene = (perturbed != PAD_TOKEN)[..., None]
     n_genes = is_gene.sum(1).clamp(min=1)
     mean = (embedded * is_gene).sum(1) / n_genes
@@ -128,7 +128,7 @@ def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
 
 
 def _pad_genes(genes: list[Sequence[int]]) -> Tensor:
-    """Return token ids by cell, (C, M) int64, with M at least 1."""
+    """Return token ids by cell, `(C, M)` int64, with M at least 1."""
     width = max([1, *map(len, genes)])
     rows = [[*cell_genes, *[PAD_TOKEN] * (width - len(cell_genes))] for cell_genes in genes]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), width)

@@ -30,22 +30,29 @@ from cellmill.models.batch import EncoderBatch, positions
 from cellmill.models.blocks import FeedForward
 from cellmill.models.counter_rng import host_state, keyed_token_bits
 from cellmill.models.initial import with_std
-from cellmill.models.objective import GeneStatistics, Judgement, Objective, r2_over, r2_verdict
-from cellmill.models.objectives.views import HIDE, draw_share, make_tokens, uniform
+from cellmill.models.objective import (
+    GeneStatistics,
+    Judgement,
+    Objective,
+    Tensors,
+    r2_over,
+    r2_verdict,
+)
+from cellmill.models.objectives.shared.views import HIDE, draw_share, make_tokens, uniform
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
-UNDETECTED = 4  # last key of the draws, after those of `views`
+UNDETECTED = 4  # last key of draws, after those of `shared.views`
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryView(Batch):
     """The shown tokens, and the queries: detected genes, then others."""
 
-    query_cell: Tensor  # (N,) int64: index of the cell
-    query_genes: Tensor  # (N,) int64: token ids
-    query_values: Tensor  # (N,) float32: values of the whole cell, 0 where not detected
+    query_cell: Tensor  # `(N,)` int64: index of the cell
+    query_genes: Tensor  # `(N,)` int64: token ids
+    query_values: Tensor  # `(N,)` float32: values of the whole cell, 0 where not detected
     query_weights: Tensor
-    """(N,) float32: hidden genes for which each query stands; in QueryBatch, of mean 1 in each cell."""
+    """`(N,)` float32: hidden genes for which each query stands; in QueryBatch, of mean 1 in each cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +62,24 @@ class QueryBatch(QueryView, EncoderBatch):
     n_targets: Tensor  # N
 
 
-def _rank_in_cell(n: Tensor, cell: Tensor) -> Tensor:
-    """Number the items of each cell from 0, (items,) int64.
+def _rank_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
+    """Number the items of each cell from 0; return `(items,)` int64.
 
-    `n` (C,) is the number of items of each cell; `cell` (items,) is each item's cell, ascending.
+    `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
     """
-    first_item = n.cumsum(0) - n
+    first_item = n_items.cumsum(0) - n_items
     return torch.arange(len(cell)) - first_item[cell]
 
 
-def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, most: int) -> Tensor:
-    """Return the hidden tokens of each cell with the lowest keys, at most `most`, ascending."""
+def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, n_most: int) -> Tensor:
+    """Return the `n_most` hidden tokens of each cell with the lowest keys, or all, ascending."""
     tokens = is_hidden.nonzero().flatten()
     n_hidden = torch.bincount(cell[tokens])
     # hidden tokens, cell after cell, the lowest key of each cell first
     tokens = tokens[keys[tokens].argsort()]
     tokens = tokens[cell[tokens].argsort(stable=True)]
     rank = _rank_in_cell(n_hidden, cell[tokens])
-    return tokens[rank < most].sort().values
+    return tokens[rank < n_most].sort().values
 
 
 def _draw_undetected(
@@ -80,18 +87,18 @@ def _draw_undetected(
 ) -> tuple[Tensor, Tensor]:
     """Draw genes that cells lack, with replacement; return cell and token id of each draw.
 
-    Each cell has `n_drawn` draws from its `n_lacking` genes, (C,) int64 each. The k-th gene that a
-    cell lacks has vocabulary row k + d, if d of the cell's detected genes have smaller rows.
+    Each cell has `n_drawn` draws from the `n_lacking` genes that it lacks, `(C,)` int64 each. The
+    k-th of them (from 0) has vocabulary row k + d, if the cell has d genes with smaller rows.
     """
     drawn_cell = torch.repeat_interleave(n_drawn)
     draw = _rank_in_cell(n_drawn, drawn_cell)
     bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw, UNDETECTED)
     k = bits % n_lacking[drawn_cell]
     cell, position = positions(batch)
-    # (T,): vocabulary rows of detected genes, ascending in each cell
+    # `(T,)`: vocabulary rows of detected genes, ascending in each cell
     first_row = cell * n_genes
     rows = (first_row + batch.genes - len(SPECIAL)).sort().values - first_row
-    # (T,): genes with smaller rows that the cell lacks, ascending in each cell
+    # `(T,)`: number of genes with smaller rows that the cell lacks, ascending in each cell
     n_lacking_before = rows - position
     # search all cells at once: an offset for each cell makes the numbers ascend over all of them
     offset = n_genes + 1
@@ -135,9 +142,9 @@ class QueryDecoding(Objective):
         assert batch.counts is not None, "the batch has no counts"
         n_cells = len(batch.lengths)
         cell, position = positions(batch)
-        # (T,): hide each token with the probability of its cell
+        # `(T,)`: hide each token with the probability of its cell
         state = host_state(batch.cells.numpy(), seed, step)
-        hidden_frac = torch.from_numpy(draw_share(state, self.config))  # (C,)
+        hidden_frac = torch.from_numpy(draw_share(state, self.config))  # `(C,)`
         bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
         is_hidden = torch.from_numpy(uniform(bits)) < hidden_frac[cell]
         # queries of detected genes
@@ -152,7 +159,7 @@ class QueryDecoding(Objective):
         drawn_cell, drawn_genes = _draw_undetected(
             batch, n_drawn, n_lacking, self.n_genes, seed, step
         )
-        # (C,): hidden genes for which a query of either kind stands
+        # `(C,)`: hidden genes for which a query of either kind stands
         n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
         detected_weight = n_hidden / n_queried.clamp(min=1)
         undetected_weight = hidden_frac * n_lacking / n_drawn.clamp(min=1)
@@ -171,7 +178,7 @@ class QueryDecoding(Objective):
         assert isinstance(batch, QueryView), "expected a view"
         n_cells = len(batch.lengths)
         weights = batch.query_weights.double()
-        # (C,): factor that makes the mean weight of a cell's queries 1
+        # `(C,)`: factor that makes the mean weight of a cell's queries 1
         sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, batch.query_cell, weights)
         scale = torch.bincount(batch.query_cell, minlength=n_cells) / sums
         return QueryBatch.prepared(
@@ -186,14 +193,14 @@ class QueryDecoding(Objective):
         return (prepared.query_weights * errors.square()).sum()
 
     def predict(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
-        """Return the predicted value of each query, (N,) float32."""
+        """Return the predicted value of each query, `(N,)` float32."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         return self.predict_queries(model, vectors, prepared.query_cell, prepared.query_genes)
 
     def predict_queries(self, model: Any, vectors: Tensor, cell: Tensor, genes: Tensor) -> Tensor:
-        """Return predicted values, (N,) float32, from vectors (C, H).
+        """Return predicted values, `(N,)` float32, from vectors `(C, H)`.
 
-        `cell` are indices of vectors and `genes` token ids, (N,) int64 each.
+        `cell` are indices of vectors and `genes` token ids, `(N,)` int64 each.
         """
         x = rows_at(model.query_cell(vectors), cell) * embed_tokens(genes, model.query_genes.weight)
         for layer in model.query_layers:
@@ -201,7 +208,7 @@ class QueryDecoding(Objective):
         means = embed_tokens(genes, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)
 
-    def observe(self, model: Any, prepared: QueryBatch) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: QueryBatch) -> Tensors:
         """Return vocabulary row, true value, predicted value and weight of each query."""
         predicted = self.predict(model, model.states(prepared), prepared)
         rows = prepared.query_genes - len(SPECIAL)
@@ -211,7 +218,7 @@ class QueryDecoding(Objective):
         """Return mean squares of model and gene means, zeros included, and R² over these means."""
         genes = observed[0]
         values, predicted, weights = (array.astype(np.float64) for array in observed[1:])
-        # detection rate times the mean where detected
+        # mean over all training cells: detection rate times the mean of detected values
         means = (train.n / train.n_cells * train.mean)[genes]
         mse = float(np.average(np.square(values - predicted), weights=weights))
         base_mse = float(np.average(np.square(values - means), weights=weights))

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import RegressionConfig
 from cellmill.data.stream.batch import Batch
-from cellmill.models.objective import GeneStatistics, Judgement
-from cellmill.models.objectives.per_cell import CellHead, CellObjective, TargetBatch
+from cellmill.models.objective import GeneStatistics, Judgement, Tensors
+from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
 EPS = 1e-8
@@ -43,7 +43,7 @@ class Regression(CellObjective):
 
     @property
     def _scale(self) -> tuple[float, float]:
-        """Standard deviation and mean of the number."""
+        """Standard deviation and mean that standardise the number."""
         return self.config.target_std or 1.0, self.config.target_mean or 0.0
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -65,18 +65,18 @@ class Regression(CellObjective):
             sums = [n, x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]
             self.kept_sums.append(torch.stack(sums))
         if self.config.loss == "pearson":
-            return self.coupled_loss(_rows(predicted, targets), prepared)
+            return self.coupled_loss(_stack_rows(predicted, targets), prepared)
         if self.config.loss == "huber":
             delta = self.config.huber_delta
             return F.huber_loss(predicted, targets, reduction="sum", delta=delta)
         return F.mse_loss(predicted, targets, reduction="sum")
 
-    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> tuple[Tensor, ...]:
-        """(C, 3): 1, prediction and number."""
+    def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
+        """`(C, 3)`: 1, prediction and number."""
         predicted = self.predict_targets(model, states, prepared)
-        return (_rows(predicted, prepared.targets),)
+        return (_stack_rows(predicted, prepared.targets),)
 
-    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> Tensors:
         return tuple(anticorrelation(table) for table in tables)
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Regression(CellObjective):
         return predicted[:, 0].float()
 
     def values(self, model: Any, vectors: Tensor) -> Tensor:
-        """(C, H) -> (C,) float32: predicted numbers, in the unit of the column."""
+        """`(C, H)` -> `(C,)` float32: predicted numbers, in the unit of the column."""
         std, mean = self._scale
         return self.predict(model, vectors) * std + mean
 
@@ -119,12 +119,12 @@ class Regression(CellObjective):
         return metrics, [compare(name, "the mean of the cells", "R²", r2)]
 
 
-def _rows(predicted: Tensor, targets: Tensor) -> Tensor:
+def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
 def anticorrelation(table: Tensor) -> Tensor:
-    """Return S (1 - r), a float64 scalar, from rows (S, 3): 1, prediction and number.
+    """Return S (1 - r), a float64 scalar, from rows `(S, 3)`: 1, prediction and number.
 
     Rows of zeros are empty slots.
     """
@@ -147,8 +147,8 @@ def _correlate(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    """Return ranks, the mean rank for equal numbers. scipy.stats takes a second to import."""
-    # a group has equal numbers; the rank of its last one is the number of values up to it
+    """Return ranks, the mean rank for equal numbers. Not by scipy.stats: its import takes a second."""
+    # a group is all values that are equal; its last rank is the number of values up to it
     _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = group_size.cumsum()
     mean_rank: np.ndarray = last_rank - (group_size - 1) / 2

@@ -3,8 +3,8 @@
 The part that draws a view (cell_decoding) draws it first; then every part prepares on this view.
 The model is given the batch of the part that hides tokens (masked_value), so that what is hidden
 for one part is hidden for all. Second views of cells (`view_loss`) are given to the model too, but
-only the part that draws them sees them: for others they would be more cells to predict. The loss is
-a vector, (parts,), because each part is divided by its own number of targets.
+only the part that draws them predicts from them: for others they would be further cells. The loss is
+a vector, `(parts,)`, because each part is divided by its own number of targets.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError
 from cellmill.models.batch import EncoderBatch
 from cellmill.models.initial import Fill
-from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare
-from cellmill.models.objectives.views import ViewBatch
+from cellmill.models.objective import GeneStatistics, Judgement, Objective, RowShare, Tensors
+from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.runs.results import Verdict
 
 SHARED = [field.name for field in fields(EncoderBatch)]
@@ -36,7 +36,7 @@ class SumBatch:
 
     shown: Any
     parts: tuple[Any, ...]
-    n_targets: Tensor  # (parts,) int64
+    n_targets: Tensor  # `(parts,)` int64
     shares: tuple[RowShare, ...] | None = None
     """Shares in losses of the global batch, in the order of the parts."""
 
@@ -118,14 +118,9 @@ class Sum(Objective):
             if part.config.draws_view:
                 drawing = part_batch
         # choose the batch that the model is given
-        if has_second_views and hiding is not None:
-            shown = _add_second_views(hiding, drawing)
-        elif has_second_views:
-            shown = drawing
-        elif hiding is not None:
-            shown = hiding
-        else:
-            shown = prepared[0]
+        shown = drawing if has_second_views else prepared[0]
+        if hiding is not None:
+            shown = _add_second_views(hiding, drawing) if has_second_views else hiding
         n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
         # every part reads the same tokens, so nothing is hidden for one part and shown to another
         if isinstance(shown, EncoderBatch):
@@ -145,25 +140,25 @@ class Sum(Objective):
             losses.append(part.loss(model, states, batch).float())
         return torch.stack(losses)
 
-    def rows(self, model: Any, states: Tensor, prepared: SumBatch) -> tuple[Tensor, ...]:
-        rows: tuple[Tensor, ...] = ()
+    def rows(self, model: Any, states: Tensor, prepared: SumBatch) -> Tensors:
+        rows: Tensors = ()
         for part, batch in zip(self.objectives.values(), prepared.parts):
             if part.row_widths:
                 rows += part.rows(model, states, batch)
         return rows
 
-    def loss_of_rows(self, *tables: Tensor) -> tuple[Tensor, ...]:
+    def loss_of_rows(self, *tables: Tensor) -> Tensors:
         all_tables = iter(tables)
-        losses: tuple[Tensor, ...] = ()
+        losses: Tensors = ()
         for part in self.objectives.values():
             if part.row_widths:
                 losses += part.loss_of_rows(*islice(all_tables, len(part.row_widths)))
         return losses
 
-    def observe(self, model: Any, prepared: SumBatch) -> tuple[Tensor, ...]:
-        """Return the number of tensors of each part, (parts,) int64, and then the tensors."""
+    def observe(self, model: Any, prepared: SumBatch) -> Tensors:
+        """Return the number of tensors of each part, `(parts,)` int64, and then the tensors."""
         sizes = []
-        observed: tuple[Tensor, ...] = ()
+        observed: Tensors = ()
         for part, batch in zip(self.objectives.values(), prepared.parts):
             tensors = part.observe(model, batch)
             sizes.append(len(tensors))

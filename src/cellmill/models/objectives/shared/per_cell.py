@@ -23,7 +23,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import EncoderBatch, has_genes
 from cellmill.models.counter_rng import keyed_dropout, keyed_state
 from cellmill.models.initial import with_std
-from cellmill.models.objective import Objective, RowShare
+from cellmill.models.objective import Objective, RowShare, Tensors
 
 DROPOUT = -1  # key of the head's dropout, which no block has
 
@@ -39,7 +39,7 @@ class CellHead(nn.Module):
         self.out = with_std(nn.Linear(last_width, outputs), last_width**-0.5)
 
     def forward(self, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(C, H) -> (C, L); `keys` (C,) int64 key the dropout, which only training has."""
+        """`(C, H)` -> `(C, L)`; `keys` `(C,)` int64 key the dropout, which only training has."""
         x = vectors if self.inner is None else F.gelu(self.inner(vectors))
         if keys is not None and self.training and self.dropout:
             x = keyed_dropout(x, self.dropout, keyed_state(keys, DROPOUT))
@@ -51,11 +51,11 @@ class CellHead(nn.Module):
 class TargetBatch(EncoderBatch):
     """Whole cells, and the target of those that have one."""
 
-    target_cells: Tensor  # (C,) int64: indices of the cells with a target and genes
+    target_cells: Tensor  # `(C,)` int64: indices of the cells with a target and genes
     targets: Tensor
-    """Labels from 0, (C,) int64; standardised numbers, (C,) float32; or a teacher's vectors."""
+    """Labels from 0, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors."""
     n_targets: Tensor  # C
-    weights: Tensor | None = None  # (C,) float32: weight of each cell's label in the loss
+    weights: Tensor | None = None  # `(C,)` float32: weight of each cell's label in the loss
     shares: tuple[RowShare, ...] | None = None
     """Shares in the loss of the global batch, if it couples cells; None: this batch is all of it."""
 
@@ -68,11 +68,11 @@ class CellObjective(Objective):
     """Attribute of the model that has the head; set by `attach`."""
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the target of each cell, (cells, …), and which cells have one, (cells,) bool."""
+        """Return the target of each cell, `(cells, …)`, and which cells have one, `(cells,)` bool."""
         raise NotImplementedError
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
-        """(C, H) -> float32 predictions, for `judge` to compare; `keys` (C,) key the dropout."""
+        """`(C, H)` -> float32 predictions, for `judge` to compare; `keys` `(C,)` key the dropout."""
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
@@ -105,7 +105,7 @@ class CellObjective(Objective):
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)
 
-    def observe(self, model: Any, prepared: TargetBatch) -> tuple[Tensor, ...]:
+    def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
         return prepared.targets, self.predict_targets(model, model.states(prepared), prepared)
 
 

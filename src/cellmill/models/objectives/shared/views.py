@@ -29,8 +29,8 @@ from cellmill.data.rows import positions_in_rows
 from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 
-Decoding = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# last keys of the draws: a cell's shares, and what is hidden
+ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
+# last keys of draws: a cell's shares, and what is hidden
 SHARE = 2
 HIDE = 3
 DROP_SHARE = 4
@@ -40,18 +40,15 @@ DROP_SHARE = 4
 class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells."""
 
-    profile_cell: Tensor  # (entries,) int64: index of the cell in the batch
-    profile_gene: Tensor  # (entries,) int64: token id
-    profile_count: Tensor  # (entries,) int64, above 0
+    profile_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
+    profile_gene: Tensor  # `(entries,)` int64: token id
+    profile_count: Tensor  # `(entries,)` int64, above 0
     paired: int = 0
-    """Cells whose hidden part is in the batch too: cell i + paired is the hidden part of cell i.
-
-    It is 0 without second views.
-    """
+    """Number of second views in the batch: cell i + paired is the hidden part of cell i."""
 
 
 def draw_view(
-    batch: Batch, tokenizer: Tokenizer, config: Decoding, *, seed: int, step: int
+    batch: Batch, tokenizer: Tokenizer, config: ViewConfig, *, seed: int, step: int
 ) -> ViewBatch:
     """Return the view of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
@@ -60,28 +57,14 @@ def draw_view(
     ends = batch.cu_seqlens.numpy()
     cell = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     state = host_state(batch.cells.numpy(), seed, step)
-    shown = counts
-    # hide whole genes
-    if config.view != "thin":
-        dropped_frac = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
-        draws = uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell]))
-        shown = counts * (draws >= dropped_frac[cell])
-    # hide a binomial part of each count that is left
-    if config.view != "drop":
-        entries = np.flatnonzero(shown)  # leaves out draws from 0, which take no random number
-        entry_ends = np.searchsorted(entries, ends)
-        removed_frac = draw_share(state, config)
-        keys = host_state(HIDE, state=state)
-        removed = _draw_binomials(shown[entries], entry_ends, removed_frac, keys)
-        shown = shown.copy()
-        shown[entries] -= removed
+    shown = _draw_shown(counts, cell, ends, state, config)
     hidden = counts - shown
     predicted = counts if config.target == "all" else hidden
     entries = np.flatnonzero(predicted)
     per_cell = batch.arrays("cell")
     paired = 0
     if config.view_loss is not None:
-        # the second views follow the first
+        # second views, of what is hidden, follow the first
         genes = np.concatenate([genes, genes])
         shown = np.concatenate([shown, hidden])
         ends = np.concatenate([ends, ends[1:] + ends[-1]])
@@ -99,8 +82,33 @@ def draw_view(
     )
 
 
+def _draw_shown(
+    counts: np.ndarray, cell: np.ndarray, ends: np.ndarray, state: np.ndarray, config: ViewConfig
+) -> np.ndarray:
+    """Return the part of each count in the view, `(tokens,)` int64.
+
+    `cell` is the index of each token's cell, `state` the state of each cell.
+    """
+    shown = counts
+    # hide whole genes
+    if config.view != "thin":
+        dropped_frac = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
+        draws = uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell]))
+        shown = counts * (draws >= dropped_frac[cell])
+    # hide a binomial part of each count that is left
+    if config.view != "drop":
+        entries = np.flatnonzero(shown)  # leaves out draws from 0, which take no random number
+        entry_ends = np.searchsorted(entries, ends)
+        removed_frac = draw_share(state, config)
+        keys = host_state(HIDE, state=state)
+        removed = _draw_binomials(shown[entries], entry_ends, removed_frac, keys)
+        shown = shown.copy()
+        shown[entries] -= removed
+    return shown
+
+
 def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
-    """Return the hidden share of each cell, (cells,) float64, from its state after seed and step."""
+    """Return the hidden share of each cell, `(cells,)` float64, from its state after seed and step."""
     low = config.min_hidden_frac
     high = config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
@@ -109,10 +117,10 @@ def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -
 def make_tokens(
     genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return fields per token and lengths of a batch of cells, which `ends` (cells + 1,) cut.
+    """Return fields per token and lengths of a batch of cells.
 
-    `genes` and `counts` are (n,) int64. Values are made from these counts only; a count of 0 is no
-    token.
+    `genes` and `counts`, `(n,)` int64, are cut into cells by `ends`, `(cells + 1,)`. Values are made
+    from these counts only; a count of 0 is no token.
     """
     entries = np.flatnonzero(counts)
     counts = counts[entries]
@@ -139,14 +147,14 @@ def uniform(state: np.ndarray) -> np.ndarray:
 def _draw_binomials(
     counts: np.ndarray, ends: np.ndarray, probability: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """Return a binomial draw from each count, (tokens,) int64.
+    """Return a binomial draw from each count, `(tokens,)` int64.
 
-    A cell has its own `probability` and `state`, which keys its draws; `ends` (cells + 1,) cut the
-    tokens.
+    `counts` are cut into cells by `ends`, `(cells + 1,)`. Each cell has a `probability`, and a `state`
+    that keys its draws.
     """
     draws = np.empty_like(counts)
-    # one generator, set to the beginning of each cell's stream: making a generator draws entropy
-    # from the system, which is slow and not used here
+    # one generator is set to the start of each cell's stream: a new one would read entropy from the
+    # system, which is slow
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
     stream_start = philox.state

@@ -20,10 +20,10 @@ VARIANCE_EPS = 1e-4
 
 
 def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """Return n times the loss, a float64 scalar, of rows (S, 1 + 2 H): 1, z and z'.
+    """Return n times the loss, a float64 scalar. Rows of `table`, `(S, 1 + 2 H)`, are 1, z and z'.
 
     Rows of zeros are empty slots. z and z' are the vectors of the n cells of a global batch, C and
-    C' their covariances, divided by n - 1. `weights` are those of
+    C' their covariances, divided by n - 1. The loss is the sum of three terms, times `weights`:
 
     - invariance: the mean over cells and directions of (z - z')^2
     - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
@@ -34,7 +34,7 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     """
     invariance, variance, covariance = weights
     width = table.shape[1] // 2
-    # filled (S, 1) is 1, or 0 for an empty slot
+    # filled `(S, 1)` is 1, or 0 for an empty slot
     filled, shown, hidden = table.double().split([1, width, width], dim=1)
     n_cells = filled.detach().sum()
     n = n_cells.clamp(min=1)
@@ -43,7 +43,7 @@ def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
     for z in (shown, hidden):
         mean = z.sum(0) / n
         centered = z - filled * mean
-        matrix = centered.T @ centered / (n - 1).clamp(min=1)  # (H, H)
+        matrix = centered.T @ centered / (n - 1).clamp(min=1)  # `(H, H)`
         variances = matrix.diagonal()
         deviations = (variances + VARIANCE_EPS).sqrt()
         hinge = F.relu(1 - deviations).mean()
@@ -68,7 +68,7 @@ class LevelTerms(nn.Module):
         return zeros
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """(C,) int64 -> (C, width)."""
+        """`(C,)` int64 -> `(C, width)`."""
         terms: Tensor = self.weight
         if self.centered:
             terms = terms - terms.mean(0)
@@ -86,7 +86,7 @@ class Adversary(nn.Module):
         self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
     def forward(self, vectors: Tensor, numbers: Tensor) -> Tensor:
-        """(C, H) and (C,) int64 -> float32 scalar: cross-entropy summed over cells of known level."""
+        """`(C, H)` and `(C,)` int64 -> float32 scalar: cross-entropy summed over cells of known level."""
         vectors = Reversed.apply(vectors, self.scale)
         hidden = F.gelu(self.inner(vectors))
         logits = self.out(hidden).float()
