@@ -35,12 +35,17 @@ class StageCost:
     """Cost of one stage, whose jobs are alike."""
 
     stage: str
-    jobs: int
     hours: float  # longest job, on one core
     cpu_hours: float  # all jobs
-    rss_gb: float  # peak memory of a job
-    files: int
-    gigabytes: float  # written and kept
+    further_mb: float = 0.0  # memory of a job that grows with the corpus
+    jobs: int = 1
+    files: int = 0  # written and kept
+    gigabytes: float = 0.0
+
+    @property
+    def rss_gb(self) -> float:
+        """Peak memory of a job."""
+        return (RSS_MB[self.stage] + self.further_mb) / 1e3
 
 
 def estimate_corpus(
@@ -57,16 +62,15 @@ def estimate_corpus(
             jobs=len(cells),
             hours=max(cells) * genes_per_cell * ns_per_value["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
-            rss_gb=(RSS_MB["preprocess"] + obs_mb) / 1e3,
+            further_mb=obs_mb,
             files=2 * len(cells),
             gigabytes=n_values * CELL_BYTES_PER_VALUE[preprocess.compression] / 1e9,
         ),
         StageCost(
             stage="vocabulary",
-            jobs=1,
             hours=cpu_hours["vocabulary"],
             cpu_hours=cpu_hours["vocabulary"],
-            rss_gb=(RSS_MB["vocabulary"] + obs_mb) / 1e3,
+            further_mb=obs_mb,
             files=1,
             gigabytes=0.002,
         ),
@@ -90,10 +94,9 @@ def _estimate_shards(
     if shard.jobs == 1:
         whole = StageCost(
             stage="shard",
-            jobs=1,
             hours=divide_hours + write_hours,
             cpu_hours=divide_hours + write_hours,
-            rss_gb=(RSS_MB["shard"] + (write_mb + divide_mb)) / 1e3,
+            further_mb=write_mb + divide_mb,
             files=n_shards + N_INDEX_FILES,
             gigabytes=n_bytes / 1e9,
         )
@@ -101,29 +104,23 @@ def _estimate_shards(
     jobs = min(shard.jobs, n_shards)
     divide = StageCost(
         stage="divide",
-        jobs=1,
         hours=divide_hours,
         cpu_hours=divide_hours,
-        rss_gb=(RSS_MB["divide"] + divide_mb) / 1e3,
-        files=0,
-        gigabytes=0.0,
+        further_mb=divide_mb,
     )
     write = StageCost(
         stage="shard_part",
         jobs=shard.jobs,
         hours=write_hours * ceil(n_shards / jobs) / n_shards,
         cpu_hours=write_hours,
-        rss_gb=(RSS_MB["shard_part"] + write_mb) / 1e3,
+        further_mb=write_mb,
         files=n_shards,
         gigabytes=n_bytes / 1e9,
     )
     join = StageCost(
         stage="shard",
-        jobs=1,
         hours=0.01,
         cpu_hours=0.01,
-        rss_gb=RSS_MB["shard"] / 1e3,
         files=N_INDEX_FILES,
-        gigabytes=0.0,
     )
     return [divide, write, join]

@@ -43,14 +43,18 @@ def estimate_cost(
     mean_cell = Load(cells.tokens_per_cell, cells.pairs_per_cell, cells=1)
     flops_per_step = whole.flops.count(mean_cell) * work.cells_per_step
     load = _load_of_rank(cells, work, model.layout.dp)
-    traffic = _heaviest_traffic(model, load.tokens, work.micro_batches_per_step)
-    cost = Cost(options, model, whole, work, memory, flops_per_step, traffic)
+    traffics = [
+        list_traffic(model, rank, load.tokens, work.micro_batches_per_step)
+        for rank in range(model.layout.pp)
+    ]
+    heaviest = max(traffics, key=lambda traffic: sum(part.sent_bytes for part in traffic))
+    cost = Cost(options, model, whole, work, memory, flops_per_step, heaviest)
     network = _find_network(options, device)
     peak = device.flops(options.parallel)
     if network is None or peak is None:
         return cost
     flops_per_s = peak * options.plan.mfu_frac
-    time = estimate_step(model, traffic, network, flops_per_s, load, work.micro_batches_per_step)
+    time = estimate_step(model, heaviest, network, flops_per_s, load, work.micro_batches_per_step)
     steps_s = time.step_s * work.cells_seen / work.cells_per_step
     # validation is only a forward pass, a third of a step
     validations_s = time.step_s / 3 * work.validations * work.val_cells / work.cells_per_step
@@ -78,13 +82,6 @@ def _load_of_rank(cells: Cells, work: Work, dp: int) -> Load:
         pairs=n_cells * cells.pairs_per_cell + PAD_CELL * padding,
         cells=n_cells + padding / PAD_CELL,
     )
-
-
-def _heaviest_traffic(model: PlannedModel, tokens: float, micro_batches: float) -> list[Traffic]:
-    """Traffic of the pipeline rank that sends the most."""
-    ranks = range(model.layout.pp)
-    traffics = [list_traffic(model, rank, tokens, micro_batches) for rank in ranks]
-    return max(traffics, key=lambda traffic: sum(part.sent_bytes for part in traffic))
 
 
 def _find_network(options: PlanOptions, device: Device) -> Network | None:

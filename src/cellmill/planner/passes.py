@@ -20,19 +20,16 @@ META = torch.device("meta")
 class Passes:
     """Measurements of a forward and a backward pass of about `tokens` tokens.
 
-    Cells have 1 / `halves` of the usual length. Quantities are in elements, except in windows.
-    """
+    Cells have 1 / `halves` of the usual length. `begin` and `block` are windows of the forward pass,
+    `finish` is one of both passes. Numbers are in elements per token, `kept_by_finish` and `peak` of
+    the whole batch:
 
-    begin: Window  # the part before the blocks, forward
-    block: Window  # one block, forward
-    finish: Window  # the part after the blocks, forward and backward
-    width: float  # per token, passed from block to block; no integer if a view hides tokens
-    # kept for the backward pass, per token
-    kept_by_begin: float
-    kept_by_block: float  # with the block's input
-    working: float  # peak of a block's backward pass above its kept elements, per token
-    kept_by_finish: float  # of the batch
-    peak: float  # peak of `finish`, of the batch
+    - `kept_by_begin`, `kept_by_block`, `kept_by_finish`: kept for the backward pass; the latter two
+      with the input
+    - `working`: peak of a block's backward pass above its kept elements
+    - `peak`: peak of `finish`
+    - `width`: passed from block to block; no integer if a view hides tokens
+    """
 
     def __init__(
         self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1

@@ -17,20 +17,37 @@ UNKNOWN = "unknown: no speed is known for this device"
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
+Plan = dict[str, Any]
+"""The content of plan.json, or a part of it."""
 Line = tuple[str, str]
 """Name and text of a line."""
 
 
-def describe_plan(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any]:
+def describe_plan(cost: Cost, cells: Cells, hardware: Hardware) -> Plan:
     """The content of plan.json."""
     options = cost.options
     work = cost.work
     time = cost.time
     train = options.train
+    collectives = []
+    for part in cost.traffic:
+        links = {
+            "intra_node_bytes": part.intra_node_bytes,
+            "inter_node_bytes": part.inter_node_bytes,
+        }
+        collectives.append(asdict(part) | links)
+    host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
     return {
         "parameters": cost.whole.parameters,
-        "memory": _describe_memory(cost, hardware),
-        "communication": _describe_traffic(cost),
+        "memory": {
+            "parts_bytes": asdict(cost.memory),
+            "total_bytes": cost.memory.total,
+            "limit_bytes": hardware.usable_bytes,
+            "device_bytes": hardware.device_bytes,
+            "host_bytes": host,
+            "staging_bytes": staging,
+        },
+        "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
         "flops_per_step": cost.flops_per_step,
         "tokens_per_step": cells.tokens_per_cell * work.cells_per_step,
         "tokens_per_cell": cells.tokens_per_cell,
@@ -64,29 +81,6 @@ def describe_plan(cost: Cost, cells: Cells, hardware: Hardware) -> dict[str, Any
     }
 
 
-def _describe_memory(cost: Cost, hardware: Hardware) -> dict[str, Any]:
-    host, staging = (0, 0) if hardware.device == "cpu" else host_bytes(cost.model)
-    return {
-        "parts_bytes": asdict(cost.memory),
-        "total_bytes": cost.memory.total,
-        "limit_bytes": hardware.usable_bytes,
-        "device_bytes": hardware.device_bytes,
-        "host_bytes": host,
-        "staging_bytes": staging,
-    }
-
-
-def _describe_traffic(cost: Cost) -> dict[str, Any]:
-    collectives = []
-    for part in cost.traffic:
-        links = {
-            "intra_node_bytes": part.intra_node_bytes,
-            "inter_node_bytes": part.inter_node_bytes,
-        }
-        collectives.append(asdict(part) | links)
-    return {"link_bytes": link_bytes(cost.traffic), "collectives": collectives}
-
-
 def _scale_lr(train: Train) -> list[float] | None:
     """The default learning rate scaled to another batch, by the square root of their ratio (Adam;
     Malladi et al. 2022) and linearly (SGD; Goyal et al. 2017).
@@ -99,7 +93,7 @@ def _scale_lr(train: Train) -> list[float] | None:
     return [train.lr * math.sqrt(ratio), train.lr * ratio]
 
 
-def describe_layout(sizes: dict[str, Any]) -> str:
+def describe_layout(sizes: Plan) -> str:
     """A layout in words; `sizes` has the options of section `parallel` and the mesh sizes."""
     kind = "ddp" if sizes["strategy"] == "ddp" else sizes["sharding_strategy"]
     tensor = "" if sizes["tp"] == 1 else f" x tp {sizes['tp']}"
@@ -109,19 +103,18 @@ def describe_layout(sizes: dict[str, Any]) -> str:
     )
 
 
-def format_plan(plan: dict[str, Any]) -> str:
+def format_plan(plan: Plan) -> str:
     """The content of plan.json as lines of text."""
     lines = [
         *_format_work(plan),
         *_format_memory(plan),
         *_format_time(plan),
-        *_format_validation(plan),
         *_format_hints(plan),
     ]
     return "\n".join(f"{name:<12}{text}" for name, text in lines)
 
 
-def _format_work(plan: dict[str, Any]) -> Iterator[Line]:
+def _format_work(plan: Plan) -> Iterator[Line]:
     yield "parameters", f"{plan['parameters']:,} over {plan['n_genes']:,} genes"
     text = f"{plan['cells']:,} for training, {plan['tokens_per_cell']:,.0f} tokens each"
     if plan["cut_cells_frac"]:
@@ -140,7 +133,7 @@ def _format_work(plan: dict[str, Any]) -> Iterator[Line]:
     yield "step", f"{plan['tokens_per_step']:,.0f} tokens in {micro_batches}, {flops}"
 
 
-def _format_memory(plan: dict[str, Any]) -> Iterator[Line]:
+def _format_memory(plan: Plan) -> Iterator[Line]:
     processes = f"{plan['world_size']} x {plan['device']}"
     sizes = plan["layout"]
     yield "processes", f"{processes}, {describe_layout(sizes)}, {sizes['precision']}"
@@ -162,7 +155,7 @@ def _format_memory(plan: dict[str, Any]) -> Iterator[Line]:
     yield "micro-batch", f"at most {plan['micro_batch_tokens']:,} tokens; {largest}"
 
 
-def _format_time(plan: dict[str, Any]) -> Iterator[Line]:
+def _format_time(plan: Plan) -> Iterator[Line]:
     link = plan["communication"]["link_bytes"]
     inside = format_bytes(link["intra_node"])
     between = format_bytes(link["inter_node"])
@@ -181,19 +174,15 @@ def _format_time(plan: dict[str, Any]) -> Iterator[Line]:
         yield "not counted", text
 
 
-def _format_validation(plan: dict[str, Any]) -> Iterator[Line]:
-    if not plan["validations"]:
-        return
-    text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
-    share = plan["validation_frac"]
-    if share is not None:
-        text += f", {share:.0%} of the hours"
-    if share is not None and share > LARGE_FRAC:
-        text += ": lower train.val_cells or raise train.val_every_steps"
-    yield "validation", text
-
-
-def _format_hints(plan: dict[str, Any]) -> Iterator[Line]:
+def _format_hints(plan: Plan) -> Iterator[Line]:
+    if plan["validations"]:
+        text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
+        share = plan["validation_frac"]
+        if share is not None:
+            text += f", {share:.0%} of the hours"
+        if share is not None and share > LARGE_FRAC:
+            text += ": lower train.val_cells or raise train.val_every_steps"
+        yield "validation", text
     for warning in plan["warnings"]:
         yield "warning", warning
     if plan["scaled_lr"] is not None:

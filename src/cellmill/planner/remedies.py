@@ -123,7 +123,6 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         change = sharded
         yield change
     yield from _larger_layouts(change)
-    yield from _offloads(change)
     for power in range(1, MOST_DOUBLINGS + 1):
         nodes = hardware.nodes * 2**power
         larger = replace(hardware, nodes=nodes)
@@ -131,7 +130,9 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
 
 
 def _larger_layouts(change: Change) -> Iterator[Change]:
-    """Tensor parallelism of more ranks in a node, then pipelines of more stages."""
+    """Tensor parallelism of more ranks in a node, pipelines of more stages, then offload of the
+    optimizer's state, and of all that can be offloaded.
+    """
     hardware = change.hardware
     model = change.options.model
     parallel = change.options.parallel
@@ -148,20 +149,12 @@ def _larger_layouts(change: Change) -> Iterator[Change]:
     for pp in divisors(hardware.world // parallel.tp):
         if parallel.pp < pp <= most_pp:
             yield change.then(f"set parallel.pp to {pp}", pp=pp)
-
-
-def _offloads(change: Change) -> Iterator[Change]:
-    """Offload of the optimizer's state, then of all that can be offloaded."""
-    parallel = change.options.parallel
     if change.hardware.device == "cpu" or not change.options.train.optimizer.offloaded:
         return
-    offloads = []
     if parallel.cpu_offload is None:
-        offloads.append("optimizer")
+        yield change.then("set parallel.cpu_offload to optimizer", cpu_offload="optimizer")
     if parallel.cpu_offload != "full" and change.hardware.layout(parallel).dp > 1:
-        offloads.append("full")
-    for offload in offloads:
-        yield change.then(f"set parallel.cpu_offload to {offload}", cpu_offload=offload)
+        yield change.then("set parallel.cpu_offload to full", cpu_offload="full")
 
 
 def _smaller_budgets(change: Change) -> Iterator[Change]:

@@ -8,6 +8,7 @@ no memory, and torch's "fake" process group sends nothing.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,10 @@ class PartSize:
     activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
     # elements reduced over tp without sequence parallelism; for a block, in each of both passes
     sums_per_token: float = 0.0
+
+
+Workspace = tuple[tuple[int, float], ...]
+"""(tokens of a micro-batch, elements)."""
 
 
 class Load(NamedTuple):
@@ -100,7 +105,7 @@ class ModelSize:
     # `block.activations_per_token` with selective activation checkpointing
     selective_per_token: float
     working_per_token: float  # peak of a block's backward pass above its kept activations
-    workspace: tuple[tuple[int, float], ...]
+    workspace: Workspace
     """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`),
     mostly logits.
     """
@@ -197,23 +202,21 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     kept_by_finish, workspace = _separate_workspace(passes_by_tokens)
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
-    counts = _count_parameters(full)
+    parameters, trained = _count_parameters(full)
     blocks = _count_blocks(full)
+    parameters["blocks"] //= max(blocks, 1)
+    trained["blocks"] //= max(blocks, 1)
 
-    def make_part(count: ParameterCount, kept: float, window: Window) -> PartSize:
+    def make_part(name: str, kept: float, window: Window) -> PartSize:
         sums_per_token = window.reduced_bytes / FLOAT32 / reduced.tokens
-        return PartSize(count.parameters, count.trained, kept, sums_per_token)
+        return PartSize(parameters[name], trained[name], kept, sums_per_token)
 
-    block_count = ParameterCount(
-        parameters=counts["blocks"].parameters // max(blocks, 1),
-        trained=counts["blocks"].trained // max(blocks, 1),
-    )
     return ModelSize(
         blocks=blocks,
-        begin=make_part(counts["begin"], long.kept_by_begin, reduced.begin),
-        block=make_part(block_count, long.kept_by_block, reduced.block),
-        finish=make_part(counts["finish"], kept_by_finish, reduced.finish),
-        tied=PartSize(counts["tied"].parameters, counts["tied"].trained),
+        begin=make_part("begin", long.kept_by_begin, reduced.begin),
+        block=make_part("blocks", long.kept_by_block, reduced.block),
+        finish=make_part("finish", kept_by_finish, reduced.finish),
+        tied=PartSize(parameters["tied"], trained["tied"]),
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         flops=_count_flops(model, blocks, long, short),
         width=long.width,
@@ -225,7 +228,7 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
 
 def _separate_workspace(
     passes_by_tokens: Mapping[int, Passes],
-) -> tuple[float, tuple[tuple[int, float], ...]]:
+) -> tuple[float, Workspace]:
     """Elements that `finish` keeps per token, and its workspace by tokens of a micro-batch.
 
     Elements that do not grow with the tokens, such as a table's gradient that a chunked loss makes
@@ -300,20 +303,15 @@ def _build(
     return model
 
 
-@dataclass
-class ParameterCount:
-    """Parameters of a part of the model on this rank."""
-
-    parameters: int = 0
-    trained: int = 0
-
-
-def _count_parameters(model: Model) -> dict[str, ParameterCount]:
-    """Parameters by part of the model: begin, blocks, finish, and tied, which are in both ends."""
+def _count_parameters(model: Model) -> tuple[Counter[str], Counter[str]]:
+    """Parameters, and trained parameters, of this rank by part of the model: begin, blocks, finish,
+    and tied, which are in both ends.
+    """
+    parameters: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
     begin = set(model.plan.begin)
     finish = set(model.plan.finish)
     blocks = model.plan.blocks.split(".")[0]
-    counts = {part: ParameterCount() for part in ("begin", "blocks", "finish", "tied")}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
         if top == blocks:
@@ -324,7 +322,6 @@ def _count_parameters(model: Model) -> dict[str, ParameterCount]:
             parts = ["begin"]
         elements = local_tensor(parameter).numel()
         for part in parts:
-            counts[part].parameters += elements
-            if parameter.requires_grad:
-                counts[part].trained += elements
-    return counts
+            parameters[part] += elements
+            trained[part] += elements if parameter.requires_grad else 0
+    return parameters, trained

@@ -61,7 +61,7 @@ class Work:
     micro_batches_per_step: float  # mean over the steps; the same on every rank
     most_micro_batches: int
     micro_tokens: int  # tokens of the largest micro-batch, with padding in a pipeline
-    padding: float = 0.0  # tokens that a pipeline pads a step with, per token of its cells
+    padding: float  # tokens that a pipeline pads a step with, per token of its cells
 
 
 def detected_genes(manifest: Manifest) -> np.ndarray:
@@ -123,9 +123,9 @@ def count_micro_batches(
     global_batch: int,
     token_budget: int,
     dp: int,
-    min_microbatches: int = 1,
-    microbatch_multiple: int = 1,
-    token_multiple: int = 1,
+    min_microbatches: int,
+    microbatch_multiple: int,
+    token_multiple: int,
 ) -> MicroBatches:
     """Count the micro-batches of the first steps on `dp` data-parallel ranks.
 

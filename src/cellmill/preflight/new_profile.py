@@ -44,18 +44,21 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
     memory_key, memory = _memory(offer)
     runtime = _runtime(facts, offer.partition, account.value, qos.value)
+    processes = Reasoned(1, "no GPUs: one process on the node's cores")
+    if offer.gpus:
+        processes = Reasoned(offer.gpus, "one process per GPU")
     values: dict[str, Reasoned[str] | Reasoned[int]] = {
         "launcher": Reasoned("slurm"),
         "slurm_cluster": Reasoned(request.cluster, request.cluster and "--cluster"),
         "nodes": Reasoned(request.nodes or "1"),
-        "nproc_per_node": _processes(offer),
+        "nproc_per_node": processes,
         "slurm_partition": Reasoned(offer.partition.name, training.why),
         "slurm_account": account,
         "qos": qos,
         "gres" if gres_only else "gpus_per_node": _gpus(offer, select if gres_only else ""),
         "runtime": runtime,
         memory_key: memory,
-        "cpus_per_task": _cores(offer),
+        "cpus_per_task": _cpus(offer),
         "save_within_s": Reasoned(min(SAVE_WITHIN_S, 15 * runtime.value)),
     }
     options = {key: reasoned.value for key, reasoned in values.items()}
@@ -131,12 +134,6 @@ def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned[str]
     return Reasoned(name, f"one of yours that partition {partition.name} accepts (scontrol)")
 
 
-def _processes(offer: Offer) -> Reasoned[int]:
-    if offer.gpus:
-        return Reasoned(offer.gpus, "one process per GPU")
-    return Reasoned(1, "no GPUs: one process on the node's cores")
-
-
 def _gpus(offer: Offer, select: str) -> Reasoned[str]:
     """GPUs per node. `select` is the SelectType of a site that supports only --gres."""
     numbers = [0]
@@ -202,7 +199,7 @@ def _memory_per_node(offer: Offer) -> Reasoned[int]:
     return Reasoned(0, f"all of a node's memory, {least_mb} MB or more (scontrol)")
 
 
-def _cores(offer: Offer) -> Reasoned[int]:
+def _cpus(offer: Offer) -> Reasoned[int]:
     shares = _shares(offer)
     least = min(node.cpus * share for node, share in zip(offer.nodes, shares))
     part = "all" if set(shares) == {1} else "the share of its GPUs"

@@ -40,6 +40,10 @@ SAVE_WITHIN_S = 30
 SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
 
 
+Reports = list[dict[str, Any]]
+"""Contents of node-NNN.json, by node."""
+
+
 def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     """Verdict on the job; if it failed, how far it came. `hosts` are those that reported."""
     job = f"job {end.job_id}" if end.job_id else "its processes"
@@ -89,9 +93,7 @@ def _hosts_of_tasks(tasks: str, nodes: list[str]) -> list[str]:
     return [by_number.get(number, f"task {number}") for number in numbers]
 
 
-def judge_nodes(
-    machine: Machine, device: str, nodes: list[dict[str, Any]], token: str
-) -> Iterator[Check]:
+def judge_nodes(machine: Machine, device: str, nodes: Reports, token: str) -> Iterator[Check]:
     """Verdicts on the nodes' reports; `token` is what this machine wrote, `device` the plan's."""
     blind = [node["host"] for node in nodes if node["token"] != token]
     if blind:
@@ -111,7 +113,7 @@ def judge_nodes(
         yield from judge_clocks(nodes)
 
 
-def judge_disk(nodes: list[dict[str, Any]]) -> Check:
+def judge_disk(nodes: Reports) -> Check:
     """Verdict on the write speed of checkpoints, with all nodes writing at once."""
     failed = next((node for node in nodes if node["write_error"]), None)
     if failed:
@@ -127,7 +129,7 @@ def judge_disk(nodes: list[dict[str, Any]]) -> Check:
     return ok("write speed", text)
 
 
-def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> Iterator[Check]:
+def judge_version(what: str, nodes: Reports, here: str | None) -> Iterator[Check]:
     """Verdict on a version: the same on all nodes, and equal to `here` if given.
 
     Nothing if none has any.
@@ -158,7 +160,7 @@ def judge_version(what: str, nodes: list[dict[str, Any]], here: str | None) -> I
     yield judge(is_same, label, text, f"{TRAIN} modules or container; or this environment")
 
 
-def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Check:
+def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
     """Verdict on GPUs, of which each process needs one if any were requested or any are visible."""
     if machine.device == "cpu":
         return ok("GPUs", "device: cpu: processes compute on CPU cores")
@@ -196,7 +198,7 @@ def judge_gpus(machine: Machine, device: str, nodes: list[dict[str, Any]]) -> Ch
     return ok("GPUs", text)
 
 
-def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
+def judge_clocks(nodes: Reports) -> Iterator[Check]:
     """Verdict on the clocks.
 
     A node's clock minus this machine's lies between `low` and `high`: the node read a time of ours
@@ -218,15 +220,16 @@ def judge_clocks(nodes: list[dict[str, Any]]) -> Iterator[Check]:
     yield ok("clock", f"{_names(nodes)} within {widest:.1f} s of this machine")
 
 
-def judge_allreduce(
-    interface: str, nodes: list[dict[str, Any]], measured: dict[str, Any]
-) -> Iterator[Check]:
+def judge_allreduce(interface: str, nodes: Reports, measured: dict[str, Any]) -> Iterator[Check]:
     """Verdict on the bus bandwidth inside nodes and between them, and the network that carried it."""
     backend = measured["backend"]
     between = measured["between"]
     how = f"{measured['bytes'] >> 20} MB by {backend}"
-    speeds = [(entry["bus_gb_per_s"], entry["host"]) for entry in measured["inside"]]
-    inside = [(speed, host) for speed, host in speeds if speed is not None]
+    inside = [
+        (entry["bus_gb_per_s"], entry["host"])
+        for entry in measured["inside"]
+        if entry["bus_gb_per_s"] is not None
+    ]
     if not inside and between is None:
         yield ok("all-reduce", f"nothing to measure with one process; {backend} works")
     if inside:
@@ -252,7 +255,7 @@ def judge_allreduce(
         yield ok(what, text)
 
 
-def _names(nodes: list[dict[str, Any]]) -> str:
+def _names(nodes: Reports) -> str:
     hosts = list(dict.fromkeys(node["host"] for node in nodes))
     return ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)} nodes"
 
@@ -291,10 +294,11 @@ def check_job(
         nodes = machine.node_counts[-1]
         return Job(module, arguments, nodes, machine.nproc_per_node, error_file=error)
 
-    limits = {"runtime": JOB_MIN, "save_within_s": SAVE_WITHIN_S}
-    short = machine.model_copy(
-        update={key: min(most, getattr(machine, key)) for key, most in limits.items()}
-    )
+    limits = {
+        "runtime": min(JOB_MIN, machine.runtime),
+        "save_within_s": min(SAVE_WITHIN_S, machine.save_within_s),
+    }
+    short = machine.model_copy(update=limits)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -305,14 +309,11 @@ def check_job(
         if end.state in ("COMPLETED", NOT_LISTED):
             settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
         look(end.path)
-    except StillQueued as error:
-        remedy = (
-            f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
-        )
-        yield no("job", str(error), remedy)
-        return
     except UserError as error:
-        yield no("job", str(error))
+        remedy = ""
+        if isinstance(error, StillQueued):
+            remedy = f"--wait-min waits longer; {TRAIN} slurm_partition, qos or nodes may be served sooner"
+        yield no("job", str(error), remedy)
         return
     except OSError as error:
         yield no(

@@ -40,7 +40,9 @@ from cellmill.config.workflow import RunConfig
 from cellmill.errors import ConfigError, did_you_mean
 from cellmill.files import require_file
 
-Rules = dict[str, dict[str, Any]]
+Values = dict[str, Any]
+"""Resources, or options of Snakemake, by name."""
+Rules = dict[str, Values]
 """Resources by the entry of set-resources: `train`, `plan`, and `train.NAME` and `plan.NAME` of
 named machines.
 """
@@ -67,7 +69,7 @@ class Profile:
     # the file of profiles/default, which Snakemake always loads and which wins key by key
     over: Path | None = None
     # all options of Snakemake in it; mappings are lists of assignments
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Values = field(default_factory=dict)
     # False for a command that starts no training, such as --report, and needs no profile
     trains: bool = True
     discarded: dict[str, Resources] = field(default_factory=dict)
@@ -75,14 +77,14 @@ class Profile:
     """
 
     @property
-    def train(self) -> dict[str, Any]:
+    def train(self) -> Values:
         return self.rules.get("train", {})
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> Values:
         return self.rules.get("plan", {})
 
-    def resources(self, machine: str | None, rule: str) -> dict[str, Any]:
+    def resources(self, machine: str | None, rule: str) -> Values:
         """Keys of a rule that the named machine changes; none for no name or an unknown one."""
         return self.rules.get(of_machine(rule, machine), {}) if machine else {}
 
@@ -112,7 +114,7 @@ class Profile:
         return [name for name in _OF_A_SITE if name in defaults - self.train.keys()]
 
 
-def check_machine(resources: dict[str, Any], source: str, rule: str) -> Machine:
+def check_machine(resources: Values, source: str, rule: str) -> Machine:
     """The machine that resources of a rule describe.
 
     Raise ConfigError naming the key in `source` that is wrong.
@@ -201,7 +203,7 @@ def _without_inherited_gpus(rules: Rules) -> Rules:
     return rules
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> Values:
     """Snakemake's options in a profile; mappings become lists of assignments."""
     require_file(path)
     try:
@@ -215,7 +217,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 
-def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") -> list[str]:
+def entries_of(options: Values, key: str, path: Path, rule: str = "") -> list[str]:
     """Assignments of an option that is a mapping, optionally for one `rule`.
 
     Raise ConfigError for another value.
@@ -227,12 +229,12 @@ def entries_of(options: dict[str, Any], key: str, path: Path, rule: str = "") ->
     return [str(entry) for entry in entries if str(entry).startswith(prefix)]
 
 
-def assigned(assignment: str) -> dict[str, Any]:
+def assigned(assignment: str) -> Values:
     """Snakemake's resource of a text `name=value`, by its name without a unit."""
     return dict(parse_set_resources([f"rule:{assignment}"])["rule"])
 
 
-def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
+def evaluate(resources: Mapping[str, Any], **known: Any) -> Values:
     """Resources as Snakemake gives them to a rule. Raise whatever an expression raises.
 
     `known` has threads, attempt and input if they are not 1, 1 and [].
@@ -248,7 +250,7 @@ def evaluate(resources: Mapping[str, Any], **known: Any) -> dict[str, Any]:
     return {name: resource.evaluate(**scope).value for name, resource in resources.items()}
 
 
-def _checked(assignment: str, threads: int, where: str) -> dict[str, Any]:
+def _checked(assignment: str, threads: int, where: str) -> Values:
     """The resource of an assignment. Raise ConfigError with advice if Snakemake reads it otherwise."""
     key, _, text = assignment.partition("=")
     quotes = f"write \"'{text}'\", in both quotes"
@@ -322,12 +324,12 @@ def check_python(executable: str) -> None:
         )
 
 
-def train_resources(command: Profile) -> dict[str, Any]:
+def train_resources(command: Profile) -> Values:
     """Resources of rule train: every option of `Machine`."""
     return _DEFAULTS | {name: value for name, value in command.train.items() if name in _DEFAULTS}
 
 
-def plan_resources(command: Profile) -> dict[str, Any]:
+def plan_resources(command: Profile) -> Values:
     """Resources of rule plan, which takes nodes and processes from train."""
     values = train_resources(command) | command.plan | {"device": command.device()}
     return {name: values[name] for name in ("nodes", "nproc_per_node", "device")}
@@ -378,7 +380,7 @@ def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) 
     return [*chain.from_iterable(flags.items())]
 
 
-def _fitting(command: Profile, name: str, run: RunConfig, given: dict[str, Any]) -> Machine:
+def _fitting(command: Profile, name: str, run: RunConfig, given: Values) -> Machine:
     """The machine of the resources `given`. Raise ConfigError if the run cannot be laid out on it."""
     try:
         if run.machine and command.trains:

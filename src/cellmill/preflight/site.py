@@ -18,6 +18,9 @@ from cellmill.errors import UserError
 from cellmill.launch.submit import TRANSIENT, sbatch_options, submitting
 from cellmill.runs.slurm import CommandError, ask, call, on_cluster, parse_duration
 
+Fields = dict[str, str]
+"""Fields of one of scontrol's records, by name."""
+Records = dict[str, Fields]
 _DOWN = set(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE MAINT MAINTENANCE UNKNOWN ERROR BLOCKED "
     "NOT_RESPONDING".split()
@@ -177,9 +180,9 @@ def _add_accounts(facts: SlurmFacts, user: str) -> None:
 
 
 def _partitions(
-    rules: dict[str, dict[str, str]],
-    nodes: dict[str, dict[str, str]],
-    configuration: dict[str, str],
+    rules: Records,
+    nodes: Records,
+    configuration: Fields,
 ) -> dict[str, Partition]:
     """Partitions by name, with their nodes, from scontrol's records of both."""
     partitions = {
@@ -206,7 +209,7 @@ def _partitions(
     return partitions
 
 
-def _node(fields: dict[str, str], rule: dict[str, str], configuration: dict[str, str]) -> Node:
+def _node(fields: Fields, rule: Fields, configuration: Fields) -> Node:
     """A node of the partition with `rule`, by scontrol's records."""
     state = fields.get("State", "")
     cpu_limits = (
@@ -233,12 +236,12 @@ def _node(fields: dict[str, str], rule: dict[str, str], configuration: dict[str,
     )
 
 
-def _memory_limits(fields: dict[str, str]) -> tuple[int | None, int | None]:
+def _memory_limits(fields: Fields) -> tuple[int | None, int | None]:
     """MB of memory that a job may request on a node, and for each of its CPUs."""
     return limit(fields.get("MaxMemPerNode")), limit(fields.get("MaxMemPerCPU"))
 
 
-def _records(kind: str, key: str, cluster: str) -> dict[str, dict[str, str]]:
+def _records(kind: str, key: str, cluster: str) -> Records:
     """Fields of each line of `scontrol -o show KIND` by name.
 
     Of a value with spaces (Reason, OS) only the first word is kept.

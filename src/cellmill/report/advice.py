@@ -28,7 +28,11 @@ def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     yield from _advise_model(options)
     if not run.supervised_by:
         yield from _advise_steps(run)
-        if _has_collapsed(run):
+        ranks = [
+            line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None
+        ]
+        # not for models trained with labels: two labels need no second direction
+        if ranks and ranks[-1] < COLLAPSED:
             yield "lower train.lr: the embedding has collapsed to one direction"
     if any(outcomes) and "ahead" not in outcomes:
         better = "is better" if "behind" in outcomes else "is as good"
@@ -66,11 +70,3 @@ def _advise_steps(run: ReportedRun) -> Iterator[str]:
             f"set consolidate.checkpoint: last: the exported one is of step {exported:,} of {last:,}, and "
             "embeddings improve for longer than the validation loss"
         )
-
-
-def _has_collapsed(run: ReportedRun) -> bool:
-    """True if the last validation found one direction. Two labels need no second one, so this is
-    no fault of a model that was trained with labels.
-    """
-    ranks = [line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None]
-    return bool(ranks) and ranks[-1] < COLLAPSED

@@ -134,7 +134,11 @@ class Drawings:
             ):
                 writer = csv.DictWriter(file, figure.keys, lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(map(_quote_formulas, figure.rows))
+                for row in figure.rows:
+                    for key, value in row.items():
+                        if str(value).startswith(FORMULA):
+                            row = row | {key: f"'{value}"}
+                    writer.writerow(row)
 
     @property
     def data(self) -> Markup:
@@ -165,13 +169,6 @@ def _number_ids(svg: str, number: int) -> str:
         lambda match: match[1] + new_ids.get(match[2], match[2]),
         svg,
     )
-
-
-def _quote_formulas(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with an apostrophe before each text that a spreadsheet would compute."""
-    return {
-        key: f"'{value}" if str(value).startswith(FORMULA) else value for key, value in row.items()
-    }
 
 
 def compress_png(png: bytes) -> bytes:

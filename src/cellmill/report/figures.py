@@ -11,6 +11,8 @@ import numpy as np
 from cellmill.report.drawing import PALETTE, Figure
 from cellmill.report.tables import to_words
 
+Spec = dict[str, Any]
+"""Part of a Vega-Lite specification, or a row of its table."""
 Points = list[tuple[float, float]]
 """(step, value) of a curve."""
 GREY = PALETTE[7]
@@ -111,7 +113,7 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     The law is dashed, the best baseline dotted.
     """
     lines = {str(line["name"] or "runs"): line for line in curve["lines"]}
-    rows: list[dict[str, Any]] = []
+    rows: list[Spec] = []
     for name, line in lines.items():
         rows += _mean_rows(name, line["points"])
         rows += _law_rows(name, line)
@@ -141,7 +143,7 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     return Figure(title, rows, {"height": 230, "layer": layers})
 
 
-def _mean_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _mean_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[Spec]:
     """The mean of each size, with the ends of a bar of one sd to both sides."""
     rows = []
     for point in points:
@@ -159,7 +161,7 @@ def _mean_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return rows
 
 
-def _law_rows(name: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _law_rows(name: str, line: Mapping[str, Any]) -> list[Spec]:
     """Points of the law over the sizes of the line; none without a law."""
     law = line.get("law")
     if law is None:
@@ -172,7 +174,7 @@ def _law_rows(name: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _layer(kind: str, mark: Any, encoding: dict[str, Any]) -> dict[str, Any]:
+def _layer(kind: str, mark: Any, encoding: Spec) -> Spec:
     """Marks of the rows of one kind."""
     rows_of_kind = [{"filter": f"datum.of == '{kind}'"}]
     return {"transform": rows_of_kind, "mark": mark, "encoding": encoding}
@@ -196,6 +198,10 @@ def umap(
     rows = [_umap_row(cells[index], column, codes) for index in order[:n_most]]
     names_by_code = [{"c": code, "name": label} for label, code in codes.items()]
     names_by_code.append({"c": -1, "name": f"no {column}"})
+    colours = {
+        "domain": [*labels, f"no {column}"],
+        "range": [*map(colour, range(len(labels))), LIGHT_GREY],
+    }
     size = np.clip(9000 / max(len(rows), 1), 6, 30)  # fewer cells are drawn larger
     spec = {
         "height": 340,
@@ -211,7 +217,7 @@ def umap(
         "encoding": {
             "x": _umap_axis("x", "UMAP 1"),
             "y": _umap_axis("y", "UMAP 2"),
-            "color": _umap_colours(labels, f"no {column}"),
+            "color": _category("name", scale=colours, legend={"labelColor": GREY}),
             "shape": {
                 "field": "cells",
                 "scale": {
@@ -239,17 +245,10 @@ def _umap_row(
     }
 
 
-def _umap_axis(field: str, title: str) -> dict[str, Any]:
+def _umap_axis(field: str, title: str) -> Spec:
     """Encoding of a coordinate, whose values mean nothing: no grid, numbers or line."""
     axis = {"grid": False, "labels": False, "titleColor": GREY, "domain": False}
     return _number(field, title=title, axis=axis, scale={"zero": False})
-
-
-def _umap_colours(labels: Sequence[str], no_label: str) -> dict[str, Any]:
-    """Encoding of labels by colours; cells without a label are light grey."""
-    colours = [colour(number) for number in range(len(labels))]
-    scale = {"domain": [*labels, no_label], "range": [*colours, LIGHT_GREY]}
-    return _category("name", scale=scale, legend={"labelColor": GREY})
 
 
 def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
@@ -260,7 +259,7 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
             if n:
                 share = _short(n / sum(class_counts))
                 rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
-    encoding: dict[str, Any] = {}
+    encoding: Spec = {}
     for axis, field in (("y", "true"), ("x", "predicted")):
         scale = {"domain": list(classes)}
         encoding[axis] = _category(field, sort=list(classes), title=field, scale=scale)
@@ -295,28 +294,28 @@ def points(lines: Sequence[Mapping[str, Any]], key: str) -> Points:
     return finite
 
 
-def _number(field: str, **options: Any) -> dict[str, Any]:
+def _number(field: str, **options: Any) -> Spec:
     """Encoding of a field of numbers."""
     return {"field": field, "type": "quantitative", **options}
 
 
-def _category(field: str, **options: Any) -> dict[str, Any]:
+def _category(field: str, **options: Any) -> Spec:
     """Encoding of a field of texts."""
     return {"field": field, "type": "nominal", **options}
 
 
 def _lines(
     names: Sequence[str], x: str, y: str, values: Sequence[float] = (), is_log: bool = False
-) -> dict[str, Any]:
+) -> Spec:
     """Specification of lines over `x`, in a colour for each name.
 
     A linear y axis has head-room above the highest of `values`.
     """
-    scale: dict[str, Any] = {"type": "log"} if is_log else {"zero": False, "nice": True}
+    scale: Spec = {"type": "log"} if is_log else {"zero": False, "nice": True}
     if values and not is_log:
         head_room = (max(values) - min(values)) / 20
         scale["domainMax"] = _short(max(values) + head_room)
-    colours = [colour(number) for number in range(len(names))]
+    colours = [*map(colour, range(len(names)))]
     tint = _category("name", scale={"domain": [*names], "range": colours})
     if len(names) < 2:
         tint["legend"] = None

@@ -10,8 +10,6 @@ from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
 from cellmill.report.tables import find_gap, to_words
 from cellmill.runs.results import Row, TaskResult, Verdict
 
-OUTCOMES = ("ahead", "level", "behind")
-
 
 class TaskVerdict(NamedTuple):
     """Verdict against the best baseline in one metric of a task."""

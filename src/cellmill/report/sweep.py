@@ -5,20 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cellmill.report.collect import ReportedRun
+from cellmill.report.collect import Object, ReportedRun
 from cellmill.report.scaling_law import fit_law
 from cellmill.report.tables import select_numbers
 
 SEED = "train.seed"
 NO_ROW = "model"  # name of measures that are no row of a table, but a single number
-
-
-class Column(NamedTuple):
-    """Column of a task's table, in which rows can be compared."""
-
-    dataset: str
-    task: str
-    metric: str
 
 
 class Measure(NamedTuple):
@@ -30,13 +22,13 @@ class Measure(NamedTuple):
     metric: str
 
     @property
-    def column(self) -> Column:
-        """The column that the row's value stands in."""
-        return Column(self.dataset, self.task, self.metric)
+    def column(self) -> "Measure":
+        """The measure without its row: equal for rows that can be compared."""
+        return self._replace(name="")
 
 
 LOSS = Measure("", "validation", NO_ROW, "val_loss")  # the best validation loss
-SweepRow = dict[str, Any]
+SweepRow = Object
 """Line of results.csv: the run with its axes and sizes, a measure, and its value."""
 
 
@@ -80,7 +72,7 @@ def _make_row(measure: Measure, kind: str, value: float, sd: float | None = None
     }
 
 
-def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[dict[str, Any]]:
+def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Object]:
     """A curve for each axis of sizes and each task, of the measure in which models are best.
 
     A curve has a line for each combination of values of the other axes, and the best baseline. A
@@ -99,23 +91,14 @@ def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[dict[str,
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
             lines = _make_lines(by_measure[measure], other_axes, quantity, measure == LOSS)
-            curve = {
-                "axis": axis,
-                "quantity": quantity,
-                "dataset": measure.dataset,
-                "task": measure.task,
-                "name": measure.name,
-                "metric": measure.metric,
-                "lines": lines,
-                "baseline": baselines.get(measure.column),
-            }
-            curves.append(curve)
+            curve = {"axis": axis, "quantity": quantity} | measure._asdict()
+            curves.append(curve | {"lines": lines, "baseline": baselines.get(measure.column)})
     return curves
 
 
 def _make_lines(
     rows: Sequence[SweepRow], axes: Sequence[str], quantity: str, is_loss: bool
-) -> list[dict[str, Any]]:
+) -> list[Object]:
     """A line for each combination of values on `axes`."""
     lines = []
     groups = _group(rows, lambda row: tuple(row[axis] for axis in axes))
@@ -129,7 +112,7 @@ def _make_lines(
     return lines
 
 
-def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[dict[str, Any]]:
+def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Object]:
     """Mean and standard deviation over seeds, by size."""
     points = []
     for size, group in sorted(_group(rows, lambda row: row[quantity]).items()):
@@ -156,9 +139,9 @@ def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any
     return groups
 
 
-def _best_baselines(valued: Sequence[SweepRow]) -> dict[Column, dict[str, Any]]:
+def _best_baselines(valued: Sequence[SweepRow]) -> dict[Measure, Object]:
     """Name and value, a mean over the runs, of the highest baseline of each column."""
-    best: dict[Column, dict[str, Any]] = {}
+    best: dict[Measure, Object] = {}
     baselines = [row for row in valued if row["kind"] == "baseline"]
     for measure, group in _group(baselines, _find_measure).items():
         mean = float(np.mean([row["value"] for row in group]))
@@ -179,7 +162,7 @@ def _best_measures(valued: Sequence[SweepRow]) -> list[Measure]:
     for measure, group in _group(models, _find_measure).items():
         values[measure] = [row["value"] for row in group]
     highest_first = sorted(values, key=lambda measure: -float(np.mean(values[measure])))
-    best: dict[Column, Measure] = {}
+    best: dict[Measure, Measure] = {}
     for measure in highest_first:
         is_shared = len({*values[measure]}) == 1
         if measure.name != NO_ROW or measure == LOSS or not is_shared:

@@ -35,13 +35,6 @@ class Quantity(NamedTuple):
     measured: Any
 
 
-class Peak(NamedTuple):
-    """Largest memory of a training and the rank that had it; None if it was not measured."""
-
-    gb: float | None
-    rank: int | None
-
-
 def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Figure of the loss of each objective, then of each quantity that any run logged."""
     objectives = {}
@@ -77,18 +70,16 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     plan = run.plan or {}
     status = run.status or {}
     wall_s = status.get("wall_s")
-    tensors = _find_peak(run, "peak_allocated_gb")
-    process = _find_peak(run, "peak_resident_gb")
+    planned_gb = plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
+    tensors_gb, tensors_rank = _find_peak(run, "peak_allocated_gb")
+    process_gb, process_rank = _find_peak(run, "peak_resident_gb")
+    fullest_rank = process_rank if tensors_rank is None else tensors_rank
     quantities = [
         Quantity("steps", plan.get("steps"), status.get("step")),
         Quantity("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
-        Quantity("largest memory of tensors of a rank, GB", _planned_gb(plan), tensors.gb),
-        Quantity("largest memory of a process with its libraries, GB", None, process.gb),
-        Quantity(
-            "rank with the largest memory",
-            None,
-            process.rank if tensors.rank is None else tensors.rank,
-        ),
+        Quantity("largest memory of tensors of a rank, GB", planned_gb, tensors_gb),
+        Quantity("largest memory of a process with its libraries, GB", None, process_gb),
+        Quantity("rank with the largest memory", None, fullest_rank),
         Quantity("steps skipped as not finite", None, status.get("skipped_steps")),
         Quantity("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
         Quantity("processes", plan.get("world_size"), status.get("world_size")),
@@ -99,10 +90,6 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
         if planned is not None or measured is not None:
             rounded.append(Quantity(name, _two_digits(planned), _two_digits(measured)))
     return rounded
-
-
-def _planned_gb(plan: Mapping[str, Any]) -> float | None:
-    return plan["memory"]["total_bytes"] / 1e9 if "memory" in plan else None
 
 
 def _logged_quantities(lines: Sequence[Mapping[str, Any]]) -> list[Quantity]:
@@ -128,12 +115,12 @@ def _logged_quantities(lines: Sequence[Mapping[str, Any]]) -> list[Quantity]:
     ]
 
 
-def _find_peak(run: ReportedRun, key: str) -> Peak:
-    """Largest value of a list over ranks, in all lines of metrics.jsonl."""
-    peaks: list[Peak] = []
+def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
+    """Largest value of a list over ranks, in all lines of metrics.jsonl, and its rank."""
+    peaks: list[tuple[float, int]] = []
     for line in run.lines:
-        peaks += [Peak(gb, rank) for rank, gb in enumerate(line.get(key, []))]
-    return max(peaks, default=Peak(None, None))
+        peaks += [(gb, rank) for rank, gb in enumerate(line.get(key, []))]
+    return max(peaks, default=(None, None))
 
 
 def _two_digits(value: Any) -> Any:
@@ -175,8 +162,7 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Figure]:
     for task, final in run.evaluation.datasets[dataset].tasks.items():
         if final.metric is None:
             continue
-        results = _results_by_step(evaluations, dataset, task, final.metric)
-        series = _scores_by_method(results, final)
+        series = _scores_by_method(evaluations, dataset, task, final)
         baseline = final.best_row("baseline")
         if baseline is not None:
             value = final.rank_value(baseline)
@@ -189,28 +175,19 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Figure]:
             yield figures.curves(title, series, metric)
 
 
-def _results_by_step(
-    evaluations: Mapping[int, Evaluation], dataset: str, task: str, metric: str
-) -> dict[int, TaskResult]:
-    """Results of the task in the evaluations whose rows `metric` ranks."""
-    results = {}
-    for step, evaluation in evaluations.items():
-        evaluated = evaluation.datasets.get(dataset)
-        result = evaluated and evaluated.tasks.get(task)
-        if result and result.metric == metric:
-            results[step] = result
-    return results
-
-
 def _scores_by_method(
-    results: Mapping[int, TaskResult], final: TaskResult
-) -> dict[str, list[tuple[float, float]]]:
+    evaluations: Mapping[int, Evaluation], dataset: str, task: str, final: TaskResult
+) -> dict[str, figures.Points]:
     """(step, value) of each of the model's rows; those of the final result come first."""
-    series: dict[str, list[tuple[float, float]]] = {}
+    series: dict[str, figures.Points] = {}
     for row in final.ranked_rows:
         if row.method.kind == "model":
             series[row.method.name] = []
-    for step, result in results.items():
+    for step, evaluation in evaluations.items():
+        evaluated = evaluation.datasets.get(dataset)
+        result = evaluated and evaluated.tasks.get(task)
+        if not result or result.metric != final.metric:
+            continue
         for row in result.ranked_rows:
             if row.method.kind == "model":
                 point = (step, result.rank_value(row))
