@@ -148,10 +148,9 @@ def check_levels(
         named = [level for level in levels[name] if level != MISSING]
         n_levels = len(named) if is_label else len(levels[name])
         if n_levels < 2:
-            labelled = "labelled " if is_label else ""
             raise ConfigError(
-                f"{option} {name}: all {labelled}cells of the corpus have the same value; choose another column, or "
-                "do without"
+                f"{option} {name}: all {'labelled ' if is_label else ''}cells of the corpus have the same value; "
+                "choose another column, or do without"
             )
         if is_label and 2 * n_levels > train_cells:
             raise ConfigError(

@@ -120,4 +120,12 @@ def _draw_cells(spec: ModelSpec, cell_tokens: int, tokens: int) -> Batch:
     # counts of a cell, for objectives that read them
     most_counts = spec.tokens.max_tokens if spec.objective.needs_counts else None
     positions = np.arange(n_cells, dtype=np.int64)
-    return make_batch(tokenizer, genes, counts, starts, positions, most_counts, **columns)
+    return make_batch(
+        tokenizer,
+        genes,
+        counts,
+        starts,
+        positions,
+        most_counts,
+        **columns,
+    )

@@ -328,14 +328,15 @@ def check_job(
         read_json(path) | {"seen": seen.get(path.name)}
         for path in sorted(end.path.glob("node-*.json"))
     ]
-    allreduce = read_json(end.path / ALLREDUCE) if (end.path / ALLREDUCE).exists() else None
-    record["job"] = {
+    path = end.path / ALLREDUCE
+    allreduce = read_json(path) if path.exists() else None
+    job_record = {
         "id": end.job_id,
         "state": end.state,
         "nodes": end.nodes,
         "queued_s": end.queued_s,
     }
-    record |= {"nodes": nodes, "allreduce": allreduce}
+    record |= {"job": job_record, "nodes": nodes, "allreduce": allreduce}
     yield judge_end(end, [node["host"] for node in nodes], complete=allreduce is not None)
     if nodes:
         yield from judge_nodes(machine, device, nodes, token)

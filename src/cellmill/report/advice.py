@@ -3,8 +3,7 @@
 The tables are in docs/quality.md: "Steps and checkpoint", "Where a trained model is worth it".
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from cellmill.config.run import AUTO_EPOCHS, AUTO_MIN_STEPS
 from cellmill.report.collect import ReportedRun
@@ -25,7 +24,13 @@ def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     datasets and tasks.
     """
     options = (run.record or {}).get("options", {})
-    yield from _advise_model(options)
+    objective = options.get("objective", {}).get("name")
+    if objective in WEAK:
+        yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
+    model = options.get("model", {})
+    is_wide = model.get("family") == "profile" and model["hidden"] >= WIDE
+    if is_wide and options["train"]["lr"] > WIDE_LR:
+        yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
     if not run.supervised_by:
         yield from _advise_steps(run)
         ranks = [
@@ -40,17 +45,6 @@ def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
             f"take the best baseline: it {better} on these cells and costs less; models were ahead where few counts or "
             "genes were measured, on two panels of five datasets"
         )
-
-
-def _advise_model(options: Mapping[str, Any]) -> Iterator[str]:
-    """Advice on the objective and the learning rate."""
-    objective = options.get("objective", {}).get("name")
-    if objective in WEAK:
-        yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
-    model = options.get("model", {})
-    is_wide = model.get("family") == "profile" and model["hidden"] >= WIDE
-    if is_wide and options["train"]["lr"] > WIDE_LR:
-        yield f"lower train.lr to 0.001: at a width of {WIDE}, higher rates cost accuracy on whole cells"
 
 
 def _advise_steps(run: ReportedRun) -> Iterator[str]:

@@ -104,7 +104,15 @@ class Drawings:
         spec["config"] = CONFIG | {"aria": False}
         if len(figure.rows) > MOST_STILL_POINTS and "point" in spec.get("mark", {}):
             spec["mark"] = spec["mark"] | {"point": False}
-        svg = _number_ids(vl_convert.vegalite_to_svg(spec), number)
+        svg = vl_convert.vegalite_to_svg(spec)
+        # number the ids within this figure: vl-convert counts them over the whole process
+        old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
+        new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
+        svg = re.sub(
+            r'(id="|url\(#|href="#)([\w-]+)',
+            lambda match: match[1] + new_ids.get(match[2], match[2]),
+            svg,
+        )
         self.figures.append(figure)
         self.pictures.append(svg)
         title = escape(figure.title)
@@ -156,19 +164,6 @@ class Drawings:
         return htmlsafe_json_dumps(
             charts, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         )
-
-
-def _number_ids(svg: str, number: int) -> str:
-    """The SVG with ids that are unique on the page and equal each time: vl-convert counts its own
-    over the whole process.
-    """
-    old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-    new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
-    return re.sub(
-        r'(id="|url\(#|href="#)([\w-]+)',
-        lambda match: match[1] + new_ids.get(match[2], match[2]),
-        svg,
-    )
 
 
 def compress_png(png: bytes) -> bytes:

@@ -115,8 +115,7 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     lines = {str(line["name"] or "runs"): line for line in curve["lines"]}
     rows: list[Spec] = []
     for name, line in lines.items():
-        rows += _mean_rows(name, line["points"])
-        rows += _law_rows(name, line)
+        rows += _line_rows(name, line)
     baseline = curve["baseline"]
     if baseline is not None:
         value = _short(baseline["value"])
@@ -143,10 +142,10 @@ def sizes_curve(title: str, curve: Mapping[str, Any]) -> Figure:
     return Figure(title, rows, {"height": 230, "layer": layers})
 
 
-def _mean_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[Spec]:
-    """The mean of each size, with the ends of a bar of one sd to both sides."""
+def _line_rows(name: str, line: Spec) -> list[Spec]:
+    """The mean of each size, with the ends of a bar of one sd to both sides, and points of the law."""
     rows = []
-    for point in points:
+    for point in line["points"]:
         mean = point["mean"]
         sd = point["sd"] or 0.0
         row = {
@@ -158,19 +157,12 @@ def _mean_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[Spec]:
             "high": _short(mean + sd),
         }
         rows.append(row)
-    return rows
-
-
-def _law_rows(name: str, line: Mapping[str, Any]) -> list[Spec]:
-    """Points of the law over the sizes of the line; none without a law."""
     law = line.get("law")
-    if law is None:
-        return []
-    sizes = [point["size"] for point in line["points"]]
-    rows = []
-    for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
-        value = law["floor"] + law["factor"] * size ** -law["exponent"]
-        rows.append({"name": name, "of": "law", "size": _short(size), "value": _short(value)})
+    if law is not None:
+        sizes = [point["size"] for point in line["points"]]
+        for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
+            value = law["floor"] + law["factor"] * size ** -law["exponent"]
+            rows.append({"name": name, "of": "law", "size": _short(size), "value": _short(value)})
     return rows
 
 

@@ -42,7 +42,6 @@ MEASURES = {
     "n_residues": "residues per sequence",
 }
 """Histograms of a QC report and their names, in the order of the page."""
-UNKNOWN = "–"
 
 
 def render(
@@ -120,8 +119,8 @@ def _make_environment() -> Environment:
         "highest": lambda rows, result: max(rows, key=result.rank_value),
         "short": lambda digest: str(digest)[:12],
         "brief": lambda name: name.replace("logistic regression", "LR"),
-        "span": lambda seconds: UNKNOWN if seconds is None else span(seconds),
-        "percent": lambda share: UNKNOWN if share is None else f"{100 * share:.0f} %",
+        "span": lambda seconds: "–" if seconds is None else span(seconds),
+        "percent": lambda share: "–" if share is None else f"{100 * share:.0f} %",
     }
     return environment
 

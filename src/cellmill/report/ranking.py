@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
 
-from cellmill.runs.results import Row, TaskResult
+from cellmill.runs.results import TaskResult
 
 LEVEL = 0.95  # confidence level of intervals
 SHOWN = 5e-4  # scores that differ by less have the same digits on the page
@@ -61,24 +61,16 @@ def score_tasks(tasks: Mapping[str, TaskResult]) -> Scores:
         best = result.best_row("model")
         if best is None or result.metric is None:
             continue
+        baseline = result.best_row("baseline")
+        errors = [0.0]
+        for line in result.differences:
+            is_best_row = (line.column, line.compared) == (result.metric, best.method.name)
+            if is_best_row and (baseline is None or line.against == baseline.method.name):
+                errors.append(line.cells_se)
         score = best.scores.get(result.metric)
-        scores[task, result.metric] = TaskScore(
-            value=result.rank_value(best),
-            repetitions=[] if score is None else score.repetitions,
-            cells_se=_find_cells_se(result, best),
-        )
+        repetitions = [] if score is None else score.repetitions
+        scores[task, result.metric] = TaskScore(result.rank_value(best), repetitions, max(errors))
     return scores
-
-
-def _find_cells_se(result: TaskResult, best: Row) -> float:
-    """Largest standard error over cells of the best row's difference from the best baseline."""
-    baseline = result.best_row("baseline")
-    errors = [0.0]
-    for line in result.differences:
-        is_best_row = (line.column, line.compared) == (result.metric, best.method.name)
-        if is_best_row and (baseline is None or line.against == baseline.method.name):
-            errors.append(line.cells_se)
-    return max(errors)
 
 
 def rank(runs: Mapping[str, Scores]) -> Ranking:

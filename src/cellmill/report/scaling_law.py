@@ -42,7 +42,13 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
         log_floor = np.log(losses.min() * floor_frac)
         starts.append(np.array([log_span, log_floor, exponent]))
     best = _fit(sizes / scale, losses, starts)
-    exponents = _draw_exponents(sizes / scale, losses, best)
+    generator = np.random.Generator(np.random.Philox(key=0))
+    exponents: list[float] = []
+    while len(exponents) < DRAWS:
+        runs = generator.integers(len(sizes), size=len(sizes))
+        if len(np.unique(sizes[runs])) >= FEWEST_SIZES - 1:
+            _, _, drawn_exponent = _fit(sizes[runs] / scale, losses[runs], [best])
+            exponents.append(float(drawn_exponent))
     low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
     if low <= 0.01 or high >= 0.99 * STEEPEST:
         return {"no_law": f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"}
@@ -55,18 +61,6 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
         "high": high,
     }
     return {"law": law}
-
-
-def _draw_exponents(sizes: np.ndarray, losses: np.ndarray, start: np.ndarray) -> list[float]:
-    """Exponents of fits to bootstraps of the runs."""
-    generator = np.random.Generator(np.random.Philox(key=0))
-    exponents: list[float] = []
-    while len(exponents) < DRAWS:
-        runs = generator.integers(len(sizes), size=len(sizes))
-        if len(np.unique(sizes[runs])) >= FEWEST_SIZES - 1:
-            _, _, exponent = _fit(sizes[runs], losses[runs], [start])
-            exponents.append(float(exponent))
-    return exponents
 
 
 def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:

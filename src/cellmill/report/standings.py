@@ -150,9 +150,8 @@ def list_unscored(runs: Sequence[ReportedRun]) -> list[str]:
     """Sentences about evaluations in which every task was skipped."""
     sentences = []
     for evaluated in evaluated_datasets(runs):
-        reasons = {}
-        for task, result in evaluated.result.tasks.items():
-            reasons[to_words(task)] = result.skipped
+        tasks = evaluated.result.tasks
+        reasons = {to_words(task): result.skipped for task, result in tasks.items()}
         if None in reasons.values():
             continue
         skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
@@ -168,12 +167,8 @@ def list_comparisons(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
     sentences = []
     for outcome in outcomes:
         for evaluated in evaluated_datasets([run]):
-            # a sentence that two tasks share stands once
-            outcomes_by_sentence: dict[str, str] = {}
             for task in evaluated.result.tasks.values():
                 for verdict in task.verdicts:
-                    outcomes_by_sentence[verdict.sentence] = verdict.outcome
-            for sentence, sentence_outcome in outcomes_by_sentence.items():
-                if sentence_outcome == outcome:
-                    sentences.append(f"{evaluated.name}: {sentence}")
-    return sentences
+                    if verdict.outcome == outcome:
+                        sentences.append(f"{evaluated.name}: {verdict.sentence}")
+    return list(dict.fromkeys(sentences))  # tasks that see the same cells may share a sentence

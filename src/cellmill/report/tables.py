@@ -114,20 +114,18 @@ def compare_runs(runs: list[ReportedRun]) -> list[Comparison]:
         for task, result in evaluated.result.tasks.items():
             if result.skipped is None:
                 evaluated_by_task.setdefault(task, []).append(evaluated)
-    comparisons = [_compare(task, datasets) for task, datasets in evaluated_by_task.items()]
-    return [comparison for comparison in comparisons if comparison.columns]
-
-
-def _compare(task: str, datasets: Sequence[EvaluatedDataset]) -> Comparison:
-    """Comparison of the runs that have a result of `task`."""
-    results = [evaluated.result.tasks[task] for evaluated in datasets]
-    metric = next((result.metric for result in results if result.metric), "")
-    comparison = Comparison(task, metric)
-    for evaluated, result in zip(datasets, results):
-        values = _best_by_features(result) if metric else select_numbers(result)
-        comparison.lines.append(ComparisonLine(evaluated.run.name, evaluated.name, values))
-        comparison.has_classifiers |= any(row.method.classifier for row in result.rows)
-    return comparison
+    comparisons = []
+    for task, datasets in evaluated_by_task.items():
+        results = [evaluated.result.tasks[task] for evaluated in datasets]
+        metric = next((result.metric for result in results if result.metric), "")
+        comparison = Comparison(task, metric)
+        for evaluated, result in zip(datasets, results):
+            values = _best_by_features(result) if metric else select_numbers(result)
+            comparison.lines.append(ComparisonLine(evaluated.run.name, evaluated.name, values))
+            comparison.has_classifiers |= any(row.method.classifier for row in result.rows)
+        if comparison.columns:
+            comparisons.append(comparison)
+    return comparisons
 
 
 def select_numbers(result: TaskResult) -> dict[str, float]:
