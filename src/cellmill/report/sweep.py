@@ -24,7 +24,7 @@ class Measure(NamedTuple):
     @property
     def column(self) -> "Measure":
         """The measure without its row: equal for rows that can be compared."""
-        return self._replace(name="")
+        return Measure(self.dataset, self.task, "", self.metric)
 
 
 LOSS = Measure("", "validation", NO_ROW, "val_loss")  # the best validation loss
@@ -91,8 +91,17 @@ def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Object]:
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
             lines = _make_lines(by_measure[measure], other_axes, quantity, measure == LOSS)
-            curve = {"axis": axis, "quantity": quantity} | measure._asdict()
-            curves.append(curve | {"lines": lines, "baseline": baselines.get(measure.column)})
+            curve = {
+                "axis": axis,
+                "quantity": quantity,
+                "dataset": measure.dataset,
+                "task": measure.task,
+                "name": measure.name,
+                "metric": measure.metric,
+                "lines": lines,
+                "baseline": baselines.get(measure.column),
+            }
+            curves.append(curve)
     return curves
 
 
