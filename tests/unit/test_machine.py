@@ -69,7 +69,6 @@ def test_only_setup_becomes_a_command_of_the_batch_script(
          "gpus_per_node '4' and gres 'gpu:4' request GPUs twice; set one to ''"),
         ({"mem_mb": 9, "mem_mb_per_cpu": 4},
          "mem_mb and mem_mb_per_cpu request memory twice, which SLURM refuses; set all but one to 0"),
-        ({"mem_mb_per_gpu": 4}, "mem_mb_per_gpu: no GPU is requested; set gpus_per_node, or mem_mb instead"),
         ({"launcher": "slurm", "runtime": 2, "save_within_s": 120},
          "save_within_s 120 leaves no time in a runtime of 2 min; lower it"),
         ({"sbatch_options": "exclusive signal=KILL"},

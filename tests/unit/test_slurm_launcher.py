@@ -168,6 +168,39 @@ def test_a_job_held_after_a_failed_start_is_released_once(done: Scripted) -> Non
     assert printed.count(line) == 1
 
 
+@pytest.mark.parametrize(
+    ("left_min", "update", "calls", "line"),
+    [
+        (30, "", ["update JobId=7 TimeLimit=25"],
+         "; its limit is now 25 min, so that it starts before"),
+        (30, "Access denied", ["update JobId=7 TimeLimit=25"], "; Access denied"),
+        (9, "", [], ""),
+        (90, "", [], None),
+    ],
+)  # fmt: skip
+def test_a_job_runs_before_a_maintenance_if_it_may_train(
+    done: Scripted, left_min: int, update: str, calls: list[str], line: str | None
+) -> None:
+    begins_at = int(time.time()) + 60 * left_min + 30
+    shown = (
+        f"ReservationName=course StartTime=9 EndTime=9 Flags=SPEC_NODES\n"
+        f"ReservationName=past StartTime=10 EndTime=9 Nodes=n9 Flags=MAINT,SPEC_NODES\n"
+        f"ReservationName=maint StartTime={begins_at} EndTime=9 Nodes=n1 Flags=MAINT,SPEC_NODES TRES=cpu=32\n"
+    )
+    waits = listed("PENDING", "ReqNodeNotAvail, Reserved for maintenance")
+    scontrol = [[0, shown, ""], [int(bool(update)), "", update]]
+    printed = done.run(waits, waits, listed("RUNNING"), listed("COMPLETED"), scontrol=scontrol)
+    assert done.calls("scontrol") == [
+        "scontrol -o show reservation",
+        *(f"scontrol {call}" for call in calls),
+    ]
+    hour = time.strftime("%a %H:%M", time.localtime(begins_at))
+    expected = f"job 7: maintenance begins at {hour}{line}\n"
+    assert (expected in printed) == (line is not None)
+    [record] = Jobs(done.train).all()
+    assert record.runtime == (25 if line and "now 25" in line else 60)
+
+
 def test_a_job_known_only_to_scontrol_is_not_resubmitted(done: Scripted) -> None:
     shown = [
         0,

@@ -8,8 +8,8 @@ import math
 import shutil
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from cellmill.commands.run_state import KILLED, RunState, train_folder, until_interrupted
@@ -27,6 +27,12 @@ LATEST = {
     "effective_rank": "effective rank {effective_rank:.1f}",
 }
 """Texts of the last line of the curve that has a key, by that key."""
+SPEED = {
+    "cells_per_s": "{cells_per_s:,.0f} cells/s",
+    "data_wait_frac": "waiting for data {data_wait_frac:.0%}",
+    "mfu": "MFU {mfu:.1%}",
+}
+"""Texts of the last line while the run trains."""
 
 
 def watch(*, run: str, results: Path, every_s: float) -> None:
@@ -101,13 +107,7 @@ class WatchedRun:
     def _speed(self, line: dict[str, Any]) -> list[str]:
         """Texts of the newest line about throughput and time."""
         age_s = age(self._train / "metrics.jsonl")
-        pieces = []
-        if "cells_per_s" in line:
-            pieces.append(f"{line['cells_per_s']:,.0f} cells/s")
-        if "data_wait_frac" in line:
-            pieces.append(f"waiting for data {line['data_wait_frac']:.0%}")
-        if "mfu" in line:
-            pieces.append(f"MFU {line['mfu']:.1%}")
+        pieces = [text.format(**line) for key, text in SPEED.items() if key in line]
         if line.get("gpu_busy_frac"):
             pieces.append(f"GPU {max(line['gpu_busy_frac']):.0%}")
         if "left_s" in line:
@@ -155,12 +155,10 @@ def bars(losses: list[float], columns: int) -> str:
     if not finite:
         return ""
     width = max(1, min(columns, len(finite)))
-    bounds = [len(finite) * index // width for index in range(width + 1)]
     means = []
-    for start, end in pairwise(bounds):
-        means.append(sum(finite[start:end]) / (end - start))
+    for index in range(width):
+        end = len(finite) * (index + 1) // width
+        means.append(fmean(finite[len(finite) * index // width : end]))
     lowest = min(means)
-    scale = 0.0
-    if max(means) > lowest:
-        scale = (len(BARS) - 1) / (max(means) - lowest)
-    return "".join(BARS[round((mean - lowest) * scale)] for mean in means)
+    height = max(means) - lowest or 1.0
+    return "".join(BARS[round((mean - lowest) / height * (len(BARS) - 1))] for mean in means)

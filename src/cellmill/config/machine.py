@@ -168,8 +168,6 @@ class Machine(Section):
         memory = [key for key in MEMORY if getattr(self, key)]
         if len(memory) > 1:
             yield f"{' and '.join(memory)} request memory twice, which SLURM refuses; set all but one to 0"
-        if self.mem_mb_per_gpu and not self.gpus:
-            yield "mem_mb_per_gpu: no GPU is requested; set gpus_per_node, or mem_mb instead"
         for key, ours in (("sbatch_options", OURS), ("srun_options", OURS_OF_SRUN)):
             taken = options_in(getattr(self, key)).keys() & set(ours)
             if taken:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
+START_MIN = 5  # left to SLURM to start a job before a maintenance
+TRAINS_FOR = 3  # least limit of such a job, in units of save_within_s
 TICK_S = 1.0  # between two reads of a log
 say = partial(print, flush=True)
 NOT_LAUNCHED = re.compile(
@@ -197,6 +199,8 @@ class JobFollower:
                 self.tail.read()  # the job's last lines come before its end
             say(f"job {self.job.job_id}: {text}")
             self._printed = text
+            if state.name == "PENDING" and "aintenance" in state.reason and self.record:
+                self._end_before_maintenance(self.record)
             self._note(state, self._ended)
 
     def _wait_for_answer(self, reason: str) -> None:
@@ -234,6 +238,21 @@ class JobFollower:
             return state.name
         return state.text if self.record is None else explained(state, **self.record.request)
 
+    def _end_before_maintenance(self, record: JobRecord) -> None:
+        """Lower the time limit of a job that would only start after a maintenance, if it may train."""
+        begins_at = self.queue.maintenance_at()
+        runtime = int(begins_at - time.time()) // 60 - START_MIN
+        if not begins_at or runtime >= record.runtime:
+            return
+        line = f"maintenance begins at {time.strftime('%a %H:%M', time.localtime(begins_at))}"
+        if 60 * runtime >= TRAINS_FOR * record.save_within_s:
+            change = (f"JobId={record.job_id}", f"TimeLimit={runtime}")
+            complaint = self.queue.complaint("scontrol", "update", *change)
+            line += f"; {complaint or f'its limit is now {runtime} min, so that it starts before'}"
+            if not complaint:
+                self.record = replace(record, runtime=runtime)
+        say(f"job {record.job_id}: {line}")
+
     def _release(self) -> None:
         """Release, once, a job that SLURM holds because its start failed.
 
@@ -242,7 +261,7 @@ class JobFollower:
         if self._was_released:
             return
         self._was_released = True
-        complaint = self.queue.release(self.job.job_id)
+        complaint = self.queue.complaint("scontrol", "release", self.job.job_id)
         if not complaint:
             say(
                 f"job {self.job.job_id}: held after a failed start: released; SLURM does not use the failed node again"

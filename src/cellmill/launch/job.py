@@ -79,16 +79,18 @@ def agent_environment(processes: int, cores: int = 0, error_file: str = "") -> d
     """Environment of an agent and its workers, `processes` on `cores` of a machine (0: all)."""
     # one thread per core: more would compete
     threads = max(1, (cores or len(os.sched_getaffinity(0))) // processes)
-    # its warnings are about host names, and about connections that are tried again
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    # a waiting thread yields its core: on a busy machine a spinning one takes it from the thread
-    # that it waits for
-    threading = {
+    return {
+        # a waiting thread yields its core: on a busy machine a spinning one takes it from the
+        # thread that it waits for
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
+        # its warnings are about host names, and about connections that are tried again
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        ERROR_FILE: error_file,
     }
-    return {**threading, **quiet, **os.environ, "PYTHONUNBUFFERED": "1", ERROR_FILE: error_file}
 
 
 class Restarts:

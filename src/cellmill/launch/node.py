@@ -120,8 +120,7 @@ class NodeTask:
                 self.claim = claim(self.folder.parents[1], self.job_id)
                 at_end.callback(self.claim.release)
                 # lines of an earlier attempt
-                self.error.unlink(missing_ok=True)
-                for name in (CONNECTION, LATE, HANG):
+                for name in (self.error.name, CONNECTION, LATE, HANG):
                     self.error.with_name(name).unlink(missing_ok=True)
                 self._note(started_at=time.time())
             if self.interface and not self.network:

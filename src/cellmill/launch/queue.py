@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -134,7 +135,7 @@ class Queue:
         options = [f"--name={name}"]
         if signal:
             options.append(f"--signal={signal}")
-        return _complaint(self._command("scancel", *options, job_id))
+        return self.complaint("scancel", *options, job_id)
 
     def controller_has(self, job_id: str, name: str) -> bool:
         """True if scontrol shows that the job of this id and name is alive.
@@ -148,9 +149,21 @@ class Queue:
         fields = dict(re.findall(r"(\w+)=(\S*)", shown))
         return fields.get("JobName") == name and fields.get("JobState") in ALIVE
 
-    def release(self, job_id: str) -> str:
-        """Release a held job; return scontrol's error message, if any."""
-        return _complaint(self._command("scontrol", "release", job_id))
+    def complaint(self, program: str, *arguments: str) -> str:
+        """Run a command without output; return its error message, if any."""
+        try:
+            return call(self._command(program, *arguments)).stderr.strip()
+        except CommandError as error:
+            return str(error)
+
+    def maintenance_at(self) -> float:
+        """Begin of the next maintenance, in seconds since 1970; 0 if none is announced."""
+        with suppress(CommandError):
+            command = self._command("scontrol", "-o", "show", "reservation")
+            shown = ask(command, SLURM_TIME_FORMAT="%s")
+            starts = map(int, re.findall(r"StartTime=(\d+) .*Flags=\S*MAINT", shown))
+            return min((start for start in starts if start > time.time()), default=0)
+        return 0
 
     def _command(self, program: str, *arguments: str) -> list[str]:
         return [program, *on_cluster(self.cluster, *arguments)]
@@ -182,14 +195,6 @@ def living_jobs(jobs: Jobs, queue: Queue) -> list[QueuedJob]:
         living += newest.named(jobs.owns)
     by_id = {(job.job_id, job.name): job for job in living}
     return list(by_id.values())
-
-
-def _complaint(command: list[str]) -> str:
-    """The error message of a command that has no output."""
-    try:
-        return call(command).stderr.strip()
-    except CommandError as error:
-        return str(error)
 
 
 def parse(answer: str, cluster: str = "") -> list[QueuedJob]:

@@ -287,13 +287,10 @@ class SlurmLauncher:
 
     def _why_another(self, ended: JobRecord) -> str:
         """The reason for submitting another job. Raise UserError or Stopped if there is none."""
-        for applies, outcome in self._outcomes(ended):
-            if not applies:
-                continue
-            if isinstance(outcome, UserError):
-                raise outcome
-            return outcome
-        raise AssertionError("the last outcome always applies")
+        outcome = next(outcome for applies, outcome in self._outcomes(ended) if applies)
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
 
     def _outcomes(self, ended: JobRecord) -> Iterator[tuple[object, str | UserError]]:
         """Pairs of a test and its outcome, of which the first that applies counts.

@@ -45,6 +45,8 @@ TRANSIENT = re.compile(
 )
 # variables that are not named like their option
 _VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
+# keys of the profile that are called like their option
+_SAME_NAME = "slurm_partition slurm_account qos constraint gres reservation nodes".split()
 _MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu"}
 ONCE_PATIENCE_S = 120  # PATIENCE_S of a job that no training depends on
 POLL_S = 5.0
@@ -81,16 +83,10 @@ def submitting(machine: Machine) -> Iterator[None]:
 
 def sbatch_options(machine: Machine) -> dict[str, str | bool]:
     """Options of sbatch that request `machine`; True for those without a value."""
-    options = {
+    options = {key.removeprefix("slurm_"): getattr(machine, key) for key in _SAME_NAME}
+    options |= {
         "clusters": machine.slurm_cluster,
-        "partition": machine.slurm_partition,
-        "account": machine.slurm_account,
-        "qos": machine.qos,
-        "constraint": machine.constraint,
-        "gres": machine.gres,
         "gpus-per-node": machine.gpus_per_node,
-        "reservation": machine.reservation,
-        "nodes": machine.nodes,
         "cpus-per-task": str(machine.cpus),
         "time": str(machine.runtime),
     }
@@ -156,11 +152,7 @@ def _executor(machine: Machine, folder: Path, name: str) -> _Executor:
 
 
 class _NotSubmitted(Exception):
-    """sbatch gave no job. If SLURM is unreachable it may still accept it."""
-
-    def __init__(self, complaint: str, is_unreachable: bool) -> None:
-        super().__init__(complaint)
-        self.is_unreachable = is_unreachable
+    """sbatch gave no job: its complaint, and True if SLURM is unreachable and may still accept it."""
 
 
 @dataclass
@@ -238,8 +230,7 @@ class SlurmJobs:
             try:
                 return self._submit_once(job)
             except _NotSubmitted as error:
-                complaint = str(error)
-                is_unreachable = error.is_unreachable
+                complaint, is_unreachable = error.args
             quota = QUOTA.search(complaint)
             if is_unreachable:
                 line = f"warning: sbatch: {complaint}; trying again"
@@ -272,7 +263,7 @@ class SlurmJobs:
                 record = JobRecord.of(self.machine, folder, job_id, name, executor.cluster)
                 record.write()
         except BlockingIOError:
-            raise _NotSubmitted(NO_PROCESS, is_unreachable=True) from None
+            raise _NotSubmitted(NO_PROCESS, True) from None
         except (FailedJobError, FailedSubmissionError) as error:
             lines = [line.strip() for line in str(error).splitlines()]
             errors = [

@@ -377,8 +377,8 @@ def sentence(cost: dict[str, Any]) -> str:
         amount = "an unknown number of"
     else:
         amount = f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
-    jobs = len({start["job_id"] for start in starts if start["job_id"]})
-    local = len([start for start in starts if not start["job_id"]])
+    jobs = len({start["job_id"] for start in starts} - {""})
+    local = [start["job_id"] for start in starts].count("")
     where = []
     if jobs:
         where.append(f"{jobs} {'job' if jobs == 1 else 'jobs'}")
@@ -401,33 +401,30 @@ def _totals(
     """
     unknown = dict[str, str]()
     totals = dict[str, float | None]()
-
-    def hours(start: Start, number: float | None) -> float | None:
-        if number is None or start.elapsed_s is None:
-            return None
-        return number * start.elapsed_s / 3600
-
     ran = [start for start in starts if start.elapsed_s]
     why_not = why_not or "not in its accounting"
-    for name, values, reason in (
-        ("gpu_hours", [(start, hours(start, start.gpus)) for start in starts], LOST),
-        ("cpu_core_hours", [(start, hours(start, start.cpus)) for start in starts], LOST),
-        ("elapsed_s", [(start, start.elapsed_s) for start in starts], LOST),
-        ("queue_wait_s", [(start, start.queue_wait_s) for start in starts], LOST),
-        ("cpu_efficiency_frac", [(start, start.cpu_s) for start in ran], why_not),
-        ("max_memory_gb", [(start, start.max_memory_gb) for start in ran], why_not),
+    for name, field, counted, reason in (
+        ("gpu_hours", "gpus", starts, LOST),
+        ("cpu_core_hours", "cpus", starts, LOST),
+        ("elapsed_s", "elapsed_s", starts, LOST),
+        ("queue_wait_s", "queue_wait_s", starts, LOST),
+        ("cpu_efficiency_frac", "cpu_s", ran, why_not),
+        ("max_memory_gb", "max_memory_gb", ran, why_not),
     ):
-        lacking = [
-            start.job_id or "a start on this machine" for start, value in values if value is None
-        ]
-        known = [value for _, value in values if value is not None]
+        lacking = dict[str, None]()
+        known = [0.0]
+        for start in counted:
+            value = getattr(start, field)
+            if value is not None and name.endswith("_hours"):
+                value = start.elapsed_s and value * start.elapsed_s / 3600
+            if value is None:
+                lacking[start.job_id or "a start on this machine"] = None
+            else:
+                known.append(value)
+        totals[name] = max(known) if name == "max_memory_gb" else sum(known)
         if lacking:
-            unknown[name] = f"unknown for {', '.join(dict.fromkeys(lacking))}: {reason}"
+            unknown[name] = f"unknown for {', '.join(lacking)}: {reason}"
             totals[name] = None
-        elif name == "max_memory_gb":
-            totals[name] = max(known, default=0.0)
-        else:
-            totals[name] = sum(known)
     elapsed = totals["elapsed_s"]
     cores = totals["cpu_core_hours"]
     cpu_s = totals["cpu_efficiency_frac"]
