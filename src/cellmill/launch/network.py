@@ -35,7 +35,7 @@ def network_variables(wanted: str, available: Sequence[str], peer: str) -> dict[
     matches = matching_interfaces(wanted, available)
     if not matches:
         return {}
-    routed = routed_interface(peer) if len(matches) > 1 else None
+    routed = routed_interface(peer)
     return {
         "GLOO_SOCKET_IFNAME": routed if routed in matches else matches[0],
         "NCCL_SOCKET_IFNAME": wanted if wanted.startswith("^") else f"={','.join(matches)}",

@@ -97,9 +97,10 @@ class Queue:
         OTHER_JOB if the job of this id has another name.
         """
         try:
-            jobs = {job.job_id: job for job in self._listed(self.poll_s)}
-            if job_id not in jobs:  # a new job is in no earlier answer
-                jobs = {job.job_id: job for job in self._listed(0)}
+            for max_age_s in (self.poll_s, 0):  # a new job is in no earlier answer
+                jobs = {job.job_id: job for job in self._listed(max_age_s)}
+                if job_id in jobs:
+                    break
         except CommandError as error:
             return JobState(UNKNOWN, str(error))
         if job_id in jobs:
@@ -193,8 +194,7 @@ def living_jobs(jobs: Jobs, queue: Queue) -> list[QueuedJob]:
     newest = queue.for_cluster(jobs.cluster())
     if newest is not queue:
         living += newest.named(jobs.owns)
-    by_id = {(job.job_id, job.name): job for job in living}
-    return list(by_id.values())
+    return list({(job.job_id, job.name): job for job in living}.values())
 
 
 def parse(answer: str, cluster: str = "") -> list[QueuedJob]:

@@ -227,10 +227,8 @@ class Jobs:
 
     def record(self, job_id: str, name: str) -> JobRecord | None:
         """The record of a job; None if it was submitted but not recorded."""
-        for record in self.all():
-            if (record.job_id, record.name) == (job_id, name):
-                return record
-        return None
+        records = {(record.job_id, record.name): record for record in self.all()}
+        return records.get((job_id, name))
 
     def may_be_alive(self) -> bool:
         """True if SLURM must be queried: the newest submission has no end on record, or no record."""
