@@ -22,7 +22,7 @@ from cellmill.config import check_options
 from cellmill.config.machine import Machine
 from cellmill.data.genes.tables import gene_table
 from cellmill.launch.submit import End
-from cellmill.preflight.node_probe import bus_gb_per_s, busiest
+from cellmill.preflight.node_probe import find_bus_rate, find_busiest
 from cellmill.preflight.nodes import judge_allreduce, judge_end, judge_nodes
 from cellmill.runs.lock import locked
 from tests.distributed.command import pids_with, wait_for
@@ -593,18 +593,18 @@ def test_bandwidth_is_reported_with_its_interface() -> None:
 
 
 def test_loopback_traffic_does_not_count_as_network() -> None:
-    assert busiest({"lo": 900, "eth0": 300, "ib0": 20}, 100) == "eth0"
-    assert busiest({"lo": 900, "eth0": 30}, 100) == "lo", "all nodes are this machine"
-    assert busiest({"lo": 9, "eth0": 30, "mlx5_0": 700, "mlx5_1": 700}, 100) == "mlx5_0"
-    assert busiest({"lo": 9, "eth0": 30}, 100) is None
-    assert busiest({}, 100) is None
+    assert find_busiest({"lo": 900, "eth0": 300, "ib0": 20}, 100) == "eth0"
+    assert find_busiest({"lo": 900, "eth0": 30}, 100) == "lo", "all nodes are this machine"
+    assert find_busiest({"lo": 9, "eth0": 30, "mlx5_0": 700, "mlx5_1": 700}, 100) == "mlx5_0"
+    assert find_busiest({"lo": 9, "eth0": 30}, 100) is None
+    assert find_busiest({}, 100) is None
 
 
 def test_bus_bandwidth_is_defined_as_in_nccl_tests() -> None:
     # all_reduce_perf prints busbw = algbw * 2(n-1)/n; 2^30 bytes in 8 ms over 8 are 134.2 and 234.9
     # GB/s
-    assert bus_gb_per_s(1 << 30, 0.008, 8) == pytest.approx(134.217728 * 1.75)
-    assert bus_gb_per_s(1_000_000_000, 1.0, 2) == 1.0
+    assert find_bus_rate(1 << 30, 0.008, 8) == pytest.approx(134.217728 * 1.75)
+    assert find_bus_rate(1_000_000_000, 1.0, 2) == 1.0
 
 
 NOT_MOUNTED = f"work in a folder that every node mounts, or {KEYS} sbatch_options: exclude="

@@ -17,7 +17,7 @@ from cellmill.arguments import machine
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError
-from cellmill.preflight.profile import find_profile, read_profile, snakemake_finds
+from cellmill.preflight.profile import find_as_snakemake, find_profile, read_profile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -217,8 +217,8 @@ def test_a_name_is_looked_up_in_profiles_first(alone: Path) -> None:
         path = write("cores: 1\n", f"{place}/config.yaml")
         assert find_profile("one").resolve() == path.resolve()
         if place != "profiles/one":
-            assert snakemake_finds("one").resolve() == path.resolve()
-    assert snakemake_finds("one") == Path("one/config.yaml"), (
+            assert find_as_snakemake("one").resolve() == path.resolve()
+    assert find_as_snakemake("one") == Path("one/config.yaml"), (
         "Snakemake does not look into profiles/"
     )
 

@@ -15,8 +15,8 @@ import yaml
 
 from cellmill.cli import main
 from cellmill.config.machine import Machine
-from cellmill.preflight.checks import DECLARED, ON_A_GPU, NoInput
-from cellmill.preflight.profile import assigned, evaluate, read_profile
+from cellmill.preflight.checks import DECLARED, GPU_STAGES, NoInput
+from cellmill.preflight.profile import evaluate, parse_assignment, read_profile
 from tests.unit.slurm_site import CONFIG, command, scontrol
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -214,12 +214,12 @@ def test_no_attempt_exceeds_the_limits_of_its_partition(cluster: Cluster) -> Non
     )
     _, tree, _ = new("--partition", "debug")
     for stage, declared in DECLARED.items():
-        gpu = stage in ON_A_GPU
+        gpu = stage in GPU_STAGES
         for key, limit in (("runtime", 30 if gpu else 200), ("mem_mb", 1031000 if gpu else 20000)):
             # or its rule's
             text = tree["set-resources"].get(stage, {}).get(key, f"{declared[key][0]} * attempt")
             requests = [
-                evaluate(assigned(f"{key}={text}"), attempt=attempt, input=NoInput())[key]
+                evaluate(parse_assignment(f"{key}={text}"), attempt=attempt, input=NoInput())[key]
                 for attempt in range(1, tree["retries"] + 2)
             ]
             assert requests == sorted(requests), f"{stage} {key}: a retry gets less"

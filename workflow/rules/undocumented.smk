@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cellmill.config.load import read_yaml
 from cellmill.errors import one_line
-from cellmill.preflight.profile import Profile, machines_of_command
+from cellmill.preflight.profile import Profile, read_command
 
 is_main = workflow.is_main_process  # False in a job of a cluster, which parses the workflow again
 checkout = Path(str(workflow.current_basedir)).parents[1]
@@ -24,7 +24,7 @@ with one_line():
         read_yaml(Path(path))
     # `--set-resources train:nodes=2` replaces the whole set-resources of the profile: its keys for train and plan become
     # the defaults of these rules, those for others are set again, and only the command says which profile it is
-    machines = machines_of_command(words) if is_main else Profile()
+    machines = read_command(words) if is_main else Profile()
     for rule, resources in machines.discarded.items():
         resources.update(workflow.resource_settings.overwrite_resources.get(rule, {}))
         workflow.resource_settings.overwrite_resources[rule] = resources

@@ -45,9 +45,9 @@ from cellmill.preflight.nodes import check_job
 from cellmill.preflight.profile import (
     Profile,
     check_python,
-    of_machine,
+    find_as_snakemake,
+    name_entry,
     read_profile,
-    snakemake_finds,
 )
 from cellmill.preflight.site import ask_slurm
 
@@ -109,7 +109,7 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
         elif not can_queue:
             jobs[name] = [doubt("job", "not tried: the profile has to change first")]
         else:  # begins when its checks are shown
-            folder = out / of_machine(parsed.name, name)
+            folder = out / name_entry(parsed.name, name)
             jobs[name] = check_job(machine, parsed.device(name), folder, 60 * wait_min, facts[name])
     if facts:
         if parsed.options.get("executor") == "slurm":
@@ -166,7 +166,7 @@ def check_profile(
     processes = f"{machine.nodes} x {machine.nproc_per_node} processes"
     yield ok("profile", f"{profile.path}{over}: launcher {machine.launcher}, {processes}")
     if not name:
-        reads = snakemake_finds(typed)
+        reads = find_as_snakemake(typed)
         folder = profile.path.parent
         if reads is None:
             remedy = f"`cellmill profiles install` links it, or give {folder}"

@@ -9,7 +9,7 @@ from cellmill.errors import DataError, UserError
 from cellmill.files import atomic_path
 from cellmill.preflight.new_profile import choose_values
 from cellmill.preflight.partitions import Request
-from cellmill.preflight.profile import read_profile, snakemake_finds
+from cellmill.preflight.profile import find_as_snakemake, read_profile
 from cellmill.preflight.profile_text import Site, render
 from cellmill.preflight.site import ask_slurm
 
@@ -67,7 +67,7 @@ def profiles_new(
         raise UserError(
             "NAME default: Snakemake loads a profile of that name unasked; choose another"
         )
-    existing = snakemake_finds(str(folder)) if folder.exists() else None
+    existing = find_as_snakemake(str(folder)) if folder.exists() else None
     if existing is not None:
         raise UserError(f"{existing}: exists; choose another NAME, or remove it")
     match = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", nodes or "1")

@@ -1,9 +1,9 @@
 """Checks of a profile against SLURM: the training's request and every stage's.
 
 Each is one line of a preflight's result: ok, no, or ? for a doubt that does not stop the run.
-`sbatch --test-only` decides, and queues nothing. Only what it accepts and SLURM then never starts
-is checked here: a partition that is not up, its time limit, too few nodes that are up, and GPUs
-that none of them has.
+`sbatch --test-only` decides, and queues nothing. The checks here are for requests that it accepts
+and SLURM then never starts: a partition that is not up, a time above its limit, more nodes than
+are up, and GPUs that no node has.
 """
 
 import os
@@ -20,12 +20,18 @@ from cellmill.config.machine import Machine
 from cellmill.errors import ConfigError, UserError
 from cellmill.launch.submit import NEEDED
 from cellmill.preflight import site
-from cellmill.preflight.profile import Profile, assigned, check_machine, entries_of, evaluate
+from cellmill.preflight.profile import (
+    Profile,
+    check_machine,
+    evaluate,
+    list_entries,
+    parse_assignment,
+)
 from cellmill.preflight.site import Node, Partition, Refused, SlurmFacts
 from cellmill.runs.slurm import CommandError
 
 TRAIN = "set-resources: train:"  # section of the profile with the keys that remedies name
-ON_A_GPU = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")
+GPU_STAGES = ("embed", "embed_external", "predict", "knock_out", "evaluate", "predict_changes")
 DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "preprocess": {"mem_mb": (8000, 5), "runtime": (120, 200)},
     "vocabulary": {"mem_mb": (4000, 12), "runtime": (60, 300)},
@@ -36,15 +42,15 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "import": {"mem_mb": (8000, None), "runtime": (60, None)},
     "teach": {"mem_mb": (8000, 1), "runtime": (60, 300)},
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
-    **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in ON_A_GPU},
+    **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in GPU_STAGES},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
     "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
 }
-"""Stages that are jobs of their own, and what their rules declare: a number for the smallest input,
-and the MB of input that add 1 to it, both times the attempt. Declared values override
-default-resources; set-resources override them.
+"""Stages that are jobs, and the resources that their rules declare: a number for the smallest input,
+and how many MB of input add 1 to it. Both are multiplied by the attempt. Declared values override
+default-resources; set-resources override declared values.
 """
-THREADS = dict.fromkeys((*ON_A_GPU, "zoo"), 4)  # CPU cores of rules that declare more than one
+THREADS = dict.fromkeys((*GPU_STAGES, "zoo"), 4)  # CPU cores of rules that declare more than one
 _KEYS = {"slurm_partition", "slurm_account", "qos", "constraint", "gres", "mem_mb", "runtime"}
 
 
@@ -62,7 +68,7 @@ class Check:
         return f"{line}; {self.remedy}" if self.remedy else line
 
     def renamed(self, what: str, machine: str) -> Self:
-        """The check of a named machine, whose own keys are to change."""
+        """The check for a named machine: its remedy names the keys of that machine."""
         entry = r"(set-resources: (?:train|plan(?=: device)))\b"
         remedy = re.sub(entry, rf"\1.{machine}", self.remedy)
         return replace(self, what=f"{what}, {self.what}", remedy=remedy)
@@ -130,9 +136,9 @@ def check_training(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
 
 
 def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
-    """Checks of the first requested partition that fits, then what sbatch says.
+    """Checks of the first requested partition that fits, then the answer of sbatch.
 
-    If none fits, only the checks of the first.
+    If none fits, only the checks of the first partition.
     """
     partitions = facts.partitions
     requested = machine.slurm_partition.split(",")
@@ -157,12 +163,12 @@ def check_request(machine: Machine, facts: SlurmFacts) -> Iterator[Check]:
     if fitting is None:
         return
     try:
-        yield ok("start", f"SLURM expects {site.estimate(machine)}")
+        yield ok("start", f"SLURM expects {site.estimate_start(machine)}")
     except CommandError as error:
         yield doubt("start", f"no estimate: {error}")
     except Refused as error:
-        result = f"sbatch refuses {request_text(machine)}: {error}"
-        yield no("start", result, _keys_of(str(error), machine, fitting, facts))
+        result = f"sbatch refuses {describe_request(machine)}: {error}"
+        yield no("start", result, _find_keys(str(error), machine, fitting, facts))
 
 
 def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) -> Iterator[Check]:
@@ -183,11 +189,12 @@ def _check_partition(machine: Machine, partition: Partition, facts: SlurmFacts) 
     yield judge(len(up) >= fewest, "nodes", text, remedy)
     if len(up) < fewest:
         return
-    kinds = sorted({gpus_text(node.gpus) for node in up if node.gpus})
+    kinds = sorted({describe_gpus(node.gpus) for node in up if node.gpus})
     have = f"nodes of {name} have {' and '.join(kinds)}" if kinds else f"{name} has none"
     if machine.gpus:
         enough = len(_with_gpus(machine, partition))
-        text = f"{have}, requested: {gpus_text(machine.gpus_by_type)} on each of {machine.nodes}: {enough} have enough"
+        requested = describe_gpus(machine.gpus_by_type)
+        text = f"{have}, requested: {requested} on each of {machine.nodes}: {enough} have enough"
         key = "gpus_per_node" if machine.gpus_per_node else "gres"
         remedy = f"{TRAIN} {key}, or another slurm_partition"
         if not kinds:
@@ -205,17 +212,17 @@ def _with_gpus(machine: Machine, partition: Partition) -> list[Node]:
     """Nodes that are up and have the GPUs that the machine requests."""
     nodes = partition.up
     for kind, number in machine.gpus_by_type.items():
-        nodes = [node for node in nodes if node.gpus_of(kind) >= number]
+        nodes = [node for node in nodes if node.count_gpus(kind) >= number]
     return nodes
 
 
-def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmFacts) -> str:
-    """Keys that SLURM's refusal is about, with the values that it accepts."""
+def _find_keys(refusal: str, machine: Machine, partition: Partition, facts: SlurmFacts) -> str:
+    """Remedy for SLURM's refusal: the keys that it is about, and values that SLURM accepts."""
     nodes = _with_gpus(machine, partition)
     features = sorted(frozenset().union(*(node.features for node in nodes)))
     for word, key, values in (
         ("invalid account", "slurm_account", sorted(facts.accounts)),
-        ("invalid qos", "qos", sorted(facts.qos_of(machine.slurm_account))),
+        ("invalid qos", "qos", sorted(facts.list_qos(machine.slurm_account))),
         ("feature", "constraint", features),
         ("reservation", "reservation", []),
     ):
@@ -226,7 +233,7 @@ def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmF
         return f"{TRAIN} mem_mb_per_cpu or mem_mb_per_gpu instead of {machine.memory_key}"
     if not re.search("node configuration|memory|cpu", refusal, re.IGNORECASE):
         return f"change {TRAIN[:-1]}"
-    # the most that as many nodes as are requested have
+    # the most that is met by as many nodes as are requested
     fewest = machine.node_counts[0]
     memory_mb = sorted(node.usable_mb for node in nodes)[-fewest]
     cpus = sorted(node.cpus for node in nodes)[-fewest]
@@ -236,13 +243,13 @@ def _keys_of(refusal: str, machine: Machine, partition: Partition, facts: SlurmF
     return remedy
 
 
-def gpus_text(gpus: dict[str, int]) -> str:
+def describe_gpus(gpus: dict[str, int]) -> str:
     """GPUs of a node: 4 x a100, 1 x h100."""
     texts = [f"{number} x {kind}" if kind else str(number) for kind, number in sorted(gpus.items())]
     return ", ".join(texts)
 
 
-def request_text(machine: Machine) -> str:
+def describe_request(machine: Machine) -> str:
     """The request of a job in words."""
     gpus = machine.gpus_per_node or machine.gres
     parts = [
@@ -258,26 +265,26 @@ def request_text(machine: Machine) -> str:
 
 
 class NoInput(list[str]):
-    """Unknown input files of a job: resources that grow with their size are the smallest job's."""
+    """Input files of a job that are unknown: resources that grow with them are the smallest job's."""
 
     size_mb = 0
 
 
 def check_stages(profile: Profile, unused: Container[str], facts: SlurmFacts) -> Iterator[Check]:
-    """A line for each stage but the unused: its job fits in every attempt, or why not."""
+    """A line for each used stage: its job fits in every attempt, or why it does not."""
     attempts = range(1, 2 + int(profile.options.get("retries") or 0))
     for stage in DECLARED:
         if stage in unused:
             continue
         what = f"stage {stage}"
         try:
-            machines = [stage_machine(profile, stage, attempt) for attempt in attempts]
+            machines = [make_stage_machine(profile, stage, attempt) for attempt in attempts]
         except ConfigError as error:
             yield no(what, str(error))
             continue
         # a request grows with the attempt: if the last attempt fits, all do
         if _problem(machines[-1], facts) is None:
-            yield ok(what, f"fits {request_text(machines[0])}")
+            yield ok(what, f"fits {describe_request(machines[0])}")
             continue
         problem = None
         attempt = 0
@@ -300,22 +307,22 @@ def _problem(machine: Machine, facts: SlurmFacts) -> Check | None:
     return None
 
 
-def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
+def make_stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     """The request of a stage's job, as the executor plugin makes it.
 
-    What depends on the input files is unknown here, and left out. Raise ConfigError naming a value
-    that is wrong.
+    Resources that depend on the input files are unknown here and left out. Raise ConfigError naming
+    a value that is wrong.
     """
     options = profile.options
     path = profile.path
-    threads = parse_set_threads(entries_of(options, "set-threads", path)).get(stage)
+    threads = parse_set_threads(list_entries(options, "set-threads", path)).get(stage)
     known = {
         "attempt": attempt,
         "threads": THREADS.get(stage, 1) if threads is None else threads.value,
     }
-    resources = _evaluated(entries_of(options, "default-resources", path), known)
+    resources = _evaluated(list_entries(options, "default-resources", path), known)
     resources |= {key: base * attempt for key, (base, _) in DECLARED[stage].items()}
-    entries = entries_of(options, "set-resources", path, stage)
+    entries = list_entries(options, "set-resources", path, stage)
     resources |= _evaluated([entry.removeprefix(f"{stage}:") for entry in entries], known)
     machine = {key: value for key, value in resources.items() if key in _KEYS and value is not None}
     gpus = resources.get("gpu")
@@ -335,11 +342,11 @@ def stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
 
 
 def _evaluated(assignments: list[str], known: dict[str, int]) -> dict[str, Any]:
-    """Resources as Snakemake evaluates them; None for what depends on the input."""
+    """Resources as Snakemake evaluates them; None for those that depend on the input."""
     values: dict[str, Any] = {}
     for assignment in assignments:
         try:
-            values |= evaluate(assigned(assignment), input=NoInput(), **known)
+            values |= evaluate(parse_assignment(assignment), input=NoInput(), **known)
         except Exception:  # whatever the expression raises
             values[assignment.partition("=")[0]] = None
     return values

@@ -95,7 +95,7 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
 def _stage_partition(
     facts: SlurmFacts, partition: Partition, nodes: list[Node], account: str, qos: str
 ) -> StagePartition:
-    """The partition with the most that a job of one node may request there."""
+    """The partition, with the largest request of a job of one node."""
     memory_mb = [node.usable_mb for node in nodes]
     limit_min, _ = facts.limit(partition, account, qos)
     return StagePartition(
@@ -126,8 +126,8 @@ def _account(facts: SlurmFacts, request: Request, partition: Partition) -> Reaso
 
 
 def _qos(facts: SlurmFacts, partition: Partition, account: str) -> Reasoned[str]:
-    """A QOS of this user, if the partition does not accept every one."""
-    accepted = facts.qos_of(account) & (partition.qos or set())
+    """A QOS of this user that the partition names; empty if there is none, or it names none."""
+    accepted = facts.list_qos(account) & (partition.qos or set())
     if not accepted:
         return Reasoned("")
     name = min(accepted, key=lambda qos: (qos != "normal", qos))
@@ -166,7 +166,7 @@ def _shares(offer: Offer) -> list[float]:
     """Fraction of each node that goes with the training's GPUs."""
     if not offer.gpus:
         return [1.0] * len(offer.nodes)
-    return [offer.gpus / node.gpus_of("") for node in offer.nodes]
+    return [offer.gpus / node.count_gpus("") for node in offer.nodes]
 
 
 def _memory(offer: Offer) -> tuple[str, Reasoned[int]]:
@@ -231,7 +231,7 @@ def _device(offer: Offer) -> Reasoned[str]:
         if offer.is_sliced:
             why = f"{source} of the nodes (scontrol); a slice has less memory than it assumes"
             return Reasoned(device, why)
-        # such as gpu_40gb next to a100; 40g may be the network's
+        # a feature such as gpu_40gb next to a100; 40g alone may be the network's
         sized = {}
         for feature in features if list_memory_sizes(device) else ():
             if "gb" in feature.lower():

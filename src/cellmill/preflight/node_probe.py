@@ -50,12 +50,12 @@ def main(folder: Path) -> None:
     node = rank // local_world
     nodes = world // local_world
     if local_rank == 0:
-        write_json(folder / f"node-{node:03}.json", facts(folder, node))
+        write_json(folder / f"node-{node:03}.json", report_node(folder, node))
     store = connect(world)
     store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
     if local_rank == 0:
-        store.set(f"gpus-{node}", str(len(gpu_names())))
-    # one backend for all: a node that lacks GPUs must be reported, not waited for
+        store.set(f"gpus-{node}", str(len(list_gpus())))
+    # all processes take one backend, or those with GPUs would wait for a node that lacks them
     has_gpus = all(int(store.get(f"gpus-{index}")) >= local_world for index in range(nodes))
     device = torch.device("cpu")
     backend = "gloo"
@@ -80,12 +80,12 @@ def main(folder: Path) -> None:
         raise RuntimeError(
             f"an all-reduce of ones over {world} processes gave {total.min().item():g}"
         )
-    speed = bus_bandwidth(inside, local_world, device, n_bytes)
-    before = carried()
-    between = bus_bandwidth(None, world, device, n_bytes) if nodes > 1 else None
+    speed = measure_bandwidth(inside, local_world, device, n_bytes)
+    before = count_carried_bytes()
+    between = measure_bandwidth(None, world, device, n_bytes) if nodes > 1 else None
     if local_rank == 0:
-        moved = {name: count - before.get(name, 0) for name, count in carried().items()}
-        used = busiest(moved, n_bytes) if between is not None else None
+        moved = {name: count - before.get(name, 0) for name, count in count_carried_bytes().items()}
+        used = find_busiest(moved, n_bytes) if between is not None else None
         entry = {"host": node_name(), "inside": speed, "interface": used}
         store.set(f"node-{node}", json.dumps(entry))
     if rank == 0:
@@ -106,20 +106,17 @@ def main(folder: Path) -> None:
 
 
 def connect(world: int) -> dist.Store:
-    """The store through which the processes find each other.
-
-    A single process has no agent that would serve one.
-    """
+    """The store through which the processes find each other; a single process has its own."""
     if world == 1:
         return dist.HashStore()
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=CONNECT_WITHIN_S)))
     return store
 
 
-def facts(folder: Path, node: int) -> dict[str, Any]:
+def report_node(folder: Path, node: int) -> dict[str, Any]:
     """Report of this node: versions, hardware, write speed, and what it sees of the shared folder."""
-    write_s, error = write_speed(folder / f"written-{node:03}.bin")
-    gpus = gpu_names()
+    write_s, error = time_write(folder / f"written-{node:03}.bin")
+    gpus = list_gpus()
     nccl = None
     if torch.version.cuda and gpus:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -133,7 +130,7 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
         "driver": driver_version(),
         "gpus": gpus,
         "cpus": len(os.sched_getaffinity(0)),
-        "interfaces": sorted(links()),
+        "interfaces": sorted(count_link_bytes()),
         "written_bytes": WRITTEN_BYTES,
         "write_s": write_s,
         "write_error": error,
@@ -144,7 +141,7 @@ def facts(folder: Path, node: int) -> dict[str, Any]:
     return value | {"token": head["token"], "head_time": head["time"], "time": time.time()}
 
 
-def write_speed(path: Path) -> tuple[float | None, str | None]:
+def time_write(path: Path) -> tuple[float | None, str | None]:
     """Seconds to write and fsync a file of `WRITTEN_BYTES`, or the error."""
     block = os.urandom(1 << 20)  # random: compression must not make the disk look fast
     began = time.monotonic()
@@ -161,21 +158,21 @@ def write_speed(path: Path) -> tuple[float | None, str | None]:
         path.unlink(missing_ok=True)
 
 
-def gpu_names() -> list[str]:
+def list_gpus() -> list[str]:
     """Product names of the visible GPUs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(i) for i in range(visible)]
 
 
-def links() -> dict[str, int]:
+def count_link_bytes() -> dict[str, int]:
     """Bytes received and sent by each network interface of this process's namespace."""
     counters = psutil.net_io_counters(pernic=True).items()
     return {name: counter.bytes_sent + counter.bytes_recv for name, counter in counters}
 
 
-def carried() -> dict[str, int]:
+def count_carried_bytes() -> dict[str, int]:
     """Bytes received and sent by interfaces and InfiniBand devices; RDMA bypasses the interfaces."""
-    n_bytes = links()
+    n_bytes = count_link_bytes()
     for counter in Path("/sys/class/infiniband").glob("*/ports/*/counters/port_*_data"):
         if counter.name in ("port_xmit_data", "port_rcv_data"):
             device = counter.parts[-5]
@@ -185,7 +182,7 @@ def carried() -> dict[str, int]:
     return n_bytes
 
 
-def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
+def find_busiest(moved: dict[str, int], n_bytes: int) -> str | None:
     """The device that carried most of an all-reduce of `n_bytes` between nodes.
 
     None if the counters show none. The loopback interface carries the traffic inside a node, so it
@@ -198,7 +195,7 @@ def busiest(moved: dict[str, int], n_bytes: int) -> str | None:
     return None
 
 
-def bus_bandwidth(
+def measure_bandwidth(
     group: dist.ProcessGroup | None, size: int, device: torch.device, n_bytes: int
 ) -> float | None:
     """Bus bandwidth of an all-reduce of `n_bytes` over a group of `size`, in GB/s (10^9 bytes).
@@ -217,10 +214,10 @@ def bus_bandwidth(
             torch.cuda.synchronize()
     took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-    return bus_gb_per_s(n_bytes, took.item(), size)
+    return find_bus_rate(n_bytes, took.item(), size)
 
 
-def bus_gb_per_s(n_bytes: int, seconds: float, size: int) -> float:
+def find_bus_rate(n_bytes: int, seconds: float, size: int) -> float:
     """Bus bandwidth of an all-reduce over `size` processes, each with `n_bytes`.
 
     Source: nccl-tests, doc/PERFORMANCE.md.

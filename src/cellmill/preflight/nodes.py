@@ -37,7 +37,7 @@ HEAD = "head.json"  # rewritten by this machine every second: its token and time
 ALLREDUCE = "allreduce.json"
 JOB_MIN = 10  # time limit of the job; it takes well under a minute once its nodes have connected
 SAVE_WITHIN_S = 30
-SETTLE_S = 30  # how long a shared folder may take to show what a node wrote
+SETTLE_S = 30  # most seconds until a shared folder shows a file that a node wrote
 
 
 Reports = list[dict[str, Any]]
@@ -45,7 +45,7 @@ Reports = list[dict[str, Any]]
 
 
 def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
-    """Verdict on the job; if it failed, how far it came. `hosts` are those that reported."""
+    """Verdict on the job, and how far it came if it failed. `hosts` are the nodes that reported."""
     job = f"job {end.job_id}" if end.job_id else "its processes"
     where = f" on {end.nodes}" if end.nodes else ""
     log = f" (log: {end.log})" if end.log else ""
@@ -57,15 +57,14 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     if end.lost is not None:
         tasks, reason = end.lost
         problem = f"could not start: {reason}"
-        silent = _hosts_of_tasks(tasks, expand(end.nodes))
+        silent = _find_hosts(tasks, expand(end.nodes))
     if end.lost is not None or (silent and hosts):
         names = ",".join(silent)
         remedy = (
             f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
         )
         return no("shared folder", f"{names} {problem}{log}", remedy)
-    # without SLURM there is no module, container or choice of network that a profile could have
-    # wrong
+    # without SLURM, a profile has no module, container or network that could be wrong
     if end.error:
         remedy = f"{TRAIN} interface, modules or container may be wrong" if end.job_id else ""
         return no("job", f"{end.error}{log}", remedy)
@@ -84,8 +83,8 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
     return no("job", f"{ended} any process reported{last}{log}", remedy)
 
 
-def _hosts_of_tasks(tasks: str, nodes: list[str]) -> list[str]:
-    """Hosts of tasks that did not start: numbers such as 0-2,5, or the name of a node."""
+def _find_hosts(tasks: str, nodes: list[str]) -> list[str]:
+    """Hosts of tasks that did not start. `tasks` are numbers, such as 0-2,5, or the name of a node."""
     if not re.fullmatch(r"[\d,-]+", tasks):
         return [tasks]
     by_number = dict(enumerate(nodes))  # one task on each node, in the nodes' order
@@ -94,7 +93,9 @@ def _hosts_of_tasks(tasks: str, nodes: list[str]) -> list[str]:
 
 
 def judge_nodes(machine: Machine, device: str, nodes: Reports, token: str) -> Iterator[Check]:
-    """Verdicts on the nodes' reports; `token` is what this machine wrote, `device` the plan's."""
+    """Verdicts on the nodes' reports. `token` is the one that this machine wrote, `device` that of the
+    plan.
+    """
     blind = [node["host"] for node in nodes if node["token"] != token]
     if blind:
         yield no(
@@ -130,9 +131,9 @@ def judge_disk(nodes: Reports) -> Check:
 
 
 def judge_version(what: str, nodes: Reports, here: str | None) -> Iterator[Check]:
-    """Verdict on a version: the same on all nodes, and equal to `here` if given.
+    """Verdict on a version, which must be the same on all nodes, and equal to `here` if given.
 
-    Nothing if none has any.
+    No verdict if no node has any.
     """
     label = {"cuda": "CUDA", "nccl": "NCCL"}.get(what, what)
     hosts_by_version: dict[str | None, list[str]] = defaultdict(list)
@@ -153,15 +154,14 @@ def judge_version(what: str, nodes: Reports, here: str | None) -> Iterator[Check
     is_same = True
     if here is not None:
         text += f", {here} here"
-        # a container may have another patch release of Python: only strings and numbers are handed
-        # over
+        # a container may have another patch release of Python: they exchange only text and numbers
         digits = 2 if what == "python" else None
         is_same = version.split(".")[:digits] == here.split(".")[:digits]
     yield judge(is_same, label, text, f"{TRAIN} modules or container; or this environment")
 
 
 def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
-    """Verdict on GPUs, of which each process needs one if any were requested or any are visible."""
+    """Verdict on GPUs: if any are requested or visible, each process needs one."""
     if machine.device == "cpu":
         return ok("GPUs", "device: cpu: processes compute on CPU cores")
     if not machine.gpus and not any(node["gpus"] for node in nodes):
@@ -263,7 +263,8 @@ def _names(nodes: Reports) -> str:
 def check_job(
     machine: Machine, device: str, folder: Path, wait_s: float, record: dict[str, Any]
 ) -> Iterator[Check]:
-    """Run the job of a preflight, then judge. `record` gets how the job ran and the nodes' reports.
+    """Run the job of a preflight, then judge. Add the job's end and the nodes' reports to `record`.
+
     Raise KeyboardInterrupt if a signal ended it.
     """
     token = secrets.token_hex(8)

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from cellmill.errors import UserError
 from cellmill.planner.devices import DEVICES, recognise_device
-from cellmill.preflight.checks import gpus_text
+from cellmill.preflight.checks import describe_gpus
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 DAY_MIN = 1440
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Reasoned(NamedTuple, Generic[T]):
-    """A value, and where it is from."""
+    """A value and its source, in words."""
 
     value: T
     why: str = ""
@@ -51,7 +51,7 @@ class Offer:
 
     @property
     def merits(self) -> dict[str, int]:
-        """Reasons to prefer it; the first difference decides."""
+        """Reasons to prefer the offer, the most important first."""
         return {
             "whole GPUs": int(not self.is_sliced),
             "most GPUs per node": self.gpus,
@@ -70,7 +70,7 @@ class Offer:
 
 
 def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
-    """The best offer. Raise UserError if SLURM has no such partition, or not as much of it."""
+    """The best offer. Raise UserError if there is no such partition, or it has less than requested."""
     name = request.partition
     partitions = facts.usable()
     if name:
@@ -89,7 +89,9 @@ def choose_training(facts: SlurmFacts, request: Request) -> Reasoned[Offer]:
         wish += f"--nodes {request.nodes or 1}"
         if request.gpus is not None:
             wish += f" --gpus {request.gpus}"
-        contents = [f"{partition.name}: {_contents(partition)}" for partition in partitions]
+        contents = [
+            f"{partition.name}: {_describe_contents(partition)}" for partition in partitions
+        ]
         available = "; ".join(sorted(contents)) or "nothing"
         raise UserError(f"{wish}: expected at most what is up, which is {available}")
     best, *others = sorted(offers, key=lambda offer: offer.sort_key)
@@ -136,7 +138,9 @@ def choose_for_stages(facts: SlurmFacts, training: Partition) -> Reasoned[Partit
 
 
 def _offers(partition: Partition, request: Request) -> Iterator[Offer]:
-    """At most one offer for each type of GPU: as many on each node as enough nodes have."""
+    """An offer for each type of GPU that enough nodes have, with the most GPUs per node that they
+    all have.
+    """
     nodes = partition.up
     n_nodes = int(request.nodes.rpartition("-")[2] or 1)
     if n_nodes > min(partition.max_nodes or n_nodes, len(nodes)):
@@ -161,9 +165,9 @@ def useful_limit(partition: Partition) -> int:
     return min(partition.limit_min or DAY_MIN, DAY_MIN)
 
 
-def _contents(partition: Partition) -> str:
+def _describe_contents(partition: Partition) -> str:
     """Nodes of a partition that are up, by their GPUs."""
-    kinds = Counter(gpus_text(node.gpus) or "no GPU" for node in partition.up)
+    kinds = Counter(describe_gpus(node.gpus) or "no GPU" for node in partition.up)
     texts = []
     for kind, number in kinds.items():
         texts.append(f"{number} {'node' if number == 1 else 'nodes'} with {kind}")

@@ -46,8 +46,10 @@ Rules = dict[str, Values]
 """Resources by the entry of set-resources: `train`, `plan`, and `train.NAME` and `plan.NAME` of
 named machines.
 """
-_OF_SNAKEMAKE = frozenset({"tmpdir", "disk_mb"})  # every rule has them; no training depends on them
-_OF_A_SITE = (
+_SNAKEMAKE_KEYS = frozenset(
+    {"tmpdir", "disk_mb"}
+)  # every rule has them; no training depends on them
+_SITE_KEYS = (
     "slurm_cluster",
     "slurm_partition",
     "slurm_account",
@@ -66,9 +68,9 @@ class Profile:
     name: str = "profile"
     path: Path = Path("the profile")  # its file
     rules: Rules = field(default_factory=dict)
-    # the file of profiles/default, which Snakemake always loads and which wins key by key
+    # the file of profiles/default, which Snakemake always loads: its keys win
     over: Path | None = None
-    # all options of Snakemake in it; mappings are lists of assignments
+    # all options of Snakemake in the profile; mappings are lists of assignments
     options: Values = field(default_factory=dict)
     # False for a command that starts no training, such as --report, and needs no profile
     trains: bool = True
@@ -85,15 +87,15 @@ class Profile:
         return self.rules.get("plan", {})
 
     def resources(self, machine: str | None, rule: str) -> Values:
-        """Keys of a rule that the named machine changes; none for no name or an unknown one."""
-        return self.rules.get(of_machine(rule, machine), {}) if machine else {}
+        """Keys of a rule that the named machine changes; empty for None or an unknown machine."""
+        return self.rules.get(name_entry(rule, machine), {}) if machine else {}
 
     def machine(self, name: str = "") -> Machine:
         """The machine of a training, or the one called `name`.
 
         Raise ConfigError naming the key that is wrong.
         """
-        entry = of_machine("train", name)
+        entry = name_entry("train", name)
         names = dict.fromkeys(entry.partition(".")[2] for entry in self.rules if "." in entry)
         if name and name not in names:
             hint = f"it has none; set-resources: {entry} adds it"
@@ -109,9 +111,9 @@ class Profile:
     @property
     def unread(self) -> list[str]:
         """Keys of `default-resources` that a training needs too, but that do not reach it."""
-        entries = entries_of(self.options, "default-resources", self.path)
+        entries = list_entries(self.options, "default-resources", self.path)
         defaults = {entry.partition("=")[0] for entry in entries}
-        return [name for name in _OF_A_SITE if name in defaults - self.train.keys()]
+        return [name for name in _SITE_KEYS if name in defaults - self.train.keys()]
 
 
 def check_machine(resources: Values, source: str, rule: str) -> Machine:
@@ -119,13 +121,13 @@ def check_machine(resources: Values, source: str, rule: str) -> Machine:
 
     Raise ConfigError naming the key in `source` that is wrong.
     """
-    options = {key: value for key, value in resources.items() if key not in _OF_SNAKEMAKE}
+    options = {key: value for key, value in resources.items() if key not in _SNAKEMAKE_KEYS}
     machine: Machine = check_options(Machine, options, f"{source}: set-resources: {rule}")
     return machine
 
 
-def of_machine(rule: str, name: str) -> str:
-    """The entry of a rule in `set-resources` for the machine `name`; without one, the rule's own."""
+def name_entry(rule: str, name: str) -> str:
+    """Name of a rule's entry in `set-resources` for the machine `name`; without a name, the rule's."""
     return f"{rule}.{name}" if name else rule
 
 
@@ -137,8 +139,8 @@ def find_profile(name: str) -> Path:
     local = Path("profiles") / name
     path = None
     if Path(name).name == name and local.exists():
-        path = snakemake_finds(str(local))
-    path = path or snakemake_finds(name)
+        path = find_as_snakemake(str(local))
+    path = path or find_as_snakemake(name)
     if path:
         return path
     dirs = get_appdirs()
@@ -147,17 +149,17 @@ def find_profile(name: str) -> Path:
     raise ConfigError(f"no profile {name!r}: none of {listed} is a profile or has a config.yaml")
 
 
-def snakemake_finds(name: str) -> Path | None:
+def find_as_snakemake(name: str) -> Path | None:
     """The file that `snakemake --profile NAME` reads from here; None if it finds none."""
     profile = get_profile_dir(name)  # folder and file
     return None if profile is None else profile[1]
 
 
-def workflow_profile(name: str) -> Path | None:
+def find_workflow_profile(name: str) -> Path | None:
     """The file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles."""
     for path in (Path(name), Path("profiles") / name):
         if path.exists():
-            return snakemake_finds(str(path))
+            return find_as_snakemake(str(path))
     return None
 
 
@@ -165,37 +167,37 @@ def read_profile(name: str) -> Profile:
     """The profile `name`, or at that path. Raise ConfigError naming the file and what is wrong."""
     path = find_profile(name)
     options = _parse(path)
-    over = workflow_profile("default")
+    over = find_workflow_profile("default")
     if over is not None and over.resolve() == path.resolve():
         over = None
     if over is not None:
         options |= _parse(over)
-    threads = parse_set_threads(entries_of(options, "set-threads", path)).get("train")
+    threads = parse_set_threads(list_entries(options, "set-threads", path)).get("train")
     entries: Rules = defaultdict(dict)
-    for entry in entries_of(options, "set-resources", path):
+    for entry in list_entries(options, "set-resources", path):
         rule, colon, assignment = entry.partition(":")
         if not colon:
             raise ConfigError(f"{path}: set-resources: expected rule:resource=value, got {entry!r}")
         if _is_ours(rule):
             where = f"{path}: set-resources: {rule}"
-            values = _checked(assignment, 1 if threads is None else threads.value, where)
+            values = _evaluate_entry(assignment, 1 if threads is None else threads.value, where)
             twice = entries[rule].keys() & values
             if twice:
                 raise ConfigError(f"{where}: {twice.pop()} is given twice, in two units")
             entries[rule] |= values
-    entries_of(options, "default-resources", path)  # a mapping too
+    list_entries(options, "default-resources", path)  # a mapping too
     is_in_folder = re.fullmatch(r"(profile|config)(\.v\d+\+)?\.yaml", path.name)
     stem = path.parent.name if is_in_folder else path.stem
     plain_name = re.sub(r"[^A-Za-z0-9_.-]", "", stem) or "profile"
-    return Profile(plain_name, path, _without_inherited_gpus(entries), over, options)
+    return Profile(plain_name, path, _drop_inherited_gpus(entries), over, options)
 
 
 def _is_ours(rule: str) -> bool:
     return rule.partition(".")[0] in ("train", "plan")
 
 
-def _without_inherited_gpus(rules: Rules) -> Rules:
-    """The entries; a named machine that sets gres does not inherit gpus_per_node, and vice versa."""
+def _drop_inherited_gpus(rules: Rules) -> Rules:
+    """The entries, where a named machine that sets gres inherits no gpus_per_node, and vice versa."""
     for entry, resources in rules.items():
         for key, other in _EITHER.items():
             if "." in entry and key in resources:
@@ -217,7 +219,7 @@ def _parse(path: Path) -> Values:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 
-def entries_of(options: Values, key: str, path: Path, rule: str = "") -> list[str]:
+def list_entries(options: Values, key: str, path: Path, rule: str = "") -> list[str]:
     """Assignments of an option that is a mapping, optionally for one `rule`.
 
     Raise ConfigError for another value.
@@ -229,7 +231,7 @@ def entries_of(options: Values, key: str, path: Path, rule: str = "") -> list[st
     return [str(entry) for entry in entries if str(entry).startswith(prefix)]
 
 
-def assigned(assignment: str) -> Values:
+def parse_assignment(assignment: str) -> Values:
     """Snakemake's resource of a text `name=value`, by its name without a unit."""
     return dict(parse_set_resources([f"rule:{assignment}"])["rule"])
 
@@ -237,7 +239,7 @@ def assigned(assignment: str) -> Values:
 def evaluate(resources: Mapping[str, Any], **known: Any) -> Values:
     """Resources as Snakemake gives them to a rule. Raise whatever an expression raises.
 
-    `known` has threads, attempt and input if they are not 1, 1 and [].
+    `known` has threads, attempt and input if they are not 1, 1 and empty.
     """
     scope = {
         "wildcards": {},
@@ -250,12 +252,12 @@ def evaluate(resources: Mapping[str, Any], **known: Any) -> Values:
     return {name: resource.evaluate(**scope).value for name, resource in resources.items()}
 
 
-def _checked(assignment: str, threads: int, where: str) -> Values:
-    """The resource of an assignment. Raise ConfigError with advice if Snakemake reads it otherwise."""
+def _evaluate_entry(assignment: str, threads: int, where: str) -> Values:
+    """The resource of an assignment. Raise ConfigError with advice if Snakemake misreads its text."""
     key, _, text = assignment.partition("=")
     quotes = f"write \"'{text}'\", in both quotes"
     try:
-        values = evaluate(assigned(assignment), threads=threads)
+        values = evaluate(parse_assignment(assignment), threads=threads)
     except Exception:  # whatever the expression raises
         if re.fullmatch(r"-\d+", text):
             advice = f"{text} is negative"
@@ -275,16 +277,16 @@ def _checked(assignment: str, threads: int, where: str) -> Values:
     return values
 
 
-def machines_of_command(arguments: Sequence[str]) -> Profile:
+def read_command(arguments: Sequence[str]) -> Profile:
     """Machines of a command line (without `snakemake`).
 
-    Of several profiles the last one that sets resources counts, as in Snakemake; what the command
-    sets for train holds for every machine. Raise ConfigError naming the file and what is wrong.
+    Of several profiles, the last one that sets resources counts, as in Snakemake. Keys that the
+    command sets for train hold for every machine. Raise ConfigError naming the file and the fault.
     """
     options, _ = get_argument_parser().parse_known_args(list(arguments))
     last = options.workflow_profile or "default"
-    paths = [snakemake_finds(name) for name in options.profile or [] if name != "none"]
-    paths.append(None if last == "none" else workflow_profile(last))
+    paths = [find_as_snakemake(name) for name in options.profile or [] if name != "none"]
+    paths.append(None if last == "none" else find_workflow_profile(last))
     profile = Profile()
     for path in paths:
         if path is not None:
@@ -294,7 +296,7 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
     for entry, resources in (options.set_resources or {}).items():
         if _is_ours(entry):
             typed[entry] = evaluate(resources)
-    typed = _without_inherited_gpus(typed)
+    typed = _drop_inherited_gpus(typed)
     train = {key: value for key, value in profile.train.items() if key in _DEFAULTS}
     given = profile.rules | {"train": train}
     rules = {}
@@ -305,7 +307,7 @@ def machines_of_command(arguments: Sequence[str]) -> Profile:
         rules[entry] = {key: value for key, value in resources.items() if key not in hidden}
     discarded = []
     if options.set_resources:
-        entries = entries_of(profile.options, "set-resources", profile.path)
+        entries = list_entries(profile.options, "set-resources", profile.path)
         discarded = [entry for entry in entries if not _is_ours(entry.partition(":")[0])]
     return replace(
         profile,
@@ -349,7 +351,7 @@ def train_arguments(
             "set-resources: train: launcher: slurm in the profile, or leave the executor out"
         )
     given = {key: getattr(resources, key) for key in _DEFAULTS}
-    machine = _fitting(command, name, run, given | command.resources(run.machine, "train"))
+    machine = _check_fit(command, name, run, given | command.resources(run.machine, "train"))
     return [
         f"--{key.replace('_', '-')}={value}" for key, value in machine if value != _DEFAULTS[key]
     ]
@@ -370,7 +372,7 @@ def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) 
     names = ("nodes", "nproc_per_node")
     sizes = {name: changed.get(name, getattr(resources, name)) for name in names}
     # plan has no launcher, and takes a range of nodes
-    machine = _fitting(command, name, run, sizes | {"launcher": "slurm"})
+    machine = _check_fit(command, name, run, sizes | {"launcher": "slurm"})
     flags = {
         "--nodes": machine.nodes,
         "--nproc-per-node": str(machine.nproc_per_node),
@@ -380,8 +382,8 @@ def plan_arguments(command: Profile, name: str, run: RunConfig, resources: Any) 
     return [*chain.from_iterable(flags.items())]
 
 
-def _fitting(command: Profile, name: str, run: RunConfig, given: Values) -> Machine:
-    """The machine of the resources `given`. Raise ConfigError if the run cannot be laid out on it."""
+def _check_fit(command: Profile, name: str, run: RunConfig, given: Values) -> Machine:
+    """The machine with resources `given`. Raise ConfigError if the run cannot be laid out on it."""
     try:
         if run.machine and command.trains:
             command.machine(run.machine)

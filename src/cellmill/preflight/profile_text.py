@@ -10,12 +10,12 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cellmill.config.machine import Machine
-from cellmill.preflight.checks import DECLARED, ON_A_GPU
-from cellmill.preflight.profile import assigned, evaluate
+from cellmill.preflight.checks import DECLARED, GPU_STAGES
+from cellmill.preflight.profile import evaluate, parse_assignment
 
 RETRIES = 2
 COMMENTS_AT = 28  # column of the comments, unless the text before them is longer
-THREADS = {"preprocess": 2, "shard": 4, "shard_part": 4, **dict.fromkeys(ON_A_GPU, 8)}
+THREADS = {"preprocess": 2, "shard": 4, "shard_part": 4, **dict.fromkeys(GPU_STAGES, 8)}
 """CPU cores that stages can use beyond what their rules declare."""
 
 
@@ -43,7 +43,7 @@ class Site:
     machine: Machine  # machine of train
     device: str  # device of plan
     stages: StagePartition
-    vectors: StagePartition  # for the stages ON_A_GPU
+    vectors: StagePartition  # for the stages GPU_STAGES
     # resources of these stages; comments if `vectors` has no partition
     gpu: Mapping[str, str | int]
     status_command: str
@@ -63,14 +63,14 @@ class Site:
         return _flow(cores)
 
     def partition_of(self, stage: str) -> StagePartition:
-        return self.vectors if stage in ON_A_GPU else self.stages
+        return self.vectors if stage in GPU_STAGES else self.stages
 
     def resources(self) -> list[str]:
         """Lines of set-resources, without train and plan: GPUs and requests that are limited."""
         texts = {}
         for stage, declared in DECLARED.items():
             partition = self.partition_of(stage)
-            keys = dict(self.gpu) if stage in ON_A_GPU else {}
+            keys = dict(self.gpu) if stage in GPU_STAGES else {}
             for key, limit in (("mem_mb", partition.mem_mb), ("runtime", partition.limit_min)):
                 base, mb_per_unit = declared[key]
                 grows = mb_per_unit is not None
@@ -131,7 +131,7 @@ def quote(text: str) -> str:
 def quote_for_python(text: str) -> str:
     """`text`, in quotes unless Snakemake evaluates it to a text or number that prints the same."""
     try:
-        stays = str(evaluate(assigned(f"text={text}"))["text"]) == text
+        stays = str(evaluate(parse_assignment(f"text={text}"))["text"]) == text
     except Exception:  # whatever the expression raises
         stays = False
     return text if stays else f"'{text}'"

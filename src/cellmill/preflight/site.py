@@ -1,4 +1,4 @@
-"""A SLURM site as SLURM's commands describe it: partitions and nodes, accounts, an estimated start.
+"""A SLURM site as SLURM's commands describe it: partitions, nodes, accounts, an estimated start.
 
 Nothing is queued. Every value reaches SLURM's commands as one argument of a list. An answer that cannot be parsed is a
 CommandError; nothing is concluded from it.
@@ -25,8 +25,8 @@ _DOWN = set(
     "DOWN DRAIN DRAINED DRAINING FAIL FAILING FUTURE MAINT MAINTENANCE UNKNOWN ERROR BLOCKED "
     "NOT_RESPONDING".split()
 )
-"""Words of a node's state with which no job is placed on it. Powered down is not among them: a job
-starts the node.
+"""States of a node on which SLURM places no job. Powered down is not among them: a job starts the
+node.
 """
 
 
@@ -45,7 +45,7 @@ class Node:
     usable_mb: int  # memory that a job may request; 0 if SLURM does not manage memory
     features: frozenset[str]
 
-    def gpus_of(self, kind: str) -> int:
+    def count_gpus(self, kind: str) -> int:
         """Number of GPUs of a type; of all types for ""."""
         return sum(number for name, number in self.gpus.items() if kind in ("", name))
 
@@ -105,14 +105,14 @@ class SlurmFacts:
         """True if the partition accepts an account, a QOS and a group of this user, if known."""
         for allowed, mine in (
             (partition.accounts, self.accounts.keys()),
-            (partition.qos, self.qos_of("")),
+            (partition.qos, self.list_qos("")),
             (partition.groups, self.groups),
         ):
             if mine and allowed is not None and not allowed & mine:
                 return False
         return True
 
-    def qos_of(self, account: str) -> set[str]:
+    def list_qos(self, account: str) -> set[str]:
         """QOS of an account of this user; of all accounts if it is unknown."""
         if account in self.accounts:
             return self.accounts[account]
@@ -171,7 +171,7 @@ def _add_accounts(facts: SlurmFacts, user: str) -> None:
         accounts[account] |= set(qos.split(",")) - {""}
     defaults = _sacctmgr(1, "user", user, "format=DefaultAccount")
     for name, text in _sacctmgr(2, "qos", "format=Name,MaxWall"):
-        limit_min = minutes(text or "UNLIMITED")
+        limit_min = parse_minutes(text or "UNLIMITED")
         if limit_min is not None:
             facts.qos_min[name] = limit_min
     names = [name for (name,) in defaults if name != "(null)"]
@@ -190,15 +190,15 @@ def _partitions(
             name,
             default=rule.get("Default") == "YES",
             state=rule.get("State", "up").lower(),
-            limit_min=minutes(rule.get("MaxTime", "UNLIMITED")),
+            limit_min=parse_minutes(rule.get("MaxTime", "UNLIMITED")),
             nodes=[],
-            max_nodes=limit(rule.get("MaxNodes")),
+            max_nodes=parse_limit(rule.get("MaxNodes")),
             accounts=_names(rule.get("AllowAccounts")),
             qos=_names(rule.get("AllowQos")),
             groups=_names(rule.get("AllowGroups")),
             own_qos=",".join(_names(rule.get("QoS")) or ()),
             mb_per_cpu=_memory_limits(rule)[1],
-            mb_per_gpu=limit(rule.get("JobDefaults", "").partition("DefMemPerGPU=")[2]),
+            mb_per_gpu=parse_limit(rule.get("JobDefaults", "").partition("DefMemPerGPU=")[2]),
             reserved="YES" in (rule.get("Hidden"), rule.get("RootOnly"), rule.get("ReqResv")),
         )
         for name, rule in rules.items()
@@ -213,11 +213,11 @@ def _node(fields: Fields, rule: Fields, configuration: Fields) -> Node:
     """A node of the partition with `rule`, by scontrol's records."""
     state = fields.get("State", "")
     cpu_limits = (
-        limit(fields.get("CPUEfctv") or fields.get("CPUTot")),
-        limit(rule.get("MaxCPUsPerNode")),
+        parse_limit(fields.get("CPUEfctv") or fields.get("CPUTot")),
+        parse_limit(rule.get("MaxCPUsPerNode")),
     )
     cpus = min(filter(None, cpu_limits), default=0)
-    memory_mb = limit(fields.get("RealMemory")) or 0
+    memory_mb = parse_limit(fields.get("RealMemory")) or 0
     mb_per_node, mb_per_cpu = _memory_limits(rule)
     # the cluster's limits hold if the partition sets none
     if mb_per_node is None and mb_per_cpu is None:
@@ -238,7 +238,7 @@ def _node(fields: Fields, rule: Fields, configuration: Fields) -> Node:
 
 def _memory_limits(fields: Fields) -> tuple[int | None, int | None]:
     """MB of memory that a job may request on a node, and for each of its CPUs."""
-    return limit(fields.get("MaxMemPerNode")), limit(fields.get("MaxMemPerCPU"))
+    return parse_limit(fields.get("MaxMemPerNode")), parse_limit(fields.get("MaxMemPerCPU"))
 
 
 def _records(kind: str, key: str, cluster: str) -> Records:
@@ -268,7 +268,7 @@ def _sacctmgr(columns: int, *what: str) -> list[list[str]]:
     return rows
 
 
-def limit(text: str | None) -> int | None:
+def parse_limit(text: str | None) -> int | None:
     """The number of a limit; None for UNLIMITED, N/A, (null), 0 or none."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) or None if match else None
@@ -279,7 +279,7 @@ def _names(text: str | None) -> frozenset[str] | None:
     return None if text in (None, "ALL", "N/A", "(null)") else frozenset(text.split(","))
 
 
-def estimate(machine: Machine) -> str:
+def estimate_start(machine: Machine) -> str:
     """Expected start and node of a training's job, by `sbatch --test-only`.
 
     Raise Refused with SLURM's reason, CommandError without an answer.
@@ -300,7 +300,7 @@ def estimate(machine: Machine) -> str:
     return f"{start} on {match[2]}" if match[2] else start
 
 
-def minutes(text: str) -> int | None:
+def parse_minutes(text: str) -> int | None:
     """Minutes of SLURM's `days-hours:minutes:seconds`, without leading parts; None for no limit."""
     if text in ("infinite", "UNLIMITED", "n/a"):
         return None

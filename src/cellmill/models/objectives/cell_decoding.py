@@ -104,7 +104,7 @@ class CellDecoding(Objective):
         cell = batch.profile_cell.numpy()
         n_entries = np.bincount(cell, minlength=len(batch.lengths))  # `(cells,)`
         target_cells = np.flatnonzero(n_entries)
-        n_entries_of_targets = n_entries[target_cells]
+        target_entries = n_entries[target_cells]
         weights = batch.profile_count.double()
         if not self._is_nb:
             if self.predicts_log_counts:
@@ -120,8 +120,8 @@ class CellDecoding(Objective):
             batch,
             (seed, step),
             target_cells=torch.from_numpy(target_cells),
-            entries=n_entries_of_targets.tolist(),
-            starts=torch.from_numpy(np.append(0, n_entries_of_targets.cumsum())),
+            entries=target_entries.tolist(),
+            starts=torch.from_numpy(np.append(0, target_entries.cumsum())),
             genes_hidden=batch.profile_gene,
             weights=weights.float(),
             n_targets=torch.tensor(len(target_cells)),
