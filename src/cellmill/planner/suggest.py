@@ -114,9 +114,14 @@ def list_layouts(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]
                 continue
             schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
             for schedule, recompute, strategy in product(schedules, recomputed, strategies):
-                axes = {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "schedule": schedule}
-                recomputes = {"activation_checkpointing": recompute}
-                parallel = Parallel.model_validate(unchanged | strategy | axes | recomputes)
+                layout = {
+                    "tp": tp,
+                    "sequence_parallel": tp > 1,
+                    "pp": pp,
+                    "schedule": schedule,
+                    "activation_checkpointing": recompute,
+                }
+                parallel = Parallel.model_validate(unchanged | strategy | layout)
                 key = _find_effect(parallel, hardware)
                 if key is None or key not in tried:
                     tried.add(key)

@@ -44,14 +44,14 @@ def choose_values(facts: SlurmFacts, request: Request, name: str) -> Site:
     gres_only = select != "select/cons_tres"  # others do not know --gpus-per-node and --gpus
     memory_key, memory = _memory(offer)
     runtime = _runtime(facts, offer.partition, account.value, qos.value)
-    processes = Reasoned(1, "no GPUs: one process on the node's cores")
-    if offer.gpus:
-        processes = Reasoned(offer.gpus, "one process per GPU")
+    why_processes = (
+        "one process per GPU" if offer.gpus else "no GPUs: one process on the node's cores"
+    )
     values: dict[str, Reasoned[str] | Reasoned[int]] = {
         "launcher": Reasoned("slurm"),
         "slurm_cluster": Reasoned(request.cluster, request.cluster and "--cluster"),
         "nodes": Reasoned(request.nodes or "1"),
-        "nproc_per_node": processes,
+        "nproc_per_node": Reasoned(offer.gpus or 1, why_processes),
         "slurm_partition": Reasoned(offer.partition.name, training.why),
         "slurm_account": account,
         "qos": qos,

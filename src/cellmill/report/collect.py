@@ -215,10 +215,11 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     _check_exists(folder, "corpus")
     path = folder / "vocabulary.tsv"
     vocabulary = Vocabulary.read(path) if path.exists() else None
-    qc_reports = sorted((folder / "cells").glob("*.json"))
     return ReportedCorpus(
         name=folder.resolve().name,
-        datasets=[_read(path, QcForm) or {} for path in qc_reports],
+        datasets=[
+            _read(report, QcForm) or {} for report in sorted((folder / "cells").glob("*.json"))
+        ],
         manifest=_read(folder / "shards" / "manifest.json", ManifestForm),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
