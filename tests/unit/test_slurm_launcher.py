@@ -21,6 +21,7 @@ from cellmill.errors import UserError
 from cellmill.launch import queue as queue_module
 from cellmill.launch.follow import BEGINS, JobFollower, Tail, save_job
 from cellmill.launch.job import Job
+from cellmill.launch.node import UNSET
 from cellmill.launch.slurm import ShortJobs, SlurmLauncher
 from cellmill.launch.submit import FIND_MODULE, submitting
 from cellmill.runs.folder import TrainFolder
@@ -579,6 +580,7 @@ def test_the_batch_script_requests_the_machine_of_the_profile(
 #SBATCH --time=90
 
 # setup
+unset {UNSET}
 {FIND}
 {{ module load cuda/12.4 nccl
 }} || {{ echo 'cellmill: `module load cuda/12.4 nccl` failed on' "$SLURMD_NODENAME$no_module; change modules in \

@@ -191,9 +191,15 @@ class JobFollower:
         self.state = state
         self.nodes = state.nodes or self.nodes
         self._ended = not state.alive
-        if state.name == "PENDING" and state.reason.replace("_", " ") == HELD_AFTER_FAILED_START:
-            self._release()
-        text = self._describe(state)
+        text = state.name
+        if state.name == "PENDING":
+            if state.reason.replace("_", " ") == HELD_AFTER_FAILED_START:
+                self._release()
+            text = state.text
+            if self.record is not None:
+                text = explained(state, **self.record.request)
+        elif state.nodes and state.name in ("RUNNING", "COMPLETING"):
+            text = f"{state.name} on {state.nodes}"
         if text != self._printed:
             if self._ended:
                 self.tail.read()  # the job's last lines come before its end
@@ -230,13 +236,6 @@ class JobFollower:
             self._gone_since = 0.0
             return False
         return True
-
-    def _describe(self, state: JobState) -> str:
-        if state.nodes and state.name in ("RUNNING", "COMPLETING"):
-            return f"{state.name} on {state.nodes}"
-        if state.name != "PENDING":
-            return state.name
-        return state.text if self.record is None else explained(state, **self.record.request)
 
     def _end_before_maintenance(self, record: JobRecord) -> None:
         """Lower the time limit of a job that would only start after a maintenance, if it may train."""

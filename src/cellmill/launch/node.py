@@ -52,6 +52,14 @@ from cellmill.runs.lock import Claim, Claimed, claim
 
 SEEN_EVERY_S = 15
 NOT_THE_OWNER = 3  # exit code
+UNSET = (
+    "SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE "
+    "SLURM_NTASKS_PER_GPU SLURM_GPUS_PER_TASK SLURM_CPU_BIND SLURM_GPU_BIND"
+)
+"""Variables of a job that srun would combine with its own options.
+
+SLURM 22.05 to 23.11 has two for the cores, and refuses a step in which they differ.
+"""
 
 
 class NodeFailed(Exception):
@@ -266,7 +274,7 @@ def run_here(
     record = JobRecord.of(allocation, folder, job_id, name).write_state("RUNNING")
     gpus = {"gpus-per-node": machine.gpus_per_node, "gres": machine.gres}
     srun = [
-        "srun",
+        *("env", *(f"--unset={name}" for name in UNSET.split()), "srun"),
         f"--nodes={machine.nodes}",
         f"--ntasks={machine.nodes}",
         "--ntasks-per-node=1",

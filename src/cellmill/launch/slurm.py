@@ -170,7 +170,14 @@ class SlurmLauncher:
             ended_by_site = 0
             short = ShortJobs(lambda: training_seconds(self.folder.path))
             if record is not None:
-                self._say_attached(record)
+                say(f"attached to job {record.job_id}; its log: {record.log}")
+                changes = record.changes(self.machine)
+                if changes:
+                    say(
+                        "warning: the job was submitted for another machine than the profile's "
+                        f"({', '.join(changes)}); to change it, interrupt, which saves and cancels the job, and run "
+                        "the same command again"
+                    )
             for _ in range(self.machine.max_jobs):
                 saved_before = self.folder.saved_step()
                 ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
@@ -213,15 +220,6 @@ class SlurmLauncher:
             f"not done after {self.machine.max_jobs} jobs; run the same command to resume, or raise max_jobs "
             "in the profile"
         )
-
-    def _say_attached(self, record: JobRecord) -> None:
-        say(f"attached to job {record.job_id}; its log: {record.log}")
-        changes = record.changes(self.machine)
-        if changes:
-            say(
-                f"warning: the job was submitted for another machine than the profile's ({', '.join(changes)}); to "
-                "change it, interrupt, which saves and cancels the job, and run the same command again"
-            )
 
     def _after_claim(self) -> JobRecord | None:
         """Wait until no job claims the run, or SLURM has one of its jobs; return that job's record."""

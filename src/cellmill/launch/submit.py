@@ -30,7 +30,7 @@ from cellmill.config.machine import OURS, Machine, options_in
 from cellmill.errors import UserError
 from cellmill.launch.follow import PATIENCE_S, JobFollower, cancel_job, say
 from cellmill.launch.job import Job
-from cellmill.launch.node import run_here, run_task, write_task
+from cellmill.launch.node import UNSET, run_here, run_task, write_task
 from cellmill.launch.queue import QUOTA, Queue, QueuedJob, living_jobs
 from cellmill.launch.signals import Interrupted, Requests, blocked, requests
 from cellmill.runs.jobs import JobRecord, Jobs, error_line
@@ -122,7 +122,7 @@ def _executor(machine: Machine, folder: Path, name: str) -> _Executor:
     python = f"apptainer exec --nv {image} python3" if machine.container else None
     # lines of the batch script before srun: a command that fails ends the job with one line in its
     # log
-    setup = []
+    setup = [f"unset {UNSET}"]
     commands = {"setup": machine.setup}
     if machine.modules:
         load = f"module load {shlex.join(machine.modules.split())}"

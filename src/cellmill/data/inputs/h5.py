@@ -40,7 +40,8 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
     then = f"; {remedy}" if remedy else ""
     try:
         require_file(path)
-        return h5py.File(path, "r")
+        # only read: a lock is not needed, and some file systems have none
+        return h5py.File(path, "r", locking=False)
     except DataError as error:
         fault = str(error)
     except OSError as error:

@@ -1,12 +1,20 @@
-"""Sites with several clusters, by a scripted SLURM: every call about a job goes to its cluster."""
+"""Sites that are set up otherwise, by a scripted SLURM: several clusters, variables of srun."""
 
 import dataclasses
+import fcntl
+import json
+import subprocess
 from pathlib import Path
 
+import h5py
 import pytest
 import yaml
 
 from cellmill.cli import main
+from cellmill.config.machine import Machine
+from cellmill.data.inputs.h5 import open_h5
+from cellmill.launch.job import Job
+from cellmill.launch.node import run_here
 from cellmill.launch.queue import Queue, living_jobs
 from cellmill.launch.slurm import SlurmLauncher
 from cellmill.runs.jobs import Jobs
@@ -88,3 +96,59 @@ def test_profiles_new_asks_and_names_the_cluster(
     tree = yaml.safe_load(Path("profiles/mine/config.yaml").read_text())
     assert tree["default-resources"]["slurm_cluster"] == "north"
     assert tree["set-resources"]["train"]["slurm_cluster"] == "north"
+
+
+# as salloc and sbatch of several versions and sites set them
+RECORDED = {
+    "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_TRES_PER_TASK": "cpu=8",  # 23.11 refuses a step in which it differs from the one above
+    "SLURM_NTASKS": "16",
+    "SLURM_NPROCS": "16",
+    "SLURM_NTASKS_PER_NODE": "8",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_JOB_NUM_NODES": "2",
+}
+
+
+def test_srun_in_an_allocation_takes_only_its_own_options(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in RECORDED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    scripted.hook("srun", "open(folder / 'environment', 'w').write(json.dumps(dict(os.environ)))")
+    scripted.answers(srun=[NONE])
+    machine = Machine(launcher="allocation", nodes="2", gres="gpu:a100:1,lscratch:200")
+    with open(scripted.fake / "kept", "w") as kept:
+        code, _ = run_here(
+            lambda folder: Job("m", [], 2, 1), machine, scripted.train, kept.fileno()
+        )
+    seen = json.loads((scripted.fake / "environment").read_text())
+    assert code == 0
+    assert RECORDED.keys() & seen.keys() == {"SLURM_JOB_NUM_NODES"}
+    [call] = scripted.calls("srun")
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 " in call
+    assert "--gres=gpu:a100:1,lscratch:200" in call
+
+
+def test_srun_in_a_job_takes_only_its_own_options(done: Scripted) -> None:
+    done.run(listed("COMPLETED"))
+    script = (done.fake / "script.sh").read_text()
+    setup = script[script.index("# setup") : script.index("# command")]
+    ran = subprocess.run(
+        ["bash", "-c", f"{setup}\nenv"], env=RECORDED, capture_output=True, text=True
+    )
+    names = {line.partition("=")[0] for line in ran.stdout.splitlines()}
+    assert RECORDED.keys() & names == {"SLURM_JOB_NUM_NODES"}
+
+
+def test_an_input_is_opened_without_a_lock(tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    with h5py.File(path, "w") as file:
+        file["X"] = [1]
+    with open(path) as held:  # a lock of another process; without flock, HDF5 fails likewise
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            h5py.File(path, "r", locking=True)
+        with open_h5(path) as file:
+            assert file["X"][0] == 1
