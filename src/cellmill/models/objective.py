@@ -36,13 +36,13 @@ Judgement = tuple[dict[str, Any], list[Verdict]]
 class GeneStatistics:
     """Statistics of training tokens by gene: the baseline in `judge`."""
 
-    n: np.ndarray  # (genes,) int64: tokens of each gene
+    n: np.ndarray  # `(genes,)` int64: tokens of each gene
     mean: np.ndarray
-    """(genes,) float64: mean value of each gene's tokens; for a gene without tokens, of all tokens."""
+    """`(genes,)` float64: mean value of each gene's tokens; for a gene without tokens, of all tokens."""
     global_mean: float
     n_cells: int
     by_rank: np.ndarray | None = None
-    """(buckets, genes) int64: tokens of each gene by log2 of their position in the cell
+    """`(buckets, genes)` int64: tokens of each gene by log2 of their position in the cell
     (`data.arrays.rank_buckets`).
     """
 
@@ -67,7 +67,7 @@ class Objective:
     """Metrics that validation logs in addition, such as accuracy: keys of `validation_figures`."""
     n_sums: int = 0  # numbers that `validation_figures` needs: sums over cells or targets
     kept_sums: list[Tensor] | None = None
-    """If not None, `loss` appends these sums over a micro-batch, (n_sums,) float64."""
+    """If not None, `loss` appends these sums over a micro-batch, `(n_sums,)` float64."""
 
     def __init__(self, config: ObjectiveConfig, tokens: Tokens) -> None:
         self.config = config
@@ -85,7 +85,7 @@ class Objective:
         return self.tokens.load()(self.tokens)
 
     def level_numbers(self, batch: Batch, column: str) -> Tensor:
-        """(cells,) int64: level numbers of an obs column, from 1; 0 for an unknown level."""
+        """`(cells,)` int64: level numbers of an obs column, from 1; 0 for an unknown level."""
         assert batch.levels is not None, "the batch has no levels"
         numbers: Tensor = batch.levels[:, [*self.levels].index(column)]
         return numbers
@@ -124,15 +124,15 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, model: Any, states: Tensor, prepared: Any) -> Tensor:
-        """Return the loss summed over the targets, a float32 scalar, from the normed states (T, H).
+        """Return the loss summed over the targets, a float32 scalar, from the normed states `(T, H)`.
 
-        An objective with `parts` returns one sum per part, (parts,), each over its own targets:
-        `n_targets` (parts,).
+        An objective with `parts` returns one sum per part, `(parts,)`, each over its own targets:
+        `n_targets` `(parts,)`.
         """
         raise NotImplementedError
 
     def rows(self, model: Any, states: Tensor, prepared: Any) -> Tensors:
-        """Return the rows of a micro-batch for each table, (n, width) float32.
+        """Return the rows of a micro-batch for each table, `(n, width)` float32.
 
         A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
         the global batch, and what `prepare` returned gets the attribute `shares`, a `RowShare` for
@@ -172,7 +172,7 @@ class RowShare:
     """Contribution of a micro-batch to the loss of one table of rows (`Objective.loss_of_rows`)."""
 
     value: Tensor  # float scalar: the loss, times the micro-batch's fraction of the rows
-    gradient: Tensor  # (n, width) float32: gradient of the loss with respect to these rows
+    gradient: Tensor  # `(n, width)` float32: gradient of the loss with respect to these rows
 
     def loss(self, rows: Tensor) -> Tensor:
         """Return the share, a float32 scalar, whose gradient with respect to `rows` is `gradient`."""
@@ -181,14 +181,14 @@ class RowShare:
 
 
 def value_loss(predicted: Tensor, values: Tensor, first_bin: int = 1) -> Tensor:
-    """Return the summed loss of values (N,): squared errors, or cross-entropy of logits (N, bins)."""
+    """Return the summed loss of values `(N,)`: squared errors, or cross-entropy of logits `(N, bins)`."""
     if predicted.ndim == 2:
         return F.cross_entropy(predicted, values - first_bin, reduction="sum")
     return (predicted - values).square().sum()
 
 
 def expected_bins(logits: Tensor, first_bin: int = 1) -> Tensor:
-    """(N, bins) -> (N,) float32: expected number of the bin."""
+    """`(N, bins)` -> `(N,)` float32: expected number of the bin."""
     bins = torch.arange(logits.shape[1], device=logits.device, dtype=logits.dtype)
     return logits.softmax(1) @ (bins + first_bin)
 
