@@ -69,11 +69,10 @@ def find_device(name: str) -> Device:
 def recognise_device(product: str) -> str:
     """The device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
     words = product.lower()
-    chips = [name for name in DEVICES if "-" not in name]  # names without a size of memory
-    named = [chip for chip in chips if re.search(rf"(?<![a-z0-9]){chip}(?!\d)", words)]
-    if not named:
-        return ""
-    chip = named[0]
+    chip = ""  # the device without a size of memory
+    for name in DEVICES:
+        if not chip and "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
+            chip = name
     memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
     sized = f"{chip}-{memory[1]}gb" if memory else ""
     return sized if sized in DEVICES else chip

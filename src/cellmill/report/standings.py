@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cellmill.report.collect import EvaluatedDataset, ReportedRun, evaluated_datasets
 from cellmill.report.ranking import Ranking, Scores, rank, score_tasks
-from cellmill.report.tables import find_gap, to_words
+from cellmill.report.tables import to_words
 from cellmill.runs.results import Row, TaskResult, Verdict
 
 
@@ -35,12 +35,6 @@ class Standing:
     verdicts: Sequence[TaskVerdict]  # of all tasks
     ranking: Ranking  # runs of the dataset
     n_runs: int  # runs of the dataset
-
-    @property
-    def gap(self) -> str | None:
-        """Share of the gap that the row closes, in words, or that there is no scale."""
-        gap = find_gap(self.result)
-        return None if gap is None else gap.words
 
     @property
     def best(self) -> bool:
