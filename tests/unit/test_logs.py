@@ -18,7 +18,7 @@ import pytest
 from cellmill.launch.follow import JobFollower, Tail
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.jobs import JobRecord
-from cellmill.runs.slurm import JobState
+from cellmill.runs.slurm import ClusterJob, JobState
 from tests.distributed.command import wait_for
 from tests.unit.test_status import (
     RUNNING,
@@ -208,7 +208,7 @@ def test_slurm_is_called_less_often_over_time(
     asked = list[int]()
 
     class Running(Queue):
-        def state(self, job_id: str, name: str) -> JobState:
+        def state(self, job: ClusterJob) -> JobState:
             asked.append(now[0])
             return JobState("RUNNING", nodes="node1")
 

@@ -654,8 +654,9 @@ def test_squeue_is_called_once_per_poll_interval(
     scripted.answers(squeue=[answer])
     (scripted.fake / "name").write_text("cellmill-a-0.001")
     queue = queue_module.Queue(poll_s=60)
+    job = queue_module.QueuedJob("7", JobState(""), "cellmill-a-0.001")
     state = "UNKNOWN" if answer[0] else "RUNNING"
-    assert {queue.state("7", "cellmill-a-0.001").name for _ in range(50)} == {state}
+    assert {queue.state(job).name for _ in range(50)} == {state}
     assert len(scripted.calls("squeue")) == 1
     assert list(temporary.iterdir()) == []
 
@@ -735,8 +736,9 @@ def test_slurm_filters_in_the_environment_hide_no_job(
     (scripted.fake / "name").write_text("a")
     scripted.answers(squeue=[listed("RUNNING")], scancel=[NONE])
     queue = queue_module.Queue(poll_s=1)
-    assert queue.state("7", "a").name == "RUNNING"
-    queue.cancel("7", "a")
+    job = queue_module.QueuedJob("7", JobState(""), "a")
+    assert queue.state(job).name == "RUNNING"
+    queue.cancel(job)
     assert not re.search("SQUEUE_|SCANCEL_|SACCT_", seen.read_text())
     assert scripted.calls("squeue") == [f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%j"]
 
@@ -843,5 +845,6 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
 def test_accounting_of_a_reused_job_id_is_told_by_name(scripted: Scripted, others: str) -> None:
     own = "CANCELLED by 7|a.0123456789ab.001\n"
     scripted.answers(squeue=[NONE], sacct=[[0, others.format(own), ""]])
-    state = queue_module.Queue(1.0).state("7", "a.0123456789ab.001")
+    job = queue_module.QueuedJob("7", JobState("RUNNING"), "a.0123456789ab.001")
+    state = queue_module.Queue(1.0).state(job)
     assert state.name == ("CANCELLED" if "{}" in others else "NOT_LISTED")

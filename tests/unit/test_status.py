@@ -297,6 +297,7 @@ h-failed     failed                  -         -  77   FAILED                   
 i-cancelled  stopped                 -         -  78   CANCELLED                          -      -          -
 j-between    queued            100/600         -  41   TIMEOUT                            -      -          -
 f-waits: job 41: PENDING (PartitionTimeLimit): runtime 60 min is more than the partition allows: lower it in the profile
+h-failed: job 77: node1: out of memory
 """
 
 
@@ -371,7 +372,11 @@ SPENT = "the time that was granted is used up: "
         *((reason, REQUEST) for reason in ("QOSMaxGRESPerJob", "AssocMaxNodePerJobLimit", "QOSMinGRES")),
         *((reason, SPENT) for reason in ("AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes")),
         ("QOSMaxWallDurationPerJobLimit", "runtime 5 min is more than the QOS allows"),
-        ("ReqNodeNotAvail, UnavailableNodes:n1", "its nodes are down or reserved"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "its nodes are down or reserved: `sinfo -R` says why; "
+         "with another slurm_partition or less runtime it may start sooner"),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+         "its nodes are down or reserved: `sinfo -R` says why; with another slurm_partition or less runtime it may "
+         "start sooner"),
         ("PartitionInactive", "its partition is not open"),
         ("AccountNotAllowed", "the partition refuses it"),
     ],
@@ -459,3 +464,11 @@ def test_running_stages_report_their_progress(results: Path, cli: Cli) -> None:
     head, stages = cli("status")[1].splitlines()
     assert head == f"{results / 'runs'}: no run yet"
     assert re.fullmatch(rf"{re.escape(line)} \(2\d s ago\)", stages)
+
+
+@pytest.mark.parametrize("command", [["status"], ["watch", "one"], ["logs", "one"]])
+def test_a_failed_run_says_why(results: Path, cli: Cli, command: list[str]) -> None:
+    record = job(run_of(results, "one"), state="FAILED", ended_at=time.time())
+    record.log.write_text("step 1\n")
+    (record.path / "error.txt").write_text("rank 1 on node2: ValueError: no")
+    assert "rank 1 on node2: ValueError: no\n" in cli(*command)[1]

@@ -14,6 +14,7 @@ from pathlib import Path
 from cellmill.commands.run_state import (
     RunState,
     living_jobs,
+    print_reason,
     train_folder,
     train_log,
     until_interrupted,
@@ -37,8 +38,9 @@ from cellmill.launch.follow import (
 from cellmill.launch.queue import Queue, QueuedJob
 from cellmill.runs.cost import read_local
 from cellmill.runs.folder import TAIL_BYTES, TrainFolder
-from cellmill.runs.jobs import CANCELLED, JobRecord, Jobs
+from cellmill.runs.jobs import CANCELLED, Jobs
 from cellmill.runs.lock import Holder, holder_of
+from cellmill.runs.slurm import ClusterJob
 from cellmill.track.follow import POLL_S, Follower, without_secrets
 
 SLOWEST_POLL_S = 10.0  # interval for a job that is followed for long, or sent to a tracker
@@ -93,16 +95,14 @@ def _living_job(run: str, train: Path) -> QueuedJob:
     if living:
         return living[0]
     state = RunState(train)
-    why = ""
-    if state.name == "failed" and state.newest is not None and state.newest.error:
-        why = f": {state.newest.error}"
+    why = f": {state.why}" if state.why else ""
     raise UserError(
         f"{run}: no job is queued or running, and no training runs on this machine; its state is {state.name}, saved "
         f"at step {state.folder.saved_step()}{why}"
     )
 
 
-def _follower(job: QueuedJob | JobRecord, tail: Tail) -> JobFollower:
+def _follower(job: ClusterJob, tail: Tail) -> JobFollower:
     """A follower that changes no file, and polls a job less often the longer it runs."""
     queue = Queue(TICK_S, job.cluster)
     return JobFollower(job, queue, tail, slowest_poll_s=SLOWEST_POLL_S)
@@ -270,6 +270,7 @@ def logs(*, run: str, results: Path, follow: bool) -> None:
             follow_run(tail, _follower(newest, tail).alive)
         elif newest is not None and newest.log.exists():
             Tail(newest.log).read()
+            print_reason(train)
         elif printed.exists():
             Tail(printed).read()
         elif newest is not None:

@@ -110,13 +110,20 @@ class RunState:
                     return job.state
                 return JobState(NOT_LISTED, "the allocation goes on")
         # it ended while nobody followed it
-        state = Queue(POLL_S, record.cluster).state(record.job_id, record.name)
+        state = Queue(POLL_S, record.cluster).state(record)
         return recorded if state.name == UNKNOWN else state
 
     @cached_property
     def lost_job(self) -> str:
         """The job of a start that still trains although SLURM has lost it; otherwise empty."""
         return lost_start(self.train)
+
+    @property
+    def why(self) -> str:
+        """The line about why the newest job failed; empty unless the run has failed."""
+        if self.newest is None or self.name != "failed":
+            return ""
+        return self.newest.error or ""
 
     @cached_property
     def name(self) -> str:
@@ -145,6 +152,13 @@ class RunState:
             return KILLED
         has_begun = (self.train / "state.json").exists() or self.folder.saved_step()
         return "stopped" if has_begun else "not begun"
+
+
+def print_reason(train: Path) -> None:
+    """Print why a run has failed, if it has."""
+    why = RunState(train).why
+    if why:
+        print(why)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def row(name: str, train: Path, queued: list[QueuedJob] | None) -> tuple[list[st
         return cells, f"{name}: {how_to_end(train, run.lost_job)}"
     if job is None or run.newest is None or run.newest.job_id != run.job_id:
         return cells, ""
-    why = explained(job, **run.newest.request)
+    why = run.why or explained(job, **run.newest.request)
     return cells, "" if why == job.text else f"{name}: job {run.job_id}: {why}"
 
 

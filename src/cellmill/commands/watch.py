@@ -12,7 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from cellmill.commands.run_state import KILLED, RunState, train_folder, until_interrupted
+from cellmill.commands.run_state import (
+    KILLED,
+    RunState,
+    print_reason,
+    train_folder,
+    until_interrupted,
+)
 from cellmill.commands.status import age, newest
 from cellmill.errors import UserError
 from cellmill.files import span
@@ -42,13 +48,15 @@ def watch(*, run: str, results: Path, every_s: float) -> None:
     """
     if not 0.1 <= every_s <= 3600:
         raise UserError(f"--every-s: expected seconds from 0.1 to 3600, got {every_s:g}")
-    watched = WatchedRun(run, train_folder(results, run, may_begin=True))
+    train = train_folder(results, run, may_begin=True)
+    watched = WatchedRun(run, train)
     screen = Screen(sys.stdout)
     with until_interrupted():
         while True:
             state = watched.update()
             screen.show(watched.pieces(state), watched.losses())
             if state in ("done", "failed", "stopped", KILLED):
+                print_reason(train)
                 return
             time.sleep(every_s)
 

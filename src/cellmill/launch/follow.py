@@ -11,16 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from cellmill.errors import Stopped, UserError
-from cellmill.launch.queue import Queue, QueuedJob, explained
+from cellmill.launch.queue import Queue, explained
 from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claimant
-from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, JobState
+from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, ClusterJob, JobState
 
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
 START_MIN = 5  # left to SLURM to start a job before a maintenance
-TRAINS_FOR = 3  # least limit of such a job, in units of save_within_s
 TICK_S = 1.0  # between two reads of a log
 say = partial(print, flush=True)
 NOT_LAUNCHED = re.compile(
@@ -33,8 +32,6 @@ NOT_SHOWN = re.compile(
     re.MULTILINE,
 )
 """Lines that stay in the log and are not shown: they say nothing that the launcher does not say."""
-# SLURM's reason, after a prolog that failed
-HELD_AFTER_FAILED_START = "launch failed requeued held"
 
 
 class Tail:
@@ -99,7 +96,7 @@ class Tail:
 class JobFollower:
     """Polls a job, prints each change of its state, and reads its log."""
 
-    job: QueuedJob | JobRecord  # one of the same id and another name is left alone
+    job: ClusterJob  # one of the same id and another name is left alone
     queue: Queue
     tail: Tail
     record: JobRecord | None = None  # updated with every state; None to change no file
@@ -169,7 +166,7 @@ class JobFollower:
             self.record = self.record.write_state(state.name, state.reason, ended)
 
     def _poll(self) -> None:
-        state = self.queue.state(self.job.job_id, self.job.name)
+        state = self.queue.state(self.job)
         if state.name == UNKNOWN:
             self._wait_for_answer(state.reason)
             return
@@ -193,7 +190,8 @@ class JobFollower:
         self._ended = not state.alive
         text = state.name
         if state.name == "PENDING":
-            if state.reason.replace("_", " ") == HELD_AFTER_FAILED_START:
+            # after a prolog that failed
+            if state.reason.replace("_", " ") == "launch failed requeued held":
                 self._release()
             text = state.text
             if self.record is not None:
@@ -232,7 +230,7 @@ class JobFollower:
             return False
         if time.monotonic() - self._gone_since < GONE_S:
             return False
-        if self.queue.controller_has(self.job.job_id, self.job.name):  # squeue's answers were old
+        if self.queue.controller_has(self.job):  # squeue's answers were old
             self._gone_since = 0.0
             return False
         return True
@@ -244,7 +242,8 @@ class JobFollower:
         if not begins_at or runtime >= record.runtime:
             return
         line = f"maintenance begins at {time.strftime('%a %H:%M', time.localtime(begins_at))}"
-        if 60 * runtime >= TRAINS_FOR * record.save_within_s:
+        # enough to start, train and save
+        if 60 * runtime >= 3 * record.save_within_s:
             change = (f"JobId={record.job_id}", f"TimeLimit={runtime}")
             complaint = self.queue.complaint("scontrol", "update", *change)
             line += f"; {complaint or f'its limit is now {runtime} min, so that it starts before'}"
@@ -294,7 +293,7 @@ def how_to_end(train: Path, job: str) -> str:
 
 
 def save_job(
-    job: QueuedJob | JobRecord,
+    job: ClusterJob,
     within_s: float,
     wait: Callable[[float], None] = time.sleep,
     impatient: Callable[[], bool] = lambda: False,
@@ -307,29 +306,25 @@ def save_job(
     it may be too short for a checkpoint.
     """
     queue = Queue(TICK_S, job.cluster)
-    id_and_name = (job.job_id, job.name)
-    if queue.state(*id_and_name).name not in ("RUNNING", UNKNOWN) or queue.cancel(
-        *id_and_name, signal="USR2"
-    ):
+    if queue.state(job).name not in ("RUNNING", UNKNOWN) or queue.cancel(job, signal="USR2"):
         return
     say(f"job {job.job_id} may save for {within_s:g} s; interrupt again to end it at once")
     deadline = time.monotonic() + within_s
-    while queue.state(*id_and_name).may_be_alive:
+    while queue.state(job).may_be_alive:
         if time.monotonic() > deadline or impatient():
             return
         wait(TICK_S)
 
 
-def cancel_job(job: QueuedJob | JobRecord, wait: Callable[[float], None] = time.sleep) -> JobState:
+def cancel_job(job: ClusterJob, wait: Callable[[float], None] = time.sleep) -> JobState:
     """Cancel a job, wait until it has ended, and return its final state.
 
     scancel only delivers the request. Raise UserError if it has not ended within `CANCEL_S`.
     """
     queue = Queue(TICK_S, job.cluster)
-    id_and_name = (job.job_id, job.name)
-    complaint = queue.cancel(*id_and_name)
+    complaint = queue.cancel(job)
     deadline = time.monotonic() + CANCEL_S
-    state = queue.state(*id_and_name)
+    state = queue.state(job)
     while state.may_be_alive:
         if time.monotonic() > deadline:
             raise UserError(
@@ -337,9 +332,9 @@ def cancel_job(job: QueuedJob | JobRecord, wait: Callable[[float], None] = time.
                 f"`scancel {job.argument}` asks again"
             )
         if complaint:
-            complaint = queue.cancel(*id_and_name)
+            complaint = queue.cancel(job)
         wait(TICK_S)
-        state = queue.state(*id_and_name)
+        state = queue.state(job)
     return state
 
 

@@ -20,6 +20,7 @@ from cellmill.runs.slurm import (
     OTHER_JOB,
     UNKNOWN,
     UNLISTED,
+    ClusterJob,
     CommandError,
     JobState,
     ask,
@@ -38,11 +39,12 @@ REMEDIES = {
     "launch failed requeued held": "held after a failed start: `scontrol release {job_id}` tries again",
     "JobHoldMaxRequeue": "held after too many requeues: `scontrol release {job_id}` tries again",
     "BadConstraints": "no node satisfies it: change constraint, gpus_per_node or mem_mb in the profile",
-    "ReqNodeNotAvail|NodeDown|Reservation": "its nodes are down or reserved",
+    "ReqNodeNotAvail|NodeDown|Reservation|Nodes required for job are DOWN": "its nodes are down or reserved: "
+    "`sinfo -R` says why; with another slurm_partition or less runtime it may start sooner",
     "Partition(Down|Inactive)": "its partition is not open: wait, or change slurm_partition in the profile",
     "(QOS|Account)NotAllowed": "the partition refuses it: change slurm_account, qos or slurm_partition in the profile",
     "Licenses": "its licenses are in use",
-    "BeginTime": "SLURM starts it again after a pause",
+    "BeginTime": "SLURM starts it at a set time, or again after a pause",
     "DependencyNeverSatisfied": "it will never start: cancel it",
     "InvalidAccount": "slurm_account is not valid: change it in the profile",
     "InvalidQOS": "qos is not valid: change it in the profile",
@@ -61,7 +63,7 @@ QUOTA = re.compile(r"(?:Assoc|QOS)\w*SubmitJobs?\w*Limit")
 
 
 @dataclass(frozen=True)
-class QueuedJob:
+class QueuedJob(ClusterJob):
     """One job as squeue lists it."""
 
     job_id: str
@@ -71,11 +73,6 @@ class QueuedJob:
     limit: str = ""
     nodes: str = ""
     cluster: str = ""  # empty for the default
-
-    @property
-    def argument(self) -> str:
-        """The job as an argument of scancel and scontrol."""
-        return " ".join(on_cluster(self.cluster, self.job_id))
 
 
 @dataclass
@@ -91,30 +88,27 @@ class Queue:
         """The queue of a cluster, or this one if `cluster` is empty: job ids are per cluster."""
         return self if cluster in ("", self.cluster) else Queue(self.poll_s, cluster)
 
-    def state(self, job_id: str, name: str) -> JobState:
-        """The state of the job of this id and name.
-
-        OTHER_JOB if the job of this id has another name.
-        """
+    def state(self, job: ClusterJob) -> JobState:
+        """The state of a job; OTHER_JOB if the job of its id has another name."""
         try:
             for max_age_s in (self.poll_s, 0):  # a new job is in no earlier answer
-                jobs = {job.job_id: job for job in self._listed(max_age_s)}
-                if job_id in jobs:
+                jobs = {listed.job_id: listed for listed in self._listed(max_age_s)}
+                if job.job_id in jobs:
                     break
         except CommandError as error:
             return JobState(UNKNOWN, str(error))
-        if job_id in jobs:
-            job = jobs[job_id]
-            return job.state if job.name == name else JobState(OTHER_JOB)
+        if job.job_id in jobs:
+            listed = jobs[job.job_id]
+            return listed.state if listed.name == job.name else JobState(OTHER_JOB)
         try:
-            options = ["-X", "-n", "-P", "--duplicates", "-j", job_id, "-o", "State,JobName"]
+            options = ["-X", "-n", "-P", "--duplicates", "-j", job.job_id, "-o", "State,JobName"]
             answer = ask(self._command("sacct", *options))
         except CommandError:  # without accounting the run's own files say how far it came
             answer = ""
         word = ""
         for line in answer.splitlines():  # oldest first; a reused job id has several jobs
             text, _, job_name = line.strip().partition("|")
-            if job_name == name:
+            if job_name == job.name:
                 word = text.partition(" ")[0]  # CANCELLED by 1000
         if word in ALIVE:
             return JobState(word, UNLISTED)
@@ -128,27 +122,27 @@ class Queue:
                 raise CommandError(job.state.reason)
         return [job for job in jobs if job.state.alive]
 
-    def cancel(self, job_id: str, name: str, signal: str = "") -> str:
-        """Cancel the job of this id and name, or send its tasks a signal.
+    def cancel(self, job: ClusterJob, signal: str = "") -> str:
+        """Cancel a job, or send its tasks a signal.
 
         Return scancel's error message, if any. scancel leaves a job of another name alone.
         """
-        options = [f"--name={name}"]
+        options = [f"--name={job.name}"]
         if signal:
             options.append(f"--signal={signal}")
-        return self.complaint("scancel", *options, job_id)
+        return self.complaint("scancel", *options, job.job_id)
 
-    def controller_has(self, job_id: str, name: str) -> bool:
-        """True if scontrol shows that the job of this id and name is alive.
+    def controller_has(self, job: ClusterJob) -> bool:
+        """True if scontrol shows that a job is alive.
 
         A site may cache the answers of squeue.
         """
         try:
-            shown = ask(self._command("scontrol", "-o", "show", "job", job_id))
+            shown = ask(self._command("scontrol", "-o", "show", "job", job.job_id))
         except CommandError:  # it does not know the job
             return False
         fields = dict(re.findall(r"(\w+)=(\S*)", shown))
-        return fields.get("JobName") == name and fields.get("JobState") in ALIVE
+        return fields.get("JobName") == job.name and fields.get("JobState") in ALIVE
 
     def complaint(self, program: str, *arguments: str) -> str:
         """Run a command without output; return its error message, if any."""

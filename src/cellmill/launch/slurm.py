@@ -138,7 +138,7 @@ class SlurmLauncher:
         newest = self.slurm.jobs.newest()
         if newest is not None and newest.ended_at is None:
             queue = self.slurm.queue.for_cluster(newest.cluster)
-            state = queue.state(newest.job_id, newest.name)
+            state = queue.state(newest)
             # it may still run: its follower waits until SLURM is sure
             if state.may_be_alive or state.name == NOT_LISTED:
                 return newest

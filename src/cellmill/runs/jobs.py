@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from cellmill.errors import DataError
 from cellmill.files import fsync, read_json, write_json
-from cellmill.runs.slurm import on_cluster
+from cellmill.runs.slurm import ClusterJob
 
 if TYPE_CHECKING:  # the agent of a node needs no configuration
     from cellmill.config.machine import Machine
@@ -93,7 +93,7 @@ def _requested(machine: Machine) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class JobRecord:
+class JobRecord(ClusterJob):
     """One submission, as in job.json. Times are seconds since 1970."""
 
     path: Path  # its folder
@@ -144,11 +144,6 @@ class JobRecord:
             "nodes": self.nodes,
             "job_id": self.argument,
         }
-
-    @property
-    def argument(self) -> str:
-        """The job as an argument of scancel and scontrol."""
-        return " ".join(on_cluster(self.cluster, self.job_id))
 
     @property
     def log(self) -> Path:

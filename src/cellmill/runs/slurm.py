@@ -69,6 +69,19 @@ def on_cluster(cluster: str, *arguments: str) -> list[str]:
     return ["-M", cluster, *arguments] if cluster else [*arguments]
 
 
+class ClusterJob:
+    """A job of a cluster."""
+
+    job_id: str
+    name: str
+    cluster: str  # empty for the default
+
+    @property
+    def argument(self) -> str:
+        """The job as an argument of scancel and scontrol."""
+        return " ".join(on_cluster(self.cluster, self.job_id))
+
+
 class CommandError(Exception):
     """A command of SLURM is missing, failed or gave no usable answer.
 
