@@ -201,26 +201,28 @@ def test_the_end_of_a_failed_job_is_one_line(
     assert (ended, told) == (code, f"cellmill attach: {line}\n")
 
 
+@pytest.mark.parametrize(
+    ("state", "slowest_poll_s", "longest_s"), [("RUNNING", 10, 10), ("PENDING", 0, 60)]
+)
 def test_slurm_is_called_less_often_over_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, slowest_poll_s: int, longest_s: int
 ) -> None:
     now = [0]
     asked = list[int]()
 
-    class Running(Queue):
+    class Listed(Queue):
         def state(self, job: ClusterJob) -> JobState:
             asked.append(now[0])
-            return JobState("RUNNING", nodes="node1")
+            return JobState(state)
 
     monkeypatch.setattr("cellmill.launch.follow.time", SimpleNamespace(monotonic=lambda: now[0]))
-    job = QueuedJob("41", JobState("RUNNING"), "a")
-    follower = JobFollower(job, Running(0), Tail(tmp_path / "log"), slowest_poll_s=10)
-    for now[0] in range(500):
+    job = QueuedJob("41", JobState(state), "a")
+    follower = JobFollower(job, Listed(0), Tail(tmp_path / "log"), slowest_poll_s=slowest_poll_s)
+    for now[0] in range(1500):
         assert follower.alive()
     pauses = [after - before for before, after in pairwise(asked)]
     assert pauses == sorted(pauses)
-    assert {*pauses[:10]} | {*pauses[-20:]} == {1, 10}
-    assert capsys.readouterr().out == "job 41: RUNNING on node1\n"
+    assert {*pauses[:10]} | {*pauses[-10:]} == {1, longest_s}
 
 
 def test_ctrl_c_ends_only_the_following(results: Path) -> None:
@@ -302,3 +304,15 @@ def test_a_training_on_another_host_is_not_signalled(results: Path, hold: Hold, 
     )
     assert cli("cancel", "one") == (2, "", refused)
     assert process.poll() is None
+
+
+def test_a_log_that_begins_again_is_shown_from_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    tail = Tail(log)
+    for text in ("step 1\nstep 2\n", "step 3\n"):
+        log.unlink(missing_ok=True)
+        log.write_text(text)
+        tail.read()
+    assert capsys.readouterr().out == "step 1\nstep 2\nstep 3\n"

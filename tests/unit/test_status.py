@@ -2,6 +2,7 @@
 queue.
 """
 
+import errno
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from cellmill.cli import main
 from cellmill.launch.queue import QueuedJob, explained
 from cellmill.launch.stage_jobs import StageWatch, reasons_of_failed, stage_lines
 from cellmill.runs.jobs import JobRecord, Jobs
-from cellmill.runs.lock import claim
+from cellmill.runs.lock import claim, user_name
 from cellmill.runs.slurm import JobState
 
 Hold = Callable[..., subprocess.Popen[str]]
@@ -472,3 +473,18 @@ def test_a_failed_run_says_why(results: Path, cli: Cli, command: list[str]) -> N
     record.log.write_text("step 1\n")
     (record.path / "error.txt").write_text("rank 1 on node2: ValueError: no")
     assert "rank 1 on node2: ValueError: no\n" in cli(*command)[1]
+
+
+@pytest.mark.parametrize("stage", ["status", "attach", "cancel", "logs"])
+def test_the_run_of_another_user_is_named_with_its_owner(
+    results: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    train = run_of(results, "one", state=RUNNING)
+
+    def no_entry(path: Path, *rest: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("cellmill.runs.lock.open", no_entry, raising=False)
+    _, printed, error = cli(stage, "one")
+    line = f"{train}: this run belongs to {user_name(os.getuid())}, who alone may read it\n"
+    assert (printed + error).endswith(line)

@@ -19,6 +19,7 @@ from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, ClusterJob, JobSt
 PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
+PENDING_POLL_S = 60  # longest time between two looks at a waiting job
 START_MIN = 5  # left to SLURM to start a job before a maintenance
 TICK_S = 1.0  # between two reads of a log
 say = partial(print, flush=True)
@@ -66,6 +67,8 @@ class Tail:
         new = b""
         # not there yet, or briefly unreachable
         with suppress(OSError), open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) < self.position:
+                self.position = 0  # the log was deleted, and begins again
             file.seek(self.position)
             new = file.read()
         self.position += len(new)
@@ -148,7 +151,8 @@ class JobFollower:
         """
         now = time.monotonic()
         if now >= self._next_poll:
-            self._next_poll = now + min(self.slowest_poll_s, (now - self._began) / 10)
+            slowest_s = PENDING_POLL_S if self.state.name == "PENDING" else self.slowest_poll_s
+            self._next_poll = now + min(slowest_s, (now - self._began) / 10)
             self._poll()
         self.tail.read()
         return not self._ended

@@ -106,8 +106,6 @@ class NodeTask:
         self.claim: Claim | None = None  # only on the first node
         self.attempt: dict[str, Any] = {
             "job_id": self.job_id,
-            "started_at": None,
-            "seen_at": None,
             "ended_at": None,
             "hosts": self.hosts,
             "processes": self.job.nodes * self.job.nproc_per_node,

@@ -150,15 +150,22 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """The process that holds the lock of `folder`; None if it is free. Changes no file."""
-    with suppress(FileNotFoundError), open(folder / "lock", encoding="utf-8") as file:
-        try:
-            # released when the file is closed, at once
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return Holder.read(file)
-        except OSError:  # a file system without locks: nobody can hold one
-            return None
+    """The process that holds the lock of `folder`; None if it is free. Changes no file.
+
+    Raise DataError naming the owner of a folder that this user may not enter.
+    """
+    try:
+        with suppress(FileNotFoundError), open(folder / "lock", encoding="utf-8") as file:
+            try:
+                # released when the file is closed, at once
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Holder.read(file)
+            except OSError:  # a file system without locks: nobody can hold one
+                return None
+    except PermissionError:
+        owner = user_name(folder.stat().st_uid)
+        raise DataError(f"{folder}: this run belongs to {owner}, who alone may read it") from None
     return None
 
 
