@@ -152,3 +152,46 @@ def test_an_input_is_opened_without_a_lock(tmp_path: Path) -> None:
             h5py.File(path, "r", locking=True)
         with open_h5(path) as file:
             assert file["X"][0] == 1
+
+
+DRIVEN = {
+    "sbatch": 'echo "sbatch $*" >> calls',
+    "sleep": "echo slept >> calls",
+    # a stage of an earlier driver runs at the first look
+    "squeue": """case "$*" in *%l*) echo 2-00:00:00 ;; *) [ -e seen ] || echo "rule_shard|$PWD"; touch seen ;; esac""",
+    "snakemake": """echo "snakemake $* ${SLURM_MEM_PER_CPU-clean}" >> calls
+[ "$3" ] && exit  # --unlock
+trap 'echo TERM >> calls; exit 1' TERM
+kill -USR2 $PPID  # SLURM: the limit is near
+for _ in $(seq 100); do /bin/sleep 0.1; done""",
+}
+
+
+def test_a_driver_submits_itself_before_its_limit(tmp_path: Path) -> None:
+    for name, body in DRIVEN.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_PARTITION": "long",
+        "SLURM_JOB_ACCOUNT": "lab",
+        "SLURM_MEM_PER_CPU": "4096",
+    }
+    script = Path(__file__).parents[2] / "profiles" / "drive.sbatch"
+    ran = subprocess.run(
+        ["bash", str(script), "--profile", "my own"],
+        env=slurm | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert ran.returncode == 1
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "slept",
+        "snakemake --profile my own --unlock clean",
+        "snakemake --profile my own clean",
+        "sbatch --dependency=afterany:7 --time=2-00:00:00 --partition=long --account=lab "
+        f"{script} --profile my own",
+        "TERM",
+    ]
