@@ -278,6 +278,9 @@ CPU = {"slurm_partition": "cpu", "nodes": 1}
          f"{REFUSED}: {INVALID_ACCOUNT}; {KEYS} slurm_account: one of lab, lab2"),
         ({"reservation": "x"}, {"sbatch": ("Requested reservation is invalid", 1)},
          f"{REFUSED}: Requested reservation is invalid; {KEYS} reservation"),
+        ({}, {"sbatch": ("sbatch: error: --mem is not allowed here, use --mem-per-cpu", 1)},
+         f"{REFUSED}: --mem is not allowed here, use --mem-per-cpu; {KEYS} mem_mb_per_cpu or mem_mb_per_gpu instead of "
+         "mem_mb"),
         ({}, {"sbatch": ("sbatch: error: No", 1)}, f"{REFUSED}: No; change set-resources: train"),
         # an unusable answer is a doubt
         ({}, {"sbatch": (f"sbatch: error: Batch job submission failed: {NO_CONTACT}", 1)},
