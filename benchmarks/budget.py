@@ -38,7 +38,7 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.stream.batch import make_batch
-from cellmill.evaluate.classifiers import make_classifiers
+from cellmill.evaluate.classifiers.fitted import make_classifiers
 from cellmill.evaluate.inference.embed import embed_cells
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build

@@ -23,7 +23,7 @@ from origin import commit, machine
 from sklearn.linear_model import LogisticRegression as Reference
 from threadpoolctl import threadpool_limits
 
-from cellmill.evaluate.logistic import LogisticRegression
+from cellmill.evaluate.classifiers.logistic import LogisticRegression
 
 SHAPES = ((40, 128), (160, 50), (160, 128), (160, 755), (480, 128), (480, 755))
 SOLVERS: dict[str, Callable[[], Any]] = {

@@ -46,13 +46,13 @@ FAMILY = {
 TOKENIZERS = pytest.mark.parametrize("tokenizer", ["continuous", "binned", "rank"])
 
 
-def tokens_of(tokenizer: str) -> Tokens:
+def tokenize_blocks(tokenizer: str) -> Tokens:
     return Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
 
 
 def model_of(tokenizer: str = "continuous", **options: Any) -> Any:
     """A model with initial values, but gene embeddings large enough for unequal logits."""
-    model: Any = initialized(spec(N_GENES, tokens_of(tokenizer), **FAMILY | options))
+    model: Any = initialized(spec(N_GENES, tokenize_blocks(tokenizer), **FAMILY | options))
     with torch.no_grad():
         model.gene_embedding.weight.mul_(20)
     return model
@@ -60,7 +60,7 @@ def model_of(tokenizer: str = "continuous", **options: Any) -> Any:
 
 def batch_of(tokenizer: str = "continuous", lengths: tuple[int, ...] = (20, 31, 1, 40, 2)) -> Batch:
     """Random cells, the fourth of which is cut."""
-    return to_tensors(random_cells(lengths, tokens_of(tokenizer), N_GENES, counted=None))
+    return to_tensors(random_cells(lengths, tokenize_blocks(tokenizer), N_GENES, counted=None))
 
 
 @TOKENIZERS

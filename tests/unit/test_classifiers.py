@@ -14,11 +14,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.evaluate import Evaluate
-from cellmill.evaluate import logistic
 from cellmill.evaluate.baselines import MAX_BYTES, BaselineCache, fit
-from cellmill.evaluate.classifiers import fit_all, predict_all
+from cellmill.evaluate.classifiers import logistic, newton
+from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
+from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.components import pca
-from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
 from cellmill.evaluate.tasks.classify import _components
 from cellmill.runs.results import ScoredMethod
@@ -44,7 +44,7 @@ def _cells(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
 def test_coefficients_equal_scikit_learn(
     n: int, width: int, classes: int, standardised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logistic, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(newton, "TOLERANCE", 1e-9)
     features, labels = _cells(n, width, classes)
     ours = LogisticRegression(standardised=standardised).fit(features, labels)
     scaler = StandardScaler().fit(features)
@@ -81,7 +81,7 @@ def test_sparse_features_have_the_same_predictions_as_dense(
         )
         with monkeypatch.context() as patch:
             patch.setattr(logistic, "MAX_SIDE", 19)
-            patch.setattr(logistic, "_minimise", None)
+            patch.setattr(newton, "minimise", None)
             b = LogisticRegression(standardised=standardised).fit(
                 sp.csr_matrix(features[kept]), labels[kept]
             )
@@ -98,7 +98,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 ) -> None:
     features, labels = _cells(90, 12, 3)
     features[:, 1:3] = 1e12 * features[:, 3:4]
-    monkeypatch.setattr(logistic, "_minimise", None)
+    monkeypatch.setattr(newton, "minimise", None)
     fitted = LogisticRegression(standardised=False).fit(features, labels)
     assert set(fitted.predict(features)) <= set(labels)
 
@@ -106,7 +106,7 @@ def test_singular_scales_are_left_to_scikit_learn(
 def test_a_fit_that_stops_early_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logistic, "MAX_STEPS", 2)
+    monkeypatch.setattr(newton, "MAX_STEPS", 2)
     fit(LogisticRegression(standardised=False), *_cells(90, 12, 4))
     assert (
         capsys.readouterr().out
@@ -142,19 +142,19 @@ def test_a_second_evaluation_reads_stored_predictions(
     first.save()
     content = file.read_bytes()
     second = BaselineCache(file)
-    known = dict(second.known)
+    known = dict(second.predictions)
     assert len(known) == 6, "two kinds of features, three classifiers, and none of the model's"
     for name, classes in predicted(second).items():
         np.testing.assert_array_equal(classes, expected[name])
-    assert second.known.keys() == known.keys()
+    assert second.predictions.keys() == known.keys()
     second.save()
     assert file.read_bytes() == content
     file.write_bytes(content[:-50])
     again = BaselineCache(file)
-    assert again.known == {}
+    assert again.predictions == {}
     predicted(again)
     again.save()
-    assert BaselineCache(file).known.keys() == known.keys()
+    assert BaselineCache(file).predictions.keys() == known.keys()
 
 
 def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
     predicted(cache, {ALL_GENES: sp.csr_matrix((DENSE > 0).astype(float))})
     wider = sp.csr_matrix(np.pad(np.maximum(DENSE, 0), ((0, 0), (0, 1))))
     predicted(cache, {ALL_GENES: wider})
-    assert len(cache.known) == 6 + 6 + 3 * 3
+    assert len(cache.predictions) == 6 + 6 + 3 * 3
 
 
 def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
@@ -179,14 +179,16 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         _components(genes, train, 3, again)[ScoredMethod("PCA3")], expected
     )
-    assert len(again.known) == 1
+    assert len(again.predictions) == 1
     others = [(genes, train + 1, 3), (genes, train, 2), (genes * 2, train, 3)]
     for other in others:
         assert len(_components(*other, again)) == 1
-    assert len(again.known) == 1 + len(others)
+    assert len(again.predictions) == 1 + len(others)
     wide = again.features("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
     assert wide.shape == (30, MAX_BYTES)
-    assert len(again.known) == 1 + len(others), "large arrays would make every evaluation read them"
+    assert len(again.predictions) == 1 + len(others), (
+        "large arrays would make every evaluation read them"
+    )
 
 
 def test_components_never_exceed_the_rank_of_the_cells() -> None:

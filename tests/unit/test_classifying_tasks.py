@@ -38,7 +38,7 @@ from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
     MAJORITY,
-    OF_TRAINING,
+    TRAINING_COMPONENTS,
     UNTRAINED,
     WITH_COMPONENTS,
 )
@@ -110,7 +110,12 @@ def test_rows_equal_scikit_learn_pipelines_over_the_same_folds(
     monkeypatch.setattr(components_module, "RANKED_GENES", 20)
     embedding, noise, genes, labels = _problem()
     given = np.random.default_rng(1).normal(size=(len(labels), 4)) + (labels == "b")[:, None]
-    features = {EMBEDDING: embedding, UNTRAINED: noise, ALL_GENES: genes, OF_TRAINING: given}
+    features = {
+        EMBEDDING: embedding,
+        UNTRAINED: noise,
+        ALL_GENES: genes,
+        TRAINING_COMPONENTS: given,
+    }
     predictions = _predicted(features, labels, seeds=2, seed=3, neighbors=7, components=5)
     rows = {row.method.name: row for row in table_rows(_columns(predictions))}
     methods = {name: row.method for name, row in rows.items()}
@@ -227,8 +232,8 @@ def test_verdicts_compare_the_best_rows() -> None:
         (MAJORITY, ""): 10,
         (WITH_COMPONENTS, "kNN"): 0,  # better than the model's own rows
         (WITH_COMPONENTS, "logistic regression"): 3,
-        (OF_TRAINING, "kNN"): 9,
-        (OF_TRAINING, "logistic regression, unscaled"): 5,
+        (TRAINING_COMPONENTS, "kNN"): 9,
+        (TRAINING_COMPONENTS, "logistic regression, unscaled"): 5,
     }
     predictions = Predictions(labels, 1)
     for (features, classifier), n in wrong.items():
@@ -319,7 +324,7 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
         )
     context = replace(context, baselines=BaselineCache())
     np.testing.assert_array_equal(predict_halves(context), expected)
-    assert len(context.baselines.known) == 2
+    assert len(context.baselines.predictions) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1
     for task in (FewShot(FewShotConfig(shots=[3])), Degraded(LowDepthConfig(repeats=1))):
@@ -411,7 +416,7 @@ def test_features_equal_those_of_the_embed_command(context: Context) -> None:
     training = read_training_counts(model.manifest, 10_000)
     assert training.shape == (model.manifest.splits["train"].n_obs, model.vocabulary.n_genes)
     profiles = log_normalise(training).toarray()
-    centred = found[OF_TRAINING]
+    centred = found[TRAINING_COMPONENTS]
     basis = np.linalg.svd(profiles - profiles.mean(0), full_matrices=False)[2][: centred.shape[1]]
     columns = select_columns(counts, context.columns.target, model.vocabulary.n_genes)
     expected = (log_normalise(columns).toarray() - profiles.mean(0)) @ basis.T

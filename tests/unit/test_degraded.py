@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.evaluate import features as features_module
-from cellmill.evaluate import logistic
+from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
@@ -98,7 +98,7 @@ def test_the_same_genes_are_kept_in_every_cell() -> None:
 
 
 def test_components_of_a_panel_are_fitted_to_its_genes(context: Context) -> None:
-    training = TrainingCounts.of(context)
+    training = TrainingCounts.read(context)
     assert training is not None
     counts = read_rows(context.reader, np.arange(30))
     panel = keep_genes(40, counts, np.random.default_rng(1))
@@ -106,14 +106,14 @@ def test_components_of_a_panel_are_fitted_to_its_genes(context: Context) -> None
     in_panel = cells.any(0)
     whole = training_counts(context)
     check_components(
-        training.over_panel(panel),
+        training.project_panel(panel),
         training=log_profiles(whole[:, in_panel], 1e4),
         cells=log_profiles(cells[:, in_panel], 1e4),
     )
 
 
 def test_components_of_counts_per_1000_are_fitted_on_them(context: Context) -> None:
-    training = TrainingCounts.of(context)
+    training = TrainingCounts.read(context)
     assert training is not None
     counts = read_rows(context.reader, np.arange(30))
     check_components(
@@ -124,7 +124,7 @@ def test_components_of_counts_per_1000_are_fitted_on_them(context: Context) -> N
 
 
 def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Context) -> None:
-    training = TrainingCounts.of(context)
+    training = TrainingCounts.read(context)
     assert training is not None
     sums: list[float] = []
 
@@ -137,7 +137,7 @@ def test_components_of_thinned_cells_are_fitted_on_as_few_counts(context: Contex
 
     counts = read_rows(context.reader, np.arange(30))
     whole = training_counts(context)
-    transform = training.thinned(halve, np.random.default_rng(0))
+    transform = training.fit_thinned(halve, np.random.default_rng(0))
     check_components(
         transform(counts),
         training=log_profiles(whole // 2, 1e4),
@@ -196,7 +196,7 @@ COLUMNS = ["whole", *(f"10 % of counts, {way}" for way in WAYS)]
 def low_depth(context: Context) -> TaskResult:
     with pytest.MonkeyPatch.context() as patch:
         # one of these cells is about as near to two classes
-        patch.setattr(logistic, "TOLERANCE", 1e-6)
+        patch.setattr(newton, "TOLERANCE", 1e-6)
         config = LowDepthConfig(count_fracs=[0.1], neighbors=5, repeats=2)
         return Degraded(config).run(context)
 

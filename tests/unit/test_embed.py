@@ -121,7 +121,7 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
     """Genes and values of every cell, (2, tokens)."""
     with open_counts(path) as reader:
         made = {}
-        for block in module.tokens_of(
+        for block in module.tokenize_blocks(
             reader.rows(100), module.match_columns(reader, known), known, tokens
         ):
             for at, cell in enumerate(block.cells):

@@ -35,11 +35,11 @@ from cellmill.evaluate.tasks.genes import (
     correlations,
     expression_statistics,
 )
-from cellmill.evaluate.tasks.grn import Grn, average_precision, known_edges, network_of
+from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, known_edges
 from cellmill.evaluate.tasks.hidden_genes import (
     HiddenGenes,
     decode_expression,
-    expression_of_shares,
+    expand_shares,
 )
 from cellmill.evaluate.tasks.imputation import (
     Imputation,
@@ -255,7 +255,7 @@ def test_edges_are_matched_by_alias() -> None:
     ]
     pairs = known_edges(edges, vocabulary, np.array([True, True, False]))
     assert pairs.tolist() == [[0, 1]]
-    factors, _, _, left_out = network_of(np.array([[0, 1], [1, 0], [2, 1]]), 1)
+    factors, _, _, left_out = build_network(np.array([[0, 1], [1, 0], [2, 1]]), 1)
     assert factors.tolist() == [2]  # the others have no other candidate than their target
     assert left_out.tolist() == [0, 1]
 
@@ -350,7 +350,7 @@ def test_a_true_profile_gives_the_expected_logarithm(is_log: bool) -> None:
     shares = shares[:40] / shares.sum()
     visible = sp.csr_matrix(np.where(np.arange(300) < 40, 0, counts))
     seen = np.log1p(counts * 1e4 / counts.sum(1, keepdims=True))[:, :40]
-    predicted = expression_of_shares(np.tile(shares, (4000, 1)), visible, is_log)
+    predicted = expand_shares(np.tile(shares, (4000, 1)), visible, is_log)
     np.testing.assert_allclose(predicted.mean(0), seen.mean(0), atol=0.03)
 
 
@@ -454,7 +454,7 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
         EMBEDDING: hidden.embed(context.model.network),
         UNTRAINED: np.ones((20, 16), np.float32),
     }
-    trained = TrainingCells.of(hidden)
+    trained = TrainingCells.read(hidden)
     assert trained is not None
     assert trained.hidden.counts.shape[0] == context.model.manifest.splits["train"].n_obs
     found = trained.predict(hidden, vectors, 3)
@@ -465,19 +465,19 @@ def test_predictions_read_no_hidden_gene_of_scored_cells(context: Context) -> No
 
 
 def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
-    trained = TrainingCells.of(
+    trained = TrainingCells.read(
         replace(_hidden(context), context=replace(context, dataset="elsewhere"))
     )
     assert trained is not None
     assert [*trained.groups()] == [""]  # a dataset that the model was not trained on
-    some = replace(trained, of_dataset=np.arange(len(trained.of_dataset)) % 3 == 0)
+    some = replace(trained, is_from_dataset=np.arange(len(trained.is_from_dataset)) % 3 == 0)
     groups = some.groups()
     assert [*groups] == ["", ", training cells of the dataset"]
     assert (groups[", training cells of the dataset"] % 3 == 0).all()
     hidden = _hidden(context)
     ones = np.ones((20, 16), np.float32)
     vectors = {EMBEDDING: ones, UNTRAINED: ones}
-    means = trained.hidden.expression()[some.of_dataset].mean(0)
+    means = trained.hidden.expression()[some.is_from_dataset].mean(0)
     found = named(some.predict(hidden, vectors, 3))
     predicted = found["gene means, training cells of the dataset"]
     np.testing.assert_allclose(predicted, np.tile(means, (20, 1)))

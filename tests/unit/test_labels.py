@@ -25,7 +25,7 @@ from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.calibration import (
     STEPS,
     calibrate,
-    classifications_of,
+    find_classifications,
     fit_temperature,
     run_head,
 )
@@ -151,7 +151,10 @@ def test_a_hidden_label_reverses_only_the_vector_gradient() -> None:
     for name, expected in gradients[0].items():
         factor = 1 if name.startswith("label_head") else -0.25
         torch.testing.assert_close(gradients[1][name], factor * expected, msg=name)
-    assert (len(classifications_of(_model().objective)), classifications_of(model.objective)) == (
+    assert (
+        len(find_classifications(_model().objective)),
+        find_classifications(model.objective),
+    ) == (
         1,
         {},
     )

@@ -163,7 +163,7 @@ def test_a_column_chooses_the_better_of_two_errors() -> None:
         b: np.array([[0.4]]),
     }
     one = ScoreColumn("x", "error", scores, lower_is_better=True)
-    assert one.best(one.of_kind("baseline")) == b
+    assert one.best(one.select_kind("baseline")) == b
     assert one.compare(EMBEDDING, b).n == 1
     own = np.array([[0.2, 0.3, 0.1, 0.25]])
     other = np.array([[0.4, 0.6, 0.3, 0.5]])

@@ -77,7 +77,7 @@ def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -
     }
     context = replace(screen, roles=roles, scored=perturbation == "tested")
     config = PerturbationConfig(held_out=["perturbation"], min_cells=4)
-    held = HeldOut.of(context, config, "perturbation")
+    held = HeldOut.read(context, config, "perturbation")
     [(_, train, test)] = held.folds()
     assert {*held.perturbation} == {"trained", "validated", "tested"}
     assert held.perturbation[train].tolist() == ["trained"]
@@ -150,14 +150,14 @@ def test_genes_are_matched_by_id_symbol_or_alias() -> None:
 
 
 def test_a_change_is_measured_within_batches(screen: Context) -> None:
-    held = HeldOut.of(screen, CONFIG, "perturbation")
+    held = HeldOut.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
     assert len(held.group) == 5
     assert set(held.group[held.unseen]) == {screen.model.vocabulary.symbols[3], "unheard"}
     # the first cell of an untrained perturbation has no stratum: its other cells count
     stratum = profiles.stratum.copy()
     stratum[held.unit_of_cell.tolist().index(3)] = -1
-    without = HeldOut.of(screen, CONFIG, "perturbation", replace(profiles, stratum=stratum))
+    without = HeldOut.read(screen, CONFIG, "perturbation", replace(profiles, stratum=stratum))
     assert without.group.tolist() == held.group.tolist()
     assert without.unseen.tolist() == held.unseen.tolist()
     expression = profiles.expression.toarray()
@@ -239,7 +239,7 @@ def test_an_unrelated_model_is_tested_on_all_perturbations(screen: Context) -> N
 
 
 def test_co_expression_uses_only_starting_controls(screen: Context) -> None:
-    held = HeldOut.of(screen, CONFIG, "perturbation")
+    held = HeldOut.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
     loadings = held.features[CO_EXPRESSION]
     is_start = (profiles.half == 0) & (profiles.stratum >= 0)
@@ -294,7 +294,7 @@ def test_a_prior_may_have_unmeasured_genes(screen: Context, tmp_path: Path) -> N
         f"{symbols[2]}\t5\t6\n"
     )
     config = CONFIG.model_copy(update={"priors": {"string": str(table)}})
-    held = HeldOut.of(context, config, "perturbation")
+    held = HeldOut.read(context, config, "perturbation")
     vectors = dict(zip(held.perturbation, held.features[prior_method("string")]))
     assert vectors[symbols[0]].tolist() == [1, 0]
     # found by the id of its gene, which the vocabulary lacks

@@ -145,7 +145,7 @@ def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path])
 def test_the_file_has_both_halves_of_the_controls(cells: tuple[Context, Any, Path]) -> None:
     context, found, path = cells
     stored = ad.read_h5ad(path)
-    profiles = HeldOut.of(context, CONFIG, "perturbation").profiles
+    profiles = HeldOut.read(context, CONFIG, "perturbation").profiles
     rows = context.reader.obs.index.get_indexer(stored.obs_names)
     assert rows.tolist() == sorted(set(rows))
     expression = profiles.expression[rows].toarray()
@@ -173,7 +173,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(
     cells: tuple[Context, Any, Path],
 ) -> None:
     context, found, _ = cells
-    held = HeldOut.of(context, CONFIG, "perturbation")
+    held = HeldOut.read(context, CONFIG, "perturbation")
     profiles = held.profiles
     for fold in held.folds():
         if fold[0]:

@@ -33,7 +33,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.inference.embed import load_for_inference, tokens_of
+from cellmill.evaluate.inference.embed import load_for_inference, tokenize_blocks
 from cellmill.models.batch import EncoderBatch, add_ends
 from cellmill.models.pickled_numbers import read_numbers
 from cellmill.models.published import import_geneformer, import_scgpt
@@ -77,7 +77,7 @@ def _ordered(path: Path, genes: Vocabulary, tokens: Tokens) -> list[list[str]]:
     with open_counts(path) as reader:
         columns = match_columns(reader, genes)
         chosen = np.ones(reader.n_obs, bool)
-        [batch] = tokens_of(
+        [batch] = tokenize_blocks(
             reader.rows(1000), columns, genes, tokens, chosen, np.zeros(2, np.int64)
         )
     names = [genes.gene_ids[token - len(SPECIAL)] for token in batch.genes]

@@ -33,7 +33,7 @@ from cellmill.data.stream.batch import Batch, Prefixes, empty_batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizers import CellTokenizer, bin_counts, token_numbers
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.inference.embed import tokens_of
+from cellmill.evaluate.inference.embed import tokenize_blocks
 from cellmill.models.batch import to_tensors
 from tests.checks import quick
 from tests.models import model_on_cpu
@@ -442,7 +442,7 @@ def test_variable_genes_come_from_the_vocabulary(tmp_path: Path) -> None:
     columns = GeneColumns(every, np.ones(GENES, bool), False)
     totals = np.zeros(2, np.int64)
     all_cells = np.ones(30, bool)
-    [batch] = tokens_of([counts], columns, vocabulary, tokens, all_cells, totals)
+    [batch] = tokenize_blocks([counts], columns, vocabulary, tokens, all_cells, totals)
     assert sorted(streamed) == sorted(by_cell(batch, batch.genes))
     with pytest.raises(
         DataError, match=r"tokens\.truncation variable: the vocabulary has no order of genes"

@@ -155,7 +155,7 @@ def test_the_order_of_genes_in_a_file_changes_nothing(datasets: Datasets, tmp_pa
 
 def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
     cells = np.arange(100), np.arange(100, 180)
-    fitted, tested = (CellGroup.of(context, context.roles["label"], among) for among in cells)
+    fitted, tested = (CellGroup.read(context, context.roles["label"], among) for among in cells)
     genes = shared_genes([fitted, tested])
     counts = tested.counts.copy()
     counts.data[counts.indptr[40] :] *= 50  # the last 40 cells

@@ -22,7 +22,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from cellmill.config.parts.tasks import ClusteringConfig, IntegrationConfig
 from cellmill.evaluate.inference.umap import project
-from cellmill.evaluate.methods import OF_TRAINING
+from cellmill.evaluate.methods import TRAINING_COMPONENTS
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks import integration as mixing
 from cellmill.evaluate.tasks.clustering import Clustering, ari_scores, nmi_scores
@@ -68,7 +68,7 @@ def labelled_clusters() -> tuple[np.ndarray, np.ndarray]:
 
 def test_the_graph_has_jaccard_weights() -> None:
     line = np.array([[0.0], [1.0], [3.0], [7.0]])
-    graph = NeighborGraph.of(line, 2)
+    graph = NeighborGraph.build(line, 2)
     assert graph.indices.tolist() == [[1, 2], [0, 2], [1, 0], [2, 1]]
     assert graph.distances.tolist() == [[1, 3], [1, 2], [2, 3], [4, 6]]
     weights = jaccard_weights(graph).toarray()
@@ -79,7 +79,7 @@ def test_the_graph_has_jaccard_weights() -> None:
         [0, 0, 0, 0.5],
         [0, 0, 0, 0],
     ]
-    assert NeighborGraph.of(line, 90).indices.shape == (4, 3)
+    assert NeighborGraph.build(line, 90).indices.shape == (4, 3)
 
 
 def test_planted_groups_are_found(context: Context) -> None:
@@ -166,7 +166,7 @@ def test_separated_labels_score_high() -> None:
 
 def test_lisi_has_the_weights_of_its_perplexity() -> None:
     vectors, _, _ = cells(2)
-    graph = NeighborGraph.of(vectors, 30)
+    graph = NeighborGraph.build(vectors, 30)
     weights = mixing.neighbor_weights(graph.distances, 10)
     entropy = -(weights * np.log(weights)).sum(1)
     np.testing.assert_allclose(np.exp(entropy), 10, rtol=1e-4)
@@ -179,7 +179,7 @@ def test_lisi_has_the_weights_of_its_perplexity() -> None:
 
 def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
     vectors, batches, _ = cells(2)
-    graph = NeighborGraph.of(vectors, 19)
+    graph = NeighborGraph.build(vectors, 19)
     n_cells = len(batches)
     expected = np.bincount(batches) / n_cells * 20  # a quarter of a batch's mean size
     accepted = mixing.kbet(vectors, batches, np.zeros(n_cells))
@@ -245,11 +245,11 @@ def test_terms_of_batch_variance_spread_like_a_bootstrap() -> None:
 def test_means_weigh_every_label_equally() -> None:
     values = np.array([1.0, 1, 1, 0, np.nan])
     labels = np.array([0, 0, 0, 1, 2])
-    scores = mixing.mean_of_labels(values, labels)
+    scores = mixing.average_labels(values, labels)
     assert scores is not None
     assert scores.mean() == 0.5
     without_values = np.full(3, np.nan)
-    assert mixing.mean_of_labels(without_values, np.zeros(3)) is None
+    assert mixing.average_labels(without_values, np.zeros(3)) is None
 
 
 def test_labels_of_the_fewest_batches_are_isolated() -> None:
@@ -333,8 +333,8 @@ def test_the_training_components_see_no_scored_cell(context: Context) -> None:
     cells = np.arange(0, 40, 2)
     batches = np.arange(20) % 2
     task = Integration(IntegrationConfig())
-    of_all = task.embed_cells(context, cells, batches)[OF_TRAINING]
-    of_half = task.embed_cells(context, cells[:10], batches[:10])[OF_TRAINING]
+    of_all = task.embed_cells(context, cells, batches)[TRAINING_COMPONENTS]
+    of_half = task.embed_cells(context, cells[:10], batches[:10])[TRAINING_COMPONENTS]
     np.testing.assert_allclose(of_all[:10], of_half, atol=1e-5)
 
 

@@ -32,25 +32,25 @@ class BaselineCache:
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
-        self.known = _read(file)
+        self.predictions = _read(file)
         # predictions from features that no other run has: never saved
-        self.of_model: dict[str, np.ndarray] = {}
-        self._n_read = len(self.known)
+        self.model_predictions: dict[str, np.ndarray] = {}
+        self._n_read = len(self.predictions)
 
     def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if
         it is small.
         """
         key = _digest(f"{about} of {VERSIONS}", values)
-        result = self.known[key] if key in self.known else compute()
+        result = self.predictions[key] if key in self.predictions else compute()
         if result.nbytes <= MAX_BYTES:
-            self.known[key] = result
+            self.predictions[key] = result
         return result
 
     def save(self) -> None:
         """Write the new predictions. If two evaluations save at the same time, one may lose its own."""
-        if self.file is not None and len(self.known) > self._n_read:
-            arrays: dict[str, Any] = _read(self.file) | self.known
+        if self.file is not None and len(self.predictions) > self._n_read:
+            arrays: dict[str, Any] = _read(self.file) | self.predictions
             with atomic_path(self.file) as temporary:
                 np.savez_compressed(temporary, **arrays)
 

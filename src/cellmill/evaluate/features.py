@@ -9,11 +9,11 @@ import scipy.sparse as sp
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.stream.batch import Batch
-from cellmill.evaluate.inference.embed import embed_batches, tokens_of
+from cellmill.evaluate.inference.embed import embed_batches, tokenize_blocks
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
-    OF_TRAINING,
+    TRAINING_COMPONENTS,
     UNTRAINED,
     external_method,
 )
@@ -51,7 +51,7 @@ def features_of_counts(
     return {
         EMBEDDING: embed_counts(context, counts, model.network) if embedding is None else embedding,
         UNTRAINED: embed_counts(context, counts, model.untrained),
-        OF_TRAINING: model.components.transform(known),
+        TRAINING_COMPONENTS: model.components.transform(known),
         ALL_GENES: log_normalise(profiles),
     }
 
@@ -65,7 +65,7 @@ def embed_counts(
     """
     model = context.model
     if tokens is None:
-        tokens = tokens_of([counts], context.columns, model.vocabulary, model.tokens)
+        tokens = tokenize_blocks([counts], context.columns, model.vocabulary, model.tokens)
     n_cells = counts.shape[0]
     vectors = embed_batches(tokens, network, n_cells, TOKEN_BUDGET, context.options.precision)
     return np.nan_to_num(vectors)

@@ -9,10 +9,10 @@ import pandas as pd
 from cellmill.data.arrays import log_normalise, summed, text_values
 from cellmill.errors import DataError
 from cellmill.evaluate.baselines import CachedClassifiers
-from cellmill.evaluate.classifiers import small_problems
+from cellmill.evaluate.classifiers.fitted import small_problems
+from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.inference.predict import tally
-from cellmill.evaluate.logistic import LogisticRegression
 from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.scores import draw_cells, seeded
 from cellmill.evaluate.task import Context, Skipped
@@ -136,7 +136,7 @@ def predict_halves(context: Context) -> np.ndarray:
     with small_problems():
         for tested in (half, ~half):
             fitted = CachedClassifiers(
-                context.baselines.known, classifier, genes[~tested], labels[~tested]
+                context.baselines.predictions, classifier, genes[~tested], labels[~tested]
             )
             predicted[cells[tested]] = fitted.predict(genes[tested])[REGRESSION]
     return predicted

@@ -12,7 +12,7 @@ WITH_COMPONENTS = replace(EMBEDDING, features="embedding with PCA50", kind="vari
 # the same architecture with initial weights
 UNTRAINED = ScoredMethod("untrained", network="untrained")
 ALL_GENES = ScoredMethod("all genes")
-OF_TRAINING = ScoredMethod(f"PCA{COMPONENTS} of the training cells")
+TRAINING_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of the training cells")
 RANKED = ScoredMethod("rank-z genes, ANOVA")
 MAJORITY = ScoredMethod("majority")
 HALF_LABELS = ScoredMethod("all genes with half of the labels", kind="ceiling")

@@ -28,7 +28,7 @@ from cellmill.runs.results import DatasetResult, Row, TaskResult
 
 MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 Predicted = dict[str, np.ndarray]
-"""Predictions of baselines, see `BaselineCache.known`."""
+"""Predictions of baselines, see `BaselineCache.predictions`."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class _Work:
         """The result, and what was added to the predictions of baselines."""
         started = time.perf_counter()
         baselines = self.context.baselines
-        before = set(baselines.known)
+        before = set(baselines.predictions)
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
         numbers = result.figures | {"seconds": seconds}
         result = replace(result, figures=numbers, task=self.task_name)
         json.dumps(result.to_json(), allow_nan=False)
-        added = {key: value for key, value in baselines.known.items() if key not in before}
+        added = {key: value for key, value in baselines.predictions.items() if key not in before}
         return result, added
 
 
@@ -142,7 +142,7 @@ def run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, TaskResult]
             chain(local, finished), f"evaluate {dataset}", len(works), "tasks", now=at_work
         ):
             result, added = _named_errors(work, get_result)
-            context.baselines.known.update(added)
+            context.baselines.predictions.update(added)
             results[work.name] = result
             for line in result_lines(result):
                 print(f"{dataset}: {work.name}: {line}", flush=True)

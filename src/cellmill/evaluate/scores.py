@@ -179,11 +179,11 @@ class ScoreColumn:
         choose: Callable[..., ScoredMethod] = min if self.lower_is_better else max
         return choose(among, key=self.mean)
 
-    def of_kind(self, kind: str) -> list[ScoredMethod]:
+    def select_kind(self, kind: str) -> list[ScoredMethod]:
         return [method for method in self.scores if method.kind == kind]
 
     def best_model(self) -> ScoredMethod:
-        return self.best(self.of_kind("model"))
+        return self.best(self.select_kind("model"))
 
     def compare(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
         scores = self.scores[method]
@@ -205,7 +205,7 @@ class ScoreColumn:
         Both are chosen by their scores on the tested cells; the baselines, which are more, gain
         more by it.
         """
-        return self.compare(self.best_model(), self.best(self.of_kind("baseline")))
+        return self.compare(self.best_model(), self.best(self.select_kind("baseline")))
 
     def difference(self, method: ScoredMethod, other: ScoredMethod) -> Difference:
         estimate = paired_difference(self.scores[method], self.scores[other])
@@ -240,7 +240,7 @@ class ScoreColumn:
             (ceiling_method.name, float(ceiling[is_tested].mean())),
         )
         closed = []
-        for method in (self.best_model(), self.best(self.of_kind("baseline"))):
+        for method in (self.best_model(), self.best(self.select_kind("baseline"))):
             scores = self.scores[method]
             if self._units(scores + zero + ceiling) < FEWEST:
                 return gap

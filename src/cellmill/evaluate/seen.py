@@ -280,7 +280,7 @@ class Agreement(NamedTuple):
     n_rejected: int  # cells without a predicted label, counted as wrong
 
     @classmethod
-    def of_labels(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
+    def tally(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
         """`given` and `predicted` are text, (cells,), None without a label; `among` is a mask."""
         return cls(
             n_cells=int(among.sum()),
@@ -306,11 +306,11 @@ def compare_labels(
     if not compared.any():
         return {}, []
     if seen.cells is None:
-        every = Agreement.of_labels(given, predicted, compared)
+        every = Agreement.tally(given, predicted, compared)
         line = f"{column}: {every.words()} as in the file, no accuracy: unknown whether the model was trained on them"
         return {}, [f"{line} ({seen.unknown})"]
-    unseen = Agreement.of_labels(given, predicted, compared & ~seen.cells)
-    trained = Agreement.of_labels(given, predicted, compared & seen.cells)
+    unseen = Agreement.tally(given, predicted, compared & ~seen.cells)
+    trained = Agreement.tally(given, predicted, compared & seen.cells)
     numbers: dict[str, Any] = {
         "n_labelled_unseen": unseen.n_cells,
         "n_labelled_seen": trained.n_cells,

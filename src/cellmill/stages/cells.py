@@ -37,7 +37,7 @@ from cellmill.data.shards.manifest import READ, Manifest
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.inference.calibration import NO_VALIDATION
-from cellmill.evaluate.inference.embed import embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
 from cellmill.evaluate.inference.files import (
     read_external,
     read_vectors,
@@ -46,10 +46,10 @@ from cellmill.evaluate.inference.files import (
 )
 from cellmill.evaluate.inference.predict import (
     LABEL,
-    classifiers_of,
+    choose_thresholds,
     count_labels,
+    find_classifiers,
     predict_heads,
-    thresholds_of,
 )
 from cellmill.evaluate.seen import mark_seen_cells
 from cellmill.files import refuse_overwriting, sha256_file, write_json
@@ -104,7 +104,7 @@ def embed(
     for line in (
         f"{len(obs):,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
         f"{seconds:.1f} s, {len(obs) / seconds:,.0f} cells/s, peak memory {peak_gb:.2f} GB",
-        *limits_of(embedding),
+        *describe_limits(embedding),
     ):
         print(f"{path.stem}: {line}")
 
@@ -343,7 +343,7 @@ def predict(
     """
     path = _checked_input(input, out, append)
     network, vocabulary, tokens, config = load_for_inference(model)
-    smallest = thresholds_of(network, config, options.predict, f"--model {model}")
+    smallest = choose_thresholds(network, config, options.predict, f"--model {model}")
     with open_dataset(path, counts) as reader:
         reader.counts_rule = counts_rule
         obs = reader.obs
@@ -352,7 +352,7 @@ def predict(
         predicted = predict_heads(network, config, embedding, smallest, obs, seen)
     write_prediction(out, obs, predicted, path if append else None)
     lines = [f"{embedding.coverage_frac:.1%} of counts on known genes"]
-    for end, (_, classifier) in classifiers_of(network, config).items():
+    for end, (_, classifier) in find_classifiers(network, config).items():
         column = classifier["label_column"]
         common = Counter(predicted.obs[LABEL + end].dropna()).most_common(3)
         most = ", ".join(f"{label} {n:,}" for label, n in common) or "no label"
@@ -374,5 +374,5 @@ def predict(
     lines += predicted.agreement
     numbers = [column for key, column in predicted.about.items() if key.startswith("value_column")]
     lines += [f"{len(obs):,} cells have a predicted {column} -> {out}" for column in numbers]
-    for line in [*lines, *limits_of(embedding)]:
+    for line in [*lines, *describe_limits(embedding)]:
         print(f"{path.stem}: {line}")

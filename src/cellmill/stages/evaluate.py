@@ -42,7 +42,7 @@ from cellmill.evaluate.evaluated import (
     load_evaluated,
 )
 from cellmill.evaluate.gate import find_failures
-from cellmill.evaluate.inference.embed import gene_coverage, limits_of, load_for_inference
+from cellmill.evaluate.inference.embed import describe_limits, gene_coverage, load_for_inference
 from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
 from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
@@ -323,7 +323,7 @@ def knock_out(
         f"{gene.null_mean:.2g} (z {gene.z:.1f}, p {gene.p:.2g})"
         for gene in shifts.var.head(SHOWN).itertuples()
     ]
-    for line in [*limits_of(embedding), *shown]:
+    for line in [*describe_limits(embedding), *shown]:
         print(f"{path.stem}: {line}")
 
 

@@ -23,9 +23,9 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
-    calibration_of,
-    classifications_of,
-    regressions_of,
+    calibrate_head,
+    find_classifications,
+    find_regressions,
 )
 from cellmill.evaluate.seen import find_shards
 from cellmill.files import write_json
@@ -137,11 +137,11 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     """Entries of config.json for `predict` (see `evaluate.inference.predict`); empty without such heads."""
     entries: dict[str, Any] = {}
     regressors = {}
-    for name, regression in regressions_of(model.objective).items():
+    for name, regression in find_regressions(model.objective).items():
         regressors[name] = {"target_column": regression.config.target_column}
     if regressors:
         entries["regressors"] = regressors
-    heads = classifications_of(model.objective)
+    heads = find_classifications(model.objective)
     if not heads:
         return entries
     options = stored_options(state["options"], f"{train}: its checkpoint")
@@ -152,7 +152,7 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
         entry: dict[str, Any] = {"label_column": head.config.label_column, "labels": head.labels}
         calibration = None
         if shards is not None:
-            calibration = calibration_of(model.eval(), options, shards, head)
+            calibration = calibrate_head(model.eval(), options, shards, head)
         if calibration is None:
             why = problem or NO_VALIDATION
             entry |= {"uncalibrated": why, "calibration": None}

@@ -91,7 +91,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
 
 
-def classifications_of(objective: Objective) -> dict[str, Classification]:
+def find_classifications(objective: Objective) -> dict[str, Classification]:
     """Return the objective, or the parts of a sum, that predict labels, by part; not those whose
     label is hidden.
     """
@@ -102,7 +102,7 @@ def classifications_of(objective: Objective) -> dict[str, Classification]:
     }
 
 
-def regressions_of(objective: Objective) -> dict[str, Regression]:
+def find_regressions(objective: Objective) -> dict[str, Regression]:
     """Return the objective, or the parts of a sum, that predict numbers, by part."""
     return {name: leaf for name, leaf in objective.leaves().items() if isinstance(leaf, Regression)}
 
@@ -119,7 +119,7 @@ def run_head(
     return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
 
 
-def calibration_of(
+def calibrate_head(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
     """Calibration of a head on the labelled validation cells of its run, None without any; for a

@@ -108,7 +108,7 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
     return network, vocabulary, spec_of(config, vocabulary.n_genes).tokens, config
 
 
-def tokens_of(
+def tokenize_blocks(
     rows: Iterable[sp.csr_matrix],
     columns: GeneColumns,
     vocabulary: Vocabulary,
@@ -186,8 +186,10 @@ def embed_cells(
                 )
             yield raw
 
-    per_cell = {"levels": levels_of(reader, model)}
-    batches = tokens_of(rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell)
+    per_cell = {"levels": read_levels(reader, model)}
+    batches = tokenize_blocks(
+        rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell
+    )
     vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)[
         chosen
     ]
@@ -231,8 +233,8 @@ def _advice(columns: GeneColumns, option: str) -> str:
     return f"use a model of these genes, or lower it ({option})"
 
 
-def levels_of(reader: CountsReader, model: Model) -> np.ndarray | None:
-    """Numbers of levels of a file's cells for `tokens_of`; None for a model that reads no obs
+def read_levels(reader: CountsReader, model: Model) -> np.ndarray | None:
+    """Numbers of levels of a file's cells for `tokenize_blocks`; None for a model that reads no obs
     column.
     """
     known = model.objective.levels
@@ -271,7 +273,7 @@ def inference(device: torch.device, precision: str) -> Iterator[None]:
         yield
 
 
-def limits_of(embedding: Embedding) -> list[str]:
+def describe_limits(embedding: Embedding) -> list[str]:
     """Lines on what limits the use of the vectors."""
     lines = [*embedding.gene_notes]
     line = lost_counts(embedding.lost_frac, embedding.lost_names)

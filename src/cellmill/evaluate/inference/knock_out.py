@@ -25,8 +25,8 @@ from cellmill.evaluate.inference.embed import (
     Embedding,
     embed_batches,
     embed_cells,
-    levels_of,
-    tokens_of,
+    read_levels,
+    tokenize_blocks,
 )
 from cellmill.evaluate.scores import divide, draw_cells
 from cellmill.files import progress
@@ -58,7 +58,7 @@ def knock_out_genes(
     drawn = np.isin(np.arange(reader.n_obs), cells)
     embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
     counts = read_rows(reader, cells)
-    levels = levels_of(reader, network)
+    levels = read_levels(reader, network)
     whole = _unit(embedding.vectors)
 
     profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
@@ -82,7 +82,7 @@ def knock_out_genes(
         expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
         block = keep_columns(counts[expressing], columns.target != gene)
         per_cell = {"levels": None if levels is None else levels[drawn][expressing]}
-        batches = tokens_of([block], columns, vocabulary, tokens, per_cell=per_cell)
+        batches = tokenize_blocks([block], columns, vocabulary, tokens, per_cell=per_cell)
         vectors = embed_batches(
             batches, network, len(expressing), embed.token_budget, embed.precision
         )

@@ -30,11 +30,16 @@ from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.calibration import (
     NO_VALIDATION,
     STEPS,
-    classifications_of,
-    regressions_of,
+    find_classifications,
+    find_regressions,
     run_head,
 )
-from cellmill.evaluate.inference.embed import Embedding, embed_cells, limits_of, load_for_inference
+from cellmill.evaluate.inference.embed import (
+    Embedding,
+    describe_limits,
+    embed_cells,
+    load_for_inference,
+)
 from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification, softmax
@@ -49,13 +54,13 @@ VALUE = "cellmill_value"  # obs
 ABOUT_PREDICTION = "cellmill_prediction"  # uns
 
 
-def classifiers_of(
+def find_classifiers(
     model: Model, config: dict[str, Any]
 ) -> dict[str, tuple[Classification, dict[str, Any]]]:
     """Return the heads that predict labels and their entries of config.json, by the suffix of their
     columns.
     """
-    heads = classifications_of(model.objective)
+    heads = find_classifications(model.objective)
     first = next(iter(heads), None)
     if first is None or "classifier" not in config:
         return {}
@@ -113,7 +118,7 @@ class Predicted:
         adata.uns[ABOUT_PREDICTION] = self.about
 
 
-def thresholds_of(
+def choose_thresholds(
     model: Model, config: dict[str, Any], section: Predict, name: str
 ) -> dict[str, float]:
     """Smallest probability at which a label is assigned, by the suffix of each head's columns.
@@ -121,9 +126,9 @@ def thresholds_of(
     Raises ConfigError if the model, called `name`, has no heads, or if no threshold reaches the
     accuracy.
     """
-    heads = classifiers_of(model, config)
+    heads = find_classifiers(model, config)
     smallest = {}
-    if not heads and not regressions_of(model.objective):
+    if not heads and not find_regressions(model.objective):
         raise ConfigError(
             f"{name}: it predicts no labels; export a run with objective classification or regression"
         )
@@ -170,7 +175,7 @@ def predict_heads(
         predicted.about["n_seen_in_training"] = int(seen.cells.sum())
     if seen.unknown:
         predicted.about["training_cells_unknown"] = seen.unknown
-    for suffix, (objective, classifier) in classifiers_of(model, config).items():
+    for suffix, (objective, classifier) in find_classifiers(model, config).items():
         logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
         _predict_labels(predicted, suffix, classifier, logits, smallest[suffix])
         column = classifier["label_column"]
@@ -180,7 +185,7 @@ def predict_heads(
             numbers, lines = compare_labels(column, given, assigned, classifier["labels"], seen)
             predicted.about.update({key + suffix: value for key, value in numbers.items()})
             predicted.agreement.extend(lines)
-    regressions = regressions_of(model.objective)
+    regressions = find_regressions(model.objective)
     for name, head in regressions.items():
         suffix = f"_{name}" if len(regressions) > 1 else ""
         predicted.obs[VALUE + suffix] = run_head(model, embedding.vectors, head.values)
@@ -288,7 +293,7 @@ class LoadedModel:
         """
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")
-        smallest = thresholds_of(self._model, self.config, section, str(self.folder))
+        smallest = choose_thresholds(self._model, self.config, section, str(self.folder))
         embed = check_options(Embed, options, "options of embed")
         with self._reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
@@ -311,7 +316,7 @@ class LoadedModel:
 
 
 def _warn(dataset: str, embedding: Embedding) -> None:
-    for line in limits_of(embedding):
+    for line in describe_limits(embedding):
         warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
 
 

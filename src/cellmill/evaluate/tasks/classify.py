@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.classifiers import (
+from cellmill.evaluate.classifiers.fitted import (
     Features,
     fit_all,
     predict_all,
@@ -41,9 +41,9 @@ from cellmill.evaluate.methods import (
     EMBEDDING,
     KNN,
     MAJORITY,
-    OF_TRAINING,
     RANKED,
     REGRESSION,
+    TRAINING_COMPONENTS,
     UNSCALED_REGRESSION,
     WITH_COMPONENTS,
 )
@@ -117,10 +117,10 @@ def predict_splits(
             if components:
                 genes = features[ALL_GENES]
                 split_features |= _components(genes, train, components, context.baselines)
-            if components and OF_TRAINING in features:
+            if components and TRAINING_COMPONENTS in features:
                 scaler = StandardScaler().fit(features[EMBEDDING][train])
                 scaled = scaler.transform(features[EMBEDDING])
-                split_features[WITH_COMPONENTS] = np.hstack([scaled, features[OF_TRAINING]])
+                split_features[WITH_COMPONENTS] = np.hstack([scaled, features[TRAINING_COMPONENTS]])
             train_features = select_cells(split_features, train)
             fitted = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(fitted, select_cells(split_features, test))
@@ -173,9 +173,9 @@ def judge(columns: list[ScoreColumn]) -> list[Verdict]:
             if methods[0].kind == "baseline":
                 verdicts.append(accuracy.compare(embedding, accuracy.best(methods)))
     by_features = group_by_features(accuracy.scores)
-    if WITH_COMPONENTS.features in by_features and OF_TRAINING.features in by_features:
+    if WITH_COMPONENTS.features in by_features and TRAINING_COMPONENTS.features in by_features:
         joined = accuracy.best(by_features[WITH_COMPONENTS.features])
-        components = accuracy.best(by_features[OF_TRAINING.features])
+        components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
         verdicts.append(accuracy.compare(joined, components))
     return list(dict.fromkeys(verdicts))
 

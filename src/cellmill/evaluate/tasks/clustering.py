@@ -139,7 +139,7 @@ class Clustering(Task):
         # resolution
         verdicts = [column.compare_best() for column in columns]
         verdicts += [
-            columns[0].compare(EMBEDDING, method) for method in columns[0].of_kind("baseline")
+            columns[0].compare(EMBEDDING, method) for method in columns[0].select_kind("baseline")
         ]
         return tabulate(columns, numbers, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
@@ -151,7 +151,7 @@ class Clustering(Task):
         seed = context.options.seed
 
         def clusters() -> np.ndarray:
-            edges = jaccard_weights(NeighborGraph.of(features, config.neighbors))
+            edges = jaccard_weights(NeighborGraph.build(features, config.neighbors))
             seeds = range(seed, seed + config.seeds)
             by_resolution = {}
             for resolution in dict.fromkeys([*config.resolutions, config.resolution]):

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
-from cellmill.evaluate.classifiers import (
+from cellmill.evaluate.classifiers.fitted import (
     Features,
     fit_all,
     predict_all,
@@ -28,7 +28,7 @@ from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.evaluated import PCA_CELLS, read_training_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
 from cellmill.evaluate.labels import labelled_cells, predict_halves
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY, OF_TRAINING, add_note
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY, TRAINING_COMPONENTS, add_note
 from cellmill.evaluate.scores import Predictions, seeded, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import Split, majority, stratified
@@ -41,11 +41,11 @@ MATCHED = "matched"
 SHIFTED = "shifted"
 ALL_LEVELS = "trained on all levels"
 # components of log(1 + counts per 1,000), in which a lost count weighs less than with 10,000
-PER_1K = add_note(OF_TRAINING, ", CP1k")
-OF_THINNED = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
-EMBEDDING_OF_PANEL = replace(EMBEDDING, features="embedding of the panel")
-OF_PANEL = ScoredMethod(f"PCA{COMPONENTS} of the panel")
-ALL_OF_PANEL = ScoredMethod("all genes of the panel")
+PER_1K = add_note(TRAINING_COMPONENTS, ", CP1k")
+THINNED_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
+PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
+PANEL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of the panel")
+PANEL_GENES = ScoredMethod("all genes of the panel")
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
@@ -73,7 +73,7 @@ class TrainingCounts:
     per_1k: Project
 
     @classmethod
-    def of(cls, context: Context) -> Self | None:
+    def read(cls, context: Context) -> Self | None:
         """Counts of the training cells; None if they have sequences or ranks instead."""
         manifest = context.model.manifest
         if manifest.ordered:
@@ -81,14 +81,14 @@ class TrainingCounts:
         counts = read_training_counts(manifest, PCA_CELLS)[:PCA_CELLS]
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
-    def over_panel(self, panel: sp.csr_matrix) -> np.ndarray:
+    def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
         """Components of cells `panel`, fitted on training cells with only the genes that these have."""
         rows = self.context.columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
         fitted = keep_columns(self.counts, in_panel)
         return _fit_components(self.context, fitted, log_normalise)(panel)
 
-    def thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
+    def fit_thinned(self, degrade: Degrade, generator: np.random.Generator) -> Project:
         """Components fitted on training cells that lost counts."""
         return _fit_components(self.context, degrade(self.counts, generator), log_normalise)
 
@@ -134,7 +134,7 @@ class Degraded(Task):
         predictions = Predictions(
             chosen.labels, config.repeats, halves=predict_halves(context)[chosen.cells]
         )
-        training = TrainingCounts.of(context)
+        training = TrainingCounts.read(context)
         for repeat in range(config.repeats):
             generator = seeded(options.seed, 1000 + repeat)
             counts = {WHOLE: whole}
@@ -176,15 +176,15 @@ class Degraded(Task):
         """
         if isinstance(self.config, MissingGenesConfig):
             panel_features = {
-                EMBEDDING_OF_PANEL: cells[level][EMBEDDING],
-                OF_PANEL: training.over_panel(counts[level]),
-                ALL_OF_PANEL: cells[level][ALL_GENES],
+                PANEL_EMBEDDING: cells[level][EMBEDDING],
+                PANEL_COMPONENTS: training.project_panel(counts[level]),
+                PANEL_GENES: cells[level][ALL_GENES],
             }
             return LevelFeatures({level: panel_features}, knows_panel=True)
-        project = training.thinned(self.levels()[level], generator)
+        project = training.fit_thinned(self.levels()[level], generator)
         thinned_features: dict[str, dict[ScoredMethod, Any]] = {}
         for name, values in counts.items():
-            thinned_features[name] = {OF_THINNED: project(values)}
+            thinned_features[name] = {THINNED_COMPONENTS: project(values)}
         return LevelFeatures(thinned_features, knows_panel=False)
 
     def _predict(

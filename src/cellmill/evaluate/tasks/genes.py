@@ -21,8 +21,8 @@ from cellmill.files import require_file
 from cellmill.models.family import Model
 from cellmill.runs.results import ScoredMethod, TaskResult
 
-OF_GENES = replace(EMBEDDING, features="embedding of genes")
-UNTRAINED_OF_GENES = replace(UNTRAINED, features="untrained embedding of genes")
+GENE_VECTORS = replace(EMBEDDING, features="embedding of genes")
+UNTRAINED_GENE_VECTORS = replace(UNTRAINED, features="untrained embedding of genes")
 LOADINGS = ScoredMethod(f"PCA{COMPONENTS} of genes")
 RANDOM = ScoredMethod("random vectors")
 
@@ -84,13 +84,13 @@ def _read_tables(network: Model) -> dict[str, np.ndarray]:
         given_vectors = getattr(network, "gene_vectors", None)
         if given_vectors is not None:
             table = table + given_vectors.project(given_vectors.table.weight)
-        tables[OF_GENES.features] = table
+        tables[GENE_VECTORS.features] = table
     for name in sorted(network.objective.gene_rows):
         parameter = parameters.get(name)
         # a bias has no vectors
         if parameter is not None and parameter.ndim == 2 and parameter.shape[1] > 1:
             module = name.removesuffix(".weight")
-            tables[f"{OF_GENES.features}, {module}"] = parameter
+            tables[f"{GENE_VECTORS.features}, {module}"] = parameter
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
 

@@ -81,7 +81,7 @@ class Grn(GeneTask):
                 f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
                 f"by Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
             )
-        factors, targets, edge, few = network_of(known, config.min_targets)
+        factors, targets, edge, few = build_network(known, config.min_targets)
         line = (
             f"{n_known:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
             f"express; {len(factors):,} factors have {config.min_targets} targets or more"
@@ -182,7 +182,7 @@ def known_edges(
     return np.unique(pairs[is_known & differs & is_usable], axis=0)
 
 
-def network_of(
+def build_network(
     pairs: np.ndarray, min_targets: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and

@@ -34,9 +34,9 @@ from cellmill.evaluate.tasks.changes import (
     read_profiles,
 )
 from cellmill.evaluate.tasks.genes import (
+    GENE_VECTORS,
     LOADINGS,
-    OF_GENES,
-    UNTRAINED_OF_GENES,
+    UNTRAINED_GENE_VECTORS,
     expression_statistics,
     gene_vectors,
     scaled_loadings,
@@ -76,7 +76,7 @@ class HeldOut:
     left_out: list[str]  # perturbations of units with too few cells
 
     @classmethod
-    def of(
+    def read(
         cls,
         context: Context,
         config: PerturbationConfig,
@@ -201,7 +201,7 @@ class HeldOut:
         model = self.context.model
         vectors = gene_vectors(model)
         by_gene = {LOADINGS: scaled_loadings(model.components)}
-        for source in (OF_GENES, UNTRAINED_OF_GENES):
+        for source in (GENE_VECTORS, UNTRAINED_GENE_VECTORS):
             if source in vectors:
                 by_gene[source] = vectors[source]
         by_gene[CO_EXPRESSION] = self._correlate_controls()

@@ -21,7 +21,7 @@ from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
 from cellmill.data.genes.names import GeneColumns
 from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.evaluate.features import embed_counts, keep_columns
-from cellmill.evaluate.inference.embed import inference, tokens_of
+from cellmill.evaluate.inference.embed import inference, tokenize_blocks
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.changes import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
@@ -84,7 +84,7 @@ class HiddenGenes:
     def tokens(self) -> Iterator[Batch]:
         """Tokens of the visible genes; cells without any are left out."""
         model = self.context.model
-        for batch in tokens_of([self.visible], self.columns, model.vocabulary, model.tokens):
+        for batch in tokenize_blocks([self.visible], self.columns, model.vocabulary, model.tokens):
             # removed counts are zeros, which may have tokens too
             is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
             yield _keep_tokens(batch, is_visible)
@@ -147,7 +147,7 @@ def _decode_profiles(
         logits = token_logits(predicted, network.profile_genes.weight, network.profile_bias)
         # shares of the measured genes sum to 1
         shares = logits[:, measured_tokens].double().softmax(1)
-        expression = expression_of_shares(
+        expression = expand_shares(
             shares.cpu().numpy()[:, hidden_columns],
             visible[block],
             objective.predicts_log_counts,
@@ -193,7 +193,7 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
     return np.maximum(values, 0)
 
 
-def expression_of_shares(
+def expand_shares(
     shares: np.ndarray,
     visible: sp.csr_matrix,
     is_log: bool,

@@ -51,7 +51,7 @@ MAX_CELLS = 2_000
 # training cells used at most; shards are shuffled, so the first cells are a random sample
 MAX_FITTED = 20_000
 FEWEST_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
-COMPONENTS_OF_VISIBLE = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
+VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
 GENE_MEANS = ScoredMethod("gene means")
 
 
@@ -101,10 +101,10 @@ class TrainingCells:
     """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
 
     hidden: HiddenGenes
-    of_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
+    is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
 
     @classmethod
-    def of(cls, hidden: HiddenGenes) -> Self | None:
+    def read(cls, hidden: HiddenGenes) -> Self | None:
         """The training cells of the model; None if they have no counts, or are too few."""
         context = hidden.context
         manifest = context.model.manifest
@@ -122,10 +122,10 @@ class TrainingCells:
         for shard in manifest.splits["train"].shards:
             if len(names) < n_cells:
                 names += read_names(manifest.shard_path(shard), "obs").tolist()
-        of_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
+        is_from_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
         columns = GeneColumns(target, is_measured)
         trained = HiddenGenes(context, counts, hidden.genes, columns)
-        return cls(trained, np.array(of_dataset, bool))
+        return cls(trained, np.array(is_from_dataset, bool))
 
     def groups(self) -> dict[str, np.ndarray]:
         """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
@@ -133,11 +133,11 @@ class TrainingCells:
 
         Other datasets may lack hidden genes.
         """
-        n_cells = len(self.of_dataset)
-        n_of_dataset = int(self.of_dataset.sum())
+        n_cells = len(self.is_from_dataset)
+        n_of_dataset = int(self.is_from_dataset.sum())
         groups = {"": np.arange(n_cells)}
         if FEWEST_CELLS <= n_of_dataset < n_cells:
-            groups[", training cells of the dataset"] = np.flatnonzero(self.of_dataset)
+            groups[", training cells of the dataset"] = np.flatnonzero(self.is_from_dataset)
         return groups
 
     def predict(
@@ -163,7 +163,7 @@ class TrainingCells:
                 tested_features[add_note(method, note)] = vectors[method]
             profiles = self.hidden.profiles[cells]
             components = pca(profiles.shape).fit(profiles)
-            method = add_note(COMPONENTS_OF_VISIBLE, note)
+            method = add_note(VISIBLE_COMPONENTS, note)
             fitted_features[method] = components.transform(profiles)
             tested_features[method] = components.transform(tested.profiles)
             predicted |= regressions(fitted_features, expression[cells], tested_features, neighbors)
@@ -224,12 +224,12 @@ class Imputation(Task):
             "neighbors": self.config.neighbors,
         }
         hidden = HiddenGenes(context, counts, genes)
-        trained = TrainingCells.of(hidden)
+        trained = TrainingCells.read(hidden)
         fitted_on = "no training cells with counts"
         if trained is not None:
-            numbers["training_cells"] = len(trained.of_dataset)
-            numbers["training_cells_of_dataset"] = int(trained.of_dataset.sum())
-            fitted_on = f"{len(trained.of_dataset):,} training cells"
+            numbers["training_cells"] = len(trained.is_from_dataset)
+            numbers["training_cells_of_dataset"] = int(trained.is_from_dataset.sum())
+            fitted_on = f"{len(trained.is_from_dataset):,} training cells"
         print(
             f"{context.dataset}: imputation: {len(genes):,} of {n_measured:,} measured genes are hidden, "
             f"{len(cells):,} cells, folds of {role}; fitted on {fitted_on}",
@@ -239,7 +239,9 @@ class Imputation(Task):
         judged = [
             column
             for column in columns
-            if column.heading != "MSE" and column.of_kind("model") and column.of_kind("baseline")
+            if column.heading != "MSE"
+            and column.select_kind("model")
+            and column.select_kind("baseline")
         ]
         return tabulate(columns, numbers, judged)
 
@@ -356,7 +358,7 @@ class Imputation(Task):
         profiles = hidden.profiles
         for repetition, train, test in folds:
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
-            features = vectors | {COMPONENTS_OF_VISIBLE: components.transform(profiles)}
+            features = vectors | {VISIBLE_COMPONENTS: components.transform(profiles)}
             fitted = {note_folds(method): values[train] for method, values in features.items()}
             tested = {note_folds(method): values[test] for method, values in features.items()}
             predicted = regressions(fitted, expression[train], tested, self.config.neighbors)

@@ -46,7 +46,7 @@ RANDOM = ScoredMethod("random")
 SEARCH_STEPS = 60  # most steps of the search for the bandwidth with the wanted perplexity
 TOLERANCE = 1e-6  # largest error of the perplexity's logarithm
 ALPHA = 0.05  # level of kBET's test
-FEWEST_OF_LABEL = 10  # cells that a label needs in kBET, as in scIB
+LEAST_LABEL_CELLS = 10  # cells that a label needs in kBET, as in scIB
 MOST_NEIGHBORS = 70  # neighbours that kBET tests at most
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
@@ -129,7 +129,7 @@ class Integration(Task):
         """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
         measure that does not apply.
         """
-        graph = NeighborGraph.of(vectors, self.config.neighbors)
+        graph = NeighborGraph.build(vectors, self.config.neighbors)
         perplexity = graph.indices.shape[1] / 3
         batches_around = lisi(graph, batches, perplexity)
         labels_around = lisi(graph, labels, perplexity)
@@ -180,7 +180,7 @@ class NeighborGraph:
     distances: np.ndarray  # `(cells, k)` float64
 
     @classmethod
-    def of(cls, features: Any, k: int) -> Self:
+    def build(cls, features: Any, k: int) -> Self:
         """Graph of `features` `(cells, width)`, dense or sparse; all other cells are neighbours if
         there are fewer than k.
         """
@@ -271,10 +271,10 @@ def kbet(
         cells = np.flatnonzero(labels == label)
         names, batch, sizes = np.unique(batches[cells], return_inverse=True, return_counts=True)
         n_batches = len(names)
-        if n_batches < 2 or len(cells) < FEWEST_OF_LABEL:
+        if n_batches < 2 or len(cells) < LEAST_LABEL_CELLS:
             continue
         k = min(MOST_NEIGHBORS, max(10, len(cells) // n_batches // 4))
-        graph = NeighborGraph.of(vectors[cells], k - 1)
+        graph = NeighborGraph.build(vectors[cells], k - 1)
         # (cells, k): each cell and its neighbours
         itself = np.arange(len(cells), dtype=np.int32)
         tested = np.column_stack([itself, graph.indices])
@@ -283,7 +283,7 @@ def kbet(
         observed = _sum_by_class(batch[tested], np.ones(tested.shape), n_batches)
         statistic = ((observed - expected) ** 2 / expected).sum(1)
         accepted[cells] = chi2.sf(statistic, n_batches - 1) >= ALPHA
-    return mean_of_labels(accepted, labels)
+    return average_labels(accepted, labels)
 
 
 def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
@@ -317,7 +317,7 @@ def bras(
         if len(names) > 1:
             silhouette = _cosine_silhouette(directions[cells], batch)
             scores[cells] = 1 - np.abs(silhouette)
-    return mean_of_labels(scores, labels)
+    return average_labels(scores, labels)
 
 
 def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
@@ -364,7 +364,7 @@ def isolated_labels(
         return None
     isolated = n_batches.index[n_batches == n_batches.min()]
     is_isolated = np.isin(labels, isolated)
-    return mean_of_labels(np.where(is_isolated, widths, np.nan), labels)
+    return average_labels(np.where(is_isolated, widths, np.nan), labels)
 
 
 def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
@@ -385,7 +385,7 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     return 1 - within - (to_batch_mean - within * to_mean) / total
 
 
-def mean_of_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+def average_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     """Numbers whose mean over all cells is the mean over labels of each label's mean of `values`.
 
     Cells with NaN do not count; None if all have NaN.

@@ -105,7 +105,7 @@ def write_changes(
     """
     try:
         check_changes(context)
-        held = HeldOut.of(context, config, HELD_OUT)
+        held = HeldOut.read(context, config, HELD_OUT)
     except Skipped as reason:
         raise DataError(
             f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
@@ -188,7 +188,7 @@ class Perturbation(Task):
             ):
                 continue
             try:
-                held = HeldOut.of(context, self.config, held_out)
+                held = HeldOut.read(context, self.config, held_out)
             except Skipped:
                 continue
             folds = list(held.folds())
@@ -224,7 +224,7 @@ class Perturbation(Task):
         if not columns:
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
-        judged = [column for column in columns if column.of_kind("model")]
+        judged = [column for column in columns if column.select_kind("model")]
         compared = []
         for column in judged:
             compared += column.differences()

@@ -20,8 +20,8 @@ from cellmill.data.stream.batch import split_batch
 from cellmill.errors import ConfigError
 from cellmill.evaluate.evaluated import EvaluatedModel
 from cellmill.evaluate.features import TOKEN_BUDGET
-from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, levels_of, tokens_of
-from cellmill.evaluate.inference.predict import classifiers_of, count_labels
+from cellmill.evaluate.inference.embed import ROW_BLOCK, inference, read_levels, tokenize_blocks
+from cellmill.evaluate.inference.predict import count_labels, find_classifiers
 from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.batch import copy_to_device, to_tensors
@@ -45,7 +45,7 @@ class Reconstruct(Task):
         arrays = _observe(context, network, cells)
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
-        for head, classifier in classifiers_of(network, context.model.config).values():
+        for head, classifier in find_classifiers(network, context.model.config).values():
             head.temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge(*arrays, train=context.model.gene_statistics)
         # notes on cells that `judge` leaves out because the model does not know their label
@@ -98,11 +98,11 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
     numbers = None
     if objective.number_columns:
         numbers = parse_columns(reader.obs, objective.number_columns)
-    per_cell = {"levels": levels_of(reader, network), "numbers": numbers}
+    per_cell = {"levels": read_levels(reader, network), "numbers": numbers}
     keys = {"seed": context.options.seed, "step": 0}
     observed: list[list[np.ndarray]] = []  # arrays of each batch
     with inference(device, context.options.precision):
-        blocks = tokens_of(
+        blocks = tokenize_blocks(
             reader.rows(ROW_BLOCK),
             context.columns,
             model.vocabulary,

@@ -16,7 +16,7 @@ from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.classifiers import fit_all, predict_all, small_problems
+from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, small_problems
 from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
 from cellmill.evaluate.evaluated import EvaluatedModel, is_label
 from cellmill.evaluate.features import read_rows
@@ -26,8 +26,8 @@ from cellmill.evaluate.methods import (
     EMBEDDING,
     FULL_PANEL,
     MAJORITY,
-    OF_TRAINING,
     RANKED,
+    TRAINING_COMPONENTS,
     UNTRAINED,
     add_note,
 )
@@ -64,7 +64,7 @@ class CellGroup:
     labels: np.ndarray  # class of each cell; text
 
     @classmethod
-    def of(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
+    def read(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
         """The labelled cells of the indices `among`, ascending."""
         chosen = choose_cells(label.iloc[among], 1, context.options.seed)
         reader = context.reader
@@ -85,7 +85,7 @@ class CellGroup:
             labels=chosen.labels,
         )
 
-    def over(self, genes: list[str]) -> sp.csr_matrix:
+    def select_genes(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
@@ -127,8 +127,8 @@ def transfer_features(
     `genes`.
     """
     n_genes = model.vocabulary.n_genes
-    fitted_counts = sp.vstack([group.over(genes) for group in fitted], format="csr")
-    counts = (fitted_counts, tested.over(genes))
+    fitted_counts = sp.vstack([group.select_genes(genes) for group in fitted], format="csr")
+    counts = (fitted_counts, tested.select_genes(genes))
     profiles = [log_normalise(part) for part in counts]
     rows = model.vocabulary.rows_of(genes).astype(np.int32)
     hidden = np.setdiff1d(np.arange(n_genes), rows)
@@ -148,7 +148,7 @@ def transfer_features(
     if np.isin(hidden, measured).any():
         both = {EMBEDDING: embed_shared(model.network), FULL_PANEL: whole}
     both[UNTRAINED] = embed_shared(model.untrained)
-    both[OF_TRAINING] = [
+    both[TRAINING_COMPONENTS] = [
         model.components.transform(log_normalise(select_columns(part, rows, n_genes)))
         for part in counts
     ]
@@ -193,11 +193,11 @@ class Transfer(Task):
             with context.datasets.open(name) as (reader, vectors, roles):
                 embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
                 other = replace(context, dataset=name, reader=reader, vectors=vectors, roles=roles)
-                fitted.append(CellGroup.of(other, _label_of(roles, context, name), embedded))
-        tested = CellGroup.of(context, context.roles["label"], np.flatnonzero(context.scored))
+                fitted.append(CellGroup.read(other, _find_label(roles, context, name), embedded))
+        tested = CellGroup.read(context, context.roles["label"], np.flatnonzero(context.scored))
         genes = shared_genes([*fitted, tested])
-        fitted_counts = sp.vstack([group.over(genes) for group in fitted], format="csr")
-        is_copy = copies(fitted_counts, tested.over(genes))
+        fitted_counts = sp.vstack([group.select_genes(genes) for group in fitted], format="csr")
+        is_copy = copies(fitted_counts, tested.select_genes(genes))
         kept = np.flatnonzero(~is_copy)
         tested = replace(
             tested,
@@ -243,7 +243,7 @@ class Transfer(Task):
         return _result(predictions, numbers, ids)
 
 
-def _label_of(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:
+def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:
     """Label column of a fitted dataset: the one named like the tested dataset's label, else the one
     with the same role.
     """

@@ -1,0 +1,152 @@
+"""CPU-seconds of the tasks of an evaluation on whole transcriptomes.
+
+Simulated cells with about 2,000 of 20,000 genes, 8 labels and 4 batches, and a small model after a
+few steps. Each task runs in an evaluation of its own, on one thread; the same evaluation with only
+`throughput`, which has the imports, the training cells and the UMAP, is subtracted.
+
+    python benchmarks/evaluation.py --cells 4989 --tasks probe few_shot
+    python benchmarks/evaluation.py --cells 10000 --tasks integration clustering
+    python benchmarks/evaluation.py --before SRC         # also with the cellmill of another checkout
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from origin import commit, machine
+
+from cellmill.runs import results
+
+CONFIG = """
+corpora: {cells: {table: datasets.tsv}}
+preprocess: {min_genes: 1, max_mito_frac: 1}
+model: {family: profile, hidden: 64}
+train: {steps: 20, global_batch: 64}
+evaluate: {cells: all}
+runs: {cells: {corpus: cells}}
+"""
+OVERHEAD = "throughput"
+# a process starts with the peak memory of the one that forked it, so a small one has to
+MEASURE = """
+import os, sys
+pid = os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(pid, 0)
+print(status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cells", type=int, default=4_989, help="(default: %(default)s)")
+    parser.add_argument("--genes", type=int, default=20_000, help="(default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", default=["probe", "few_shot"], help="(default: two)")
+    parser.add_argument("--repeats", type=int, default=1, help="turns (default: %(default)s)")
+    parser.add_argument("--before", type=Path, help="folder src of another checkout")
+    parser.add_argument("--folder", type=Path, help="keep the files here, and use those that exist")
+    arguments = parser.parse_args()
+    sources = {"now": Path(results.__file__).parents[2]}
+    if arguments.before:
+        sources["before"] = arguments.before.resolve()
+    with tempfile.TemporaryDirectory(prefix="cellmill-evaluation-") as name:
+        folder = arguments.folder or Path(name)
+        prepare(folder, arguments.cells, arguments.genes)
+        spent: dict[tuple[str, str], list[float]] = {}
+        peaks: dict[tuple[str, str], float] = {}
+        for _ in range(arguments.repeats):
+            for build, source in sources.items():
+                overhead, _ = evaluate(folder, source, OVERHEAD, build)
+                spent.setdefault((build, OVERHEAD), []).append(overhead)
+                for task in arguments.tasks:
+                    cpu_s, peak = evaluate(folder, source, task, build)
+                    spent.setdefault((build, task), []).append(cpu_s - overhead)
+                    peaks[build, task] = peak
+        print(f"{machine()}; commit {commit()}; `{shlex.join(['python', *sys.argv])}`")
+        print(f"\n{arguments.cells:,} cells x {arguments.genes:,} genes\n")
+        print("| task | build | CPU-seconds (range) | peak GB | largest difference |")
+        print("|---|---|---:|---:|---:|")
+        for (build, task), seconds in spent.items():
+            peak_gb = peaks.get((build, task), 0) / 1e6
+            difference = largest_difference(folder, task) if arguments.before else 0.0
+            middle = statistics.median(seconds)
+            numbers = f"{middle:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+            print(f"| {task} | {build} | {numbers} | {peak_gb:.1f} | {difference:.1e} |")
+
+
+def prepare(folder: Path, cells: int, genes: int) -> None:
+    """Write the cells, a model and its embedding, unless they exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "embedding.h5ad").exists():
+        return
+    (folder / "config.yaml").write_text(CONFIG)
+    columns = "dataset\tpath\tlabel\tbatch\n"
+    (folder / "datasets.tsv").write_text(f"{columns}sim\traw.h5ad\tcell_type\tbatch\n")
+    source = Path(results.__file__).parents[2]
+    corpus = "--config config.yaml --corpus cells"
+    run = "--config config.yaml --run cells"
+    for line in (
+        f"simulate --out raw.h5ad --cells {cells} --genes {genes} --batches 4",
+        f"preprocess {corpus} --input raw.h5ad --dataset sim --label cell_type --batch batch"
+        " --out sim.h5ad --report sim.json",
+        f"vocabulary {corpus} --cells sim.h5ad --out vocabulary.tsv",
+        f"shard {corpus} --cells sim.h5ad --vocabulary vocabulary.tsv --out shards/manifest.json",
+        f"train {run} --manifest shards/manifest.json --vocabulary vocabulary.tsv --out train",
+        f"consolidate {run} --train train --vocabulary vocabulary.tsv --out model",
+        f"embed {run} --model model --input sim.h5ad --out embedding.h5ad",
+    ):
+        measure(folder, source, line.split())
+
+
+def evaluate(folder: Path, source: Path, task: str, build: str) -> tuple[float, float]:
+    """CPU-seconds and peak memory (kB) of an evaluation with one task."""
+    config = (folder / "config.yaml").read_text()
+    tasks = f"evaluate: {{cells: all, tasks: {{{task}: {{}}}}}}"
+    (folder / "task.yaml").write_text(config.replace("evaluate: {cells: all}", tasks))
+    words = (
+        "evaluate --config task.yaml --run cells --model model --manifest shards/manifest.json"
+        f" --cells sim.h5ad --embeddings embedding.h5ad --labels cell_type"
+        f" --out {build}-{task}/metrics.json"
+    )
+    return measure(folder, source, words.split())
+
+
+def measure(folder: Path, source: Path, words: list[str]) -> tuple[float, float]:
+    """CPU-seconds and peak memory (kB) of a stage; exits with its log if it fails."""
+    environment = os.environ | {
+        "PYTHONPATH": str(source),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "cellmill.cli", *words]
+    measured = [sys.executable, "-S", "-c", MEASURE, *command]
+    log = subprocess.run(measured, cwd=folder, env=environment, capture_output=True, text=True)
+    lines = log.stdout.splitlines()
+    status, cpu_s, peak = map(float, lines[-1].split())
+    if status:
+        sys.exit("\n".join([f"{words[0]} failed:", *lines[-20:], log.stderr]))
+    return cpu_s, peak
+
+
+def largest_difference(folder: Path, task: str) -> float:
+    """Largest difference of a score between both builds, over all rows and columns of a task."""
+    before = results.read(folder / f"before-{task}" / "metrics.json").datasets["sim"]
+    now = results.read(folder / f"now-{task}" / "metrics.json").datasets["sim"]
+    largest = 0.0
+    for name, result in before.tasks.items():
+        rows = {row.method: row for row in now.tasks[name].rows}
+        for row in result.rows:
+            columns = [*row.scores] + ([] if task == OVERHEAD else [*row.numbers])
+            for column in columns:
+                was = row.value(column)
+                value = rows[row.method].value(column)
+                if was is not None and value is not None:
+                    largest = max(largest, abs(value - was))
+    return largest
+
+
+if __name__ == "__main__":
+    main()

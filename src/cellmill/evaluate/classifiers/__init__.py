@@ -1,0 +1,1 @@
+"""Classifiers of cells by their features: nearest neighbours, and logistic regression."""

@@ -1,0 +1,234 @@
+"""Inexact Newton steps for logistic regression (Dembo, Eisenstat and Steihaug, SIAM J. Numer. Anal.
+19, 1982), each found by conjugate gradients over whitened features.
+
+Whitened features are U = Z R⁻¹ of features Z, where RᵀR = c ZᵀZ / n + λ is the Hessian if each cell
+had the curvature c; that of the softmax is at most 1/2 (Böhning, Ann. Inst. Statist. Math. 44,
+1992). Over U the penalty λ |w|² is |v|² - c |Uv|² / n. For centred features, a column of c^-½ gets
+the intercept as its coefficient, by the same formula without a penalty. With fewer cells than
+features, U is the Cholesky factor of UUᵀ = n / c (1 - λ (c ZZᵀ / n + λ)⁻¹).
+
+Every v is Uᵀa of weights a of the cells, and a step is one product of weights with UUᵀ. A RIDGE on
+its diagonal, as if each cell had a small feature of its own, keeps weights bounded that change no
+logit.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import LinAlgError
+from scipy.linalg.blas import daxpy
+from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
+from sklearn.exceptions import ConvergenceWarning
+
+CURVATURE = 0.07  # c, of a typical cell at the optimum
+TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
+RIDGE = 1e-10  # relative to n / c, the largest value of UUᵀ
+FORCING = 0.5  # a Newton step is exact enough when it leaves this share of the gradient's norm
+MAX_STEPS = 100
+MAX_SIDE = 2048  # cells of the largest UUᵀ that is stored, unless features are even more
+
+
+class CellWeights:
+    """Weights of the cells, and what they add to the logits: their product with UUᵀ.
+
+    Both are `(classes, cells)` float64 views of one array `stacked`, `(2, classes, cells)`, so that
+    one operation changes both.
+    """
+
+    def __init__(self, stacked: np.ndarray) -> None:
+        self.stacked = stacked
+        self.weights = stacked[0]
+        self.logits = stacked[1]
+
+    @classmethod
+    def zeros(cls, n_classes: int, n_cells: int) -> "CellWeights":
+        return cls(np.zeros((2, n_classes, n_cells)))
+
+    def move(self, step: "CellWeights", length: float) -> "CellWeights":
+        """The weights after `length` times a `step`."""
+        return CellWeights(self.stacked + length * step.stacked)
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Whitened features of the fitted cells."""
+
+    features: np.ndarray  # U, `(cells, features)`, and the column of the intercept if there is one
+    # UUᵀ plus RIDGE, `(cells, cells)`; None where products with U are faster
+    kernel: np.ndarray | None
+    # weights of cells `(classes, cells)` -> coefficients `(width, classes)`
+    unwhiten: Callable[[np.ndarray], np.ndarray]
+
+    def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
+        """Write the product of `weights` with UUᵀ to `out`, both `(classes, cells)`."""
+        if self.kernel is not None:
+            np.dot(weights, self.kernel, out=out)
+            return
+        np.dot(weights @ self.features, self.features.T, out=out)
+        daxpy(weights.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
+
+
+def whiten(features: np.ndarray, penalty: float, has_intercept: bool) -> Whitening:
+    """Whiten `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
+    n, width = features.shape
+    constants = np.full(int(has_intercept), CURVATURE**-0.5)
+    # the Hessian c ZᵀZ / n + λ, or c ZZᵀ / n + λ with fewer cells than features
+    gram = features @ features.T if width > n else features.T @ features
+    gram *= CURVATURE / n
+    gram.flat[:: len(gram) + 1] += penalty
+    factor = _cholesky(gram.T)
+    if width > n:
+        return _whiten_wide(features, factor, penalty, constants)
+    return _whiten_tall(features, factor, constants)
+
+
+def _whiten_wide(
+    features: np.ndarray, factor: np.ndarray, penalty: float, constants: np.ndarray
+) -> Whitening:
+    """Whiten fewer cells than features; `factor` is the Cholesky factor of c ZZᵀ / n + λ."""
+    n = len(features)
+    # UUᵀ from the inverse, of which LAPACK returns the lower triangle
+    inverse, _ = dpotri(factor, lower=True)
+    inverse *= -penalty * n / CURVATURE
+    kernel = inverse + inverse.T
+    # centred features would be singular without RIDGE
+    kernel.flat[:: n + 1] = inverse.diagonal() + (1 + RIDGE) * n / CURVATURE
+    columns = np.empty((n, n + len(constants)), order="F")
+    columns[:, :n] = kernel.T
+    columns[:, n:] = constants
+    _cholesky(columns[:, :n])
+    kernel += constants @ constants
+
+    def unwhiten(weights: np.ndarray) -> np.ndarray:
+        solved = dpotrs(factor, weights.T, lower=True)[0]
+        return (solved.T @ features).T
+
+    return Whitening(columns, kernel, unwhiten)
+
+
+def _whiten_tall(features: np.ndarray, factor: np.ndarray, constants: np.ndarray) -> Whitening:
+    """Whiten as many cells as features or more; `factor` is the Cholesky factor of c ZᵀZ / n + λ."""
+    n, width = features.shape
+    has_kernel = n <= min(2 * width, MAX_SIDE)
+    columns = np.empty((n, width + len(constants)), order="C" if has_kernel else "F")
+    columns[:, :width] = dtrtrs(factor, features.T, lower=True)[0].T
+    columns[:, width:] = constants
+    kernel = None
+    if has_kernel:
+        kernel = columns @ columns.T
+        kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
+
+    def unwhiten(weights: np.ndarray) -> np.ndarray:
+        return np.asarray(dpotrs(factor, (weights @ features).T, lower=True)[0])
+
+    return Whitening(columns, kernel, unwhiten)
+
+
+def _cholesky(matrix: np.ndarray) -> np.ndarray:
+    """Return the lower factor of a matrix, of which only the lower triangle is read.
+
+    The matrix is in Fortran's order and is overwritten.
+    """
+    factor, failed = dpotrf(matrix, lower=True, overwrite_a=True)
+    if failed:
+        raise LinAlgError("not positive definite")
+    return np.asarray(factor)
+
+
+def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
+    """Weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of the same
+    shape.
+
+    Warns by ConvergenceWarning if it stops before it converged.
+    """
+    n_classes, n = targets.shape
+    n_coefficients = n_classes * whitening.features.shape[1]
+    current = CellWeights.zeros(n_classes, n)
+    value, probabilities = _loss(current, targets)
+    for _ in range(MAX_STEPS):
+        gradient = CellWeights(np.empty_like(current.stacked))
+        gradient.weights[:] = (probabilities - targets) / n + current.weights
+        gradient.weights[:] -= CURVATURE / n * current.logits
+        whitening.add_logits(gradient.weights, gradient.logits)
+        squared_norm = float(np.vdot(gradient.weights, gradient.logits))
+        # with a norm above this bound, some derivative is above TOLERANCE
+        if squared_norm <= n_coefficients * TOLERANCE**2:
+            derivatives = gradient.weights @ whitening.features
+            if np.abs(derivatives).max() <= TOLERANCE:
+                break
+        step = _newton_step(whitening, probabilities, gradient, squared_norm)
+        slope = np.vdot(gradient.logits, step.weights)
+        # halve the step until the objective falls by enough
+        length = 1.0
+        while True:
+            moved = current.move(step, length)
+            new_value, probabilities = _loss(moved, targets)
+            # rounding may hide the descent of the last steps
+            if new_value <= value + 1e-4 * length * slope + 1e-12:
+                break
+            length /= 2
+        current = moved
+        value = new_value
+    else:
+        warnings.warn(f"after {MAX_STEPS} steps", ConvergenceWarning, stacklevel=2)
+    return current.weights
+
+
+def _loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]:
+    """Objective, and probabilities `(classes, cells)`."""
+    n = targets.shape[1]
+    shifted = current.logits - current.logits.max(0)
+    true_logits = np.vdot(shifted, targets)
+    odds = np.exp(shifted)
+    sums = odds.sum(0)
+    cross_entropy = (np.log(sums).sum() - true_logits) / n
+    penalty = np.vdot(current.weights, current.logits)
+    penalty -= CURVATURE / n * np.vdot(current.logits, current.logits)
+    return cross_entropy + penalty / 2, odds / sums
+
+
+def _newton_step(
+    whitening: Whitening, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
+) -> CellWeights:
+    """The step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
+    features.
+
+    Works in place, and on conjugate directions divided by their norms: calls of numpy take the most
+    time here.
+    """
+    # the Hessian is 1 over whitened features plus diag(p / n) - p pᵀ / n - c / n over the logits
+    n = probabilities.shape[1]
+    shares = probabilities / n
+    diagonal = shares - CURVATURE / n
+    residual = CellWeights(-gradient.stacked)
+    direction = CellWeights(np.zeros_like(gradient.stacked))
+    step = CellWeights(np.zeros_like(gradient.stacked))
+    curved = np.empty_like(diagonal)  # direction times the Hessian
+    shared = np.empty_like(diagonal)
+    # flat views, which BLAS takes
+    flat_step = step.stacked.ravel()
+    flat_direction = direction.stacked.ravel()
+    flat_direction_logits = direction.logits.ravel()
+    flat_residual = residual.stacked.ravel()
+    flat_residual_weights = residual.weights.ravel()
+    flat_residual_logits = residual.logits.ravel()
+    flat_curved = curved.ravel()
+    enough = FORCING**2 * squared_norm
+    while squared_norm > enough:
+        # the next conjugate direction
+        daxpy(flat_residual, flat_direction, a=1 / squared_norm)
+        # the Hessian times the direction
+        np.multiply(probabilities, direction.logits, out=shared)
+        np.multiply(shares, np.add.reduce(shared, 0), out=shared)
+        np.multiply(diagonal, direction.logits, out=curved)
+        curved -= shared
+        curved += direction.weights
+        # go to the minimum along it, and update the residual
+        length = 1 / flat_direction_logits.dot(flat_curved)
+        daxpy(flat_direction, flat_step, a=length)
+        daxpy(flat_curved, flat_residual_weights, a=-length)
+        whitening.add_logits(residual.weights, residual.logits)
+        squared_norm = flat_residual_weights.dot(flat_residual_logits)
+    return step
