@@ -43,6 +43,7 @@ from cellmill.evaluate.methods import (
     WITH_COMPONENTS,
 )
 from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
+from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.classify import (
     FEWEST_TESTED,
@@ -50,11 +51,8 @@ from cellmill.evaluate.tasks.classify import (
     FewShot,
     LeaveOut,
     Probe,
-    draw_shots,
     judge,
     predict_splits,
-    split_groups,
-    stratified,
 )
 from cellmill.evaluate.tasks.degraded import Degraded
 from cellmill.runs.results import ScoredMethod
@@ -89,7 +87,7 @@ def _predicted(
 ) -> Predictions:
     """Predictions in five folds."""
     predictions = Predictions(labels, seeds)
-    splits = stratified(labels, 5, seeds, seed)
+    splits = split_by_class(labels, 5, seeds, seed)
     context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
     predict_splits(predictions, features, splits, neighbors, context, components=components)
     return predictions

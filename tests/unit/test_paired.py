@@ -18,8 +18,8 @@ from cellmill.evaluate.scores import (
     table_rows,
     tabulate,
 )
-from cellmill.evaluate.tasks.changes import MEAN, NO_CHANGE
-from cellmill.evaluate.tasks.perturbation import CEILING
+from cellmill.evaluate.tasks.perturbation.changes import MEAN, NO_CHANGE
+from cellmill.evaluate.tasks.perturbation.task import CEILING
 from cellmill.runs.results import Closed, Gap, ScoredMethod, compare
 
 OWN = replace(EMBEDDING, classifier="kNN")

@@ -13,9 +13,12 @@ from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.changes import predict_new_contexts, predict_new_perturbations
-from cellmill.evaluate.tasks.held_out import CO_EXPRESSION, HeldOut, prior_method
-from cellmill.evaluate.tasks.perturbation import Perturbation, change_scores
+from cellmill.evaluate.tasks.perturbation.changes import (
+    predict_new_contexts,
+    predict_new_perturbations,
+)
+from cellmill.evaluate.tasks.perturbation.held_out import CO_EXPRESSION, HeldOut, prior_method
+from cellmill.evaluate.tasks.perturbation.task import Perturbation, change_scores
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import named
 from tests.unit.small_corpus import read_obs

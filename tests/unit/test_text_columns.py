@@ -22,7 +22,7 @@ from cellmill.data.inputs.h5 import write_cells
 from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.labels import choose_cells
-from cellmill.evaluate.tasks.classify import split_groups
+from cellmill.evaluate.splits import split_groups
 
 KINDS = ["object", "string", "str", "category"]
 

@@ -20,7 +20,7 @@ from cellmill.data.arrays import log_normalise
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.transfer import CellGroup, copies, shared_genes, transfer_features
+from cellmill.evaluate.tasks.transfer import CellGroup, find_copies, shared_genes, transfer_features
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 from cellmill.runs.results import ScoredMethod
@@ -260,7 +260,7 @@ def test_copies_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
     known = sp.csr_matrix([[1, 0], [0, 0]])
     asked = sp.csr_matrix([[0, 0], [1, 0], [0, 1]])
     # cells without counts are no copies
-    assert copies(known, asked).tolist() == [False, True, False]
+    assert find_copies(known, asked).tolist() == [False, True, False]
     none = datasets.evaluate(
         tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell")
     )

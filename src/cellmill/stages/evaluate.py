@@ -6,7 +6,7 @@ scores.csv the numbers of all rows, one a line. The seconds of a task are the on
 varies from one evaluation to the next.
 
 knock_out and predict_changes write what `evaluate/inference/knock_out.py` and
-`evaluate/tasks/perturbation.py` describe.
+`evaluate/tasks/perturbation/written.py` describe.
 """
 
 import os
@@ -49,7 +49,7 @@ from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.run import run_tasks, summarize
 from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, Task
-from cellmill.evaluate.tasks.perturbation import ABOUT_CHANGES, HELD_OUT, write_changes
+from cellmill.evaluate.tasks.perturbation.written import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.files import check_writable, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results

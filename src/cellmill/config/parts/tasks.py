@@ -135,7 +135,7 @@ class MissingGenesConfig(DegradedConfig):
 class PerturbationConfig(TaskConfig):
     """Expression changes under held-out perturbations, donors or batches; skipped without controls."""
 
-    implementation = "cellmill.evaluate.tasks.perturbation:Perturbation"
+    implementation = "cellmill.evaluate.tasks.perturbation.task:Perturbation"
     name: Literal["perturbation"] = "perturbation"
     held_out: Annotated[
         list[Literal["perturbation", "label", "condition", "donor", "batch"]], EachOnce

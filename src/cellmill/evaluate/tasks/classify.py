@@ -8,17 +8,15 @@ A donor or batch that `leave_out` tests is one draw in an interval; a class that
 as wrong for every method.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from sklearn.model_selection import GroupKFold, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
-from cellmill.data.arrays import text_values
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import (
     Features,
@@ -47,15 +45,14 @@ from cellmill.evaluate.methods import (
     UNSCALED_REGRESSION,
     WITH_COMPONENTS,
 )
-from cellmill.evaluate.scores import Predictions, ScoreColumn, seeded, tabulate
+from cellmill.evaluate.scores import Predictions, ScoreColumn, tabulate
+from cellmill.evaluate.splits import Split, draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult, Verdict
 
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
 FEWEST_TESTED = 5
 MANY = {"donor": "donors", "batch": "batches"}
-Split = tuple[int, np.ndarray, np.ndarray]
-"""Repetition, and indices of training and of test cells."""
 
 
 class Probe(Task):
@@ -72,7 +69,7 @@ class Probe(Task):
         predictions = Predictions(
             chosen.labels, config.seeds, halves=predict_halves(context)[chosen.cells]
         )
-        splits = stratified(chosen.labels, options.folds, config.seeds, options.seed)
+        splits = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(
             predictions, features, splits, config.neighbors, context, components=COMPONENTS
         )
@@ -86,13 +83,6 @@ class Probe(Task):
         }
         confusion = predictions.confusion("", columns[0].best_model())
         return tabulate(columns, numbers, verdicts=judge(columns), confusion=confusion)
-
-
-def stratified(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
-    """Folds of classes with at least `folds` cells each, in repetitions from 0."""
-    for repetition in range(seeds):
-        folded = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
-        yield from ((repetition, *split) for split in folded.split(labels, labels))
 
 
 def predict_splits(
@@ -111,7 +101,9 @@ def predict_splits(
     """
     labels = predictions.labels
     ranked = RankedGenes(features[ALL_GENES])
-    for repetition, train, test in splits:
+    for split in splits:
+        train = split.train
+        test = split.test
         with small_problems():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
             if components:
@@ -126,7 +118,7 @@ def predict_splits(
             predicted = predict_all(fitted, select_cells(split_features, test))
         if components:
             predicted[MAJORITY] = majority(labels[train], len(test))
-        predictions.record(condition, repetition, test, predicted)
+        predictions.record(condition, split.repetition, test, predicted)
 
 
 def majority(labels: np.ndarray, n: int) -> np.ndarray:
@@ -224,18 +216,6 @@ class FewShot(Task):
         return tabulate(predictions.accuracies(), numbers)
 
 
-def draw_shots(
-    labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int
-) -> Iterator[Split]:
-    """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
-    for draw in range(draws):
-        generator = seeded(seed, (shots << 32) + draw)
-        drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
-        train = np.concatenate([cells[:shots] for cells in drawn])
-        test = np.concatenate([cells[shots:] for cells in drawn])
-        yield draw, train, test
-
-
 class LeaveOut(Task):
     config: LeaveOutConfig
 
@@ -260,7 +240,7 @@ class LeaveOut(Task):
             for train, test in split_groups(groups, self.config.most_folds):
                 # training cells of one class fit nothing
                 if len(np.unique(labels[train])) > 1:
-                    splits.append((len(splits), train, test))
+                    splits.append(Split(len(splits), train, test))
             numbers |= {
                 MANY[role]: int(groups.nunique()),
                 f"{role}_folds": len(splits),
@@ -282,17 +262,3 @@ class LeaveOut(Task):
             which = " and one ".join(roles)
             raise Skipped(f"the scored cells of two classes or more have one {which}", numbers)
         return tabulate(columns, numbers)
-
-
-def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Training and test cells of each fold.
-
-    Cells without a group are left out. There are no folds of a single group.
-    """
-    known = np.flatnonzero(groups.notna().to_numpy())
-    names = text_values(groups.iloc[known]).astype(str)
-    n = len(np.unique(names))
-    if n < 2:
-        return
-    for train, test in GroupKFold(min(n, most_folds)).split(known, groups=names):
-        yield known[train], known[test]

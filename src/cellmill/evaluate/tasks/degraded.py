@@ -30,8 +30,9 @@ from cellmill.evaluate.features import features_of_counts, keep_columns, read_ro
 from cellmill.evaluate.labels import labelled_cells, predict_halves
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY, TRAINING_COMPONENTS, add_note
 from cellmill.evaluate.scores import Predictions, seeded, tabulate
+from cellmill.evaluate.splits import Split, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.classify import Split, majority, stratified
+from cellmill.evaluate.tasks.classify import majority
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 MAX_CELLS = 2_000  # cells used at most: each level is embedded and classified again
@@ -148,17 +149,16 @@ class Degraded(Task):
                 for number, level in enumerate(levels):
                     draw = seeded(options.seed, 2000 + 100 * repeat + number)
                     made_for[level] = self._make_features(level, counts, cells, training, draw)
-            for split in stratified(chosen.labels, options.folds, 1, options.seed + repeat):
-                _, train, test = split
+            for split in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with small_problems():
                     predicted = self._predict(context, cells, chosen.labels, split)
                     for level, features in made_for.items():
                         by_way = self._predict_level(context, level, features, chosen.labels, split)
                         for way, classes in by_way.items():
                             predicted[f"{level}, {way}"] |= classes
-                largest = {MAJORITY: majority(chosen.labels[train], len(test))}
+                largest = {MAJORITY: majority(chosen.labels[split.train], len(split.test))}
                 for column, classes in predicted.items():
-                    predictions.record(column, repeat, test, classes | largest)
+                    predictions.record(column, repeat, split.test, classes | largest)
         numbers = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{list(levels)[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.numbers | numbers, metric=metric)
@@ -196,7 +196,8 @@ class Degraded(Task):
     ) -> dict[str, Classes]:
         """Classes of the test cells by column; `cells` are features of all cells by level."""
         neighbors = self.config.neighbors
-        _, train, test = split
+        train = split.train
+        test = split.test
         trained = {level: select_cells(features, train) for level, features in cells.items()}
         fitted = {}
         for level, features in trained.items():
@@ -223,7 +224,8 @@ class Degraded(Task):
     ) -> dict[str, Classes]:
         """Classes of the test cells by way of training, from features that are made for `level`."""
         neighbors = self.config.neighbors
-        _, train, test = split
+        train = split.train
+        test = split.test
         tested = select_cells(features.by_level[level], test)
         trained = {name: select_cells(values, train) for name, values in features.by_level.items()}
         on_level = fit_all(trained[level], labels[train], neighbors, context)

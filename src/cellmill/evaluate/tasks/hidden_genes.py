@@ -23,7 +23,7 @@ from cellmill.data.stream.batch import Batch, split_batch
 from cellmill.evaluate.features import embed_counts, keep_columns
 from cellmill.evaluate.inference.embed import inference, tokenize_blocks
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.changes import expected_log_expression
+from cellmill.evaluate.tasks.perturbation.changes import expected_log_expression
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding

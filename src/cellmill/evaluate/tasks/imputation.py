@@ -33,10 +33,10 @@ from cellmill.evaluate.evaluated import read_training_counts
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, add_note
 from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, tabulate
+from cellmill.evaluate.splits import Split, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
-from cellmill.evaluate.tasks.changes import ALPHAS
-from cellmill.evaluate.tasks.classify import Split, split_groups
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes, decode_expression
+from cellmill.evaluate.tasks.perturbation.changes import ALPHAS
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only
@@ -254,7 +254,7 @@ class Imputation(Task):
             groups = context.roles[role].iloc[cells]
             for train, test in split_groups(groups, self.config.most_folds):
                 if min(len(train), len(test)) >= FEWEST_CELLS:
-                    folds.append((len(folds), train, test))
+                    folds.append(Split(len(folds), train, test))
             if folds:
                 return role, folds
         options = context.options
@@ -263,7 +263,7 @@ class Imputation(Task):
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
             for train, test in splitter.split(cells):
-                folds.append((repetition, train, test))
+                folds.append(Split(repetition, train, test))
         return "cells", folds
 
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
@@ -340,7 +340,7 @@ class Imputation(Task):
         cells, then by methods fitted on the other folds.
         """
         model = hidden.context.model
-        n_repetitions = 1 + max(repetition for repetition, _, _ in folds)
+        n_repetitions = 1 + max(fold.repetition for fold in folds)
         vectors = {
             EMBEDDING: hidden.embed(model.network),
             UNTRAINED: hidden.embed(model.untrained),
@@ -351,12 +351,15 @@ class Imputation(Task):
             by_method[replace(EMBEDDING, classifier="decoder")] = decoded
         if trained is not None:
             by_method |= trained.predict(hidden, vectors, self.config.neighbors)
-        for repetition, _, test in folds:
+        for fold in folds:
             for method, values in by_method.items():
-                yield Prediction(method, repetition, n_repetitions, test, values[test])
+                tested_values = values[fold.test]
+                yield Prediction(method, fold.repetition, n_repetitions, fold.test, tested_values)
         expression = hidden.expression()
         profiles = hidden.profiles
-        for repetition, train, test in folds:
+        for fold in folds:
+            train = fold.train
+            test = fold.test
             components = pca((len(train), profiles.shape[1])).fit(profiles[train])
             features = vectors | {VISIBLE_COMPONENTS: components.transform(profiles)}
             fitted = {note_folds(method): values[train] for method, values in features.items()}
@@ -365,7 +368,7 @@ class Imputation(Task):
             means = np.tile(expression[train].mean(0), (len(test), 1))
             predicted[note_folds(GENE_MEANS)] = means
             for method, values in predicted.items():
-                yield Prediction(method, repetition, n_repetitions, test, values)
+                yield Prediction(method, fold.repetition, n_repetitions, test, values)
 
 
 def note_folds(method: ScoredMethod) -> ScoredMethod:

@@ -3,6 +3,7 @@
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, Self
 
@@ -64,12 +65,12 @@ class CellGroup:
     labels: np.ndarray  # class of each cell; text
 
     @classmethod
-    def read(cls, context: Context, label: pd.Series, among: np.ndarray) -> Self:
-        """The labelled cells of the indices `among`, ascending."""
-        chosen = choose_cells(label.iloc[among], 1, context.options.seed)
+    def read(cls, context: Context, label: pd.Series, candidates: np.ndarray) -> Self:
+        """The labelled cells among the indices `candidates`, ascending."""
+        chosen = choose_cells(label.iloc[candidates], 1, context.options.seed)
         reader = context.reader
         known = context.model.vocabulary.gene_ids
-        cells = among[chosen.cells]
+        cells = candidates[chosen.cells]
         names = []
         columns = zip(context.columns.target, reader.var_names, context.columns.measured)
         for row, name, is_measured in columns:
@@ -85,12 +86,56 @@ class CellGroup:
             labels=chosen.labels,
         )
 
+    def select_cells(self, is_kept: np.ndarray) -> "CellGroup":
+        """The cells of a mask."""
+        kept = np.flatnonzero(is_kept)
+        return replace(
+            self, cells=self.cells[kept], counts=self.counts[kept], labels=self.labels[kept]
+        )
+
     def select_genes(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
         counts = summed(self.counts) if self.context.columns.ordered else self.counts
         return select_columns(counts, target, len(genes))
+
+
+@dataclass(frozen=True)
+class ComparedCells:
+    """Cells to fit on and to test."""
+
+    fitted: list[CellGroup]
+    tested: CellGroup
+    genes: list[str]  # genes that all groups have
+    n_copies: int  # tested cells that are left out, because they equal a fitted cell
+
+    @cached_property
+    def fitted_labels(self) -> np.ndarray:
+        """Class of each fitted cell; text."""
+        return np.concatenate([group.labels for group in self.fitted])
+
+    @cached_property
+    def is_known(self) -> np.ndarray:
+        """Mask of the tested cells that have a fitted label."""
+        return np.isin(self.tested.labels, self.fitted_labels)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of cells, for metrics.json."""
+        is_known = self.is_known
+        tested_labels = self.tested.labels
+        return self.tested.left_out | {
+            "fitted_on": ", ".join(group.context.dataset for group in self.fitted),
+            "n_fitted": len(self.fitted_labels),
+            "fitted_classes": tally(self.fitted_labels),
+            "shared_genes": len(self.genes),
+            "n_cells": int(is_known.sum()),
+            "classes": tally(tested_labels[is_known]),
+            "new_classes": tally(tested_labels[~is_known]),
+            "n_new_classes": int((~is_known).sum()),
+            "n_copies": self.n_copies,
+        }
 
 
 def shared_genes(groups: list[CellGroup]) -> list[str]:
@@ -105,7 +150,7 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
     return shared
 
 
-def copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
+def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
     """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
 
     def rows(counts: sp.csr_matrix) -> list[bytes]:
@@ -179,68 +224,76 @@ class Transfer(Task):
         label in common.
         """
         config = self.config
-        dataset = context.dataset
-        if dataset in config.fit_on:
+        self._check_tested(context)
+        compared = self._read_cells(context)
+        numbers = compared.numbers
+        ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
+        _check_labels(compared, numbers, bool(ids))
+        predictions = self._predict(context, compared)
+        return _result(predictions, numbers, ids)
+
+    def _check_tested(self, context: Context) -> None:
+        """Raise Skipped for a dataset that is not tested, or has no label."""
+        config = self.config
+        if context.dataset in config.fit_on:
             raise Skipped("the classifiers are fitted on it")
-        if config.test_on is not None and dataset not in config.test_on:
+        if config.test_on is not None and context.dataset not in config.test_on:
             raise Skipped("it is not in evaluate.tasks.transfer.test_on")
         if "label" not in context.roles:
             raise Skipped("the dataset has no label column")
+
+    def _read_cells(self, context: Context) -> ComparedCells:
+        """Fitted cells, and tested cells without copies of them."""
         assert context.datasets is not None
-        # read the fitted cells, and leave out tested cells that are copies of them
         fitted = []
-        for name in config.fit_on:
+        for name in self.config.fit_on:
             with context.datasets.open(name) as (reader, vectors, roles):
                 embedded = np.flatnonzero(np.isfinite(vectors).all(axis=1))
                 other = replace(context, dataset=name, reader=reader, vectors=vectors, roles=roles)
-                fitted.append(CellGroup.read(other, _find_label(roles, context, name), embedded))
-        tested = CellGroup.read(context, context.roles["label"], np.flatnonzero(context.scored))
+                label = _find_label(roles, context, name)
+                fitted.append(CellGroup.read(other, label, embedded))
+        scored = np.flatnonzero(context.scored)
+        tested = CellGroup.read(context, context.roles["label"], scored)
         genes = shared_genes([*fitted, tested])
         fitted_counts = sp.vstack([group.select_genes(genes) for group in fitted], format="csr")
-        is_copy = copies(fitted_counts, tested.select_genes(genes))
-        kept = np.flatnonzero(~is_copy)
-        tested = replace(
-            tested,
-            cells=tested.cells[kept],
-            counts=tested.counts[kept],
-            labels=tested.labels[kept],
+        is_copy = find_copies(fitted_counts, tested.select_genes(genes))
+        return ComparedCells(fitted, tested.select_cells(~is_copy), genes, int(is_copy.sum()))
+
+    def _predict(self, context: Context, compared: ComparedCells) -> Predictions:
+        """Classes of the tested cells: those of a fitted label, and the others."""
+        tested = compared.tested
+        labels = compared.fitted_labels
+        fitted_features, tested_features = transfer_features(
+            context.model, compared.genes, compared.fitted, tested
         )
-        labels = np.concatenate([group.labels for group in fitted])
-        known = np.isin(tested.labels, labels)  # tested cells of a fitted label
-        fitted_on = ", ".join(config.fit_on)
-        new = tally(tested.labels[~known])
-        numbers: dict[str, Any] = tested.left_out | {
-            "fitted_on": fitted_on,
-            "n_fitted": len(labels),
-            "fitted_classes": tally(labels),
-            "shared_genes": len(genes),
-            "n_cells": int(known.sum()),
-            "classes": tally(tested.labels[known]),
-            "new_classes": new,
-            "n_new_classes": int((~known).sum()),
-            "n_copies": int(is_copy.sum()),
-        }
-        names = tally(labels)
-        if len(names) < 2:
-            raise Skipped(f"the cells of {fitted_on} have one label", numbers)
-        ids = config.ontology and _are_ids([*fitted, tested])
-        if not (known.any() or (ids and len(known))):
-            theirs = ", ".join([*names][:3])
-            tested_labels = ", ".join([*new][:3]) or "none"
-            raise Skipped(f"no label in common: fitted {theirs}, tested {tested_labels}", numbers)
-        fitted_features, tested_features = transfer_features(context.model, genes, fitted, tested)
         with small_problems():
-            classifiers = fit_all(fitted_features, labels, config.neighbors, context)
+            classifiers = fit_all(fitted_features, labels, self.config.neighbors, context)
             predicted = predict_all(classifiers, tested_features)
-        predicted[MAJORITY] = majority(labels, len(known))
-        predictions = Predictions(
-            tested.labels, 1, tuple(np.unique(labels)), predict_halves(context)[tested.cells]
-        )
-        for condition, cells in ((KNOWN, np.flatnonzero(known)), (NEW, np.flatnonzero(~known))):
+        predicted[MAJORITY] = majority(labels, len(tested.labels))
+        halves = predict_halves(context)[tested.cells]
+        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)), halves)
+        for condition, is_chosen in ((KNOWN, compared.is_known), (NEW, ~compared.is_known)):
+            cells = np.flatnonzero(is_chosen)
             if len(cells):
                 classes = {method: values[cells] for method, values in predicted.items()}
                 predictions.record(condition, 0, cells, classes)
-        return _result(predictions, numbers, ids)
+        return predictions
+
+
+def _check_labels(compared: ComparedCells, numbers: dict[str, Any], ids: bool) -> None:
+    """Raise Skipped unless there are two fitted labels, one of which, or any ids, the tested cells
+    have.
+    """
+    fitted_names = tally(compared.fitted_labels)
+    if len(fitted_names) < 2:
+        raise Skipped(f"the cells of {numbers['fitted_on']} have one label", numbers)
+    is_known = compared.is_known
+    if not (is_known.any() or (ids and len(is_known))):
+        fitted_labels = ", ".join([*fitted_names][:3])
+        tested_labels = ", ".join([*numbers["new_classes"]][:3]) or "none"
+        raise Skipped(
+            f"no label in common: fitted {fitted_labels}, tested {tested_labels}", numbers
+        )
 
 
 def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:

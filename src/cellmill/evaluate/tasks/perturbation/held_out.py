@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -24,15 +24,8 @@ from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.evaluated import PCA_CELLS
 from cellmill.evaluate.methods import EMBEDDING
+from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.changes import (
-    Prediction,
-    Profiles,
-    predict_new_contexts,
-    predict_new_perturbations,
-    predict_responses,
-    read_profiles,
-)
 from cellmill.evaluate.tasks.genes import (
     GENE_VECTORS,
     LOADINGS,
@@ -40,6 +33,14 @@ from cellmill.evaluate.tasks.genes import (
     expression_statistics,
     gene_vectors,
     scaled_loadings,
+)
+from cellmill.evaluate.tasks.perturbation.changes import (
+    Prediction,
+    Profiles,
+    predict_new_contexts,
+    predict_new_perturbations,
+    predict_responses,
+    read_profiles,
 )
 from cellmill.models.gene_vectors import read_vectors
 from cellmill.runs.results import ScoredMethod
@@ -50,12 +51,18 @@ STRATA = ("batch", "donor")  # roles that divide cells into strata
 UNSEEN_FRAC = 0.9
 RESPONSE = replace(EMBEDDING, classifier="response head")
 CO_EXPRESSION = ScoredMethod("co-expression of controls")
-Fold = tuple[int, np.ndarray, np.ndarray]  # repetition, training units, test units
 
 
 def prior_method(name: str) -> ScoredMethod:
     """Gene vectors of a file, one of `priors`."""
     return ScoredMethod(f"prior {name}")
+
+
+class FoldChanges(NamedTuple):
+    """Predicted changes of the test units of a fold."""
+
+    test: np.ndarray  # units
+    changes: Prediction  # (test units, G) by method
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ class HeldOut:
             left_out=sorted(units["perturbation"][~has_enough].unique()),
         )
 
-    def folds(self) -> Iterator[Fold]:
+    def folds(self) -> Iterator[Split]:
         """Units to fit on and to test. Empty if the model saw cells of all groups, or if there are
         fewer than two groups.
 
@@ -154,18 +161,18 @@ class HeldOut:
             fitted = ~self.unseen & self.trained
             if not fitted.any():
                 fitted = ~self.unseen
-            yield 0, units[fitted], units[self.unseen]
+            yield Split(0, units[fitted], units[self.unseen])
         elif self.role == "perturbation":
             n_folds = min(options.folds, len(groups))
             for repetition in range(self.config.seeds):
                 splitter = KFold(n_folds, shuffle=True, random_state=options.seed + repetition)
                 for _, test in splitter.split(groups):
                     is_tested = np.isin(self.group, groups[test])
-                    yield repetition, units[~is_tested], units[is_tested]
+                    yield Split(repetition, units[~is_tested], units[is_tested])
         else:
             splitter = GroupKFold(min(len(groups), self.config.most_folds))
             for train, test in splitter.split(units, groups=self.group):
-                yield 0, train, test
+                yield Split(0, train, test)
 
     @cached_property
     def scored_unit(self) -> np.ndarray:
@@ -248,28 +255,26 @@ class HeldOut:
             rows.append([row_of_name[part] for part in unit_parts if part in row_of_name])
         return _average_rows(rows, vectors)
 
-    def predictions(self, folds: list[Fold]) -> Iterator[tuple[int, np.ndarray, Prediction]]:
-        """Repetition, test units and their predicted changes by method, `(test units, G)`, of each
-        fold.
-        """
+    def predictions(self, folds: list[Split]) -> Iterator[FoldChanges]:
+        """Predicted changes of each fold."""
         n_units = len(self.group)
         controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit, n_units))
         responses = predict_responses(
             self.context, self.profiles, shares, self.perturbation.tolist(), self.genes
         )
-        for repetition, train, test in folds:
+        for fold in folds:
             if self.role == "perturbation":
                 predicted = predict_new_perturbations(
-                    self.fitted_changes, train, test, self.features, self.config.neighbors
+                    self.fitted_changes, fold.train, fold.test, self.features, self.config.neighbors
                 )
             else:
                 predicted = predict_new_contexts(
-                    self.fitted_changes, train, test, self.perturbation, controls
+                    self.fitted_changes, fold.train, fold.test, self.perturbation, controls
                 )
             if responses is not None:
-                predicted[RESPONSE] = responses[test]
-            yield repetition, test, predicted
+                predicted[RESPONSE] = responses[fold.test]
+            yield FoldChanges(fold.test, predicted)
 
 
 def _average_rows(rows_by_unit: list[list[int]], table: np.ndarray) -> np.ndarray:

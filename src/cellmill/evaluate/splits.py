@@ -1,0 +1,54 @@
+"""Splits of labelled cells, or of perturbed units, into those to fit on and those to test."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from sklearn.model_selection import GroupKFold, StratifiedKFold
+
+from cellmill.data.arrays import text_values
+from cellmill.evaluate.scores import seeded
+
+
+class Split(NamedTuple):
+    """Cells or units of one fold or draw."""
+
+    repetition: int
+    train: np.ndarray  # indices
+    test: np.ndarray  # indices
+
+
+def split_by_class(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
+    """Stratified folds of classes with at least `folds` cells each, in repetitions from 0."""
+    for repetition in range(seeds):
+        splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
+        for train, test in splitter.split(labels, labels):
+            yield Split(repetition, train, test)
+
+
+def draw_shots(
+    labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int
+) -> Iterator[Split]:
+    """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
+    for draw in range(draws):
+        generator = seeded(seed, (shots << 32) + draw)
+        drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
+        train = np.concatenate([cells[:shots] for cells in drawn])
+        test = np.concatenate([cells[shots:] for cells in drawn])
+        yield Split(draw, train, test)
+
+
+def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Training and test cells of each fold.
+
+    Cells without a group are left out. There are no folds of a single group.
+    """
+    known = np.flatnonzero(groups.notna().to_numpy())
+    names = text_values(groups.iloc[known]).astype(str)
+    n_groups = len(np.unique(names))
+    if n_groups < 2:
+        return
+    splitter = GroupKFold(min(n_groups, most_folds))
+    for train, test in splitter.split(known, groups=names):
+        yield known[train], known[test]

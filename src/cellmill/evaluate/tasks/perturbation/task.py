@@ -1,0 +1,255 @@
+"""Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
+donors and contexts.
+
+Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. If the
+model saw cells of some perturbations, those it never saw are tested, once; else all are tested in
+folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
+repetitions.
+
+Legend: U units (a perturbation and its dose), G genes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.evaluate.scores import ScoreColumn, divide, seeded, table_rows, tabulate
+from cellmill.evaluate.splits import Split
+from cellmill.evaluate.task import Context, Skipped, Task
+from cellmill.evaluate.tasks.classify import group_by_features
+from cellmill.evaluate.tasks.genes import correlations
+from cellmill.evaluate.tasks.perturbation.changes import (
+    MEAN,
+    NO_CHANGE,
+    check_changes,
+    controlled_role,
+)
+from cellmill.evaluate.tasks.perturbation.held_out import CO_EXPRESSION, HeldOut, prior_method
+from cellmill.runs.results import ScoredMethod, TaskResult
+
+METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
+    "Pearson": "Pearson of the change",
+    "discrimination": "discrimination",
+    "direction": "direction of the top genes",
+    "MAE": "mean absolute error",
+}
+CEILING = ScoredMethod("split halves", kind="ceiling")
+# ceiling of methods that copy the change of the most similar training perturbation
+BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
+
+Scores = dict[str, dict[ScoredMethod, np.ndarray]]
+"""Arrays by metric and method."""
+
+
+class Compared(NamedTuple):
+    """Changes of the tested units, (units, G) each."""
+
+    predicted: np.ndarray
+    measured: np.ndarray
+
+
+def change_scores(
+    predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
+) -> dict[str, np.ndarray]:
+    """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
+    a constant.
+
+    `predicted` and `seen` are changes, `(units, genes)`, of units that are tested together;
+    `perturbed` (bool) are the genes that a unit perturbs. Direction is judged on the `top_genes`
+    genes with the largest seen change. Discrimination is the share of other units whose seen change
+    is farther (in mean absolute difference) from the prediction than the unit's own (Wu et al.
+    2024, PerturBench; ties count half).
+    """
+    scores = {metric: np.full(len(seen), np.nan) for metric in METRICS}
+    for unit in range(len(seen)):
+        is_scored = ~perturbed[unit]
+        x = predicted[unit, is_scored]
+        y = seen[unit, is_scored]
+        scores["MAE"][unit] = np.abs(x - y).mean()
+        if not x.any():
+            continue
+        if x.std() > 0 and y.std() > 0:
+            scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]
+        top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
+        scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
+        if len(seen) > 1:
+            # (units,): distance of the prediction to the seen change of each unit
+            distances = np.abs(seen[:, is_scored] - x).mean(1)
+            excess = np.delete(distances, unit) - distances[unit]
+            scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
+    return scores
+
+
+def make_column(
+    metric: str, role: str, scores: dict[ScoredMethod, np.ndarray]
+) -> ScoreColumn | None:
+    """Column of the methods that have the metric; None if none has it, or the ceiling lacks it."""
+    defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
+    ceiling = defined.get(CEILING)
+    methods = {method: values for method, values in defined.items() if method.kind != "ceiling"}
+    if not methods or ceiling is None:
+        return None
+    return ScoreColumn(
+        f"{metric}, new {role}",
+        f"{METRICS[metric]}, new {role}",
+        methods,
+        trivial={method: methods[method] for method in (NO_CHANGE, MEAN) if method in methods},
+        ceiling=(CEILING, ceiling),
+        lower_is_better=metric == "MAE",
+    )
+
+
+class Perturbation(Task):
+    config: PerturbationConfig
+
+    def run(self, context: Context) -> TaskResult:
+        """Scores for each role that is held out; skipped without perturbations and controls."""
+        check_changes(context)
+        columns: list[ScoreColumn] = []
+        ceilings: list[ScoreColumn] = []
+        numbers: dict[str, Any] = {}
+        for held_out in self.config.held_out:
+            if held_out != "perturbation" and (
+                held_out not in context.roles or held_out == controlled_role(context)
+            ):
+                continue
+            try:
+                held = HeldOut.read(context, self.config, held_out)
+            except Skipped:
+                continue
+            folds = list(held.folds())
+            numbers |= self._numbers(held, folds)
+            if not folds:
+                continue
+            for metric, scores in self._score(held, folds).items():
+                column = make_column(metric, held_out, scores)
+                if column is None:
+                    continue
+                columns.append(column)
+                ceiling_scores = {
+                    method: values
+                    for method, values in scores.items()
+                    if method.kind == "ceiling" and np.isfinite(values).any()
+                }
+                ceilings.append(ScoreColumn(column.heading, column.metric, ceiling_scores))
+        if not columns:
+            reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
+            raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
+        judged = [column for column in columns if column.select_kind("model")]
+        compared = []
+        for column in judged:
+            compared += column.differences()
+        informed = [method.features for method in self._informed()]
+        notes = []
+        for column in columns:
+            groups = group_by_features(
+                method for method in column.scores if method.features in informed
+            )
+            for methods in groups.values():
+                compared += [column.difference(method, MEAN) for method in methods]
+                notes.append(column.compare(column.best(methods), MEAN).sentence)
+        return tabulate(
+            columns,
+            numbers,
+            judged,
+            rows=table_rows(columns) + table_rows(ceilings),
+            differences=compared,
+            notes=notes,
+        )
+
+    def _informed(self) -> list[ScoredMethod]:
+        """Sources of gene vectors that are compared with the mean: controls and files."""
+        return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
+
+    def _numbers(self, held: HeldOut, folds: list[Split]) -> dict[str, Any]:
+        role = held.role
+        tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
+        genes = dict(zip(held.perturbation, held.genes))
+        groups = np.unique(held.group)
+        numbers: dict[str, Any] = {
+            f"{role}_perturbations_tested": len(np.unique(held.perturbation[tested])),
+            f"{role}_perturbations_with_a_gene": sum(map(bool, genes.values())),
+            f"{role}_groups": len(groups),
+            f"{role}_folds": len(folds),
+            f"{role}_left_out": ", ".join(held.left_out) or "none",
+        }
+        if not folds:
+            seen = "the model saw cells of each of them; divide its corpus by it (shard.split_by), or use cells: all"
+            few = f"{len(groups)} values have {self.config.min_cells} cells (min_cells); two are needed"
+            reason = seen if not held.unseen.any() and len(held.group) else few
+            numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
+        if role == "perturbation":
+            for source in self._informed():
+                has_vector = np.isfinite(held.features[source]).all(1)
+                n = np.unique(held.perturbation[has_vector]).size
+                numbers[f"perturbation_perturbations_with_{source.name}"] = n
+        return numbers
+
+    def _score(self, held: HeldOut, folds: list[Split]) -> Scores:
+        """(repetitions, perturbations) by metric and method: means over the units of a
+        perturbation.
+        """
+        profiles = held.profiles
+        n_units = len(held.group)
+        measured_controls = profiles.control_means(1)
+        measured = profiles.changes(held.scored_unit, n_units, measured_controls)
+        perturbed = np.stack([np.isin(profiles.genes, rows) for rows in held.genes])
+        n_repetitions = 1 + max(fold.repetition for fold in folds)
+        scores: Scores = {metric: {} for metric in METRICS}
+        for fold, prediction in zip(folds, held.predictions(folds)):
+            test = fold.test
+            compared = {
+                method: Compared(change, measured[test])
+                for method, change in prediction.changes.items()
+            }
+            compared |= self._compare_halves(held, fold, measured_controls)
+            for method, pair in compared.items():
+                by_metric = change_scores(
+                    pair.predicted, pair.measured, perturbed[test], self.config.top_genes
+                )
+                for metric, values in by_metric.items():
+                    empty = np.full((n_repetitions, n_units), np.nan)
+                    by_unit = scores[metric].setdefault(method, empty)
+                    by_unit[fold.repetition, test] = values
+        for by_method in scores.values():
+            for method, by_unit in by_method.items():
+                by_method[method] = average_perturbations(by_unit, held.perturbation)
+        return scores
+
+    def _compare_halves(
+        self, held: HeldOut, fold: Split, measured_controls: np.ndarray
+    ) -> dict[ScoredMethod, Compared]:
+        """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
+        training unit, against the change in the other half.
+
+        Each half of the cells has its own half of the controls.
+        """
+        # (cells,): position of each cell when cells are sorted by unit, shuffled in each unit
+        generator = seeded(held.context.options.seed + fold.repetition, 5)
+        shuffled = generator.permutation(len(held.scored_unit))
+        by_scored_unit = np.argsort(held.scored_unit[shuffled], kind="stable")
+        position = np.argsort(shuffled[by_scored_unit])
+        halves = []
+        for half, controls in enumerate((held.start_means, measured_controls)):
+            unit = np.where(position % 2 == half, held.scored_unit, -1)
+            changes = held.profiles.changes(unit, len(held.group), controls)
+            halves.append(changes[fold.test])
+        first, second = halves
+        compared = {CEILING: Compared(first, second)}
+        if held.role == "perturbation":
+            known = held.fitted_changes[fold.train]
+            most_similar = correlations(first.T, known.T).argmax(1)
+            compared[BEST_OTHER] = Compared(known[most_similar], second)
+        return compared
+
+
+def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
+    """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
+    perturbation; `perturbation`, (U,), names that of a unit.
+    """
+    names, number = np.unique(perturbation, return_inverse=True)
+    is_member = np.eye(len(names))[number]  # (U, perturbations)
+    sums = np.nan_to_num(by_unit) @ is_member
+    return divide(sums, np.isfinite(by_unit) @ is_member)
