@@ -177,10 +177,10 @@ def test_predictions_read_no_expression_of_the_tested_cells(
     held = HeldOut.read(context, CONFIG, "perturbation")
     profiles = held.profiles
     for fold in held.folds():
-        if fold[0]:
+        if fold.repetition:
             continue
         changed = profiles.expression.tolil()
-        tested = np.isin(held.unit_of_cell, fold[2])
+        tested = np.isin(held.unit_of_cell, fold.test)
         # nor of the controls of the measured changes
         changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0
         other = replace(profiles, expression=changed.tocsr())
