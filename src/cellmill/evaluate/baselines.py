@@ -17,6 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 import scipy.sparse as sp
 import sklearn
+from numpy import ndarray
 from sklearn.exceptions import ConvergenceWarning
 
 from cellmill.files import atomic_path
@@ -34,10 +35,10 @@ class BaselineCache:
         self.file = file
         self.predictions = _read(file)
         # predictions from features that no other run has: never saved
-        self.model_predictions: dict[str, np.ndarray] = {}
+        self.model_predictions: dict[str, ndarray] = {}
         self._n_read = len(self.predictions)
 
-    def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    def features(self, about: str, values: Any, compute: Callable[[], ndarray]) -> ndarray:
         """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if
         it is small.
         """
@@ -62,10 +63,10 @@ class CachedClassifiers:
 
     def __init__(
         self,
-        known: dict[str, np.ndarray],
+        known: dict[str, ndarray],
         classifiers: Mapping[str, Any],
         features: Any,
-        labels: np.ndarray,
+        labels: ndarray,
     ) -> None:
         self._known = known
         self._classifiers = classifiers
@@ -73,7 +74,7 @@ class CachedClassifiers:
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
         self._digest = _digest(VERSIONS, features, self._classes, class_of_cell)
 
-    def predict(self, features: Any) -> dict[str, np.ndarray]:
+    def predict(self, features: Any) -> dict[str, ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""
         predicted = {}
         digest = _digest(self._digest, features)
@@ -85,7 +86,7 @@ class CachedClassifiers:
         return predicted
 
 
-def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
+def fit(classifier: Any, features: Any, labels: ndarray) -> Any:
     """Fit the classifier and return it; a regression that stops before it converged says so in one
     line.
     """
@@ -100,7 +101,7 @@ def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
     return classifier
 
 
-def _read(file: Path | None) -> dict[str, np.ndarray]:
+def _read(file: Path | None) -> dict[str, ndarray]:
     if file is None or not file.exists():
         return {}
     try:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from numpy import ndarray
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -58,7 +59,7 @@ class OpenDataset(NamedTuple):
     """See the fields of `task.Context`."""
 
     reader: CountsReader
-    vectors: np.ndarray
+    vectors: ndarray
     roles: dict[str, pd.Series]
 
 
@@ -119,7 +120,7 @@ class EvaluatedModel:
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()
 
-    def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
+    def is_training_cell(self, dataset: str, cells: pd.Index) -> ndarray:
         """Mask of the `cells` (obs names) of a dataset that are in training shards, bool."""
         names: set[str] = set()
         for shard in self.manifest.splits["train"].shards:
@@ -174,17 +175,14 @@ class TrainedCells:
                 record(manifest)
             for split in READ:
                 for shard in manifest.splits[split].shards:
-                    self._add(manifest.shard_path(shard))
+                    for name in read_names(manifest.shard_path(shard), "obs"):
+                        dataset, _, cell = name.partition(":")
+                        if dataset in self.seen:
+                            self.seen[dataset].add(cell)
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
         self._corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
 
-    def _add(self, shard: Path) -> None:
-        for name in read_names(shard, "obs"):
-            dataset, _, cell = name.partition(":")
-            if dataset in self.seen:
-                self.seen[dataset].add(cell)
-
-    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
+    def unseen(self, dataset: str, reader: CountsReader) -> tuple[ndarray, int]:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
         which is printed.
         """
@@ -196,7 +194,7 @@ class TrainedCells:
             print(f"{dataset}: {line}", flush=True)
         return unnamed & ~copies, n
 
-    def copies(self, reader: CountsReader, among: np.ndarray) -> np.ndarray:
+    def copies(self, reader: CountsReader, among: ndarray) -> ndarray:
         """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those of a trained
         cell of any name.
         """

@@ -1,10 +1,10 @@
 """Features of cells made from their counts: the embedding and the baselines."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from numpy import ndarray
 
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.inputs.reader import CountsReader
@@ -15,32 +15,30 @@ from cellmill.evaluate.methods import (
     EMBEDDING,
     TRAINING_COMPONENTS,
     UNTRAINED,
+    Features,
     external_method,
 )
 from cellmill.evaluate.task import Context
 from cellmill.models.family import Model
-from cellmill.runs.results import ScoredMethod
 
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 ROW_BLOCK = 4096  # cells read at once
 
 
-def cell_features(
-    context: Context, cells: np.ndarray, embedding: np.ndarray | None = None
-) -> dict[ScoredMethod, Any]:
+def cell_features(context: Context, cells: ndarray, embedding: ndarray | None = None) -> Features:
     """Features of `cells` (indices, ascending), including embeddings by models of other packages."""
     features = features_of_counts(context, read_rows(context.reader, cells), embedding)
     return features | external_features(context, cells)
 
 
-def external_features(context: Context, cells: np.ndarray) -> dict[ScoredMethod, Any]:
+def external_features(context: Context, cells: ndarray) -> Features:
     """Embeddings of `cells` (indices) by models of other packages."""
     return {external_method(name): vectors[cells] for name, vectors in context.external.items()}
 
 
 def features_of_counts(
-    context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None
-) -> dict[ScoredMethod, Any]:
+    context: Context, counts: sp.csr_matrix, embedding: ndarray | None = None
+) -> Features:
     """Features by method, `(cells, width)`; only the features of all genes are sparse. A known
     `embedding` is not computed again.
     """
@@ -58,7 +56,7 @@ def features_of_counts(
 
 def embed_counts(
     context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
-) -> np.ndarray:
+) -> ndarray:
     """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens.
 
     `tokens` replace the tokens of `counts`.
@@ -71,7 +69,7 @@ def embed_counts(
     return np.nan_to_num(vectors)
 
 
-def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
+def keep_columns(counts: sp.csr_matrix, kept: ndarray) -> sp.csr_matrix:
     """Counts, set to 0 in the columns where `kept`, bool `(columns,)`, is False."""
     changed = counts.copy()
     changed.data = counts.data * kept[counts.indices].astype(counts.dtype)
@@ -79,7 +77,7 @@ def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
     return changed
 
 
-def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
+def read_rows(reader: CountsReader, cells: ndarray) -> sp.csr_matrix:
     """Counts of the cells with these indices, in the order of the file."""
     mask = np.isin(np.arange(reader.n_obs), cells)
     blocks = []

@@ -1,10 +1,17 @@
 """Features that several tasks score, as methods without a classifier; tasks define more."""
 
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from cellmill.evaluate.components import COMPONENTS
 from cellmill.runs.results import ScoredMethod
 
+Features = dict[ScoredMethod, Any]
+"""Features of each method, `(cells, width)`, dense or sparse."""
+Arrays = dict[ScoredMethod, np.ndarray]
+"""An array of each method."""
 EMBEDDING = ScoredMethod("embedding", kind="model", network="trained")
 # all genes of the dataset, if the other features have only the genes that datasets share
 FULL_PANEL = replace(EMBEDDING, features="embedding, full panel", kind="variant")

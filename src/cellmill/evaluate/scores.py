@@ -22,16 +22,17 @@ F1 is not a mean over cells. Its linear terms by cell are used instead (infinite
 Efron 1981), which is coarse for classes of a few cells.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 from scipy.special import stdtrit
 
-from cellmill.evaluate.methods import HALF_LABELS, MAJORITY
+from cellmill.evaluate.methods import HALF_LABELS, MAJORITY, Arrays
 from cellmill.runs.results import (
     FEWEST,
     Closed,
@@ -65,19 +66,19 @@ def seeded(seed: int, key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, key]))
 
 
-def draw_cells(cells: np.ndarray, most: int, seed: int, key: int) -> np.ndarray:
+def draw_cells(cells: ndarray, most: int, seed: int, key: int) -> ndarray:
     """`cells` (indices, ascending), or a seeded draw of `most` of them, ascending."""
     if len(cells) <= most:
         return cells
     return np.sort(seeded(seed, key).permutation(cells)[:most])
 
 
-def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
+def divide(sums: ndarray, n: ndarray) -> ndarray:
     """`sums` / `n`, NaN where `n` is 0."""
     return np.divide(sums, n, out=np.full(np.shape(sums), np.nan), where=n > 0)
 
 
-def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+def cell_scores(metric: str, labels: ndarray, predicted: ndarray) -> ndarray:
     """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or
     weighted_f1.
 
@@ -96,7 +97,7 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
     return scores
 
 
-def _f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
+def _f1_terms(true: ndarray, guessed: ndarray, is_weighted: bool) -> ndarray:
     """F1 plus its derivative by the weight of each cell, times the number of cells."""
     n = len(true)
     classes = np.union1d(true, guessed)
@@ -107,13 +108,13 @@ def _f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.nd
     f1 = 2 * is_hit.sum(0) / sizes
     share = is_class.mean(0) if is_weighted else np.full(len(classes), 1 / len(classes))
     derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_guess)
-    terms: np.ndarray = n * (derivatives / sizes) @ share + share @ f1
+    terms: ndarray = n * (derivatives / sizes) @ share + share @ f1
     if is_weighted:  # the shares of the classes depend on the weights of the cells, too
         terms = terms + is_class @ f1 - share @ f1
     return terms
 
 
-def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
+def paired_difference(scores: ndarray, other_scores: ndarray) -> Estimate:
     """Mean of `scores` minus `other_scores`, two results of `cell_scores` of the same metric."""
     differences = scores - other_scores
     is_tested = np.isfinite(differences)
@@ -131,14 +132,14 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half, over_cells[0] ** 0.5)
 
 
-def _clustered(sums: np.ndarray) -> tuple[float, int]:
+def _clustered(sums: ndarray) -> tuple[float, int]:
     """Variance from the sums of clusters, and the number of clusters; 0 with one cluster."""
     n = len(sums)
     return (float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0), n
 
 
 def share_closed(
-    scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray
+    scores: ndarray, zero: ndarray, ceiling: ndarray
 ) -> tuple[float, float, float] | None:
     """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
     gap may be 0 or less.
@@ -164,12 +165,12 @@ class ScoreColumn:
 
     heading: str
     metric: str  # in words, as verdicts name it
-    scores: dict[ScoredMethod, np.ndarray]  # as `cell_scores` returns them
+    scores: Arrays  # as `cell_scores` returns them
     lower_is_better: bool = False
     n_units: int | None = None  # independent units, unless these are the columns of `scores`
     # scores of methods, the best of which closes 0 % of the gap
-    trivial: dict[ScoredMethod, np.ndarray] = field(default_factory=dict)
-    ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
+    trivial: Arrays = field(default_factory=dict)
+    ceiling: tuple[ScoredMethod, ndarray] | None = None  # closes 100 %
 
     def mean(self, method: ScoredMethod) -> float:
         return float(np.nanmean(self.scores[method]))
@@ -217,7 +218,7 @@ class ScoreColumn:
         others = [method for method in self.scores if method.network != "trained"]
         return [self.difference(*pair) for pair in product(trained, others)]
 
-    def _units(self, scores: np.ndarray) -> int:
+    def _units(self, scores: ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
@@ -255,18 +256,18 @@ class ScoreColumn:
 class Predictions:
     """Predicted classes of the same cells by method, condition and repetition."""
 
-    labels: np.ndarray  # class of each cell; text
+    labels: ndarray  # class of each cell; text
     repetitions: int
     others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
     # class of each cell by `labels.predict_halves`, the ceiling; "" for none
-    halves: np.ndarray | None = None
-    by_condition: dict[str, dict[ScoredMethod, np.ndarray]] = field(default_factory=dict)
+    halves: ndarray | None = None
+    by_condition: dict[str, Arrays] = field(default_factory=dict)
     """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
     repetition does not test.
     """
 
     @cached_property
-    def classes(self) -> np.ndarray:
+    def classes(self) -> ndarray:
         """Classes of cells and of predictions, sorted: a class number is an index into it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
@@ -274,8 +275,8 @@ class Predictions:
         self,
         condition: str,
         repetition: int,
-        cells: np.ndarray,
-        classes: Mapping[ScoredMethod, np.ndarray],
+        cells: ndarray,
+        classes: Arrays,
     ) -> None:
         """Keep the predicted `classes` (text) of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
@@ -285,7 +286,7 @@ class Predictions:
             methods[method][repetition, cells] = np.searchsorted(self.classes, predicted)
 
     @cached_property
-    def truth(self) -> np.ndarray:
+    def truth(self) -> ndarray:
         """Class number of each cell."""
         return np.searchsorted(self.classes, self.labels)
 
@@ -306,7 +307,7 @@ class Predictions:
         ceiling = np.array([number_of_class.get(name, unknown) for name in self.halves])
         largest = np.bincount(self.truth).argmax()
 
-        def score_tested(predicted: Any) -> np.ndarray:
+        def score_tested(predicted: Any) -> ndarray:
             return cell_scores(metric, self.truth, np.where(is_tested, predicted, NOT_TESTED))
 
         largest_scores = score_tested(largest)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
+from numpy import ndarray
 
 from cellmill.config.load import read_model_config, stored_options
 from cellmill.config.options import TrainOptions
@@ -41,9 +42,9 @@ Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if 
 class CellBlock(NamedTuple):
     """Counts of some cells of a shard, as `Tokenizer.tokenize` takes them."""
 
-    genes: np.ndarray  # (nonzeros,) rows of the vocabulary
-    counts: np.ndarray  # (nonzeros,)
-    starts: np.ndarray  # (cells + 1,) int64: first nonzero of each cell
+    genes: ndarray  # (nonzeros,) rows of the vocabulary
+    counts: ndarray  # (nonzeros,)
+    starts: ndarray  # (cells + 1,) int64: first nonzero of each cell
 
     @property
     def n_cells(self) -> int:
@@ -70,10 +71,10 @@ class HashedCorpus(NamedTuple):
     """Genes of a corpus, and the hashes of its training and validation cells."""
 
     genes: Vocabulary
-    hashes: list[np.ndarray]  # for each split, `(2, cells)` uint64 in ascending order
+    hashes: list[ndarray]  # for each split, `(2, cells)` uint64 in ascending order
     manifest: Manifest
 
-    def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
+    def hashes_over(self, shared: ndarray) -> list[ndarray]:
         """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough such
         genes.
         """
@@ -107,8 +108,8 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
 
 
 def find_equal_cells(
-    reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
-) -> np.ndarray:
+    reader: CountsReader, corpora: Sequence[HashedCorpus], among: ndarray
+) -> ndarray:
     """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
 
     Only genes that both have are compared; a cell with few of them equals none.
@@ -202,38 +203,26 @@ def find_training(model: Path) -> Training:
 
 def _own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
     """Shards of one export, why they were not found, and the models that its run came from."""
-    train = _train_folder(model)
-    if train is None:
+    # an export is results/runs/RUN/model, or results/runs/RUN/steps/STEP/model
+    run = model.resolve().parent
+    if run.parent.name == "steps":
+        run = run.parents[1]
+    train = run / "train"
+    if not (train / "run.json").is_file():
         return [], f"{model} is not in the folder of its run, which names its training cells", []
     try:
         record = read_json(train / "run.json")
         options = stored_options(record["options"], str(train / "run.json"))
         fingerprint = read_model_config(model / "config.json").get("fingerprint")
         path, problem = find_shards(train, options, str(fingerprint))
-        manifests = [] if path is None else [_verified(path)]
+        manifests = []
+        if path is not None:
+            manifests = [Manifest.read(path)]
+            splits = _filled_splits(manifests[0])
+            verify(manifests[0], [manifests[0].splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
         return [], in_one_line(error), []
     return manifests, problem, [*_ancestors(record, options, train)]
-
-
-def _train_folder(model: Path) -> Path | None:
-    """Folder of the training of an export: results/runs/RUN/model, or
-    results/runs/RUN/steps/STEP/model.
-    """
-    folder = model.resolve().parent
-    if folder.parent.name == "steps":
-        folder = folder.parents[1]
-    return folder / "train" if (folder / "train" / "run.json").is_file() else None
-
-
-def _verified(path: Path) -> Manifest:
-    """The manifest at `path`. Raises DataError if its hashes of cells are damaged."""
-    manifest = Manifest.read(path)
-    verify(
-        manifest,
-        [manifest.splits[split].index["hashes"] for split in READ if manifest.splits[split].n_obs],
-    )
-    return manifest
 
 
 def _ancestors(record: dict[str, Any], options: TrainOptions, train: Path) -> Iterator[Ancestor]:
@@ -251,7 +240,7 @@ def _ancestors(record: dict[str, Any], options: TrainOptions, train: Path) -> It
 class Seen(NamedTuple):
     """Cells of a file that a model has seen in training or validation."""
 
-    cells: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
+    cells: ndarray | None  # (n_obs,) bool; None if the training cells are not known
     unknown: str  # what is not known about the training cells, in words; empty if all are known
 
 
@@ -280,7 +269,7 @@ class Agreement(NamedTuple):
     n_rejected: int  # cells without a predicted label, counted as wrong
 
     @classmethod
-    def tally(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
+    def tally(cls, given: ndarray, predicted: ndarray, among: ndarray) -> Self:
         """`given` and `predicted` are text, (cells,), None without a label; `among` is a mask."""
         return cls(
             n_cells=int(among.sum()),
@@ -294,7 +283,7 @@ class Agreement(NamedTuple):
 
 
 def compare_labels(
-    column: str, given: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
+    column: str, given: ndarray, predicted: ndarray, known: Sequence[str], seen: Seen
 ) -> tuple[dict[str, Any], list[str]]:
     """Numbers and sentences about the labels `given` in obs column `column` against `predicted`,
     both (cells,).

@@ -19,12 +19,10 @@ from cellmill.config.plugin import load
 from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.classifiers.nearest import NearestCells
-from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION
+from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION, Arrays, Features
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
-Features = Mapping[ScoredMethod, Any]
-"""Features by method, `(cells, width)` each, dense or sparse."""
 _libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
 
 
@@ -79,9 +77,7 @@ def fit_all(
     return fitted
 
 
-def predict_all(
-    fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features
-) -> dict[ScoredMethod, np.ndarray]:
+def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> Arrays:
     """Predicted classes, text `(cells,)`, by features and classifier."""
     predicted = {}
     for method, classifiers in fitted.items():

@@ -5,11 +5,13 @@ The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells pl
 minimises it; scikit-learn fits what would not fit into memory there.
 """
 
+import math
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import scipy.sparse as sp
+from numpy import ndarray
 from scipy.linalg import LinAlgError
 from sklearn import linear_model
 from sklearn.utils.sparsefuncs import mean_variance_axis
@@ -25,8 +27,8 @@ MAX_VALUES = 2**25
 class Solution(NamedTuple):
     """Coefficients, `(width, classes)`, and intercepts, `(classes,)`."""
 
-    coefficients: np.ndarray
-    intercepts: np.ndarray
+    coefficients: ndarray
+    intercepts: ndarray
 
 
 class LogisticRegression:
@@ -45,14 +47,15 @@ class LogisticRegression:
     def __repr__(self) -> str:
         return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
 
-    def fit(self, features: Any, labels: np.ndarray) -> Self:
+    def fit(self, features: Any, labels: ndarray) -> Self:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
         classes or more.
 
         Warns by ConvergenceWarning if it stops before it converged.
         """
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
-        is_small = _is_small(*features.shape)
+        shape = features.shape
+        is_small = min(shape) <= MAX_SIDE and math.prod(shape) <= MAX_VALUES
         values = features.astype(np.float64)
         if sp.issparse(values):
             scale = self._choose_scale(*mean_variance_axis(values, axis=0))
@@ -73,23 +76,19 @@ class LogisticRegression:
             self.intercepts = fitted.intercepts - mean @ self.coefficients
         return self
 
-    def _choose_scale(self, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    def _choose_scale(self, mean: ndarray, variance: ndarray) -> ndarray:
         """What features are divided by, `(width,)`: 1 for a constant feature, or without
         standardising.
         """
         is_scaled = self.standardised & (variance > 1e-20 * mean**2)
         return np.sqrt(np.where(is_scaled, variance, 1))
 
-    def predict(self, features: Any) -> np.ndarray:
+    def predict(self, features: Any) -> ndarray:
         """The class of highest probability of each cell, `(cells,)`, of features `(cells, width)`."""
         return self.classes[(features @ self.coefficients + self.intercepts).argmax(1)]
 
 
-def _is_small(n: int, width: int) -> bool:
-    return min(n, width) <= MAX_SIDE and n * width <= MAX_VALUES
-
-
-def _append_ones(values: sp.csr_matrix, scale: np.ndarray, is_small: bool) -> Any:
+def _append_ones(values: sp.csr_matrix, scale: ndarray, is_small: bool) -> Any:
     """Features divided by their `scale` and a last column of ones; dense if `is_small`."""
     n, width = values.shape
     if is_small:
@@ -100,7 +99,7 @@ def _append_ones(values: sp.csr_matrix, scale: np.ndarray, is_small: bool) -> An
 
 
 def _minimise(
-    features: Any, class_of_cell: np.ndarray, is_small: bool, has_intercept: bool
+    features: Any, class_of_cell: ndarray, is_small: bool, has_intercept: bool
 ) -> Solution:
     """The optimum for `features`, centred if it `has_intercept`; otherwise intercepts are 0."""
     n_classes = class_of_cell.max() + 1

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 from scipy.linalg import LinAlgError
 from scipy.linalg.blas import daxpy
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
@@ -37,31 +38,23 @@ class CellWeights:
     one operation changes both.
     """
 
-    def __init__(self, stacked: np.ndarray) -> None:
+    def __init__(self, stacked: ndarray) -> None:
         self.stacked = stacked
         self.weights = stacked[0]
         self.logits = stacked[1]
-
-    @classmethod
-    def zeros(cls, n_classes: int, n_cells: int) -> "CellWeights":
-        return cls(np.zeros((2, n_classes, n_cells)))
-
-    def move(self, step: "CellWeights", length: float) -> "CellWeights":
-        """The weights after `length` times a `step`."""
-        return CellWeights(self.stacked + length * step.stacked)
 
 
 @dataclass(frozen=True)
 class Whitening:
     """Whitened features of the fitted cells."""
 
-    features: np.ndarray  # U, `(cells, features)`, and the column of the intercept if there is one
+    features: ndarray  # U, `(cells, features)`, and the column of the intercept if there is one
     # UUᵀ plus RIDGE, `(cells, cells)`; None where products with U are faster
-    kernel: np.ndarray | None
+    kernel: ndarray | None
     # weights of cells `(classes, cells)` -> coefficients `(width, classes)`
-    unwhiten: Callable[[np.ndarray], np.ndarray]
+    unwhiten: Callable[[ndarray], ndarray]
 
-    def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
+    def add_logits(self, weights: ndarray, out: ndarray) -> None:
         """Write the product of `weights` with UUᵀ to `out`, both `(classes, cells)`."""
         if self.kernel is not None:
             np.dot(weights, self.kernel, out=out)
@@ -70,7 +63,7 @@ class Whitening:
         daxpy(weights.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
 
 
-def whiten(features: np.ndarray, penalty: float, has_intercept: bool) -> Whitening:
+def whiten(features: ndarray, penalty: float, has_intercept: bool) -> Whitening:
     """Whiten `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
     n, width = features.shape
     constants = np.full(int(has_intercept), CURVATURE**-0.5)
@@ -85,7 +78,7 @@ def whiten(features: np.ndarray, penalty: float, has_intercept: bool) -> Whiteni
 
 
 def _whiten_wide(
-    features: np.ndarray, factor: np.ndarray, penalty: float, constants: np.ndarray
+    features: ndarray, factor: ndarray, penalty: float, constants: ndarray
 ) -> Whitening:
     """Whiten fewer cells than features; `factor` is the Cholesky factor of c ZZᵀ / n + λ."""
     n = len(features)
@@ -101,14 +94,14 @@ def _whiten_wide(
     _cholesky(columns[:, :n])
     kernel += constants @ constants
 
-    def unwhiten(weights: np.ndarray) -> np.ndarray:
+    def unwhiten(weights: ndarray) -> ndarray:
         solved = dpotrs(factor, weights.T, lower=True)[0]
         return (solved.T @ features).T
 
     return Whitening(columns, kernel, unwhiten)
 
 
-def _whiten_tall(features: np.ndarray, factor: np.ndarray, constants: np.ndarray) -> Whitening:
+def _whiten_tall(features: ndarray, factor: ndarray, constants: ndarray) -> Whitening:
     """Whiten as many cells as features or more; `factor` is the Cholesky factor of c ZᵀZ / n + λ."""
     n, width = features.shape
     has_kernel = n <= min(2 * width, MAX_SIDE)
@@ -120,13 +113,13 @@ def _whiten_tall(features: np.ndarray, factor: np.ndarray, constants: np.ndarray
         kernel = columns @ columns.T
         kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
 
-    def unwhiten(weights: np.ndarray) -> np.ndarray:
+    def unwhiten(weights: ndarray) -> ndarray:
         return np.asarray(dpotrs(factor, (weights @ features).T, lower=True)[0])
 
     return Whitening(columns, kernel, unwhiten)
 
 
-def _cholesky(matrix: np.ndarray) -> np.ndarray:
+def _cholesky(matrix: ndarray) -> ndarray:
     """Return the lower factor of a matrix, of which only the lower triangle is read.
 
     The matrix is in Fortran's order and is overwritten.
@@ -137,7 +130,7 @@ def _cholesky(matrix: np.ndarray) -> np.ndarray:
     return np.asarray(factor)
 
 
-def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
+def minimise(whitening: Whitening, targets: ndarray) -> ndarray:
     """Weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of the same
     shape.
 
@@ -145,7 +138,7 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
     """
     n_classes, n = targets.shape
     n_coefficients = n_classes * whitening.features.shape[1]
-    current = CellWeights.zeros(n_classes, n)
+    current = CellWeights(np.zeros((2, n_classes, n)))
     value, probabilities = _loss(current, targets)
     for _ in range(MAX_STEPS):
         gradient = CellWeights(np.empty_like(current.stacked))
@@ -163,7 +156,7 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
         # halve the step until the objective falls by enough
         length = 1.0
         while True:
-            moved = current.move(step, length)
+            moved = CellWeights(current.stacked + length * step.stacked)
             new_value, probabilities = _loss(moved, targets)
             # rounding may hide the descent of the last steps
             if new_value <= value + 1e-4 * length * slope + 1e-12:
@@ -176,7 +169,7 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
     return current.weights
 
 
-def _loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]:
+def _loss(current: CellWeights, targets: ndarray) -> tuple[float, ndarray]:
     """Objective, and probabilities `(classes, cells)`."""
     n = targets.shape[1]
     shifted = current.logits - current.logits.max(0)
@@ -190,7 +183,7 @@ def _loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]
 
 
 def _newton_step(
-    whitening: Whitening, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
+    whitening: Whitening, probabilities: ndarray, gradient: CellWeights, squared_norm: float
 ) -> CellWeights:
     """The step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
     features.

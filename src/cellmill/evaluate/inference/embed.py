@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy import ndarray
 
 from cellmill.config.checks import check_rows
 from cellmill.config.corpus import DATASET
@@ -83,7 +84,7 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
 @dataclass(frozen=True)
 class Embedding:
     # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
-    vectors: np.ndarray
+    vectors: ndarray
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
@@ -113,10 +114,10 @@ def tokenize_blocks(
     columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
-    chosen: np.ndarray | None = None,
-    totals: np.ndarray | None = None,
+    chosen: ndarray | None = None,
+    totals: ndarray | None = None,
     counted: bool = False,
-    per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
+    per_cell: Mapping[str, ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
     `rows` at a time.
@@ -162,7 +163,7 @@ def embed_cells(
     vocabulary: Vocabulary,
     tokens: Tokens,
     section: Embed,
-    chosen: np.ndarray | None = None,
+    chosen: ndarray | None = None,
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file
     order.
@@ -233,7 +234,7 @@ def _advice(columns: GeneColumns, option: str) -> str:
     return f"use a model of these genes, or lower it ({option})"
 
 
-def read_levels(reader: CountsReader, model: Model) -> np.ndarray | None:
+def read_levels(reader: CountsReader, model: Model) -> ndarray | None:
     """Numbers of levels of a file's cells for `tokenize_blocks`; None for a model that reads no obs
     column.
     """
@@ -247,7 +248,7 @@ def embed_batches(
     n_cells: int,
     token_budget: int,
     precision: str = "32-true",
-) -> np.ndarray:
+) -> ndarray:
     """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has
     the cell.
     """

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy import ndarray
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.evaluate.baselines import BaselineCache
 from cellmill.evaluate.classifiers.fitted import (
-    Features,
     fit_all,
     predict_all,
     select_cells,
@@ -44,6 +44,8 @@ from cellmill.evaluate.methods import (
     TRAINING_COMPONENTS,
     UNSCALED_REGRESSION,
     WITH_COMPONENTS,
+    Arrays,
+    Features,
 )
 from cellmill.evaluate.scores import Predictions, ScoreColumn, tabulate
 from cellmill.evaluate.splits import Split, draw_shots, split_by_class, split_groups
@@ -121,22 +123,20 @@ def predict_splits(
         predictions.record(condition, split.repetition, test, predicted)
 
 
-def majority(labels: np.ndarray, n: int) -> np.ndarray:
+def majority(labels: ndarray, n: int) -> ndarray:
     """The largest class, or the first of equally large classes, for `n` cells."""
     classes, sizes = np.unique(labels, return_counts=True)
     return np.full(n, classes[sizes.argmax()])
 
 
-def _components(
-    genes: Any, train: np.ndarray, components: int, cache: BaselineCache
-) -> dict[ScoredMethod, np.ndarray]:
+def _components(genes: Any, train: ndarray, components: int, cache: BaselineCache) -> Arrays:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """
     if min(len(train), genes.shape[1]) < 2:
         return {}
 
-    def fit(panel: Any) -> np.ndarray:
+    def fit(panel: Any) -> ndarray:
         unfitted = pca((len(train), panel.shape[1]), components)
         about = f"{unfitted!r} fitted on {train.tolist()}"
         return cache.features(about, panel, lambda: unfitted.fit(panel[train]).transform(panel))

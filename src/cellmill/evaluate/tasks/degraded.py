@@ -10,15 +10,15 @@ Rows "of the panel" read the labelled whole cells over its genes, for the model 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import scipy.sparse as sp
+from numpy import ndarray
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate.classifiers.fitted import (
-    Features,
     fit_all,
     predict_all,
     select_cells,
@@ -28,7 +28,15 @@ from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.evaluated import PCA_CELLS, read_training_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
 from cellmill.evaluate.labels import labelled_cells, predict_halves
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY, TRAINING_COMPONENTS, add_note
+from cellmill.evaluate.methods import (
+    ALL_GENES,
+    EMBEDDING,
+    MAJORITY,
+    TRAINING_COMPONENTS,
+    Arrays,
+    Features,
+    add_note,
+)
 from cellmill.evaluate.scores import Predictions, seeded, tabulate
 from cellmill.evaluate.splits import Split, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -50,9 +58,7 @@ PANEL_GENES = ScoredMethod("all genes of the panel")
 
 Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
-Classes = dict[ScoredMethod, np.ndarray]
-"""Predicted classes, text `(cells,)`, by method."""
-Project = Callable[[sp.csr_matrix], np.ndarray]
+Project = Callable[[sp.csr_matrix], ndarray]
 """Counts `(cells, genes of the file)` -> components `(cells, components)`."""
 
 
@@ -60,7 +66,7 @@ Project = Callable[[sp.csr_matrix], np.ndarray]
 class LevelFeatures:
     """Features of all cells that are made for the genes or the depth of one level."""
 
-    by_level: dict[str, dict[ScoredMethod, Any]]  # the level, WHOLE and perhaps other levels
+    by_level: dict[str, Features]  # the level, WHOLE and perhaps other levels
     # whole cells are restricted to the genes of the level, so all classifiers are the same
     knows_panel: bool
 
@@ -82,7 +88,7 @@ class TrainingCounts:
         counts = read_training_counts(manifest, PCA_CELLS)[:PCA_CELLS]
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
-    def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
+    def project_panel(self, panel: sp.csr_matrix) -> ndarray:
         """Components of cells `panel`, fitted on training cells with only the genes that these have."""
         rows = self.context.columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
@@ -100,7 +106,7 @@ def _fit_components(
     """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
     components = pca(fitted.shape).fit(normalise(fitted))
 
-    def project(counts: sp.csr_matrix) -> np.ndarray:
+    def project(counts: sp.csr_matrix) -> ndarray:
         known = select_columns(counts, context.columns.target, fitted.shape[1])
         return components.transform(normalise(known))
 
@@ -182,7 +188,7 @@ class Degraded(Task):
             }
             return LevelFeatures({level: panel_features}, knows_panel=True)
         project = training.fit_thinned(self.levels()[level], generator)
-        thinned_features: dict[str, dict[ScoredMethod, Any]] = {}
+        thinned_features: dict[str, Features] = {}
         for name, values in counts.items():
             thinned_features[name] = {THINNED_COMPONENTS: project(values)}
         return LevelFeatures(thinned_features, knows_panel=False)
@@ -191,9 +197,9 @@ class Degraded(Task):
         self,
         context: Context,
         cells: Mapping[str, Features],
-        labels: np.ndarray,
+        labels: ndarray,
         split: Split,
-    ) -> dict[str, Classes]:
+    ) -> dict[str, Arrays]:
         """Classes of the test cells by column; `cells` are features of all cells by level."""
         neighbors = self.config.neighbors
         train = split.train
@@ -219,9 +225,9 @@ class Degraded(Task):
         context: Context,
         level: str,
         features: LevelFeatures,
-        labels: np.ndarray,
+        labels: ndarray,
         split: Split,
-    ) -> dict[str, Classes]:
+    ) -> dict[str, Arrays]:
         """Classes of the test cells by way of training, from features that are made for `level`."""
         neighbors = self.config.neighbors
         train = split.train
@@ -245,7 +251,7 @@ class Degraded(Task):
 def stack_levels(levels: Iterable[Features]) -> Features:
     """Features of the cells of all levels, one level after another."""
     all_features = [*levels]
-    stacked: dict[ScoredMethod, Any] = {}
+    stacked: Features = {}
     for method in all_features[0]:
         parts = [features[method] for features in all_features]
         stacked[method] = sp.vstack(parts, "csr") if sp.issparse(parts[0]) else np.vstack(parts)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from numpy import ndarray
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -20,6 +21,7 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import GeneEmbeddingConfig
 from cellmill.data.genes.names import rows_of_names
 from cellmill.errors import DataError
+from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import (
@@ -54,15 +56,13 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
-    def judge(
-        self, context: Context, vectors: dict[ScoredMethod, np.ndarray], profiles: sp.csr_matrix
-    ) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config = self.config
         fewest = max(config.min_genes, context.options.folds)
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         features = vectors | {STATISTICS: expression_statistics(profiles)}
-        members: dict[str, dict[str, np.ndarray]] = {}
+        members: dict[str, dict[str, ndarray]] = {}
         numbers: dict[str, Any] = {"genes": int(expressed.sum())}
         if config.gene_sets is not None:
             path = Path(config.gene_sets)
@@ -74,7 +74,7 @@ class GeneEmbedding(GeneTask):
             members[FACTORS], found = _members(context, path, {path.stem: genes}, expressed, fewest)
             numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
         columns = []
-        by_set: dict[ScoredMethod, np.ndarray] = {}  # (sets, repetitions)
+        by_set: Arrays = {}  # (sets, repetitions)
         for heading, sets in members.items():
             if sets:
                 terms = self._terms(context, features, sets, expressed)
@@ -95,10 +95,10 @@ class GeneEmbedding(GeneTask):
     def _terms(
         self,
         context: Context,
-        features: Mapping[ScoredMethod, np.ndarray],
-        sets: Mapping[str, np.ndarray],
-        expressed: np.ndarray,
-    ) -> dict[ScoredMethod, np.ndarray]:
+        features: Arrays,
+        sets: Mapping[str, ndarray],
+        expressed: ndarray,
+    ) -> Arrays:
         """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
         repetition lacks.
         """
@@ -131,8 +131,8 @@ class GeneEmbedding(GeneTask):
 
 
 def _members(
-    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: ndarray, fewest: int
+) -> tuple[dict[str, ndarray], dict[str, Any]]:
     """Vocabulary rows of each set of at least `fewest` genes, ascending, and numbers for the result.
 
     Prints the coverage.

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy import ndarray
 from scipy.stats import rankdata
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.errors import DataError
 from cellmill.evaluate.components import COMPONENTS, PrincipalComponents
 from cellmill.evaluate.evaluated import EvaluatedModel
-from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
+from cellmill.evaluate.methods import EMBEDDING, UNTRAINED, Arrays
 from cellmill.evaluate.scores import seeded
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.files import require_file
@@ -46,16 +47,14 @@ class GeneTask(Task):
             self._result = self.judge(context, vectors, model.training_profiles())
         return self._result
 
-    def judge(
-        self, context: Context, vectors: dict[ScoredMethod, np.ndarray], profiles: sp.csr_matrix
-    ) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised
         training cells.
         """
         raise NotImplementedError
 
 
-def gene_vectors(model: EvaluatedModel) -> dict[ScoredMethod, np.ndarray]:
+def gene_vectors(model: EvaluatedModel) -> Arrays:
     """Vectors of the vocabulary's genes, (genes, width), by method; empty for a model without any.
 
     Methods are the input and the decoder of the model, the same tables of the untrained model, and
@@ -74,7 +73,7 @@ def gene_vectors(model: EvaluatedModel) -> dict[ScoredMethod, np.ndarray]:
 
 
 @torch.no_grad()
-def _read_tables(network: Model) -> dict[str, np.ndarray]:
+def _read_tables(network: Model) -> dict[str, ndarray]:
     """Tables with a row for each gene, (genes, width), by name."""
     tables = {}
     parameters = dict(network.named_parameters())
@@ -94,13 +93,13 @@ def _read_tables(network: Model) -> dict[str, np.ndarray]:
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
 
-def scaled_loadings(components: PrincipalComponents) -> np.ndarray:
+def scaled_loadings(components: PrincipalComponents) -> ndarray:
     """(genes, components) float64: each component in units of its standard deviation over cells."""
     sd = np.sqrt(components.explained_variance_)
     return np.asarray(components.components_.T * sd)
 
 
-def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
+def expression_statistics(profiles: sp.csr_matrix) -> ndarray:
     """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
     (cells, genes).
     """
@@ -134,14 +133,14 @@ def read_lines(path: Path) -> list[tuple[int, list[str]]]:
     return lines
 
 
-def auroc(member: np.ndarray, scores: np.ndarray) -> float:
+def auroc(member: ndarray, scores: ndarray) -> float:
     """Share of pairs of a member and a non-member in which the member has the higher score; ties
     count half.
     """
     return float(placements(member, scores)[member].mean())
 
 
-def placements(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def placements(member: ndarray, scores: ndarray) -> ndarray:
     """(n,) float64: for a member the share of non-members with a lower score, for a non-member the
     share of members with a higher score.
 
@@ -160,18 +159,18 @@ def placements(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return shares
 
 
-def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def auroc_terms(member: ndarray, scores: ndarray) -> ndarray:
     """(n,) float64: terms whose mean is the AUROC and has DeLong's variance."""
     shares = placements(member, scores)
     area = shares[member].mean()
     n_members = member.sum()
     n_others = len(member) - n_members
     weight = np.where(member, len(member) / n_members, len(member) / n_others)
-    terms: np.ndarray = area + weight * (shares - area)
+    terms: ndarray = area + weight * (shares - area)
     return terms
 
 
-def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def correlations(first: ndarray, second: ndarray) -> ndarray:
     """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n).
 
     It is 0 for constant columns.
@@ -179,7 +178,7 @@ def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.asarray(_standardise(first).T @ _standardise(second))
 
 
-def _standardise(values: np.ndarray) -> np.ndarray:
+def _standardise(values: ndarray) -> ndarray:
     """Centre columns and scale them to length 1; a constant column becomes zeros."""
     centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
     length = np.linalg.norm(centred, axis=0)

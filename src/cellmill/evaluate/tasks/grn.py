@@ -5,19 +5,21 @@ Vectors are centred over all genes, because what all vectors share says nothing 
 factor is one draw in the interval.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import scipy.sparse as sp
+from numpy import ndarray
 from scipy.stats import rankdata
 
 from cellmill.config.parts.tasks import GrnConfig
 from cellmill.data.genes.names import rows_of_names
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
+from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.genes import RANDOM, GeneTask, auroc, correlations, read_lines
@@ -44,7 +46,7 @@ def read_edges(path: Path) -> list[tuple[str, str]]:
     return [*edges]
 
 
-def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
+def average_precision(member: ndarray, scores: ndarray) -> float:
     """Area under the steps of precision over recall; ties are one step."""
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(member[order])
@@ -59,9 +61,7 @@ def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
 class Grn(GeneTask):
     config: GrnConfig
 
-    def judge(
-        self, context: Context, vectors: dict[ScoredMethod, np.ndarray], profiles: sp.csr_matrix
-    ) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
         of the model.
         """
@@ -124,9 +124,9 @@ class Grn(GeneTask):
 
 
 def _ranked(
-    similarities: Mapping[ScoredMethod, np.ndarray],
-    edge: np.ndarray,
-    candidate: np.ndarray,
+    similarities: Arrays,
+    edge: ndarray,
+    candidate: ndarray,
     seed: int,
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
     """A column for each score, with the factors as units, and scores over all pairs by row.
@@ -158,19 +158,19 @@ def _ranked(
 
 
 def _score_factors(
-    function: Callable[[np.ndarray, np.ndarray], float],
-    edge: np.ndarray,
-    candidate: np.ndarray,
-    values: np.ndarray,
-) -> np.ndarray:
+    function: Callable[[ndarray, ndarray], float],
+    edge: ndarray,
+    candidate: ndarray,
+    values: ndarray,
+) -> ndarray:
     """(1, factors): score of each factor over its candidate targets."""
     rows = zip(edge, candidate, values)
     return np.array([[function(is_edge[pair], row[pair]) for is_edge, pair, row in rows]])
 
 
 def known_edges(
-    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
-) -> np.ndarray:
+    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: ndarray
+) -> ndarray:
     """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
     bool, each once.
     """
@@ -182,9 +182,7 @@ def known_edges(
     return np.unique(pairs[is_known & differs & is_usable], axis=0)
 
 
-def build_network(
-    pairs: np.ndarray, min_targets: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def build_network(pairs: ndarray, min_targets: int) -> tuple[ndarray, ndarray, ndarray, ndarray]:
     """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and
     factors left out.
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy import ndarray
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
@@ -44,7 +45,7 @@ class HiddenGenes:
 
     context: Context
     counts: sp.csr_matrix  # (C, F)
-    genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
+    genes: ndarray  # (G,) int64: rows of the vocabulary, ascending
     # genes of the columns of `counts`, if these are not the columns of the dataset
     other_columns: GeneColumns | None = None
 
@@ -74,7 +75,7 @@ class HiddenGenes:
         """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
         return log_normalise(self.to_vocabulary(self.visible))
 
-    def expression(self) -> np.ndarray:
+    def expression(self) -> ndarray:
         """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, where 10,000 is the sum
         over all genes that the model knows.
         """
@@ -89,7 +90,7 @@ class HiddenGenes:
             is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
             yield _keep_tokens(batch, is_visible)
 
-    def embed(self, network: Model) -> np.ndarray:
+    def embed(self, network: Model) -> ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
 
@@ -98,7 +99,7 @@ class HiddenGenes:
         return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
 
 
-def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
+def _keep_tokens(batch: Batch, is_kept: ndarray) -> Batch:
     """The batch with these tokens only, and the cells that have any."""
     # (cells + 1,): bounds of each cell among the tokens that are kept
     n_before = np.concatenate([[0], np.cumsum(is_kept)])
@@ -111,7 +112,7 @@ def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
     )
 
 
-def decode_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
+def decode_expression(hidden: HiddenGenes, vectors: ndarray) -> ndarray | None:
     """(C, G) float32: log(1 + counts per 10,000) that the model predicts, from vectors (C, H) if
     its objective decodes these.
 
@@ -130,9 +131,7 @@ def decode_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | 
     return None
 
 
-def _decode_profiles(
-    hidden: HiddenGenes, vectors: np.ndarray, objective: CellDecoding
-) -> np.ndarray:
+def _decode_profiles(hidden: HiddenGenes, vectors: ndarray, objective: CellDecoding) -> ndarray:
     """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
     network = hidden.network
     device = hidden.device
@@ -156,7 +155,7 @@ def _decode_profiles(
     return np.concatenate(blocks).astype(np.float32)
 
 
-def _query_genes(hidden: HiddenGenes, vectors: np.ndarray, objective: QueryDecoding) -> np.ndarray:
+def _query_genes(hidden: HiddenGenes, vectors: ndarray, objective: QueryDecoding) -> ndarray:
     """(C, G) float32: expression that the decoder predicts for a query of each hidden gene."""
     network = hidden.network
     device = hidden.device
@@ -173,7 +172,7 @@ def _query_genes(hidden: HiddenGenes, vectors: np.ndarray, objective: QueryDecod
     return np.maximum(np.concatenate(blocks), 0)
 
 
-def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
+def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> ndarray:
     """(C, G) float32: expression of masked tokens that are added to the visible tokens."""
     network = hidden.network
     device = hidden.device
@@ -194,10 +193,10 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
 
 
 def expand_shares(
-    shares: np.ndarray,
+    shares: ndarray,
     visible: sp.csr_matrix,
     is_log: bool,
-) -> np.ndarray:
+) -> ndarray:
     """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes with Poisson counts.
 
     `shares`, (C, G), are the shares of hidden genes in the cell's counts, or if `is_log` in the sum

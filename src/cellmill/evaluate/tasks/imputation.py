@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 import scipy.sparse as sp
+from numpy import ndarray
 from scipy.stats import rankdata
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
@@ -31,7 +32,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.evaluated import read_training_counts
 from cellmill.evaluate.features import read_rows
-from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, add_note
+from cellmill.evaluate.methods import EMBEDDING, KNN, UNTRAINED, Arrays, add_note
 from cellmill.evaluate.scores import ScoreColumn, divide, draw_cells, seeded, tabulate
 from cellmill.evaluate.splits import Split, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -55,7 +56,7 @@ VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
 GENE_MEANS = ScoredMethod("gene means")
 
 
-def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
+def expression_scores(predicted: ndarray, measured: ndarray) -> dict[str, ndarray]:
     """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
     is NaN.
     """
@@ -72,7 +73,7 @@ def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, 
     }
 
 
-def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def correlation(first: ndarray, second: ndarray) -> ndarray:
     """Pearson of each column of two arrays; NaN if the column is constant in either."""
     x = first - first.mean(0)
     y = second - second.mean(0)
@@ -92,8 +93,8 @@ class Prediction:
     method: ScoredMethod
     repetition: int
     n_repetitions: int
-    cells: np.ndarray  # indices of the scored cells
-    values: np.ndarray  # (cells, G)
+    cells: ndarray  # indices of the scored cells
+    values: ndarray  # (cells, G)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class TrainingCells:
     """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
 
     hidden: HiddenGenes
-    is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
+    is_from_dataset: ndarray  # cells of the evaluated dataset, bool (C,)
 
     @classmethod
     def read(cls, hidden: HiddenGenes) -> Self | None:
@@ -127,7 +128,7 @@ class TrainingCells:
         trained = HiddenGenes(context, counts, hidden.genes, columns)
         return cls(trained, np.array(is_from_dataset, bool))
 
-    def groups(self) -> dict[str, np.ndarray]:
+    def groups(self) -> dict[str, ndarray]:
         """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
         other datasets are among them, the cells of the evaluated dataset.
 
@@ -143,9 +144,9 @@ class TrainingCells:
     def predict(
         self,
         tested: HiddenGenes,
-        vectors: Mapping[ScoredMethod, np.ndarray],
+        vectors: Arrays,
         neighbors: int,
-    ) -> dict[ScoredMethod, np.ndarray]:
+    ) -> Arrays:
         """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors`."""
         model = self.hidden.context.model
         expression = self.hidden.expression()
@@ -154,7 +155,7 @@ class TrainingCells:
             UNTRAINED: self.hidden.embed(model.untrained),
         }
         n_tested = tested.counts.shape[0]
-        predicted: dict[ScoredMethod, np.ndarray] = {}
+        predicted: Arrays = {}
         for note, cells in self.groups().items():
             fitted_features = {}
             tested_features = {}
@@ -173,11 +174,11 @@ class TrainingCells:
 
 
 def regressions(
-    fitted: Mapping[ScoredMethod, np.ndarray],
-    expression: np.ndarray,
-    tested: Mapping[ScoredMethod, np.ndarray],
+    fitted: Arrays,
+    expression: ndarray,
+    tested: Arrays,
     neighbors: int,
-) -> dict[ScoredMethod, np.ndarray]:
+) -> Arrays:
     """Expression (tested cells, G) by method, of regressions on `expression`, (fitted cells, G).
 
     `fitted` and `tested` are features, (cells, width). Features are used with and without
@@ -185,7 +186,7 @@ def regressions(
     the number of cells.
     """
     n_neighbors = min(neighbors, len(expression))
-    predicted: dict[ScoredMethod, np.ndarray] = {}
+    predicted: Arrays = {}
     for method, values in fitted.items():
         for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
             regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}
@@ -245,7 +246,7 @@ class Imputation(Task):
         ]
         return tabulate(columns, numbers, judged)
 
-    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
+    def _split(self, context: Context, cells: ndarray) -> tuple[str, list[Split]]:
         """Role whose values are left out, or "cells" for folds of cells, and the folds."""
         folds: list[Split] = []
         for role in ("donor", "batch"):
@@ -266,7 +267,7 @@ class Imputation(Task):
                 folds.append(Split(repetition, train, test))
         return "cells", folds
 
-    def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
+    def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> ndarray:
         """Rows of the vocabulary to hide, ascending. Prints the listed genes that are not hidden."""
         config = self.config
         vocabulary = context.model.vocabulary
@@ -311,7 +312,7 @@ class Imputation(Task):
         measured = hidden.expression()
         n_cells, n_genes = measured.shape
         # sums of scores and their numbers, (2, repetitions, cells or genes), by metric and method
-        totals: dict[str, dict[ScoredMethod, np.ndarray]] = {metric: {} for metric in METRICS}
+        totals: dict[str, Arrays] = {metric: {} for metric in METRICS}
         for prediction in predictions:
             scores = expression_scores(prediction.values, measured[prediction.cells])
             for metric, unit_scores in scores.items():
@@ -345,7 +346,7 @@ class Imputation(Task):
             EMBEDDING: hidden.embed(model.network),
             UNTRAINED: hidden.embed(model.untrained),
         }
-        by_method: dict[ScoredMethod, np.ndarray] = {}
+        by_method: Arrays = {}
         decoded = decode_expression(hidden, vectors[EMBEDDING])
         if decoded is not None:
             by_method[replace(EMBEDDING, classifier="decoder")] = decoded

@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from numpy import ndarray
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2
 from sklearn.metrics import silhouette_samples
@@ -35,7 +36,7 @@ from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.components import COMPONENTS, fit_own_components
 from cellmill.evaluate.features import external_features, features_of_counts, read_rows
 from cellmill.evaluate.labels import labelled_cells
-from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
+from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Arrays
 from cellmill.evaluate.scores import ScoreColumn, seeded
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
@@ -79,7 +80,7 @@ class Integration(Task):
             )
         rows = []
         # scores by heading and method
-        scores: dict[str, dict[ScoredMethod, np.ndarray]] = {}
+        scores: dict[str, Arrays] = {}
         vectors_by_method = self.embed_cells(context, chosen.cells[has_batch], batches)
         for method, vectors in vectors_by_method.items():
             measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
@@ -88,7 +89,7 @@ class Integration(Task):
                 # adding 0.0 turns -0.0 into 0.0
                 row.numbers[heading] = None if values is None else float(np.mean(values)) + 0.0
                 # graph connectivity is not a mean over cells, so it has no interval or verdict
-                if isinstance(values, np.ndarray):
+                if isinstance(values, ndarray):
                     scores.setdefault(heading, {})[method] = values[None]
             rows.append(row)
         columns = [
@@ -105,9 +106,7 @@ class Integration(Task):
             differences=differences,
         )
 
-    def embed_cells(
-        self, context: Context, cells: np.ndarray, batches: np.ndarray
-    ) -> dict[ScoredMethod, np.ndarray]:
+    def embed_cells(self, context: Context, cells: ndarray, batches: ndarray) -> Arrays:
         """Vectors of the cells by method, `(cells, width)`."""
         counts = read_rows(context.reader, cells)
         features = features_of_counts(context, counts, context.vectors[cells])
@@ -121,11 +120,11 @@ class Integration(Task):
 
     def measure(
         self,
-        vectors: np.ndarray,
-        principal: np.ndarray,
-        batches: np.ndarray,
-        labels: np.ndarray,
-    ) -> dict[str, np.ndarray | float | None]:
+        vectors: ndarray,
+        principal: ndarray,
+        batches: ndarray,
+        labels: ndarray,
+    ) -> dict[str, ndarray | float | None]:
         """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
         measure that does not apply.
         """
@@ -149,7 +148,7 @@ class Integration(Task):
         }
 
 
-def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
+def run_harmony(vectors: ndarray, batches: ndarray, seed: int) -> ndarray:
     """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
     2019).
 
@@ -176,8 +175,8 @@ def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarr
 class NeighborGraph:
     """The k nearest other cells of each cell by Euclidean distance, the nearest first."""
 
-    indices: np.ndarray  # `(cells, k)` int32
-    distances: np.ndarray  # `(cells, k)` float64
+    indices: ndarray  # `(cells, k)` int32
+    distances: ndarray  # `(cells, k)` float64
 
     @classmethod
     def build(cls, features: Any, k: int) -> Self:
@@ -190,7 +189,7 @@ class NeighborGraph:
         return cls(indices.astype(np.int32), distances.astype(np.float64))
 
 
-def link_neighbors(indices: np.ndarray) -> sp.csr_matrix:
+def link_neighbors(indices: ndarray) -> sp.csr_matrix:
     """1 from each cell to its neighbours `(cells, k)`; `(cells, cells)` float64, not symmetric."""
     n, k = indices.shape
     ones = np.ones(n * k)
@@ -216,9 +215,9 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
 
 def lisi(
     graph: NeighborGraph,
-    classes: np.ndarray,
+    classes: ndarray,
     perplexity: float,
-) -> np.ndarray:
+) -> ndarray:
     """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
     weights = neighbor_weights(graph.distances, perplexity)
     n_classes = int(classes.max()) + 1
@@ -231,7 +230,7 @@ def lisi(
     return effective
 
 
-def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
+def neighbor_weights(distances: ndarray, perplexity: float) -> ndarray:
     """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy
     log(perplexity).
     """
@@ -256,10 +255,10 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
 
 
 def kbet(
-    vectors: np.ndarray,
-    batches: np.ndarray,
-    labels: np.ndarray,
-) -> np.ndarray | None:
+    vectors: ndarray,
+    batches: ndarray,
+    labels: ndarray,
+) -> ndarray | None:
     """1 for a cell whose neighbours have the batch composition of its label, by a test at level 5 %,
     else 0; mean over labels.
 
@@ -286,7 +285,7 @@ def kbet(
     return average_labels(accepted, labels)
 
 
-def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
+def graph_connectivity(graph: NeighborGraph, labels: ndarray) -> float:
     """Share of a label's cells in the largest connected component of the graph of these cells; mean
     over labels.
     """
@@ -300,10 +299,10 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
 
 
 def bras(
-    vectors: np.ndarray,
-    batches: np.ndarray,
-    labels: np.ndarray,
-) -> np.ndarray | None:
+    vectors: ndarray,
+    batches: ndarray,
+    labels: ndarray,
+) -> ndarray | None:
     """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label
     has two batches.
     """
@@ -320,7 +319,7 @@ def bras(
     return average_labels(scores, labels)
 
 
-def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
+def _cosine_silhouette(directions: ndarray, batch: ndarray) -> ndarray:
     """Silhouette by cosine distance against all cells of other batches; 0 for a batch of one cell.
 
     The mean cosine distance to some cells is 1 minus the product with their mean direction, so no
@@ -345,17 +344,17 @@ def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     return np.where(is_defined, silhouette, 0)
 
 
-def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def silhouettes(vectors: ndarray, labels: ndarray) -> ndarray:
     """Silhouette of the labels by Euclidean distance, rescaled from -1 to 1 to 0 to 1."""
     widths = np.asarray(silhouette_samples(vectors, labels), np.float64)
     return (widths + 1) / 2
 
 
 def isolated_labels(
-    widths: np.ndarray,
-    batches: np.ndarray,
-    labels: np.ndarray,
-) -> np.ndarray | None:
+    widths: ndarray,
+    batches: ndarray,
+    labels: ndarray,
+) -> ndarray | None:
     """Silhouettes `widths` of the labels in the fewest batches, mean over these labels; None if
     every label is in all batches.
     """
@@ -367,7 +366,7 @@ def isolated_labels(
     return average_labels(np.where(is_isolated, widths, np.nan), labels)
 
 
-def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
+def batch_variance(vectors: ndarray, batches: ndarray) -> ndarray:
     """Share of the variance of `vectors` that lies between batches, as one number per cell.
 
     The means add nothing to it: the derivatives of the variances by them vanish.
@@ -385,7 +384,7 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     return 1 - within - (to_batch_mean - within * to_mean) / total
 
 
-def average_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+def average_labels(values: ndarray, labels: ndarray) -> ndarray | None:
     """Numbers whose mean over all cells is the mean over labels of each label's mean of `values`.
 
     Cells with NaN do not count; None if all have NaN.
@@ -405,10 +404,10 @@ def average_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
 
 
 def _sum_by_class(
-    classes: np.ndarray,
-    weights: np.ndarray,
+    classes: ndarray,
+    weights: ndarray,
     n_classes: int,
-) -> np.ndarray:
+) -> ndarray:
     """Sum of the weights of each class in each row, `(rows, n_classes)`."""
     n_rows = len(classes)
     # one bin for each pair of row and class

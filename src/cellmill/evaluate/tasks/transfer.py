@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from numpy import ndarray
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -30,6 +31,7 @@ from cellmill.evaluate.methods import (
     RANKED,
     TRAINING_COMPONENTS,
     UNTRAINED,
+    Features,
     add_note,
 )
 from cellmill.evaluate.scores import (
@@ -60,12 +62,12 @@ class CellGroup:
     # name of each column: the model's, else the file's; empty if it is not a gene
     names: list[str]
     left_out: dict[str, int]  # numbers of cells that are left out, by reason
-    cells: np.ndarray  # indices of the cells in the dataset, ascending
+    cells: ndarray  # indices of the cells in the dataset, ascending
     counts: sp.csr_matrix  # `(cells, genes of the file)`
-    labels: np.ndarray  # class of each cell; text
+    labels: ndarray  # class of each cell; text
 
     @classmethod
-    def read(cls, context: Context, label: pd.Series, candidates: np.ndarray) -> Self:
+    def read(cls, context: Context, label: pd.Series, candidates: ndarray) -> Self:
         """The labelled cells among the indices `candidates`, ascending."""
         chosen = choose_cells(label.iloc[candidates], 1, context.options.seed)
         reader = context.reader
@@ -86,7 +88,7 @@ class CellGroup:
             labels=chosen.labels,
         )
 
-    def select_cells(self, is_kept: np.ndarray) -> "CellGroup":
+    def select_cells(self, is_kept: ndarray) -> "CellGroup":
         """The cells of a mask."""
         kept = np.flatnonzero(is_kept)
         return replace(
@@ -111,12 +113,12 @@ class ComparedCells:
     n_copies: int  # tested cells that are left out, because they equal a fitted cell
 
     @cached_property
-    def fitted_labels(self) -> np.ndarray:
+    def fitted_labels(self) -> ndarray:
         """Class of each fitted cell; text."""
         return np.concatenate([group.labels for group in self.fitted])
 
     @cached_property
-    def is_known(self) -> np.ndarray:
+    def is_known(self) -> ndarray:
         """Mask of the tested cells that have a fitted label."""
         return np.isin(self.tested.labels, self.fitted_labels)
 
@@ -150,7 +152,7 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
     return shared
 
 
-def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
+def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> ndarray:
     """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
 
     def rows(counts: sp.csr_matrix) -> list[bytes]:
@@ -167,7 +169,7 @@ def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
 
 def transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
-) -> tuple[dict[ScoredMethod, Any], dict[ScoredMethod, Any]]:
+) -> tuple[Features, Features]:
     """Features by method, `(cells, width)`, of fitted and of tested cells, from the counts of
     `genes`.
     """
@@ -180,7 +182,7 @@ def transfer_features(
     groups = (*fitted, tested)
 
     # each list below has two entries: of fitted cells, and of tested cells
-    def embed_shared(network: Model) -> list[np.ndarray]:
+    def embed_shared(network: Model) -> list[ndarray]:
         parts = [
             HiddenGenes(group.context, group.counts, hidden).embed(network) for group in groups
         ]
@@ -188,7 +190,7 @@ def transfer_features(
 
     vectors = [group.context.vectors[group.cells] for group in groups]
     whole = [np.concatenate(vectors[:-1]), vectors[-1]]
-    both: dict[ScoredMethod, Any] = {EMBEDDING: whole}
+    both: Features = {EMBEDDING: whole}
     measured = np.concatenate([group.context.measured_genes for group in groups])
     if np.isin(hidden, measured).any():
         both = {EMBEDDING: embed_shared(model.network), FULL_PANEL: whole}
@@ -224,23 +226,18 @@ class Transfer(Task):
         label in common.
         """
         config = self.config
-        self._check_tested(context)
-        compared = self._read_cells(context)
-        numbers = compared.numbers
-        ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
-        _check_labels(compared, numbers, bool(ids))
-        predictions = self._predict(context, compared)
-        return _result(predictions, numbers, ids)
-
-    def _check_tested(self, context: Context) -> None:
-        """Raise Skipped for a dataset that is not tested, or has no label."""
-        config = self.config
         if context.dataset in config.fit_on:
             raise Skipped("the classifiers are fitted on it")
         if config.test_on is not None and context.dataset not in config.test_on:
             raise Skipped("it is not in evaluate.tasks.transfer.test_on")
         if "label" not in context.roles:
             raise Skipped("the dataset has no label column")
+        compared = self._read_cells(context)
+        numbers = compared.numbers
+        ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
+        _check_labels(compared, numbers, bool(ids))
+        predictions = self._predict(context, compared)
+        return _result(predictions, numbers, ids)
 
     def _read_cells(self, context: Context) -> ComparedCells:
         """Fitted cells, and tested cells without copies of them."""

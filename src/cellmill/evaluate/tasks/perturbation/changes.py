@@ -11,13 +11,14 @@ other: otherwise the noise of the controls would be in both.
 Legend: U units, G genes, F features of a unit, C controls.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import torch
+from numpy import ndarray
 from sklearn.linear_model import RidgeCV
 from sklearn.preprocessing import StandardScaler
 
@@ -27,7 +28,7 @@ from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns, text
 from cellmill.errors import DataError
 from cellmill.evaluate.features import ROW_BLOCK
 from cellmill.evaluate.inference.embed import inference
-from cellmill.evaluate.methods import KNN
+from cellmill.evaluate.methods import KNN, Arrays
 from cellmill.evaluate.scores import divide, seeded
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
@@ -45,7 +46,6 @@ MEAN = ScoredMethod("mean")
 SAME_MEAN = ScoredMethod("same perturbation", "mean")
 SAME_LINEAR = ScoredMethod("same perturbation", "linear")
 SAME_NEAREST = ScoredMethod("same perturbation", "nearest")
-Prediction = dict[ScoredMethod, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,24 @@ class Profiles:
     """Expression of all cells of a dataset, and their perturbations."""
 
     expression: sp.csr_matrix  # (cells, G) float32
-    genes: np.ndarray  # (G,) int64: rows of the vocabulary
-    depth: np.ndarray  # (cells,) int64: total count of these genes
-    perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
-    dose: np.ndarray  # (cells,) text, empty without the role
-    stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    half: np.ndarray  # (cells,) int8: half (0 or 1) that a control is in; -1 for other cells
+    genes: ndarray  # (G,) int64: rows of the vocabulary
+    depth: ndarray  # (cells,) int64: total count of these genes
+    perturbation: ndarray  # (cells,) text; empty for controls and for cells without one
+    dose: ndarray  # (cells,) text, empty without the role
+    stratum: ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
+    half: ndarray  # (cells,) int8: half (0 or 1) that a control is in; -1 for other cells
 
-    def control_means(self, half: int) -> np.ndarray:
+    def control_means(self, half: int) -> ndarray:
         """(strata, G) float64: mean of the controls of a half."""
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
     def changes(
         self,
-        unit: np.ndarray,
+        unit: ndarray,
         n_units: int,
-        controls: np.ndarray,
-    ) -> np.ndarray:
+        controls: ndarray,
+    ) -> ndarray:
         """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
         strata.
 
@@ -83,15 +83,15 @@ class Profiles:
 
     def unit_controls(
         self,
-        unit: np.ndarray,
+        unit: ndarray,
         n_units: int,
-        controls: np.ndarray,
-    ) -> np.ndarray:
+        controls: ndarray,
+    ) -> ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
         # NaN marks a stratum without controls, in which no unit has cells
         return self.stratum_shares(unit, n_units) @ np.nan_to_num(controls)
 
-    def stratum_shares(self, unit: np.ndarray, n_units: int) -> np.ndarray:
+    def stratum_shares(self, unit: ndarray, n_units: int) -> ndarray:
         """(U, strata) float64: share of a unit's cells in each stratum; NaN for a unit without
         cells.
         """
@@ -112,7 +112,15 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     blocks = [select_columns(block, column, len(genes)) for block in reader.rows(ROW_BLOCK)]
     counts = sp.vstack(blocks, format="csr")
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
-    stratum = _number_strata(context, roles)
+    # a number for each combination of values of the roles; missing values are one value
+    columns = {}
+    for role in roles:
+        if role in context.roles:
+            columns[role] = text_values(context.roles[role]).astype(str)
+    stratum = np.zeros(reader.n_obs, np.int64)
+    if columns:
+        combinations = pd.DataFrame(columns).groupby([*columns], sort=True)
+        stratum = combinations.ngroup().to_numpy(np.int64)
     # deal the controls of each stratum into two random halves
     half = np.full(reader.n_obs, -1, np.int8)
     generator = seeded(context.options.seed, 4)
@@ -138,19 +146,6 @@ def read_profiles(context: Context, roles: Iterable[str]) -> Profiles:
     )
 
 
-def _number_strata(context: Context, roles: Iterable[str]) -> np.ndarray:
-    """(cells,) int64: a number for each combination of values of the roles that the dataset has."""
-    columns = {}
-    for role in roles:
-        if role in context.roles:
-            columns[role] = text_values(context.roles[role]).astype(str)
-    if not columns:
-        return np.zeros(context.reader.n_obs, np.int64)
-    # missing values are one value, the empty text
-    combinations = pd.DataFrame(columns).groupby([*columns], sort=True)
-    return combinations.ngroup().to_numpy(np.int64)
-
-
 def check_changes(context: Context) -> None:
     """Raise Skipped for a dataset without changes of expression."""
     if controlled_role(context) not in context.roles or IS_CONTROL not in context.roles:
@@ -173,9 +168,9 @@ def controlled_role(context: Context) -> str:
 
 def _average_groups(
     expression: sp.csr_matrix,
-    group: np.ndarray,
+    group: ndarray,
     n_groups: int,
-) -> np.ndarray:
+) -> ndarray:
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
     has NaN.
     """
@@ -192,12 +187,12 @@ def _average_groups(
 
 
 def predict_new_perturbations(
-    changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
-    features: Mapping[ScoredMethod, np.ndarray],
+    changes: ndarray,
+    train: ndarray,
+    test: ndarray,
+    features: Arrays,
     neighbors: int,
-) -> Prediction:
+) -> Arrays:
     """Changes `(test units, G)` by method, for perturbations that no training unit has.
 
     `features` are `(U, F)`. Units with NaN rows have no features and get the mean of the training
@@ -207,7 +202,7 @@ def predict_new_perturbations(
     mean = no_change + changes[train].mean(0)
     predicted = {NO_CHANGE: no_change, MEAN: mean}
     for source, vectors in features.items():
-        has_features = np.isfinite(vectors).all(1)
+        has_features = np.isfinite(vectors.sum(1))
         fitted = train[has_features[train]]  # units
         rows = np.flatnonzero(has_features[test])  # rows of the prediction
         linear = mean.copy()
@@ -230,18 +225,18 @@ def predict_new_perturbations(
     return predicted
 
 
-def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
+def _scale_to_unit(vectors: ndarray) -> ndarray:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / lengths.clip(1e-12)
 
 
 def predict_new_contexts(
-    changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
-    perturbation: np.ndarray,
-    controls: np.ndarray,
-) -> Prediction:
+    changes: ndarray,
+    train: ndarray,
+    test: ndarray,
+    perturbation: ndarray,
+    controls: ndarray,
+) -> Arrays:
     """Changes `(test units, G)` by method, for contexts, such as donors, that no training unit has.
 
     `perturbation`, `(U,)`, names each unit's perturbation; `controls`, `(U, G)`, are the mean
@@ -274,10 +269,10 @@ def predict_new_contexts(
 def predict_responses(
     context: Context,
     profiles: Profiles,
-    stratum_shares: np.ndarray,
+    stratum_shares: ndarray,
     names: Sequence[str],
     genes: Sequence[list[int]],
-) -> np.ndarray | None:
+) -> ndarray | None:
     """(U, G) float64: change of each unit by the model's response head; None without such a head.
 
     `stratum_shares`, (U, strata), are the shares of a unit's cells in each stratum. `names` are the
@@ -291,10 +286,10 @@ def predict_responses(
     device = next(network.parameters()).device
 
     def predict_mean(
-        cells: np.ndarray,
+        cells: ndarray,
         name: str | None,
         rows: list[int],
-    ) -> np.ndarray:
+    ) -> ndarray:
         """(G,): mean expected expression of control cells under a perturbation; None is no
         perturbation.
         """
@@ -313,7 +308,7 @@ def predict_responses(
         controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MOST_CONTROLS]
         unperturbed = predict_mean(controls, None, [])
         # all doses of a perturbation get the same prediction
-        change_by_name: dict[str, np.ndarray] = {}
+        change_by_name: dict[str, ndarray] = {}
         for unit in np.flatnonzero(stratum_shares[:, stratum]).tolist():
             name = names[unit]
             if name not in change_by_name:
@@ -322,7 +317,7 @@ def predict_responses(
     return changes
 
 
-def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
+def expected_log_expression(shares: ndarray, depth: ndarray) -> ndarray:
     """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth *
     share.
 

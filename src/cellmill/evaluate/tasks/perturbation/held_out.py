@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+from numpy import ndarray
 from sklearn.model_selection import GroupKFold, KFold
 
 from cellmill.config.parts.tasks import PerturbationConfig
@@ -23,7 +24,7 @@ from cellmill.data.arrays import text_values
 from cellmill.data.genes.names import SEPARATOR, names_of_genes, perturbed_genes
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.evaluated import PCA_CELLS
-from cellmill.evaluate.methods import EMBEDDING
+from cellmill.evaluate.methods import EMBEDDING, Arrays
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.genes import (
@@ -35,7 +36,6 @@ from cellmill.evaluate.tasks.genes import (
     scaled_loadings,
 )
 from cellmill.evaluate.tasks.perturbation.changes import (
-    Prediction,
     Profiles,
     predict_new_contexts,
     predict_new_perturbations,
@@ -61,8 +61,8 @@ def prior_method(name: str) -> ScoredMethod:
 class FoldChanges(NamedTuple):
     """Predicted changes of the test units of a fold."""
 
-    test: np.ndarray  # units
-    changes: Prediction  # (test units, G) by method
+    test: ndarray  # units
+    changes: Arrays  # (test units, G) by method
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class HeldOut:
     role: str
     profiles: Profiles
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
-    unit_of_cell: np.ndarray
-    perturbation: np.ndarray  # (U,) text
-    group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
-    unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
+    unit_of_cell: ndarray
+    perturbation: ndarray  # (U,) text
+    group: ndarray  # (U,) text: what is held out whole, the perturbation or the context
+    unseen: ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
-    trained: np.ndarray
+    trained: ndarray
     left_out: list[str]  # perturbations of units with too few cells
 
     @classmethod
@@ -175,7 +175,7 @@ class HeldOut:
                 yield Split(0, train, test)
 
     @cached_property
-    def scored_unit(self) -> np.ndarray:
+    def scored_unit(self) -> ndarray:
         """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other
         cells.
         """
@@ -188,17 +188,17 @@ class HeldOut:
         return [rows[name] for name in self.perturbation]
 
     @cached_property
-    def start_means(self) -> np.ndarray:
+    def start_means(self) -> ndarray:
         """(strata, G) float64: mean of the controls that predictions start from."""
         return self.profiles.control_means(0)
 
     @cached_property
-    def fitted_changes(self) -> np.ndarray:
+    def fitted_changes(self) -> ndarray:
         """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
         return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
 
     @cached_property
-    def features(self) -> dict[ScoredMethod, np.ndarray]:
+    def features(self) -> Arrays:
         """(U, F) by source of gene vectors: mean over a unit's perturbed genes, NaN for a unit
         without a vector.
 
@@ -217,7 +217,7 @@ class HeldOut:
             features[prior_method(name)] = self._read_prior(Path(path))
         return features
 
-    def _correlate_controls(self) -> np.ndarray:
+    def _correlate_controls(self) -> ndarray:
         """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
         not measured.
         """
@@ -232,7 +232,7 @@ class HeldOut:
         loadings[self.profiles.genes] = measured
         return loadings
 
-    def _read_prior(self, path: Path) -> np.ndarray:
+    def _read_prior(self, path: Path) -> ndarray:
         """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes
         not measured.
         """
@@ -277,7 +277,7 @@ class HeldOut:
             yield FoldChanges(fold.test, predicted)
 
 
-def _average_rows(rows_by_unit: list[list[int]], table: np.ndarray) -> np.ndarray:
+def _average_rows(rows_by_unit: list[list[int]], table: ndarray) -> ndarray:
     """(U, F) float64: mean of `table` over the rows of each unit; NaN for a unit without rows."""
     means = np.full((len(rows_by_unit), table.shape[1]), np.nan)
     for unit, rows in enumerate(rows_by_unit):

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, divide, seeded, table_rows, tabulate
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped, Task
@@ -39,20 +41,20 @@ CEILING = ScoredMethod("split halves", kind="ceiling")
 # ceiling of methods that copy the change of the most similar training perturbation
 BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
 
-Scores = dict[str, dict[ScoredMethod, np.ndarray]]
+Scores = dict[str, Arrays]
 """Arrays by metric and method."""
 
 
 class Compared(NamedTuple):
     """Changes of the tested units, (units, G) each."""
 
-    predicted: np.ndarray
-    measured: np.ndarray
+    predicted: ndarray
+    measured: ndarray
 
 
 def change_scores(
-    predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
-) -> dict[str, np.ndarray]:
+    predicted: ndarray, seen: ndarray, perturbed: ndarray, top_genes: int
+) -> dict[str, ndarray]:
     """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
     a constant.
 
@@ -82,9 +84,7 @@ def change_scores(
     return scores
 
 
-def make_column(
-    metric: str, role: str, scores: dict[ScoredMethod, np.ndarray]
-) -> ScoreColumn | None:
+def make_column(metric: str, role: str, scores: Arrays) -> ScoreColumn | None:
     """Column of the methods that have the metric; None if none has it, or the ceiling lacks it."""
     defined = {method: values for method, values in scores.items() if np.isfinite(values).any()}
     ceiling = defined.get(CEILING)
@@ -219,7 +219,7 @@ class Perturbation(Task):
         return scores
 
     def _compare_halves(
-        self, held: HeldOut, fold: Split, measured_controls: np.ndarray
+        self, held: HeldOut, fold: Split, measured_controls: ndarray
     ) -> dict[ScoredMethod, Compared]:
         """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
         training unit, against the change in the other half.
@@ -245,7 +245,7 @@ class Perturbation(Task):
         return compared
 
 
-def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
+def average_perturbations(by_unit: ndarray, perturbation: ndarray) -> ndarray:
     """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
     perturbation; `perturbation`, (U,), names that of a unit.
     """

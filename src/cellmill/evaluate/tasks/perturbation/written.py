@@ -22,16 +22,17 @@ from pathlib import Path
 import anndata as ad
 import numpy as np
 import pandas as pd
+from numpy import ndarray
 
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.inputs.h5 import create_h5, write_anndata
 from cellmill.errors import DataError
+from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.splits import Split
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.changes import check_changes, controlled_role
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
-from cellmill.runs.results import ScoredMethod
 
 HELD_OUT = "perturbation"  # role that stage predict_changes holds out
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
@@ -47,7 +48,12 @@ def write_changes(
     held, folds = _hold_out(context, config)
     tested = np.sort(np.concatenate([fold.test for fold in folds]))
     changes = _collect_changes(held, folds, tested)
-    names = _name_units(held, tested)
+    # doses are empty if the dataset has none
+    doses = dict(zip(held.unit_of_cell.tolist(), held.profiles.dose.tolist()))
+    names = []
+    for unit in tested.tolist():
+        name = str(held.perturbation[unit])
+        names.append(f"{name} | {doses[unit]}" if doses[unit] else name)
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context)][is_control].iloc[0])
     obs = _describe_cells(held, tested, [*names, control])
@@ -93,11 +99,9 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
     return held, folds
 
 
-def _collect_changes(
-    held: HeldOut, folds: list[Split], tested: np.ndarray
-) -> dict[ScoredMethod, np.ndarray]:
+def _collect_changes(held: HeldOut, folds: list[Split], tested: ndarray) -> Arrays:
     """(tested units, G) by method: predicted changes of all folds, NaN without a prediction."""
-    changes: dict[ScoredMethod, np.ndarray] = {}
+    changes: Arrays = {}
     for fold in held.predictions(folds):
         rows = np.searchsorted(tested, fold.test)
         for method, values in fold.changes.items():
@@ -109,18 +113,7 @@ def _collect_changes(
     return changes
 
 
-def _name_units(held: HeldOut, tested: np.ndarray) -> list[str]:
-    """Perturbation of each tested unit, followed by its dose if there is one."""
-    # doses are empty if the dataset has none
-    doses = dict(zip(held.unit_of_cell.tolist(), held.profiles.dose.tolist()))
-    names = []
-    for unit in tested.tolist():
-        name = str(held.perturbation[unit])
-        names.append(f"{name} | {doses[unit]}" if doses[unit] else name)
-    return names
-
-
-def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
+def _describe_cells(held: HeldOut, tested: ndarray, names: list[str]) -> pd.DataFrame:
     """obs of all cells; those without a group are not written. `names` are those of the tested
     units, then the control's.
     """
