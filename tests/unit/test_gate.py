@@ -125,15 +125,14 @@ def test_a_failed_gate_keeps_the_results(tmp_path: Path, corpus: dict[str, Path]
     gate = {"task": "probe", "baseline": "majority"}
     with pytest.raises(
         DataError,
-        match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*failed",
+        match=r"^evaluate\.gate: simulated: probe: embedding .* all results are in .*finished",
     ):
         evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": 2}])
     assert not out.exists()
-    kept = json.loads((out.parent / "metrics.failed.json").read_text())
+    kept = json.loads((out.parent / "finished" / "metrics.json").read_text())
     evaluated = evaluate(corpus, out, tasks=tasks, gate=[gate | {"margin": -1}])["datasets"][
         "simulated"
     ]["tasks"]
-    assert not (out.parent / "metrics.failed.json").exists()
     assert evaluated["probe"]["rows"] == kept["datasets"]["simulated"]["tasks"]["probe"]["rows"]
     [row] = evaluated["throughput"]["rows"]
     numbers = row["numbers"]

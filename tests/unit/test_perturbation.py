@@ -13,6 +13,7 @@ from cellmill.data.genes.names import perturbed_genes
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
+from cellmill.evaluate.tasks.perturbation import held_out
 from cellmill.evaluate.tasks.perturbation.changes import (
     predict_new_contexts,
     predict_new_perturbations,
@@ -160,7 +161,10 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
     # the first cell of an untrained perturbation has no stratum: its other cells count
     stratum = profiles.stratum.copy()
     stratum[held.unit_of_cell.tolist().index(3)] = -1
-    without = HeldOut.read(screen, CONFIG, "perturbation", replace(profiles, stratum=stratum))
+    changed = replace(profiles, stratum=stratum)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held_out, "read_profiles", lambda context, roles: changed)
+        without = HeldOut.read(screen, CONFIG, "perturbation")
     assert without.group.tolist() == held.group.tolist()
     assert without.unseen.tolist() == held.unseen.tolist()
     expression = profiles.expression.toarray()

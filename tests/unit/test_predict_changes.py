@@ -22,8 +22,12 @@ from cellmill.data.genes.names import perturbed_genes
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.perturbation.held_out import HeldOut
-from cellmill.evaluate.tasks.perturbation.task import METRICS, Perturbation, change_scores
-from cellmill.evaluate.tasks.perturbation.written import write_changes
+from cellmill.evaluate.tasks.perturbation.task import (
+    METRICS,
+    Perturbation,
+    change_scores,
+    write_changes,
+)
 from cellmill.stages import evaluate as predict_changes
 from tests.unit.evaluated import BRIDGES, make_context, run_bridge, with_obs
 
@@ -187,8 +191,8 @@ def test_predictions_read_no_expression_of_the_tested_cells(
         blind = np.full_like(context.vectors, np.nan)
         blind[~tested] = context.vectors[~tested]
         elsewhere = replace(held, context=replace(context, vectors=blind), profiles=other)
-        test, predicted = next(elsewhere.predictions([fold]))
-        rows = [found.perturbations.index(name) for name in held.perturbation[test]]
+        predicted = next(elsewhere.predictions([fold]))
+        rows = [found.perturbations.index(name) for name in held.perturbation[fold.test]]
         for values, name in zip(predicted.values(), found.changes, strict=True):
             np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)
 

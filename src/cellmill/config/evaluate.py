@@ -151,7 +151,7 @@ class Evaluate(Section):
     """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or
     features, whose best classifier counts), `column` (default: the one that ranks the rows) and
     `margin` (default 0): the minimum difference between the model's best row and the baseline's.
-    Results are then in metrics.failed.json.
+    Results are then in finished/metrics.json.
     """
 
     external: dict[Annotated[str, AfterValidator(check_name)], ExternalModel] = Field({})

@@ -48,6 +48,7 @@ class DatasetFiles:
     cells: Path
     embedding: Path
     labels: list[str]  # obs columns
+    external: Sequence[Path] = ()  # embeddings by models of other packages
 
 
 def is_label(role: str) -> bool:
@@ -180,25 +181,19 @@ class TrainedCells:
                         if dataset in self.seen:
                             self.seen[dataset].add(cell)
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
-        self._corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
+        self.corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
 
     def unseen(self, dataset: str, reader: CountsReader) -> tuple[ndarray, int]:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
         which is printed.
         """
         unnamed = ~reader.obs.index.isin([*self.seen[dataset]])
-        copies = self.copies(reader, unnamed)
+        copies = find_equal_cells(reader, self.corpora, unnamed)
         n = int(copies.sum())
         if n:
             line = f"{n:,} cells are equal to training or validation cells of other names: not held out"
             print(f"{dataset}: {line}", flush=True)
         return unnamed & ~copies, n
-
-    def copies(self, reader: CountsReader, among: ndarray) -> ndarray:
-        """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those of a trained
-        cell of any name.
-        """
-        return find_equal_cells(reader, self._corpora, among)
 
 
 def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:

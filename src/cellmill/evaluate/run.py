@@ -7,22 +7,25 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from importlib.util import find_spec
 from multiprocessing import active_children, get_context
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from cellmill.config.evaluate import Evaluate
 from cellmill.config.plugin import in_one_line
-from cellmill.errors import DataError, UserError
+from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.evaluate.evaluated import is_label
+from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.task import Context, Task, run_task
-from cellmill.files import progress
+from cellmill.files import progress, write_json
 from cellmill.launch.signals import belong_to_parent, interrupted_later
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
@@ -39,10 +42,7 @@ class _Work:
     task_name: str
     task: Task
     context: Context
-
-    @property
-    def keeps_result(self) -> bool:
-        return getattr(self.task, "keeps_result", False)
+    path: Path  # see `FinishedTasks.path`
 
     def run(self) -> tuple[TaskResult, Predicted]:
         """The result, and what was added to the predictions of baselines."""
@@ -58,17 +58,18 @@ class _Work:
         return result, added
 
 
-def _works(tasks: dict[str, Task], context: Context) -> Iterator[_Work]:
+def _works(tasks: dict[str, Task], context: Context, finished: FinishedTasks) -> Iterator[_Work]:
     """Each task, then for each further label the tasks that read a label."""
     for name, task in tasks.items():
-        yield _Work(name, name, task, context)
+        yield _Work(name, name, task, context, finished.path(name, task, context))
     for role, column in context.roles.items():
         if role == "label" or not is_label(role):
             continue
         relabelled = replace(context, roles={**context.roles, "label": column})
         for name, task in tasks.items():
             if context.options.tasks[name].reads_label:
-                yield _Work(f"{name} of {column.name}", name, task, relabelled)
+                path = finished.path(name, task, relabelled)
+                yield _Work(f"{name} of {column.name}", name, task, relabelled, path)
 
 
 _inherited: list[_Work] = []  # work on the current dataset, which forked processes inherit
@@ -101,12 +102,26 @@ def _processes(n: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, TaskResult]:
-    """Result of each task; prints the results. On CPU cores several processes run the tasks.
+def check_packages(section: Evaluate) -> None:
+    """Raise ConfigError for a task whose package is not installed, before any task runs."""
+    for name, config in section.tasks.items():
+        for module, extra in config.packages().items():
+            if find_spec(module) is None:
+                raise ConfigError(
+                    f"evaluate.tasks.{name} requires {module}, which is missing: pip install "
+                    f"'cellmill[{extra}]', or take it out of evaluate.tasks"
+                )
+
+
+def run_tasks(
+    tasks: dict[str, Task], context: Context, finished: FinishedTasks
+) -> dict[str, TaskResult]:
+    """Result of each task; prints the results. On CPU cores several processes run the tasks that
+    were not `finished` earlier.
 
     A task that fails is named in the last line, below its traceback.
     """
-    works = [*_works(tasks, context)]
+    works = [*_works(tasks, context, finished)]
     dataset = context.dataset
     n_scored = int(context.scored.sum())
     print(
@@ -114,55 +129,54 @@ def run_tasks(tasks: dict[str, Task], context: Context) -> dict[str, TaskResult]
         f"({context.options.cells})",
         flush=True,
     )
-    forked = [number for number, work in enumerate(works) if not work.keeps_result]
+    results = {work.name: finished.read(work.path) for work in works}
+    missing = []
+    for work in works:
+        if results[work.name] is None:
+            missing.append(work)
+        else:
+            print(f"{dataset}: {work.name}: finished earlier", flush=True)
     on_gpu = next(context.model.network.parameters()).is_cuda
-    n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(forked), MOST_PROCESSES)
-    results: dict[str, TaskResult] = {}
-    futures: dict[Future[tuple[TaskResult, Predicted]], _Work] = {}  # in the order of submission
-    in_this_process = works
+    n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(missing), MOST_PROCESSES)
+    waiting = {work.name: None for work in missing}
+    calls: Iterable[tuple[_Work, Callable[[], tuple[TaskResult, Predicted]]]]
+    calls = ((work, work.run) for work in missing)
     with ExitStack() as stack:
         if n_processes > 1:
-            _inherited[:] = works
+            _inherited[:] = missing
             stack.callback(_inherited.clear)
             pool = stack.enter_context(_processes(n_processes))
             with warnings.catch_warnings(), interrupted_later():
                 # Python 3.12 warns of threads, see _on_one_thread
                 warnings.simplefilter("ignore", DeprecationWarning)
-                futures = {pool.submit(_run_inherited, number): works[number] for number in forked}
-            in_this_process = [work for work in works if work.keeps_result]
-
-        def at_work() -> str:
-            names = [work.name for work in in_this_process if work.name not in results][:1]
-            unfinished = [work.name for future, work in futures.items() if not future.done()]
-            return ", ".join(names + unfinished[:n_processes])
-
-        local = ((work, work.run) for work in in_this_process)
-        finished = ((futures[future], future.result) for future in as_completed(futures))
+                futures = {
+                    pool.submit(_run_inherited, number): work for number, work in enumerate(missing)
+                }
+            calls = ((futures[future], future.result) for future in as_completed(futures))
         for work, get_result in progress(
-            chain(local, finished), f"evaluate {dataset}", len(works), "tasks", now=at_work
+            calls,
+            f"evaluate {dataset}",
+            len(missing),
+            "tasks",
+            now=lambda: ", ".join([*waiting][:n_processes]),
         ):
-            result, added = _named_errors(work, get_result)
+            try:
+                result, added = get_result()
+            except (UserError, BrokenProcessPool):
+                raise
+            except Exception as error:  # not for users: name the task
+                traceback.print_exc()
+                raise DataError(
+                    f"{dataset}: task {work.name!r} failed ({in_one_line(error)}); repair "
+                    "it, or take it out of evaluate.tasks"
+                ) from None
             context.baselines.predictions.update(added)
+            del waiting[work.name]
+            write_json(work.path, result.to_json())
             results[work.name] = result
             for line in result_lines(result):
                 print(f"{dataset}: {work.name}: {line}", flush=True)
-    return {work.name: results[work.name] for work in works}
-
-
-def _named_errors(
-    work: _Work, get_result: Callable[[], tuple[TaskResult, Predicted]]
-) -> tuple[TaskResult, Predicted]:
-    """The result; an error that is not for users becomes one that names the task."""
-    try:
-        return get_result()
-    except (UserError, BrokenProcessPool):
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise DataError(
-            f"{work.context.dataset}: task {work.name!r} failed ({in_one_line(error)}); repair it, "
-            "or take it out of evaluate.tasks"
-        ) from None
+    return {name: result for name, result in results.items() if result is not None}
 
 
 def result_lines(result: TaskResult) -> list[str]:
@@ -197,8 +211,8 @@ def summarize(datasets: Mapping[str, DatasetResult]) -> str:
     skipped = []
     n_tasks = 0
     for name, dataset in datasets.items():
+        n_tasks += len(dataset.tasks)
         for task, result in dataset.tasks.items():
-            n_tasks += 1
             if result.skipped is not None:
                 skipped.append(f"{name}, {task}: {result.skipped}")
     reasons = "; ".join(skipped)

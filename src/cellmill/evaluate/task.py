@@ -83,7 +83,7 @@ class Skipped(Exception):
 class Task:
     """Base of the built-in tasks; a class of a plug-in needs only these two methods."""
 
-    keeps_result = False  # computed once for all datasets, so not in a process of one dataset
+    reads_cells = True  # otherwise the result of one dataset is that of all
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -3,10 +3,11 @@ predict_changes.
 
 evaluate writes metrics.json last (`runs/results.py`). umap.tsv next to it has the drawn cells,
 scores.csv the numbers of all rows, one a line. The seconds of a task are the only number that
-varies from one evaluation to the next.
+varies from one evaluation to the next. Folder `finished` has the results of finished tasks
+(`evaluate/finished.py`), so that only what changed is computed again.
 
 knock_out and predict_changes write what `evaluate/inference/knock_out.py` and
-`evaluate/tasks/perturbation/written.py` describe.
+`evaluate/tasks/perturbation/task.py` describe.
 """
 
 import os
@@ -41,15 +42,16 @@ from cellmill.evaluate.evaluated import (
     TrainedCells,
     load_evaluated,
 )
+from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.gate import find_failures
 from cellmill.evaluate.inference.embed import describe_limits, gene_coverage, load_for_inference
 from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
 from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
-from cellmill.evaluate.run import run_tasks, summarize
+from cellmill.evaluate.run import check_packages, run_tasks, summarize
 from cellmill.evaluate.scores import draw_cells
 from cellmill.evaluate.task import Context, Task
-from cellmill.evaluate.tasks.perturbation.written import ABOUT_CHANGES, HELD_OUT, write_changes
+from cellmill.evaluate.tasks.perturbation.task import ABOUT_CHANGES, HELD_OUT, write_changes
 from cellmill.files import check_writable, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results
@@ -82,23 +84,24 @@ def evaluate(
     """
     section = options.evaluate
     files = _pair_files(section, cells, embeddings, labels, external)
-    for name in ("umap.tsv", "scores.csv", "metrics.failed.json"):
+    for name in ("umap.tsv", "scores.csv"):
         refuse_overwriting(out, [("the file of another result", out.with_name(name))])
     refuse_overwriting(out, [("a file of --model", path) for path in model.glob("*")])
     check_writable(out)
+    check_packages(section)
     evaluation = _Evaluation(section, model, manifest, ancestors, files)
+    finished = FinishedTasks(out.with_name("finished"), evaluation.datasets)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
     datasets: dict[str, DatasetResult] = {}
     pictures: list[Callable[[], list[tuple[Any, ...]]]] = []
     try:
-        for number, name in enumerate(files):
+        for name in files:
             with evaluation.open(name) as (context, unseen, n_copies):
                 cost = read_costs(files[name].embedding)
                 print(f"{name}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
                 predictions = None if baselines is None else baselines / f"{name}.npz"
                 vectors = {}
-                external_files = external[number * len(section.external) :]
-                for (other, command), file in zip(section.external.items(), external_files):
+                for (other, command), file in zip(section.external.items(), files[name].external):
                     vectors[f"{other}{command.note}"] = read_embedding(
                         file, context.reader.obs.index, command.command_digest, None
                     )
@@ -109,7 +112,22 @@ def evaluate(
                     external=vectors,
                 )
                 pictures.append(_start_umap(context, unseen))
-                datasets[name] = evaluation.judge(context, tasks, unseen, n_copies)
+                n_cells = context.reader.n_obs
+                n_scored = int(context.scored.sum())
+                n_chosen = n_cells if section.cells == "all" else int(unseen.sum())
+                roles = {role: str(column.name) for role, column in context.roles.items()}
+                datasets[name] = DatasetResult(
+                    n_cells=n_cells,
+                    n_scored=n_scored,
+                    cells=section.cells,
+                    n_without_genes=n_chosen - n_scored,
+                    roles={role: column for role, column in roles.items() if column != role},
+                    tasks=run_tasks(tasks, context, finished),
+                    genes=asdict(gene_coverage(context.columns, context.model.vocabulary)),
+                    in_corpus=bool(evaluation.trained.seen[name]),
+                    n_copies=n_copies,
+                    supervised=context.supervised,
+                )
                 context.baselines.save()
         cells_drawn = chain.from_iterable(picture() for picture in pictures)
         write_umap(out.parent / "umap.tsv", list(cells_drawn))
@@ -122,19 +140,16 @@ def evaluate(
             "set-resources, or set its threads to 1"
         ) from None
     metrics = Evaluation(
-        datasets,
-        evaluation.about,
-        evaluation.fingerprint,
-        section.model_dump(mode="json"),
+        datasets, evaluation.about, evaluation.fingerprint, section.model_dump(mode="json")
     )
     write_scores(out.parent / "scores.csv", datasets)
-    kept = out.with_name("metrics.failed.json")
-    kept.unlink(missing_ok=True)
+    results.write(finished.metrics, metrics)
     failures = find_failures(section.gate, datasets)
     if failures:
-        results.write(kept, metrics)  # next to `out`, which a failed job lacks
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        raise DataError(f"evaluate.gate: {failures[0]}{more}; all results are in {kept}")
+        raise DataError(
+            f"evaluate.gate: {failures[0]}{more}; all results are in {finished.metrics}"
+        )
     results.write(out, metrics)  # last: its existence means that the others are complete
     print(f"{summarize(datasets)} -> {out}", flush=True)
 
@@ -167,9 +182,10 @@ def _pair_files(
             f"{', '.join(section.external) or 'none'}; got {len(external)} files"
         )
     files = {}
-    for path, embedding, label in zip(paths, embeddings, labels):
+    for number, (path, embedding, label) in enumerate(zip(paths, embeddings, labels)):
         columns = [] if label == "-" else label.split("|")
-        files[path.stem] = DatasetFiles(path, embedding, columns)
+        others = external[number * n_models : (number + 1) * n_models]
+        files[path.stem] = DatasetFiles(path, embedding, columns, others)
     return files
 
 
@@ -263,27 +279,6 @@ class _Evaluation:
                 datasets=self.datasets,
             )
             yield context, unseen, n_copies
-
-    def judge(
-        self, context: Context, tasks: dict[str, Task], unseen: np.ndarray, n_copies: int
-    ) -> DatasetResult:
-        """Run the tasks on a dataset."""
-        n_cells = context.reader.n_obs
-        n_scored = int(context.scored.sum())
-        n_chosen = n_cells if self.section.cells == "all" else int(unseen.sum())
-        roles = {role: str(column.name) for role, column in context.roles.items()}
-        return DatasetResult(
-            n_cells=n_cells,
-            n_scored=n_scored,
-            cells=self.section.cells,
-            n_without_genes=n_chosen - n_scored,
-            roles={role: column for role, column in roles.items() if column != role},
-            tasks=run_tasks(tasks, context),
-            genes=asdict(gene_coverage(context.columns, context.model.vocabulary)),
-            in_corpus=bool(self.trained.seen[context.dataset]),
-            n_copies=n_copies,
-            supervised=context.supervised,
-        )
 
 
 def knock_out(

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 from scipy.stats import rankdata
 
 from cellmill.config.parts.tokens import SPECIAL
@@ -33,21 +33,18 @@ class GeneTask(Task):
     for all of them.
     """
 
-    keeps_result = True
-    _result: TaskResult | None = None
+    reads_cells = False
 
     def run(self, context: Context) -> TaskResult:
         """Scores of each kind of gene features; skipped for a model without gene vectors."""
         model = context.model
-        if self._result is None:
-            vectors = gene_vectors(model)
-            if not vectors:
-                raise Skipped(f"family {model.config['family']} has no vectors of genes")
-            vectors[LOADINGS] = scaled_loadings(model.components)
-            self._result = self.judge(context, vectors, model.training_profiles())
-        return self._result
+        vectors = gene_vectors(model)
+        if not vectors:
+            raise Skipped(f"family {model.config['family']} has no vectors of genes")
+        vectors[LOADINGS] = scaled_loadings(model.components)
+        return self.judge(context, vectors, model.training_profiles())
 
-    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised
         training cells.
         """
@@ -99,7 +96,7 @@ def scaled_loadings(components: PrincipalComponents) -> ndarray:
     return np.asarray(components.components_.T * sd)
 
 
-def expression_statistics(profiles: sp.csr_matrix) -> ndarray:
+def expression_statistics(profiles: csr_matrix) -> ndarray:
     """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
     (cells, genes).
     """

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import scipy.sparse as sp
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 from scipy.stats import rankdata
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
@@ -29,6 +29,7 @@ from cellmill.data.arrays import select_columns
 from cellmill.data.genes.names import GeneColumns, rows_of_names
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
+from cellmill.evaluate.classifiers.fitted import select_cells
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.evaluated import read_training_counts
 from cellmill.evaluate.features import read_rows
@@ -141,12 +142,7 @@ class TrainingCells:
             groups[", training cells of the dataset"] = np.flatnonzero(self.is_from_dataset)
         return groups
 
-    def predict(
-        self,
-        tested: HiddenGenes,
-        vectors: Arrays,
-        neighbors: int,
-    ) -> Arrays:
+    def predict(self, tested: HiddenGenes, vectors: Arrays, neighbors: int) -> Arrays:
         """(C, G) by method: expression of the `tested` cells, whose embeddings are `vectors`."""
         model = self.hidden.context.model
         expression = self.hidden.expression()
@@ -154,37 +150,38 @@ class TrainingCells:
             EMBEDDING: self.hidden.embed(model.network),
             UNTRAINED: self.hidden.embed(model.untrained),
         }
-        n_tested = tested.counts.shape[0]
+        profiles = self.hidden.profiles
         predicted: Arrays = {}
         for note, cells in self.groups().items():
-            fitted_features = {}
-            tested_features = {}
-            for method, values in embedded.items():
-                fitted_features[add_note(method, note)] = values[cells]
-                tested_features[add_note(method, note)] = vectors[method]
-            profiles = self.hidden.profiles[cells]
-            components = pca(profiles.shape).fit(profiles)
-            method = add_note(VISIBLE_COMPONENTS, note)
-            fitted_features[method] = components.transform(profiles)
-            tested_features[method] = components.transform(tested.profiles)
-            predicted |= regressions(fitted_features, expression[cells], tested_features, neighbors)
-            means = np.tile(expression[cells].mean(0), (n_tested, 1))
-            predicted[add_note(GENE_MEANS, note)] = means
+            by_method = predict_hidden(
+                expression[cells],
+                profiles[cells],
+                select_cells(embedded, cells),
+                tested.profiles,
+                vectors,
+                neighbors,
+            )
+            predicted |= {add_note(method, note): values for method, values in by_method.items()}
         return predicted
 
 
-def regressions(
-    fitted: Arrays,
+def predict_hidden(
     expression: ndarray,
-    tested: Arrays,
+    fitted_profiles: csr_matrix,
+    fitted_vectors: Arrays,
+    tested_profiles: csr_matrix,
+    tested_vectors: Arrays,
     neighbors: int,
 ) -> Arrays:
-    """Expression (tested cells, G) by method, of regressions on `expression`, (fitted cells, G).
+    """Expression (tested cells, G) by method: regressions on vectors and on components of the
+    visible genes, and the means of `expression`, (fitted cells, G).
 
-    `fitted` and `tested` are features, (cells, width). Features are used with and without
-    standardising, which raises the weight of small components and so helps or hurts depending on
-    the number of cells.
+    Features are used with and without standardising, which raises the weight of small components
+    and so helps or hurts depending on the number of cells.
     """
+    components = pca(fitted_profiles.shape).fit(fitted_profiles)
+    fitted = fitted_vectors | {VISIBLE_COMPONENTS: components.transform(fitted_profiles)}
+    tested = tested_vectors | {VISIBLE_COMPONENTS: components.transform(tested_profiles)}
     n_neighbors = min(neighbors, len(expression))
     predicted: Arrays = {}
     for method, values in fitted.items():
@@ -194,6 +191,8 @@ def regressions(
                 regression = make_pipeline(scaler, regressor).fit(values, expression)
                 classified = replace(method, classifier=f"{name}{ending}")
                 predicted[classified] = regression.predict(tested[method])
+    n_tested = tested_profiles.shape[0]
+    predicted[GENE_MEANS] = np.tile(expression.mean(0), (n_tested, 1))
     return predicted
 
 
@@ -267,7 +266,7 @@ class Imputation(Task):
                 folds.append(Split(repetition, train, test))
         return "cells", folds
 
-    def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> ndarray:
+    def _choose_genes(self, context: Context, counts: csr_matrix) -> ndarray:
         """Rows of the vocabulary to hide, ascending. Prints the listed genes that are not hidden."""
         config = self.config
         vocabulary = context.model.vocabulary
@@ -342,10 +341,7 @@ class Imputation(Task):
         """
         model = hidden.context.model
         n_repetitions = 1 + max(fold.repetition for fold in folds)
-        vectors = {
-            EMBEDDING: hidden.embed(model.network),
-            UNTRAINED: hidden.embed(model.untrained),
-        }
+        vectors = {EMBEDDING: hidden.embed(model.network), UNTRAINED: hidden.embed(model.untrained)}
         by_method: Arrays = {}
         decoded = decode_expression(hidden, vectors[EMBEDDING])
         if decoded is not None:
@@ -361,15 +357,17 @@ class Imputation(Task):
         for fold in folds:
             train = fold.train
             test = fold.test
-            components = pca((len(train), profiles.shape[1])).fit(profiles[train])
-            features = vectors | {VISIBLE_COMPONENTS: components.transform(profiles)}
-            fitted = {note_folds(method): values[train] for method, values in features.items()}
-            tested = {note_folds(method): values[test] for method, values in features.items()}
-            predicted = regressions(fitted, expression[train], tested, self.config.neighbors)
-            means = np.tile(expression[train].mean(0), (len(test), 1))
-            predicted[note_folds(GENE_MEANS)] = means
-            for method, values in predicted.items():
-                yield Prediction(method, fold.repetition, n_repetitions, test, values)
+            by_method = predict_hidden(
+                expression[train],
+                profiles[train],
+                select_cells(vectors, train),
+                profiles[test],
+                select_cells(vectors, test),
+                self.config.neighbors,
+            )
+            for method, values in by_method.items():
+                noted = note_folds(method)
+                yield Prediction(noted, fold.repetition, n_repetitions, test, values)
 
 
 def note_folds(method: ScoredMethod) -> ScoredMethod:

@@ -65,12 +65,7 @@ class Profiles:
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
-    def changes(
-        self,
-        unit: ndarray,
-        n_units: int,
-        controls: ndarray,
-    ) -> ndarray:
+    def changes(self, unit: ndarray, n_units: int, controls: ndarray) -> ndarray:
         """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
         strata.
 
@@ -81,12 +76,7 @@ class Profiles:
         unit_means = _average_groups(self.expression, unit, n_units)
         return unit_means - self.unit_controls(unit, n_units, controls)
 
-    def unit_controls(
-        self,
-        unit: ndarray,
-        n_units: int,
-        controls: ndarray,
-    ) -> ndarray:
+    def unit_controls(self, unit: ndarray, n_units: int, controls: ndarray) -> ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
         # NaN marks a stratum without controls, in which no unit has cells
         return self.stratum_shares(unit, n_units) @ np.nan_to_num(controls)
@@ -166,32 +156,21 @@ def controlled_role(context: Context) -> str:
     return "perturbation" if "perturbation" in context.roles else "condition"
 
 
-def _average_groups(
-    expression: sp.csr_matrix,
-    group: ndarray,
-    n_groups: int,
-) -> ndarray:
+def _average_groups(expression: sp.csr_matrix, group: ndarray, n_groups: int) -> ndarray:
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
     has NaN.
     """
     cells = np.flatnonzero(group >= 0)
     ones = np.ones(len(cells))
     # (groups, cells): 1 for the cells of a group
-    members = sp.csr_matrix(
-        (ones, (group[cells], cells)),
-        shape=(n_groups, expression.shape[0]),
-    )
+    members = sp.csr_matrix((ones, (group[cells], cells)), shape=(n_groups, expression.shape[0]))
     sums = (members @ expression).toarray()
     n_cells = np.bincount(group[cells], minlength=n_groups)
     return divide(sums, n_cells[:, None])
 
 
 def predict_new_perturbations(
-    changes: ndarray,
-    train: ndarray,
-    test: ndarray,
-    features: Arrays,
-    neighbors: int,
+    changes: ndarray, train: ndarray, test: ndarray, features: Arrays, neighbors: int
 ) -> Arrays:
     """Changes `(test units, G)` by method, for perturbations that no training unit has.
 
@@ -231,11 +210,7 @@ def _scale_to_unit(vectors: ndarray) -> ndarray:
 
 
 def predict_new_contexts(
-    changes: ndarray,
-    train: ndarray,
-    test: ndarray,
-    perturbation: ndarray,
-    controls: ndarray,
+    changes: ndarray, train: ndarray, test: ndarray, perturbation: ndarray, controls: ndarray
 ) -> Arrays:
     """Changes `(test units, G)` by method, for contexts, such as donors, that no training unit has.
 
@@ -285,11 +260,7 @@ def predict_responses(
         return None
     device = next(network.parameters()).device
 
-    def predict_mean(
-        cells: ndarray,
-        name: str | None,
-        rows: list[int],
-    ) -> ndarray:
+    def predict_mean(cells: ndarray, name: str | None, rows: list[int]) -> ndarray:
         """(G,): mean expected expression of control cells under a perturbation; None is no
         perturbation.
         """

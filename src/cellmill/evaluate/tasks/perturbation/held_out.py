@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -58,13 +58,6 @@ def prior_method(name: str) -> ScoredMethod:
     return ScoredMethod(f"prior {name}")
 
 
-class FoldChanges(NamedTuple):
-    """Predicted changes of the test units of a fold."""
-
-    test: ndarray  # units
-    changes: Arrays  # (test units, G) by method
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Units of a role whose values are held out whole, and what predicts their changes."""
@@ -88,17 +81,14 @@ class HeldOut:
         context: Context,
         config: PerturbationConfig,
         role: str,
-        profiles: Profiles | None = None,
     ) -> Self:
         """Units with at least `min_cells` cells. For units that may be tested, only scored cells
         count.
 
-        `profiles` are read if they are not passed. Raises Skipped if no stratum has enough
-        controls.
+        Raises Skipped if no stratum has enough controls.
         """
-        if profiles is None:
-            roles = STRATA if role == "perturbation" else (*STRATA, role)
-            profiles = read_profiles(context, dict.fromkeys(roles))
+        roles = STRATA if role == "perturbation" else (*STRATA, role)
+        profiles = read_profiles(context, dict.fromkeys(roles))
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
         is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
@@ -255,8 +245,8 @@ class HeldOut:
             rows.append([row_of_name[part] for part in unit_parts if part in row_of_name])
         return _average_rows(rows, vectors)
 
-    def predictions(self, folds: list[Split]) -> Iterator[FoldChanges]:
-        """Predicted changes of each fold."""
+    def predictions(self, folds: list[Split]) -> Iterator[Arrays]:
+        """Predicted changes of the test units of each fold, (test units, G) by method."""
         n_units = len(self.group)
         controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit, n_units))
@@ -274,7 +264,7 @@ class HeldOut:
                 )
             if responses is not None:
                 predicted[RESPONSE] = responses[fold.test]
-            yield FoldChanges(fold.test, predicted)
+            yield predicted
 
 
 def _average_rows(rows_by_unit: list[list[int]], table: ndarray) -> ndarray:

@@ -1,21 +1,43 @@
 """Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
 donors and contexts.
 
-Changes are defined in `evaluate.tasks.changes`, rows and ceilings in docs/evaluation.md. If the
+Changes are defined in `changes.py`, rows and ceilings in docs/evaluation.md. If the
 model saw cells of some perturbations, those it never saw are tested, once; else all are tested in
 folds. A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
 repetitions.
+
+Stage `predict_changes` writes predictions and measured cells to one .h5ad file, for metrics of
+other packages:
+
+X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
+obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
+        half) or `measured` (a scored cell of a held-out perturbation); `perturbation`: the control's name, or one of
+        those below; `stratum`: number of the batch of a donor that has controls of its own
+var     Ensembl ids, and `symbol`
+uns["cellmill_changes"]
+        perturbations, followed by ` | ` and the dose if there is one; methods and kinds (model or baseline);
+        changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
+
+A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
+plus the change.
 
 Legend: U units (a perturbation and its dose), G genes.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import anndata as ad
 import numpy as np
+import pandas as pd
 from numpy import ndarray
 
+from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.data.inputs.h5 import create_h5, write_anndata
+from cellmill.errors import DataError
 from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, divide, seeded, table_rows, tabulate
 from cellmill.evaluate.splits import Split
@@ -31,6 +53,9 @@ from cellmill.evaluate.tasks.perturbation.changes import (
 from cellmill.evaluate.tasks.perturbation.held_out import CO_EXPRESSION, HeldOut, prior_method
 from cellmill.runs.results import ScoredMethod, TaskResult
 
+HELD_OUT = "perturbation"  # role that stage predict_changes holds out
+ABOUT_CHANGES = "cellmill_changes"  # key in uns
+GROUPS = ["start control", "measured control", "measured"]
 METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
     "Pearson": "Pearson of the change",
     "discrimination": "discrimination",
@@ -201,8 +226,7 @@ class Perturbation(Task):
         for fold, prediction in zip(folds, held.predictions(folds)):
             test = fold.test
             compared = {
-                method: Compared(change, measured[test])
-                for method, change in prediction.changes.items()
+                method: Compared(change, measured[test]) for method, change in prediction.items()
             }
             compared |= self._compare_halves(held, fold, measured_controls)
             for method, pair in compared.items():
@@ -253,3 +277,100 @@ def average_perturbations(by_unit: ndarray, perturbation: ndarray) -> ndarray:
     is_member = np.eye(len(names))[number]  # (U, perturbations)
     sums = np.nan_to_num(by_unit) @ is_member
     return divide(sums, np.isfinite(by_unit) @ is_member)
+
+
+def write_changes(
+    path: Path, context: Context, config: PerturbationConfig, model_digest: str
+) -> ad.AnnData:
+    """Write the file of stage predict_changes and return its content. Raises DataError if nothing
+    can be held out.
+    """
+    held, folds = _hold_out(context, config)
+    tested = np.sort(np.concatenate([fold.test for fold in folds]))
+    changes = _collect_changes(held, folds, tested)
+    # doses are empty if the dataset has none
+    doses = dict(zip(held.unit_of_cell.tolist(), held.profiles.dose.tolist()))
+    names = []
+    for unit in tested.tolist():
+        name = str(held.perturbation[unit])
+        names.append(f"{name} | {doses[unit]}" if doses[unit] else name)
+    is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
+    control = str(context.roles[controlled_role(context)][is_control].iloc[0])
+    obs = _describe_cells(held, tested, [*names, control])
+    cells = np.flatnonzero(obs["group"].notna())
+    about = {
+        "perturbations": np.array(names, object),
+        "methods": np.array([method.name for method in changes], object),
+        "kinds": np.array([method.kind for method in changes], object),
+        "changes": np.stack([*changes.values()]).astype(np.float32),
+        "control": control,
+        "seed": context.options.seed,
+        "model_digest": model_digest,
+        "n_folds": len(folds),
+    }
+    vocabulary = context.model.vocabulary
+    genes = held.profiles.genes
+    symbols = [vocabulary.symbols[row] for row in genes]
+    var = pd.DataFrame({"symbol": symbols}, index=[vocabulary.gene_ids[row] for row in genes])
+    expression = held.profiles.expression[cells]
+    adata = ad.AnnData(expression, obs.iloc[cells], var, uns={ABOUT_CHANGES: about})
+    with create_h5(path) as file:
+        write_anndata(file, adata)
+    return adata
+
+
+def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, list[Split]]:
+    """Units, and the folds of the first repetition. Raises DataError if there are none."""
+    try:
+        check_changes(context)
+        held = HeldOut.read(context, config, HELD_OUT)
+    except Skipped as reason:
+        raise DataError(
+            f"{context.dataset}: {reason}; expected perturbations, and controls in each batch or donor (columns of the "
+            "table of datasets)"
+        ) from None
+    folds = [fold for fold in held.folds() if fold.repetition == 0]
+    if not folds:
+        raise DataError(
+            f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
+            f"cell of, got {len(held.group)} and {int(held.unseen.sum())}; set shard.split_by: perturbation, or "
+            "evaluate.cells: all"
+        )
+    return held, folds
+
+
+def _collect_changes(held: HeldOut, folds: list[Split], tested: ndarray) -> Arrays:
+    """(tested units, G) by method: predicted changes of all folds, NaN without a prediction."""
+    changes: Arrays = {}
+    for fold, by_method in zip(folds, held.predictions(folds)):
+        rows = np.searchsorted(tested, fold.test)
+        for method, values in by_method.items():
+            if method.network == "trained":
+                method = replace(method, supervised=held.context.supervised or "")
+            if method not in changes:
+                changes[method] = np.full((len(tested), values.shape[1]), np.nan)
+            changes[method][rows] = values
+    return changes
+
+
+def _describe_cells(held: HeldOut, tested: ndarray, names: list[str]) -> pd.DataFrame:
+    """obs of all cells; those without a group are not written. `names` are those of the tested
+    units, then the control's.
+    """
+    profiles = held.profiles
+    # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
+    position = np.full(len(held.group) + 1, -1, np.int64)
+    position[tested] = np.arange(len(tested))
+    unit = position[held.scored_unit]
+    # (cells,): index in GROUPS; -1 for cells that are not written
+    group = np.where(profiles.stratum >= 0, profiles.half, -1)
+    group = np.where(unit >= 0, GROUPS.index("measured"), group)
+    return pd.DataFrame(
+        {
+            "group": pd.Categorical.from_codes(group, GROUPS),
+            # controls have unit -1, the last name
+            "perturbation": pd.Categorical(np.array(names, object)[unit]),
+            "stratum": profiles.stratum,
+        },
+        index=held.context.reader.obs.index,
+    )

@@ -1,0 +1,85 @@
+"""Results of finished tasks, kept in folder `finished` next to metrics.json.
+
+A kill, another option of one task, or a task that fails loses and repeats only that task. The name
+of a file is the SHA-256 of everything that its result depends on. The folder also has the last
+complete metrics.json. It is no output of the workflow, because Snakemake deletes outputs before it
+runs a rule again.
+"""
+
+import hashlib
+import sys
+from functools import cache
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from cellmill.errors import DataError
+from cellmill.evaluate.evaluated import EvaluatedDatasets
+from cellmill.evaluate.task import Context, Task
+from cellmill.files import digest, read_json, sha256_file
+from cellmill.runs import results
+from cellmill.runs.results import TaskResult
+
+# options that change no result of a task: which tasks and datasets there are, and what is demanded
+NOT_READ = {"tasks", "datasets", "gate"}
+_form = TypeAdapter(TaskResult)
+
+
+class FinishedTasks:
+    """The folder of results that are complete, for some datasets."""
+
+    def __init__(self, folder: Path, datasets: EvaluatedDatasets) -> None:
+        self._folder = folder
+        self.metrics = folder / "metrics.json"
+        self._datasets = {}
+        for name, dataset in datasets.files.items():
+            paths = [dataset.cells, dataset.embedding, *dataset.external]
+            self._datasets[name] = [sha256_file(path) for path in paths]
+        packages = [f"{package.name} {package.version}" for package in metadata.distributions()]
+        self._packages = sorted(packages)
+        self._weights = datasets.digest
+
+    def path(self, name: str, task: Task, context: Context) -> Path:
+        """File of the result of `task`, which is called `name` in `evaluate.tasks`."""
+        config = context.options.tasks[name]
+        model = context.model
+        read = {
+            "format": results.FORMAT,
+            "packages": self._packages,
+            "code": [_digest_sources(module) for module in ("cellmill", type(task).__module__)],
+            "model": [self._weights, model.vocabulary.digest, model.config],
+            "device": next(model.network.parameters()).device.type,
+            "corpus": model.manifest.fingerprint,
+            "shared options": context.options.model_dump(mode="json", exclude=NOT_READ),
+            "options": config.model_dump(mode="json"),
+            "files": [sha256_file(Path(path)) for path in config.paths().values()],
+        }
+        if getattr(task, "reads_cells", True):
+            columns = {role: str(column.name) for role, column in context.roles.items()}
+            # which cells are held out depends on the corpora of the model's ancestors too
+            scored = hashlib.sha256(context.scored.tobytes()).hexdigest()
+            # a task may read several datasets
+            read["cells"] = [context.dataset, columns, scored, self._datasets]
+        return self._folder / f"{digest(read)}.task.json"
+
+    @staticmethod
+    def read(path: Path) -> TaskResult | None:
+        """The result in a file; None if it is missing or damaged."""
+        if not path.exists():
+            return None
+        try:
+            result = _form.validate_python(read_json(path))
+        except (DataError, ValidationError):
+            return None  # computed again
+        return result if "seconds" in result.figures else None
+
+
+@cache
+def _digest_sources(module: str) -> str:
+    """SHA-256 of the Python files of the package that has a module: results depend on them."""
+    package = sys.modules[module.partition(".")[0]]
+    folders = getattr(package, "__path__", [])
+    paths = sorted(chain.from_iterable(Path(folder).rglob("*.py") for folder in folders))
+    return digest([sha256_file(path) for path in paths or [Path(str(package.__file__))]])

@@ -1,0 +1,156 @@
+"""Results of finished tasks are kept, and computed again only if what they depend on changed."""
+
+import json
+import shutil
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from cellmill.config import plugin
+from cellmill.config.parts.tasks import TaskConfig
+from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.task import Context
+from cellmill.runs import results
+from cellmill.runs.results import TaskResult
+from tests.unit.evaluated import evaluate, with_config, with_obs
+
+TASKS: dict[str, Any] = {"probe": {"seeds": 1}, "reconstruct": {}}
+EARLIER = ": finished earlier"
+
+
+class FragileConfig(TaskConfig):
+    """Options of a task that may fail, or lack a package."""
+
+    implementation = f"{__name__}:Fragile"
+    name: Literal["fragile"] = "fragile"
+    fails: bool = False
+    package: str | None = None
+
+    def packages(self) -> dict[str, str]:
+        return {self.package: "extra"} if self.package else {}
+
+
+class Fragile:
+    def __init__(self, config: FragileConfig) -> None:
+        self.config = config
+
+    def run(self, context: Context) -> TaskResult:
+        if self.config.fails:
+            raise ValueError("as asked")
+        return TaskResult(figures={"cells": context.reader.n_obs})
+
+
+@pytest.fixture
+def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fragile task, as of an installed package."""
+    point = EntryPoint("fragile", f"{__name__}:FragileConfig", "cellmill.task")
+    monkeypatch.setattr(
+        plugin, "entry_points", lambda group: [point] if group == "cellmill.task" else []
+    )
+
+
+def read_earlier(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Names of the tasks that the log says were finished earlier."""
+    names = []
+    for line in capsys.readouterr().out.splitlines():
+        if EARLIER in line:
+            names.append(line.partition(EARLIER)[0].partition(": ")[2])
+    return names
+
+
+def test_another_option_of_one_task_repeats_only_that_task(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "kept" / "metrics.json"
+    evaluate(corpus, out, tasks=TASKS)
+    assert read_earlier(capsys) == []
+    changed = TASKS | {"reconstruct": {"objective": {"mask_frac": 0.3}}}
+    found = evaluate(corpus, out, tasks=changed)
+    assert read_earlier(capsys) == ["probe"]
+    assert found == evaluate(corpus, tmp_path / "new" / "metrics.json", tasks=changed)
+
+
+def test_a_failing_task_loses_only_itself(
+    corpus: dict[str, Path], tmp_path: Path, fragile: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    with pytest.raises(DataError, match="task 'fragile' failed"):
+        evaluate(corpus, out, tasks={"reconstruct": {}, "fragile": {"fails": True}})
+    capsys.readouterr()
+    evaluate(corpus, out, tasks={"reconstruct": {}, "fragile": {}})
+    assert read_earlier(capsys) == ["reconstruct"]
+
+
+def test_the_last_metrics_outlive_an_interrupted_rerun(
+    corpus: dict[str, Path], tmp_path: Path, fragile: None
+) -> None:
+    out = tmp_path / "metrics.json"
+    evaluate(corpus, out, tasks={"fragile": {}})
+    complete = results.read(out)
+    out.unlink()  # as Snakemake does before a rerun
+    with pytest.raises(DataError, match="task 'fragile' failed"):
+        evaluate(corpus, out, tasks={"fragile": {"fails": True}})
+    assert results.read(tmp_path / "finished" / "metrics.json") == complete
+
+
+def test_a_missing_package_is_found_before_any_task_runs(
+    corpus: dict[str, Path], tmp_path: Path, fragile: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = {"reconstruct": {}, "fragile": {"package": "no_such_module"}}
+    message = (
+        r"^evaluate.tasks.fragile requires no_such_module, which is missing: pip install "
+        r"'cellmill\[extra\]', or take it out of evaluate.tasks$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        evaluate(corpus, tmp_path / "metrics.json", tasks=tasks)
+    assert "reconstruct" not in capsys.readouterr().out
+
+
+def test_another_seed_or_other_cells_repeat_every_task(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
+    evaluate(corpus, out, **few)
+    evaluate(corpus, out, seed=1, **few)
+    other = with_obs(corpus, tmp_path, "simulated", note="changed")
+    evaluate(other, out, **few)
+    assert read_earlier(capsys) == []
+
+
+def test_another_export_repeats_every_task(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
+    evaluate(corpus, out, **few)
+    model = with_config(shutil.copytree(corpus["model"], tmp_path / "model"), step=7)
+    evaluate(corpus | {"model": model}, out, **few)
+    assert read_earlier(capsys) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"rows": 3}'])
+def test_a_damaged_result_is_computed_again(
+    corpus: dict[str, Path], tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    few: dict[str, Any] = {"tasks": {"reconstruct": {}}}
+    first = evaluate(corpus, out, **few)
+    [path] = (tmp_path / "finished").glob("*.task.json")
+    path.write_text(text)
+    assert evaluate(corpus, out, **few) == first
+    assert read_earlier(capsys) == []
+    assert json.loads(path.read_text())["figures"]["n_cells"] > 0
+
+
+def test_an_unchanged_evaluation_runs_no_task(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    few: dict[str, Any] = {"tasks": {"reconstruct": {}, "throughput": {}}}
+    first = evaluate(corpus, out, **few)
+    capsys.readouterr()
+    assert evaluate(corpus, out, **few) == first
+    assert read_earlier(capsys) == ["reconstruct", "throughput"]
