@@ -7,6 +7,7 @@ few steps. Each task runs in an evaluation of its own, on one thread; the same e
     python benchmarks/evaluation.py --cells 4989 --tasks probe few_shot
     python benchmarks/evaluation.py --cells 10000 --tasks integration clustering
     python benchmarks/evaluation.py --before SRC         # also with the cellmill of another checkout
+    python benchmarks/evaluation.py --parts              # what one fold of `probe` does with all genes
 """
 
 import argparse
@@ -16,10 +17,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import scipy.sparse as sp
 from origin import commit, machine
+from scipy.linalg.blas import ssyrk
+from threadpoolctl import threadpool_limits
 
+from cellmill.data.arrays import log_normalise
+from cellmill.data.inputs.formats import open_dataset
+from cellmill.evaluate.classifiers.fitted import NearestCells
+from cellmill.evaluate.classifiers.logistic import LogisticRegression
+from cellmill.evaluate.components import RankedGenes, pca
 from cellmill.runs import results
 
 CONFIG = """
@@ -47,6 +59,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["probe", "few_shot"], help="(default: two)")
     parser.add_argument("--repeats", type=int, default=1, help="turns (default: %(default)s)")
     parser.add_argument("--before", type=Path, help="folder src of another checkout")
+    parser.add_argument("--parts", action="store_true", help="parts of a fold, instead of tasks")
     parser.add_argument("--folder", type=Path, help="keep the files here, and use those that exist")
     arguments = parser.parse_args()
     sources = {"now": Path(results.__file__).parents[2]}
@@ -55,6 +68,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cellmill-evaluation-") as name:
         folder = arguments.folder or Path(name)
         prepare(folder, arguments.cells, arguments.genes)
+        if arguments.parts:
+            print(f"{machine()}; commit {commit()}; `{shlex.join(['python', *sys.argv])}`\n")
+            print_parts(folder)
+            return
         spent: dict[tuple[str, str], list[float]] = {}
         peaks: dict[tuple[str, str], float] = {}
         for _ in range(arguments.repeats):
@@ -129,6 +146,37 @@ def measure(folder: Path, source: Path, words: list[str]) -> tuple[float, float]
     if status:
         sys.exit("\n".join([f"{words[0]} failed:", *lines[-20:], log.stderr]))
     return cpu_s, peak
+
+
+def print_parts(folder: Path) -> None:
+    """CPU-seconds of the parts of one fold of `probe` that read all genes, on one thread.
+
+    The last line is no part: the kernel of all fitted cells by one product in float32, from which
+    neighbours and both regressions could be computed.
+    """
+    with open_dataset(folder / "sim.h5ad") as reader:
+        labels = reader.obs["cell_type"].to_numpy().astype(str)
+        counts = sp.vstack([*reader.rows(4096)], format="csr")
+    profiles = log_normalise(counts)
+    is_tested = np.arange(len(labels)) % 5 == 0
+    train = np.flatnonzero(~is_tested)
+    fitted = profiles[train]
+    own = labels[train]
+    nearest = NearestCells(15)
+    parts: dict[str, Callable[[], object]] = {
+        "ranks of genes, once": lambda: RankedGenes(profiles),
+        "PCA of all genes": lambda: pca(fitted.shape).fit(fitted),
+        "kNN": lambda: nearest.fit(fitted, own).predict(profiles[is_tested]),
+        "regression": lambda: LogisticRegression(standardised=True).fit(fitted, own),
+        "regression, unscaled": lambda: LogisticRegression(standardised=False).fit(fitted, own),
+        "(kernel of the fitted cells)": lambda: ssyrk(1.0, fitted.toarray()),
+    }
+    print("| part of a fold | CPU-seconds |\n|---|---:|")
+    with threadpool_limits(1):
+        for name, work in parts.items():
+            started = time.process_time()
+            work()
+            print(f"| {name} | {time.process_time() - started:.1f} |", flush=True)
 
 
 def largest_difference(folder: Path, task: str) -> float:

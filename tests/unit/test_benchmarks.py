@@ -19,6 +19,7 @@ TINY = {
     "checkpoint.py write": "write --saves 1 --layers 1 --hidden 96",
     "dag.py": "--runs 1 --repeats 1 --launchers 1 --seconds 1",
     "demo.py": "--repeats 1 --until shard",
+    "evaluation.py": "--cells 300 --genes 300 --parts",
     "embed.py": "--cells 300 --detected 100 --repeats 1",
     "finetune.py": "{cells} --label cell_type --shots 5 --seeds 1 --epochs 1 --steps 2 --methods lora",
     "gpu.py": "--toy",

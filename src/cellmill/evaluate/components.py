@@ -5,9 +5,9 @@ from typing import Any, Self
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from numpy import ndarray
 from scipy.linalg import svd
+from scipy.sparse import csr_matrix
 from scipy.sparse.linalg import LinearOperator, eigsh
 from sklearn.base import BaseEstimator
 from sklearn.utils.extmath import svd_flip
@@ -35,12 +35,12 @@ class PrincipalComponents(BaseEstimator):
     def __init__(self, n_components: int) -> None:
         self.n_components = n_components
 
-    def fit(self, cells: sp.csr_matrix, labels: None = None) -> Self:
+    def fit(self, cells: csr_matrix, labels: None = None) -> Self:
         """Fit to `cells`, `(n, features)`."""
         self.fit_transform(cells)
         return self
 
-    def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> ndarray:
+    def fit_transform(self, cells: csr_matrix, labels: None = None) -> ndarray:
         """Fit to `cells`, `(n, features)`, and return their components."""
         mean = mean_variance_axis(cells, axis=0)[0]
 
@@ -86,7 +86,7 @@ class PrincipalComponents(BaseEstimator):
         basis, _ = np.linalg.qr(vectors)
         return basis
 
-    def transform(self, cells: sp.csr_matrix) -> ndarray:
+    def transform(self, cells: csr_matrix) -> ndarray:
         """Components of `cells`, `(n, features)`."""
         return np.asarray(cells @ self.components_.T - self._center)
 
@@ -99,12 +99,12 @@ def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponen
     return PrincipalComponents(max(1, n_components))
 
 
-def fit_own_components(profiles: sp.csr_matrix) -> ndarray:
+def fit_own_components(profiles: csr_matrix) -> ndarray:
     """Principal components fitted on the cells themselves, `(cells, components)`."""
     return np.asarray(pca(profiles.shape).fit_transform(profiles))
 
 
-def choose_variable_genes(profiles: sp.csr_matrix) -> ndarray:
+def choose_variable_genes(profiles: csr_matrix) -> ndarray:
     """The VARIABLE_GENES most variable genes, ascending: scanpy's highly_variable_genes of flavor
     seurat.
 
@@ -132,7 +132,7 @@ class RankedGenes:
     have `above` it, sparse.
     """
 
-    def __init__(self, genes: sp.csr_matrix) -> None:
+    def __init__(self, genes: csr_matrix) -> None:
         self.above = genes.astype(np.float64)
         self.above.eliminate_zeros()
         n, width = genes.shape

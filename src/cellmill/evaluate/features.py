@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import scipy.sparse as sp
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.inputs.reader import CountsReader
@@ -16,10 +17,10 @@ from cellmill.evaluate.methods import (
     TRAINING_COMPONENTS,
     UNTRAINED,
     Features,
-    external_method,
 )
 from cellmill.evaluate.task import Context
 from cellmill.models.family import Model
+from cellmill.runs.results import ScoredMethod
 
 TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
 ROW_BLOCK = 4096  # cells read at once
@@ -28,16 +29,13 @@ ROW_BLOCK = 4096  # cells read at once
 def cell_features(context: Context, cells: ndarray, embedding: ndarray | None = None) -> Features:
     """Features of `cells` (indices, ascending), including embeddings by models of other packages."""
     features = features_of_counts(context, read_rows(context.reader, cells), embedding)
-    return features | external_features(context, cells)
-
-
-def external_features(context: Context, cells: ndarray) -> Features:
-    """Embeddings of `cells` (indices) by models of other packages."""
-    return {external_method(name): vectors[cells] for name, vectors in context.external.items()}
+    for name, vectors in context.external.items():
+        features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
+    return features
 
 
 def features_of_counts(
-    context: Context, counts: sp.csr_matrix, embedding: ndarray | None = None
+    context: Context, counts: csr_matrix, embedding: ndarray | None = None
 ) -> Features:
     """Features by method, `(cells, width)`; only the features of all genes are sparse. A known
     `embedding` is not computed again.
@@ -55,7 +53,7 @@ def features_of_counts(
 
 
 def embed_counts(
-    context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
+    context: Context, counts: csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
 ) -> ndarray:
     """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens.
 
@@ -69,7 +67,7 @@ def embed_counts(
     return np.nan_to_num(vectors)
 
 
-def keep_columns(counts: sp.csr_matrix, kept: ndarray) -> sp.csr_matrix:
+def keep_columns(counts: csr_matrix, kept: ndarray) -> csr_matrix:
     """Counts, set to 0 in the columns where `kept`, bool `(columns,)`, is False."""
     changed = counts.copy()
     changed.data = counts.data * kept[counts.indices].astype(counts.dtype)
@@ -77,7 +75,7 @@ def keep_columns(counts: sp.csr_matrix, kept: ndarray) -> sp.csr_matrix:
     return changed
 
 
-def read_rows(reader: CountsReader, cells: ndarray) -> sp.csr_matrix:
+def read_rows(reader: CountsReader, cells: ndarray) -> csr_matrix:
     """Counts of the cells with these indices, in the order of the file."""
     mask = np.isin(np.arange(reader.n_obs), cells)
     blocks = []

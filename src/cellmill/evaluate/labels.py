@@ -84,13 +84,11 @@ def labelled_cells(
 
 def _listed(classes: dict[str, int]) -> str:
     """The largest classes with their cells, and how many more there are."""
-    if not classes:
-        return "no class"
     shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:SHOWN_CLASSES])
     others = [*classes.values()][SHOWN_CLASSES:]
-    return shown + (
-        f" and {len(others):,} more classes with {sum(others):,} cells" if others else ""
-    )
+    if not others:
+        return shown or "no class"
+    return f"{shown} and {len(others):,} more classes with {sum(others):,} cells"
 
 
 def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:

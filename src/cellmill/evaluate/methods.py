@@ -28,11 +28,6 @@ UNSCALED_REGRESSION = "logistic regression, unscaled"
 KNN = "kNN"
 
 
-def external_method(name: str) -> ScoredMethod:
-    """Features by a model of another package: neither model nor baseline."""
-    return ScoredMethod(f"external: {name}", kind="external")
-
-
 def add_note(method: ScoredMethod, note: str) -> ScoredMethod:
     """The method with a note after the name of its features, such as the cells it is fitted on."""
     return replace(method, features=f"{method.features}{note}")

@@ -271,13 +271,7 @@ class Predictions:
         """Classes of cells and of predictions, sorted: a class number is an index into it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
-    def record(
-        self,
-        condition: str,
-        repetition: int,
-        cells: ndarray,
-        classes: Arrays,
-    ) -> None:
+    def record(self, condition: str, repetition: int, cells: ndarray, classes: Arrays) -> None:
         """Keep the predicted `classes` (text) of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
         for method, predicted in classes.items():

@@ -9,21 +9,58 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import scipy.sparse as sp
 from sklearn import config_context
+from sklearn.utils.extmath import row_norms
 from threadpoolctl import ThreadpoolController
 
 from cellmill.config.plugin import load
 from cellmill.evaluate.baselines import CachedClassifiers
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
-from cellmill.evaluate.classifiers.nearest import NearestCells
 from cellmill.evaluate.methods import KNN, RANKED, REGRESSION, UNSCALED_REGRESSION, Arrays, Features
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
+COMPARED = 512  # cells compared with all fitted cells at once
 _libraries = cache(ThreadpoolController)  # finding them takes longer than many a fit
+
+
+class NearestCells:
+    """Predicts the most frequent class of the nearest fitted cells, by Euclidean distance; the
+    first of equally frequent classes.
+    """
+
+    def __init__(self, neighbors: int) -> None:
+        self.neighbors = neighbors
+
+    def __repr__(self) -> str:
+        return f"NearestCells({self.neighbors})"
+
+    def fit(self, features: Any, labels: np.ndarray) -> Self:
+        """Keep `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`."""
+        self.classes, class_of_cell = np.unique(labels, return_inverse=True)
+        self._votes = np.eye(len(self.classes))[class_of_cell]  # (cells, classes)
+        values = features.astype(np.float64)
+        self._squares = row_norms(values, squared=True)
+        self._transposed = values.T.tocsr() if sp.issparse(values) else values.T
+        return self
+
+    def predict(self, features: Any) -> np.ndarray:
+        """The class of each cell, `(cells,)`, of features `(cells, width)`."""
+        numbers = []
+        for first in range(0, features.shape[0], COMPARED):
+            block = features[first : first + COMPARED].astype(np.float64)
+            products = block @ self._transposed  # (block, fitted cells)
+            if sp.issparse(products):
+                products = products.toarray()
+            # squared distances without the cell's own square, which is the same for all
+            distances = self._squares - 2 * products
+            nearest = distances.argpartition(self.neighbors - 1, axis=1)[:, : self.neighbors]
+            numbers.append(self._votes[nearest].sum(1).argmax(1))
+        return self.classes[np.concatenate(numbers)]
 
 
 def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str, Any]:
@@ -54,10 +91,7 @@ def select_cells(features: Features, cells: np.ndarray) -> Features:
 
 
 def fit_all(
-    features: Features,
-    labels: np.ndarray,
-    neighbors: int,
-    context: Context,
+    features: Features, labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[ScoredMethod, CachedClassifiers]:
     """Classifiers by features; `features` are `(cells, width)` each, dense or sparse.
 

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 
 from cellmill.config.checks import check_rows
 from cellmill.config.corpus import DATASET
@@ -110,7 +110,7 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
 
 
 def tokenize_blocks(
-    rows: Iterable[sp.csr_matrix],
+    rows: Iterable[csr_matrix],
     columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
@@ -178,7 +178,7 @@ def embed_cells(
     column_counts = np.zeros(reader.n_vars)
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
 
-    def rows() -> Iterator[sp.csr_matrix]:
+    def rows() -> Iterator[csr_matrix]:
         """Blocks of the file. If some names are unknown, add up the counts of each column."""
         for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
             if unnamed:

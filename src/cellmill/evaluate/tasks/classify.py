@@ -19,12 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
 from cellmill.evaluate.baselines import BaselineCache
-from cellmill.evaluate.classifiers.fitted import (
-    fit_all,
-    predict_all,
-    select_cells,
-    small_problems,
-)
+from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_cells, small_problems
 from cellmill.evaluate.components import (
     COMPONENTS,
     VARIABLE_GENES,

@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import ClusteringConfig
 from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.components import COMPONENTS, fit_own_components
-from cellmill.evaluate.features import external_features, features_of_counts, read_rows
+from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
@@ -106,9 +106,8 @@ class Clustering(Task):
         chosen = labelled_cells(
             context, "clustering", config.min_cells, "evaluate.tasks.clustering.min_cells"
         )
-        counts = read_rows(context.reader, chosen.cells)
         labels = chosen.labels
-        features = features_of_counts(context, counts, context.vectors[chosen.cells])
+        features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         genes = features.pop(ALL_GENES)
         components = ScoredMethod(f"PCA{COMPONENTS} of the scored cells")
         scaled = StandardScaler(with_mean=False).fit_transform(genes)
@@ -117,7 +116,6 @@ class Clustering(Task):
             add_note(components, ", scaled genes"): fit_own_components(scaled),
             ALL_GENES: genes,
         }
-        features |= external_features(context, chosen.cells)
         clusters = {
             method: self.cluster(method, values, labels, context, igraph)
             for method, values in features.items()

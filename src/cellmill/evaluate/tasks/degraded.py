@@ -15,15 +15,11 @@ from typing import Self
 import numpy as np
 import scipy.sparse as sp
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
-from cellmill.evaluate.classifiers.fitted import (
-    fit_all,
-    predict_all,
-    select_cells,
-    small_problems,
-)
+from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_cells, small_problems
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.evaluated import PCA_CELLS, read_training_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
@@ -56,19 +52,10 @@ PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
 PANEL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of the panel")
 PANEL_GENES = ScoredMethod("all genes of the panel")
 
-Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
+Degrade = Callable[[csr_matrix, np.random.Generator], csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
-Project = Callable[[sp.csr_matrix], ndarray]
+Project = Callable[[csr_matrix], ndarray]
 """Counts `(cells, genes of the file)` -> components `(cells, components)`."""
-
-
-@dataclass(frozen=True)
-class LevelFeatures:
-    """Features of all cells that are made for the genes or the depth of one level."""
-
-    by_level: dict[str, Features]  # the level, WHOLE and perhaps other levels
-    # whole cells are restricted to the genes of the level, so all classifiers are the same
-    knows_panel: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class TrainingCounts:
     """Counts of the model's training cells, on which components for degraded cells are fitted."""
 
     context: Context
-    counts: sp.csr_matrix  # `(cells, genes of the vocabulary)`
+    counts: csr_matrix  # `(cells, genes of the vocabulary)`
     per_1k: Project
 
     @classmethod
@@ -88,7 +75,7 @@ class TrainingCounts:
         counts = read_training_counts(manifest, PCA_CELLS)[:PCA_CELLS]
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
-    def project_panel(self, panel: sp.csr_matrix) -> ndarray:
+    def project_panel(self, panel: csr_matrix) -> ndarray:
         """Components of cells `panel`, fitted on training cells with only the genes that these have."""
         rows = self.context.columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
@@ -101,12 +88,12 @@ class TrainingCounts:
 
 
 def _fit_components(
-    context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
+    context: Context, fitted: csr_matrix, normalise: Callable[[csr_matrix], csr_matrix]
 ) -> Project:
     """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
     components = pca(fitted.shape).fit(normalise(fitted))
 
-    def project(counts: sp.csr_matrix) -> ndarray:
+    def project(counts: csr_matrix) -> ndarray:
         known = select_columns(counts, context.columns.target, fitted.shape[1])
         return components.transform(normalise(known))
 
@@ -148,7 +135,7 @@ class Degraded(Task):
             for level, degrade in levels.items():
                 counts[level] = degrade(whole, generator)
             cells = {level: features_of_counts(context, values) for level, values in counts.items()}
-            made_for: dict[str, LevelFeatures] = {}
+            made_for: dict[str, dict[str, Features]] = {}
             if training is not None:
                 for level, values in counts.items():
                     cells[level][PER_1K] = training.per_1k(values)
@@ -157,11 +144,11 @@ class Degraded(Task):
                     made_for[level] = self._make_features(level, counts, cells, training, draw)
             for split in split_by_class(chosen.labels, options.folds, 1, options.seed + repeat):
                 with small_problems():
-                    predicted = self._predict(context, cells, chosen.labels, split)
+                    predicted = self._predict(context, cells, cells, chosen.labels, split)
                     for level, features in made_for.items():
-                        by_way = self._predict_level(context, level, features, chosen.labels, split)
-                        for way, classes in by_way.items():
-                            predicted[f"{level}, {way}"] |= classes
+                        added = self._predict(context, features, [level], chosen.labels, split)
+                        for column, classes in added.items():
+                            predicted[column] |= classes
                 largest = {MAJORITY: majority(chosen.labels[split.train], len(split.test))}
                 for column, classes in predicted.items():
                     predictions.record(column, repeat, split.test, classes | largest)
@@ -172,13 +159,13 @@ class Degraded(Task):
     def _make_features(
         self,
         level: str,
-        counts: Mapping[str, sp.csr_matrix],
+        counts: Mapping[str, csr_matrix],
         cells: Mapping[str, Features],
         training: TrainingCounts,
         generator: np.random.Generator,
-    ) -> LevelFeatures:
-        """Features for the genes or the depth of `level`: of baselines, and for a panel also of the
-        model.
+    ) -> dict[str, Features]:
+        """Features for the genes or the depth of `level`, by level: of baselines, and for a panel,
+        whose cells have only this level, also of the model.
         """
         if isinstance(self.config, MissingGenesConfig):
             panel_features = {
@@ -186,66 +173,39 @@ class Degraded(Task):
                 PANEL_COMPONENTS: training.project_panel(counts[level]),
                 PANEL_GENES: cells[level][ALL_GENES],
             }
-            return LevelFeatures({level: panel_features}, knows_panel=True)
+            return {level: panel_features}
         project = training.fit_thinned(self.levels()[level], generator)
-        thinned_features: dict[str, Features] = {}
-        for name, values in counts.items():
-            thinned_features[name] = {THINNED_COMPONENTS: project(values)}
-        return LevelFeatures(thinned_features, knows_panel=False)
+        return {name: {THINNED_COMPONENTS: project(values)} for name, values in counts.items()}
 
     def _predict(
         self,
         context: Context,
-        cells: Mapping[str, Features],
+        by_level: Mapping[str, Features],
+        levels: Iterable[str],
         labels: ndarray,
         split: Split,
     ) -> dict[str, Arrays]:
-        """Classes of the test cells by column; `cells` are features of all cells by level."""
+        """Classes of the test cells of some `levels` by column; `by_level` are features of all
+        cells. Features of one level have the same classes in all its columns.
+        """
         neighbors = self.config.neighbors
-        train = split.train
-        test = split.test
-        trained = {level: select_cells(features, train) for level, features in cells.items()}
+        trained = {name: select_cells(values, split.train) for name, values in by_level.items()}
         fitted = {}
-        for level, features in trained.items():
-            fitted[level] = fit_all(features, labels[train], neighbors, context)
-        labels_of_all = np.tile(labels[train], len(cells))
+        for name, features in trained.items():
+            fitted[name] = fit_all(features, labels[split.train], neighbors, context)
+        labels_of_all = np.tile(labels[split.train], len(trained))
         on_all = fit_all(stack_levels(trained.values()), labels_of_all, neighbors, context)
-        predicted = {WHOLE: predict_all(fitted[WHOLE], select_cells(cells[WHOLE], test))}
-        for level, features in cells.items():
+        predicted = {}
+        for level in levels:
+            tested = select_cells(by_level[level], split.test)
             if level == WHOLE:
+                predicted[WHOLE] = predict_all(fitted[WHOLE], tested)
                 continue
-            tested = select_cells(features, test)
             predicted[f"{level}, {MATCHED}"] = predict_all(fitted[level], tested)
-            predicted[f"{level}, {SHIFTED}"] = predict_all(fitted[WHOLE], tested)
+            on_whole = fitted.get(WHOLE, fitted[level])
+            predicted[f"{level}, {SHIFTED}"] = predict_all(on_whole, tested)
             predicted[f"{level}, {ALL_LEVELS}"] = predict_all(on_all, tested)
         return predicted
-
-    def _predict_level(
-        self,
-        context: Context,
-        level: str,
-        features: LevelFeatures,
-        labels: ndarray,
-        split: Split,
-    ) -> dict[str, Arrays]:
-        """Classes of the test cells by way of training, from features that are made for `level`."""
-        neighbors = self.config.neighbors
-        train = split.train
-        test = split.test
-        tested = select_cells(features.by_level[level], test)
-        trained = {name: select_cells(values, train) for name, values in features.by_level.items()}
-        on_level = fit_all(trained[level], labels[train], neighbors, context)
-        matched = predict_all(on_level, tested)
-        if features.knows_panel:
-            return dict.fromkeys((MATCHED, SHIFTED, ALL_LEVELS), matched)
-        on_whole = fit_all(trained[WHOLE], labels[train], neighbors, context)
-        labels_of_all = np.tile(labels[train], len(trained))
-        on_all = fit_all(stack_levels(trained.values()), labels_of_all, neighbors, context)
-        return {
-            MATCHED: matched,
-            SHIFTED: predict_all(on_whole, tested),
-            ALL_LEVELS: predict_all(on_all, tested),
-        }
 
 
 def stack_levels(levels: Iterable[Features]) -> Features:
@@ -258,13 +218,13 @@ def stack_levels(levels: Iterable[Features]) -> Features:
     return stacked
 
 
-def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
+def log_per_1k(counts: csr_matrix) -> csr_matrix:
     """log(1 + counts per 1,000 of the cell), float32; a cell without counts stays zero."""
     values = np.log1p(counts_per_10k(counts.data, counts.indptr) / 10).astype(np.float32)
-    return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
+    return csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
 
 
-def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
+def thin(frac: float, counts: csr_matrix, generator: np.random.Generator) -> csr_matrix:
     """Keep each count with probability `frac`."""
     thinned = counts.copy()
     thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
@@ -272,7 +232,7 @@ def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> 
     return thinned
 
 
-def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
+def keep_genes(n: int, counts: csr_matrix, generator: np.random.Generator) -> csr_matrix:
     """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
     drawn = generator.permutation(np.unique(counts.indices))[:n]
     return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))

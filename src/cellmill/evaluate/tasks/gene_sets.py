@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -24,12 +24,7 @@ from cellmill.errors import DataError
 from cellmill.evaluate.methods import Arrays
 from cellmill.evaluate.scores import ScoreColumn, seeded, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.genes import (
-    GeneTask,
-    auroc_terms,
-    expression_statistics,
-    read_lines,
-)
+from cellmill.evaluate.tasks.genes import GeneTask, auroc_terms, expression_statistics, read_lines
 from cellmill.runs.results import Score, ScoredMethod, TaskResult
 
 SETS = "gene sets"
@@ -56,7 +51,7 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
-    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: csr_matrix) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config = self.config
         fewest = max(config.min_genes, context.options.folds)
@@ -64,15 +59,20 @@ class GeneEmbedding(GeneTask):
         features = vectors | {STATISTICS: expression_statistics(profiles)}
         members: dict[str, dict[str, ndarray]] = {}
         numbers: dict[str, Any] = {"genes": int(expressed.sum())}
-        if config.gene_sets is not None:
-            path = Path(config.gene_sets)
-            members[SETS], found = _members(context, path, read_gene_sets(path), expressed, fewest)
-            numbers |= found
-        if config.transcription_factors is not None:
-            path = Path(config.transcription_factors)
-            genes = [*dict.fromkeys(fields[0] for _, fields in read_lines(path) if fields[0])]
-            members[FACTORS], found = _members(context, path, {path.stem: genes}, expressed, fewest)
-            numbers |= {f"{FACTORS}: {key}": value for key, value in found.items()}
+        for heading, file in ((SETS, config.gene_sets), (FACTORS, config.transcription_factors)):
+            if file is None:
+                continue
+            path = Path(file)
+            if heading == SETS:
+                genes_of_sets = read_gene_sets(path)
+            else:
+                lines = read_lines(path)
+                genes_of_sets = {
+                    path.stem: [*dict.fromkeys(fields[0] for _, fields in lines if fields[0])]
+                }
+            members[heading], found = _members(context, path, genes_of_sets, expressed, fewest)
+            prefix = "" if heading == SETS else f"{FACTORS}: "
+            numbers |= {f"{prefix}{key}": value for key, value in found.items()}
         columns = []
         by_set: Arrays = {}  # (sets, repetitions)
         for heading, sets in members.items():
@@ -93,11 +93,7 @@ class GeneEmbedding(GeneTask):
         return tabulate(columns, numbers, rows=rows)
 
     def _terms(
-        self,
-        context: Context,
-        features: Arrays,
-        sets: Mapping[str, ndarray],
-        expressed: ndarray,
+        self, context: Context, features: Arrays, sets: Mapping[str, ndarray], expressed: ndarray
     ) -> Arrays:
         """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
         repetition lacks.

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import scipy.sparse as sp
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 from scipy.stats import rankdata
 
 from cellmill.config.parts.tasks import GrnConfig
@@ -61,7 +61,7 @@ def average_precision(member: ndarray, scores: ndarray) -> float:
 class Grn(GeneTask):
     config: GrnConfig
 
-    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: csr_matrix) -> TaskResult:
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
         of the model.
         """
@@ -124,10 +124,7 @@ class Grn(GeneTask):
 
 
 def _ranked(
-    similarities: Arrays,
-    edge: ndarray,
-    candidate: ndarray,
-    seed: int,
+    similarities: Arrays, edge: ndarray, candidate: ndarray, seed: int
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
     """A column for each score, with the factors as units, and scores over all pairs by row.
 

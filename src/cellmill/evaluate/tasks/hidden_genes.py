@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
@@ -44,7 +44,7 @@ class HiddenGenes:
     """Counts of some cells, and the genes that are hidden in all of them."""
 
     context: Context
-    counts: sp.csr_matrix  # (C, F)
+    counts: csr_matrix  # (C, F)
     genes: ndarray  # (G,) int64: rows of the vocabulary, ascending
     # genes of the columns of `counts`, if these are not the columns of the dataset
     other_columns: GeneColumns | None = None
@@ -65,13 +65,13 @@ class HiddenGenes:
         return next(self.network.parameters()).device
 
     @cached_property
-    def visible(self) -> sp.csr_matrix:
+    def visible(self) -> csr_matrix:
         """(C, F): the counts without those of hidden genes."""
         is_hidden = np.isin(self.columns.target, self.genes)
         return keep_columns(self.counts, ~is_hidden)
 
     @cached_property
-    def profiles(self) -> sp.csr_matrix:
+    def profiles(self) -> csr_matrix:
         """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
         return log_normalise(self.to_vocabulary(self.visible))
 
@@ -94,7 +94,7 @@ class HiddenGenes:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
 
-    def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+    def to_vocabulary(self, counts: csr_matrix) -> csr_matrix:
         """(C, V): counts (C, F) by row of the vocabulary."""
         return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
 
@@ -147,9 +147,7 @@ def _decode_profiles(hidden: HiddenGenes, vectors: ndarray, objective: CellDecod
         # shares of the measured genes sum to 1
         shares = logits[:, measured_tokens].double().softmax(1)
         expression = expand_shares(
-            shares.cpu().numpy()[:, hidden_columns],
-            visible[block],
-            objective.predicts_log_counts,
+            shares.cpu().numpy()[:, hidden_columns], visible[block], objective.predicts_log_counts
         )
         blocks.append(expression)
     return np.concatenate(blocks).astype(np.float32)
@@ -192,11 +190,7 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> ndarray:
     return np.maximum(values, 0)
 
 
-def expand_shares(
-    shares: ndarray,
-    visible: sp.csr_matrix,
-    is_log: bool,
-) -> ndarray:
+def expand_shares(shares: ndarray, visible: csr_matrix, is_log: bool) -> ndarray:
     """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes with Poisson counts.
 
     `shares`, (C, G), are the shares of hidden genes in the cell's counts, or if `is_log` in the sum

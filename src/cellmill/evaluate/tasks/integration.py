@@ -34,7 +34,7 @@ from cellmill.data.arrays import text_values
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.components import COMPONENTS, fit_own_components
-from cellmill.evaluate.features import external_features, features_of_counts, read_rows
+from cellmill.evaluate.features import cell_features
 from cellmill.evaluate.labels import labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, Arrays
 from cellmill.evaluate.scores import ScoreColumn, seeded
@@ -108,22 +108,17 @@ class Integration(Task):
 
     def embed_cells(self, context: Context, cells: ndarray, batches: ndarray) -> Arrays:
         """Vectors of the cells by method, `(cells, width)`."""
-        counts = read_rows(context.reader, cells)
-        features = features_of_counts(context, counts, context.vectors[cells])
-        principal = fit_own_components(features.pop(ALL_GENES))
-        vectors = features | {PRINCIPAL: principal}
+        vectors = cell_features(context, cells, context.vectors[cells])
+        principal = fit_own_components(vectors.pop(ALL_GENES))
+        vectors[PRINCIPAL] = principal
         seed = context.options.seed
         if self.config.harmony:
             vectors[CORRECTED] = run_harmony(principal, batches, seed)
         vectors[RANDOM] = seeded(seed, 2).normal(size=vectors[EMBEDDING].shape)
-        return vectors | external_features(context, cells)
+        return vectors
 
     def measure(
-        self,
-        vectors: ndarray,
-        principal: ndarray,
-        batches: ndarray,
-        labels: ndarray,
+        self, vectors: ndarray, principal: ndarray, batches: ndarray, labels: ndarray
     ) -> dict[str, ndarray | float | None]:
         """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
         measure that does not apply.
@@ -213,11 +208,7 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     return sp.coo_matrix((weights, (edges.row, edges.col)), shape=(n, n))
 
 
-def lisi(
-    graph: NeighborGraph,
-    classes: ndarray,
-    perplexity: float,
-) -> ndarray:
+def lisi(graph: NeighborGraph, classes: ndarray, perplexity: float) -> ndarray:
     """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
     weights = neighbor_weights(graph.distances, perplexity)
     n_classes = int(classes.max()) + 1
@@ -254,11 +245,7 @@ def neighbor_weights(distances: ndarray, perplexity: float) -> ndarray:
     return weights / total[:, None]
 
 
-def kbet(
-    vectors: ndarray,
-    batches: ndarray,
-    labels: ndarray,
-) -> ndarray | None:
+def kbet(vectors: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
     """1 for a cell whose neighbours have the batch composition of its label, by a test at level 5 %,
     else 0; mean over labels.
 
@@ -298,11 +285,7 @@ def graph_connectivity(graph: NeighborGraph, labels: ndarray) -> float:
     return float(np.mean(shares))
 
 
-def bras(
-    vectors: ndarray,
-    batches: ndarray,
-    labels: ndarray,
-) -> ndarray | None:
+def bras(vectors: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
     """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label
     has two batches.
     """
@@ -350,11 +333,7 @@ def silhouettes(vectors: ndarray, labels: ndarray) -> ndarray:
     return (widths + 1) / 2
 
 
-def isolated_labels(
-    widths: ndarray,
-    batches: ndarray,
-    labels: ndarray,
-) -> ndarray | None:
+def isolated_labels(widths: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
     """Silhouettes `widths` of the labels in the fewest batches, mean over these labels; None if
     every label is in all batches.
     """
@@ -403,11 +382,7 @@ def average_labels(values: ndarray, labels: ndarray) -> ndarray | None:
     return terms
 
 
-def _sum_by_class(
-    classes: ndarray,
-    weights: ndarray,
-    n_classes: int,
-) -> ndarray:
+def _sum_by_class(classes: ndarray, weights: ndarray, n_classes: int) -> ndarray:
     """Sum of the weights of each class in each row, `(rows, n_classes)`."""
     n_rows = len(classes)
     # one bin for each pair of row and class

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 from numpy import ndarray
+from scipy.sparse import csr_matrix
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -34,21 +35,16 @@ from cellmill.evaluate.methods import (
     Features,
     add_note,
 )
-from cellmill.evaluate.scores import (
-    NOT_TESTED,
-    Predictions,
-    ScoreColumn,
-    table_rows,
-    tabulate,
-)
+from cellmill.evaluate.scores import NOT_TESTED, Predictions, ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import METRICS, majority
+from cellmill.evaluate.tasks.degraded import stack_levels
 from cellmill.evaluate.tasks.hidden_genes import HiddenGenes
-from cellmill.models.family import Model
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 KNOWN = "known labels"
 NEW = "new labels"
+SHARED_GENES = ScoredMethod("all shared genes")
 # tested cells of a column with intervals and verdicts: those of one or two cells say nothing
 FEWEST_JUDGED = 10
 
@@ -63,7 +59,7 @@ class CellGroup:
     names: list[str]
     left_out: dict[str, int]  # numbers of cells that are left out, by reason
     cells: ndarray  # indices of the cells in the dataset, ascending
-    counts: sp.csr_matrix  # `(cells, genes of the file)`
+    counts: csr_matrix  # `(cells, genes of the file)`
     labels: ndarray  # class of each cell; text
 
     @classmethod
@@ -88,14 +84,7 @@ class CellGroup:
             labels=chosen.labels,
         )
 
-    def select_cells(self, is_kept: ndarray) -> "CellGroup":
-        """The cells of a mask."""
-        kept = np.flatnonzero(is_kept)
-        return replace(
-            self, cells=self.cells[kept], counts=self.counts[kept], labels=self.labels[kept]
-        )
-
-    def select_genes(self, genes: list[str]) -> sp.csr_matrix:
+    def select_genes(self, genes: list[str]) -> csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
@@ -152,10 +141,10 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
     return shared
 
 
-def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> ndarray:
+def find_copies(fitted: csr_matrix, tested: csr_matrix) -> ndarray:
     """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
 
-    def rows(counts: sp.csr_matrix) -> list[bytes]:
+    def rows(counts: csr_matrix) -> list[bytes]:
         genes = counts.indices.astype(np.int64)
         values = counts.data.astype(np.float64)
         bounds = zip(counts.indptr, counts.indptr[1:])
@@ -170,51 +159,48 @@ def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> ndarray:
 def transfer_features(
     model: EvaluatedModel, genes: list[str], fitted: list[CellGroup], tested: CellGroup
 ) -> tuple[Features, Features]:
-    """Features by method, `(cells, width)`, of fitted and of tested cells, from the counts of
-    `genes`.
-    """
+    """Features of fitted and of tested cells, from the counts of `genes`."""
     n_genes = model.vocabulary.n_genes
-    fitted_counts = sp.vstack([group.select_genes(genes) for group in fitted], format="csr")
-    counts = (fitted_counts, tested.select_genes(genes))
-    profiles = [log_normalise(part) for part in counts]
     rows = model.vocabulary.rows_of(genes).astype(np.int32)
     hidden = np.setdiff1d(np.arange(n_genes), rows)
-    groups = (*fitted, tested)
-
-    # each list below has two entries: of fitted cells, and of tested cells
-    def embed_shared(network: Model) -> list[ndarray]:
-        parts = [
-            HiddenGenes(group.context, group.counts, hidden).embed(network) for group in groups
-        ]
-        return [np.concatenate(parts[:-1]), parts[-1]]
-
-    vectors = [group.context.vectors[group.cells] for group in groups]
-    whole = [np.concatenate(vectors[:-1]), vectors[-1]]
-    both: Features = {EMBEDDING: whole}
+    groups = [*fitted, tested]
     measured = np.concatenate([group.context.measured_genes for group in groups])
-    if np.isin(hidden, measured).any():
-        both = {EMBEDDING: embed_shared(model.network), FULL_PANEL: whole}
-    both[UNTRAINED] = embed_shared(model.untrained)
-    both[TRAINING_COMPONENTS] = [
-        model.components.transform(log_normalise(select_columns(part, rows, n_genes)))
-        for part in counts
-    ]
-    if min(profiles[0].shape) > 1:
+    hides_genes = np.isin(hidden, measured).any()
+
+    def read_features(group: CellGroup) -> Features:
+        """Features that need no other cells."""
+        counts = group.select_genes(genes)
+        shared = HiddenGenes(group.context, group.counts, hidden)
+        whole = group.context.vectors[group.cells]
+        features: Features = {EMBEDDING: whole}
+        if hides_genes:
+            features = {EMBEDDING: shared.embed(model.network), FULL_PANEL: whole}
+        features[UNTRAINED] = shared.embed(model.untrained)
+        known = log_normalise(select_columns(counts, rows, n_genes))
+        features[TRAINING_COMPONENTS] = model.components.transform(known)
+        features[SHARED_GENES] = log_normalise(counts)
+        return features
+
+    fitted_features = stack_levels(map(read_features, fitted))
+    tested_features = read_features(tested)
+    profiles = fitted_features[SHARED_GENES]
+    tested_profiles = tested_features[SHARED_GENES]
+    if min(profiles.shape) > 1:
         components = ScoredMethod(f"PCA{COMPONENTS} of the fitted cells")
         scaler = StandardScaler(with_mean=False)
         for method, unfitted in (
-            (components, pca(profiles[0].shape)),
-            (add_note(components, ", scaled genes"), make_pipeline(scaler, pca(profiles[0].shape))),
+            (components, pca(profiles.shape)),
+            (add_note(components, ", scaled genes"), make_pipeline(scaler, pca(profiles.shape))),
         ):
-            unfitted.fit(profiles[0])
-            both[method] = [unfitted.transform(part) for part in profiles]
-    both[ScoredMethod("all shared genes")] = profiles
-    n_fitted = len(whole[0])
+            unfitted.fit(profiles)
+            fitted_features[method] = unfitted.transform(profiles)
+            tested_features[method] = unfitted.transform(tested_profiles)
     labels = np.concatenate([group.labels for group in fitted])
-    ranked = RankedGenes(sp.vstack(profiles, format="csr")).select(np.arange(n_fitted), labels)
-    both[RANKED] = [ranked[:n_fitted], ranked[n_fitted:]]
-    fitted_features = {method: parts[0] for method, parts in both.items()}
-    tested_features = {method: parts[1] for method, parts in both.items()}
+    n_fitted = len(labels)
+    ranks = RankedGenes(sp.vstack([profiles, tested_profiles], format="csr"))
+    ranked = ranks.select(np.arange(n_fitted), labels)
+    fitted_features[RANKED] = ranked[:n_fitted]
+    tested_features[RANKED] = ranked[n_fitted:]
     return fitted_features, tested_features
 
 
@@ -235,7 +221,15 @@ class Transfer(Task):
         compared = self._read_cells(context)
         numbers = compared.numbers
         ids = config.ontology and _are_ids([*compared.fitted, compared.tested])
-        _check_labels(compared, numbers, bool(ids))
+        fitted_names = tally(compared.fitted_labels)
+        if len(fitted_names) < 2:
+            raise Skipped(f"the cells of {numbers['fitted_on']} have one label", numbers)
+        is_known = compared.is_known
+        if not (is_known.any() or (ids and len(is_known))):
+            fitted_labels = ", ".join([*fitted_names][:3])
+            tested_labels = ", ".join([*numbers["new_classes"]][:3]) or "none"
+            reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
+            raise Skipped(reason, numbers)
         predictions = self._predict(context, compared)
         return _result(predictions, numbers, ids)
 
@@ -254,7 +248,14 @@ class Transfer(Task):
         genes = shared_genes([*fitted, tested])
         fitted_counts = sp.vstack([group.select_genes(genes) for group in fitted], format="csr")
         is_copy = find_copies(fitted_counts, tested.select_genes(genes))
-        return ComparedCells(fitted, tested.select_cells(~is_copy), genes, int(is_copy.sum()))
+        kept = np.flatnonzero(~is_copy)
+        tested = replace(
+            tested,
+            cells=tested.cells[kept],
+            counts=tested.counts[kept],
+            labels=tested.labels[kept],
+        )
+        return ComparedCells(fitted, tested, genes, int(is_copy.sum()))
 
     def _predict(self, context: Context, compared: ComparedCells) -> Predictions:
         """Classes of the tested cells: those of a fitted label, and the others."""
@@ -275,22 +276,6 @@ class Transfer(Task):
                 classes = {method: values[cells] for method, values in predicted.items()}
                 predictions.record(condition, 0, cells, classes)
         return predictions
-
-
-def _check_labels(compared: ComparedCells, numbers: dict[str, Any], ids: bool) -> None:
-    """Raise Skipped unless there are two fitted labels, one of which, or any ids, the tested cells
-    have.
-    """
-    fitted_names = tally(compared.fitted_labels)
-    if len(fitted_names) < 2:
-        raise Skipped(f"the cells of {numbers['fitted_on']} have one label", numbers)
-    is_known = compared.is_known
-    if not (is_known.any() or (ids and len(is_known))):
-        fitted_labels = ", ".join([*fitted_names][:3])
-        tested_labels = ", ".join([*numbers["new_classes"]][:3]) or "none"
-        raise Skipped(
-            f"no label in common: fitted {fitted_labels}, tested {tested_labels}", numbers
-        )
 
 
 def _find_label(roles: dict[str, pd.Series], context: Context, dataset: str) -> pd.Series:
