@@ -142,8 +142,8 @@ def minimise(whitening: Whitening, targets: ndarray) -> ndarray:
     value, probabilities = _loss(current, targets)
     for _ in range(MAX_STEPS):
         gradient = CellWeights(np.empty_like(current.stacked))
-        gradient.weights[:] = (probabilities - targets) / n + current.weights
-        gradient.weights[:] -= CURVATURE / n * current.logits
+        gradient.weights[:] = (probabilities - targets) / n - CURVATURE / n * current.logits
+        gradient.weights[:] += current.weights
         whitening.add_logits(gradient.weights, gradient.logits)
         squared_norm = float(np.vdot(gradient.weights, gradient.logits))
         # with a norm above this bound, some derivative is above TOLERANCE
