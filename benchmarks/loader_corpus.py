@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+import cellmill
 from cellmill.config.corpus import Shard
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.h5 import write_cells
+from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.writer import write_shards
 
 GENES = 20_000
@@ -32,7 +34,7 @@ class Corpus:
     n_cells: int
 
 
-def make_corpus(folder: Path, n_cells: int) -> Corpus:
+def make_corpus(folder: Path, n_cells: int, order: Literal["rank", "genes"] = "rank") -> Corpus:
     """Simulated cells with log-normal expression, as preprocessed cells and as shards; made once
     for a folder.
     """
@@ -41,7 +43,7 @@ def make_corpus(folder: Path, n_cells: int) -> Corpus:
     vocabulary = Vocabulary(ids, ids, np.full(GENES, n_cells), medians)
     corpus = Corpus(
         folder / f"cells-{n_cells}.h5ad",
-        folder / f"shards-{n_cells}" / "manifest.json",
+        folder / f"shards-{order}-{n_cells}" / "manifest.json",
         vocabulary,
         n_cells,
     )
@@ -49,10 +51,9 @@ def make_corpus(folder: Path, n_cells: int) -> Corpus:
         blocks = list(simulate(n_cells))
         obs = pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)])
         var = pd.DataFrame({"symbol": ids}, index=ids)
-        write_cells(
-            corpus.cells, obs, var, blocks, sum(block.nnz for block in blocks), np.dtype("<u2")
-        )
-        write_shards([corpus.cells], vocabulary, Shard(val_frac=0, test_frac=0), corpus.manifest)
+        write_packed(corpus.cells, obs, var, blocks, "genes", np.dtype("<u2"))
+        options = Shard(val_frac=0, test_frac=0, order=order)
+        write_shards([corpus.cells], vocabulary, options, corpus.manifest)
     return corpus
 
 
@@ -78,5 +79,5 @@ def simulate(n_cells: int, block: int = 512) -> Iterator[sp.csr_matrix]:
 
 def shuffled_cells(corpus: Corpus) -> ad.AnnData:
     """All cells in memory in random order, as a preshuffling writer would store them."""
-    cells = ad.read_h5ad(corpus.cells)
+    cells = cellmill.open_cells(corpus.cells)
     return cells[np.random.default_rng(0).permutation(corpus.n_cells)].copy()

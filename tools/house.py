@@ -49,9 +49,10 @@ DATA_LAYERS = (
     ("prepare",),
     ("genes",),
     ("inputs",),
+    ("packing",),
     ("fractions", "split"),
     ("arrays",),
-    ("rows", "keys"),
+    ("rows", "keys", "recycled"),
 )
 """Layers of `cellmill.data`, likewise."""
 MAX_LINES = 450

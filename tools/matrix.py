@@ -42,8 +42,7 @@ TARGETS = (
 COMMANDS = (
     f"cellmill generate --model {RESULTS}/drawn/model --cells 4 --out made/generated.h5ad",
     f"cellmill embed --run profile --model {RESULTS}/profile/model --input data/sim.h5ad --append --out made/sim.h5ad",
-    "cellmill archive --manifest results/corpora/sim/shards/manifest.json --out made/archive",
-    "cellmill unarchive --archive made/archive --out made/shards",
+    "cellmill unpack results/corpora/sim/shards/train-00000.h5ad --out made/shard.h5ad",
     "cellmill status",
 )
 BRIDGES = {

@@ -38,3 +38,14 @@ def stream(manifest: Path | str, split: str = "train", **options: Any) -> Any:
     return importlib.import_module("cellmill.train.tensor_stream").TensorStream(
         Path(manifest), split, **options
     )
+
+
+def open_cells(path: Path | str, rows: Any = None) -> Any:
+    """Return cells of a shard, or of a file that preprocess wrote, as an AnnData with counts.
+
+    >>> cellmill.open_cells("results/corpora/pbmc/shards/train-00000.h5ad", rows=[5, 3])
+
+    `rows` are row numbers, `(cells,)`; all without it. Only the blocks of these rows are read. Genes
+    ascend within a cell. Raises errors.DataError when the file is damaged or has no such row.
+    """
+    return importlib.import_module("cellmill.data.prepare.unpack").read_cells(Path(path), rows)

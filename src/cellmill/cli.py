@@ -36,7 +36,7 @@ MODULES = {
     "commands.run": "attach cancel logs follow",
     "commands.preflight": "preflight",
     "commands.profiles": "profiles_install profiles_new",
-    "commands.corpora": "convert archive unarchive plan_corpus",
+    "commands.corpora": "convert unpack plan_corpus",
     "commands.exchange": "import_model export push",
     "commands.translate": "translate",
 }

@@ -10,7 +10,7 @@ import pytest
 from small_corpus import random_counts, stream_of, write_corpus
 
 from cellmill.cli import main
-from cellmill.config.corpus import Preprocess, Shard
+from cellmill.config.corpus import Shard
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import layout, min_microbatches, pipeline_tokens
 from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
@@ -96,7 +96,7 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     counts = random_counts(3000, 400)
     options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
-    planned = estimate_corpus([3000], counts.nnz / 3000, Preprocess(), options)[-1]
+    planned = estimate_corpus([3000], counts.nnz / 3000, options)[-1]
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
@@ -108,7 +108,7 @@ def test_more_jobs_leave_the_total_work_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, many = (
-        estimate_corpus([10**8], 2000, Preprocess(), Shard(jobs=jobs)) for jobs in (1, 100)
+        estimate_corpus([10**8], 2000, Shard(jobs=jobs)) for jobs in (1, 100)
     )
     assert [cost.stage for cost in many] == [
         "preprocess",

@@ -1,4 +1,4 @@
-"""Commands on data: cells of other tools, archives of shards, and the cost of a corpus."""
+"""Commands on data: cells of other tools and for other tools, and the cost of a corpus."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.soma import open_query
 from cellmill.data.prepare.convert import convert_tokens, open_shard_folder
-from cellmill.data.shards.archive import archive_shards, restore_shards
-from cellmill.data.shards.manifest import Manifest
+from cellmill.data.prepare.unpack import unpack_cells
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.models.published import read_dictionaries
 from cellmill.planner.corpus_cost import estimate_corpus
@@ -58,24 +57,11 @@ def convert(
         )
 
 
-def archive(*, manifest: Path, out: Path) -> None:
-    """Archive the shards of `manifest` in the folder `out`; resumes a killed command."""
-    shards = Manifest.read(manifest)
-    archived = archive_shards(shards, out)
-    stored = sum(shards.shard_path(file).stat().st_size for file in shards.files())
-    # a value and its int32 index
-    in_float32 = 8 * sum(split.nnz for split in shards.splits.values())
-    print(
-        f"{out}: {archived / 1e9:.3f} GB of {stored / 1e9:.3f} GB of shards, {archived / max(1, in_float32):.2f} of "
-        "float32; "
-        f"get them back with `cellmill unarchive --archive {out} --out FOLDER`"
-    )
-
-
-def unarchive(*, archive: Path, out: Path) -> None:
-    """Restore the shards of the folder `archive` in `out`; resumes a killed command."""
-    n = restore_shards(Manifest.read(archive / "manifest.json"), out)
-    print(f"{out}: {n:,} files, each with the SHA-256 of the manifest")
+def unpack(*, input: Path, out: Path) -> None:
+    """Write the cells of a shard, or of a file that preprocess wrote, to an .h5ad with X."""
+    check_h5ad(out, "--out")
+    n_cells = unpack_cells(input, out)
+    print(f"{out}: {n_cells:,} cells, {out.stat().st_size / 1e6:,.1f} MB")
 
 
 def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) -> None:
@@ -103,7 +89,7 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
         f"{corpus}: {sum(sizes):,} cells of {genes_per_cell:,} genes in {len(sizes):,} files, by costs measured once "
         "on another machine, without waiting for disks:"
     )
-    costs = estimate_corpus(sizes, genes_per_cell, options.preprocess, options.shard)
+    costs = estimate_corpus(sizes, genes_per_cell, options.shard)
     print(
         f"{'stage':<12}{'jobs':>7}{'h a job':>10}{'CPU h':>10}{'GB a job':>10}{'files':>9}{'GB disk':>11}"
     )
@@ -112,17 +98,6 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
             f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
             f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
         )
-    gigabytes = {}
-    cpu_hours = {}
-    for compression in ("gzip", None):
-        preprocess = options.preprocess.model_copy(update={"compression": compression})
-        stages = estimate_corpus(sizes, genes_per_cell, preprocess, options.shard)
-        gigabytes[compression] = stages[0].gigabytes  # preprocess, which writes the cells
-        cpu_hours[compression] = sum(stage.cpu_hours for stage in stages)
-    print(
-        f"cells on disk: {gigabytes[None]:,.1f} GB, with preprocess.compression gzip {gigabytes['gzip']:,.1f} GB and "
-        f"{cpu_hours['gzip'] - cpu_hours[None]:,.2f} CPU h more"
-    )
     print(
         f"in turn {sum(cost.hours for cost in costs):,.2f} h, {sum(cost.cpu_hours for cost in costs):,.2f} CPU h, "
         f"{sum(cost.files for cost in costs):,} files, {sum(cost.gigabytes for cost in costs):,.1f} GB; training and "

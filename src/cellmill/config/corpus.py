@@ -38,8 +38,8 @@ def is_fasta(path: Path) -> bool:
 
 
 class Preprocess(Section):
-    """Quality control and gene names of a dataset. For FASTA files, only min_counts, keep_obs,
-    row_block and compression are read.
+    """Quality control and gene names of a dataset. For FASTA files, only min_counts, keep_obs
+    and row_block are read.
     """
 
     organism: Literal["human", "mouse"] | None = "human"
@@ -83,10 +83,6 @@ class Preprocess(Section):
     """obs columns to keep; null keeps all."""
     row_block: int = Field(4096, ge=1)
     """Cells in memory at a time."""
-    compression: Literal["gzip"] | None = None
-    """Compression of the preprocessed cells. gzip takes a quarter of the disk (`cellmill plan_corpus` prints it) and
-    2.2 times the CPU time of preprocess, vocabulary and shard (benchmarks/README.md); the shards are the same.
-    """
 
     _as_before = leaving_out("gene_length")
 
@@ -147,6 +143,11 @@ class Shard(Section):
 
     cells_per_shard: int = Field(16_384, ge=64)
     """Cells per shard file."""
+    order: Literal["rank", "genes"] = "rank"
+    """Order of the genes of a cell on disk. rank, by count over the gene's corpus median, serves every kind of tokens.
+    genes takes half of the bytes and is as fast for models that read whole cells (`max_tokens` above the genes of a
+    cell); tokens by rank, and cells that are cut, are then ranked while they are read, at less than half of the speed.
+    """
     split_by: str | None = None
     """obs column, such as donor, or `dataset`. All cells with the same value go to the same split.
     null splits cells at random and puts cells with equal counts into the same split.

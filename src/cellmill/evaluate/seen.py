@@ -26,7 +26,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import are_in, open_index
-from cellmill.data.shards.manifest import READ, REMEDY, Manifest, verify
+from cellmill.data.shards.manifest import READ, Manifest, verify
 from cellmill.data.shards.plan import select_genes
 from cellmill.data.shards.reader import open_shards, read_names
 from cellmill.data.split import hash_cells, hash_genes
@@ -55,15 +55,8 @@ def read_blocks(manifest: Manifest, split: str) -> Iterator[CellBlock]:
     """The cells of a split, block by block. Raises DataError for a damaged shard."""
     for shard in open_shards(manifest, split):
         for first in range(0, shard.n_obs, ROWS):
-            starts = shard.indptr[first : first + ROWS + 1].astype(np.int64)
-            span = int(starts[0]), int(starts[-1])
-            genes = shard.read_genes(*span)
-            # scipy would crash on rows out of range
-            if len(genes) and not 0 <= genes.min() <= genes.max() < manifest.n_genes:
-                raise DataError(
-                    f"{shard.path}: damaged: X/indices are not genes of the vocabulary; {REMEDY}"
-                )
-            yield CellBlock(genes, shard.read_counts(*span), starts - starts[0])
+            starts, genes, counts = shard.read(first, min(ROWS, shard.n_obs - first))
+            yield CellBlock(genes, counts, starts)
         shard.close()
 
 

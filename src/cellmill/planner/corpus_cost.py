@@ -10,24 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from cellmill.config.corpus import Preprocess, Shard
+from cellmill.config.corpus import Shard
 
 NS_PER_HOUR = 3.6e12
-NS_PER_VALUE = {
-    "gzip": {"preprocess": 113, "vocabulary": 65, "divide": 80, "shard_part": 139},
-    None: {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69},
-}
-"""CPU time of one process, by preprocess.compression and stage; inputs without compression."""
-CELL_BYTES_PER_VALUE = {"gzip": 1.6, None: 6.0}  # bytes per stored value of preprocessed cells
-SHARD_BYTES_PER_VALUE = 6.0
+NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
+"""CPU time of one process, by stage; inputs without compression."""
+CELL_BYTES_PER_VALUE = 1.2  # of preprocessed cells
+SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # by shard.order
 SHARD_BYTES = 1.9e6  # further bytes of each file: obs of 1,024 cells, var of 20,000 genes
-INDEX_BYTES_PER_CELL = 24  # offsets and hashes, next to the manifest
-N_INDEX_FILES = 7  # manifest.json, and offsets and hashes of each split
+INDEX_BYTES_PER_CELL = 28  # offsets, borders and hashes, next to the manifest
+N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # cells of one shard: genes, counts, and both again in their order
 # cells of the corpus in `divide`; estimated for obs of one file in stages that open it
 RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = 16  # cells of the corpus in `shard_part`: offsets of rows and chunks
+OFFSET_BYTES_PER_CELL = 16  # cells of the corpus in `shard_part`: offsets of rows and borders
 
 
 @dataclass(frozen=True)
@@ -48,23 +45,20 @@ class StageCost:
         return (RSS_MB[self.stage] + self.further_mb) / 1e3
 
 
-def estimate_corpus(
-    cells: list[int], genes_per_cell: float, preprocess: Preprocess, shard: Shard
-) -> list[StageCost]:
+def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> list[StageCost]:
     """Costs of the stages of a corpus of datasets with these numbers of cells."""
     n_values = sum(cells) * genes_per_cell
-    ns_per_value = NS_PER_VALUE[preprocess.compression]
-    cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in ns_per_value.items()}
+    cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
     obs_mb = RSS_BYTES_PER_CELL * max(cells) / 1e6
     return [
         StageCost(
             stage="preprocess",
             jobs=len(cells),
-            hours=max(cells) * genes_per_cell * ns_per_value["preprocess"] / NS_PER_HOUR,
+            hours=max(cells) * genes_per_cell * NS_PER_VALUE["preprocess"] / NS_PER_HOUR,
             cpu_hours=cpu_hours["preprocess"],
             further_mb=obs_mb,
             files=2 * len(cells),
-            gigabytes=n_values * CELL_BYTES_PER_VALUE[preprocess.compression] / 1e9,
+            gigabytes=n_values * CELL_BYTES_PER_VALUE / 1e9,
         ),
         StageCost(
             stage="vocabulary",
@@ -84,7 +78,7 @@ def _estimate_shards(
     """Cost of `shard`; with several jobs, of the stages that divide the cells and write parts."""
     n_cells = sum(cells)
     n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
-    n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE + n_shards * SHARD_BYTES
+    n_bytes = n_cells * genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order] + n_shards * SHARD_BYTES
     n_bytes += n_cells * INDEX_BYTES_PER_CELL
     divide_mb = RSS_BYTES_PER_CELL * (n_cells + max(cells)) / 1e6
     write_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6

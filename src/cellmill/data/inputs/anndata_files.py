@@ -37,10 +37,12 @@ from cellmill.data.inputs.matrices import (
     DenseMatrix,
     MemoryMatrix,
     SparseMatrix,
+    StoredMatrix,
     checked_shape,
     is_array,
     size_problem,
 )
+from cellmill.data.inputs.packed_cells import PACKED, PackedMatrix, find_packed
 from cellmill.data.inputs.source import (
     COUNTS_RULE,
     GENE_LENGTH,
@@ -50,6 +52,7 @@ from cellmill.data.inputs.source import (
     look_at,
     require_matrix,
 )
+from cellmill.data.packing.row_file import OpenFiles
 from cellmill.errors import DataError
 from cellmill.files import read_json
 
@@ -85,13 +88,14 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     stored, genes = known[counts]
     obs = _read_frame(path, file, "obs")
     var = _read_frame(path, file, genes)
-    matrix = _matrix(path, counts, file[stored])
+    matrix = _open_matrix(path, counts, file, stored)
     if matrix.shape != (len(obs), len(var)):
         raise DataError(
             f"{path}: expected {counts} of shape {(len(obs), len(var))}, as obs and var, got {matrix.shape}"
         )
     ordered = counts == "X" and ORDERED in file
-    if ordered and (isinstance(matrix, DenseMatrix) or matrix.by_gene):
+    keeps_order = stored == PACKED or (isinstance(matrix, SparseMatrix) and not matrix.by_gene)
+    if ordered and not keeps_order:
         raise DataError(
             f"{path}: X has sequences, but is no csr_matrix: their order is lost; preprocess again"
         )
@@ -143,7 +147,7 @@ def _look(path: Path, file: Any) -> dict[str, str]:
     looks = {}
     for name, (stored, _) in _matrices(file).items():
         try:
-            part = next(_matrix(path, name, file[stored]).parts(_SAMPLE))
+            part = next(_open_matrix(path, name, file, stored).parts(_SAMPLE))
             looks[name] = look_at(part)
         except (DataError, StopIteration):
             looks[name] = "cannot be read"
@@ -190,6 +194,8 @@ def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
 def _matrices(file: Any) -> dict[str, tuple[str, str]]:
     """Where the matrices of a file and their var are, by the value of `counts`."""
     matrices = {"X": ("X", "var"), "raw": ("raw/X", "raw/var")}
+    if "X" not in file:
+        matrices["X"] = (PACKED, "var")
     if "raw/X" not in file:
         matrices["raw"] = ("raw.X", "raw.var")  # before anndata 0.7
     for name in members(file, "layers"):
@@ -206,7 +212,11 @@ def _layer_name(layer: str) -> str:
     return f"layers/{layer}" if layer in ("X", "raw") else layer
 
 
-def _matrix(path: Path, counts: str, stored: Any) -> DenseMatrix | SparseMatrix:
+def _open_matrix(path: Path, counts: str, file: Any, name: str) -> StoredMatrix:
+    """Matrix `name` of a file, which `counts` stands for."""
+    if name == PACKED:
+        return PackedMatrix(find_packed(path, file, OpenFiles()))
+    stored = file[name]
     if is_array(stored):
         return DenseMatrix(path, counts, stored)
     kind = "unknown"

@@ -1,7 +1,7 @@
 """HDF5 files: opening with one-line errors, and writing that survives a full disk.
 
-Cells are written as .h5ad with contiguous, unfiltered, aligned CSR, so that a row is one pread, or
-compressed. anndata's own writer chunks sparse arrays.
+Cells are written for other programs as .h5ad with contiguous, unfiltered CSR; `packed_cells` writes
+those of the pipeline.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import gzip
 import io
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -186,34 +186,27 @@ def count_dtype(largest: int) -> np.dtype[Any]:
 
 def write_cells(
     path: Path,
-    obs: pd.DataFrame | Callable[[], pd.DataFrame],
+    obs: pd.DataFrame,
     var: pd.DataFrame,
     blocks: Iterable[sp.csr_matrix],
     nnz: int | None,
     dtype: np.dtype[Any],
     ordered: bool = False,
-    compression: Literal["gzip"] | None = None,
     ranked: bool = False,
     recorded: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write an .h5ad whose X is CSR: `dtype` data, int32 indices, int64 indptr, little-endian.
 
-    `obs` may be a function, called after the last block. `blocks` are rows of X in order, columns
-    in any order within a row; one is held in memory at a time. With `nnz`, the number of all
-    values, arrays are contiguous and aligned to 4,096 bytes, or with `compression` in chunks of
-    4,096 values; without it they grow in chunks. `ordered` rows are sequences, `ranked` ones genes
-    in rank order; uns/cellmill gets `recorded`. Raises OSError naming `path`, which stays as it
-    was, on a full disk.
+    `blocks` are rows in order, columns in any order within a row; one is held in memory at a time.
+    With `nnz`, the number of all values, arrays are contiguous and aligned to 4,096 bytes; without
+    it they grow in chunks. `ordered` rows are sequences, `ranked` ones genes in rank order;
+    uns/cellmill gets `recorded`. Raises OSError naming `path`, which stays as it was, on a full
+    disk.
     """
     layout: dict[str, Any] = {"shape": (nnz,)}
     if nnz is None:
         layout = {"shape": (0,), "maxshape": (None,), "chunks": (1 << 18,)}
-    elif compression is not None:
-        # larger chunks are a tenth smaller, but a row is then read with many others
-        chunks = (min(nnz, 4096),)
-        layout |= {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
-    # padding would be half of a compressed chunk
-    with create_h5(path, 1 if compression else ALIGNMENT) as file:
+    with create_h5(path) as file:
         group = file.create_group("X")
         data = group.create_dataset("data", dtype=dtype.newbyteorder("<"), **layout)
         indices = group.create_dataset("indices", dtype="<i4", **layout)
@@ -235,20 +228,31 @@ def write_cells(
             start = stop
         assert start == len(data), f"expected {len(data)} values, got {start}"
         group.create_dataset("indptr", data=np.concatenate(indptr))
-        frame = obs() if callable(obs) else obs
         n_rows = sum(map(len, indptr)) - 1
-        assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
+        assert len(obs) == n_rows, f"{len(obs)} obs for {n_rows} rows"
         shape = np.array([n_rows, len(var)], np.int64)
         group.attrs.update(
             {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape}
         )
-        record = dict(recorded)
-        if ordered:
-            record["ordered"] = True
-        if ranked:
-            record["ranked"] = True
-        uns = {"cellmill": record} if record else {}
-        _write_parts(file, {"obs": frame, "var": var, "uns": uns})
+        write_frames(file, obs, var, ordered, ranked, recorded)
+
+
+def write_frames(
+    file: h5py.File,
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    ordered: bool,
+    ranked: bool,
+    recorded: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write everything of an .h5ad but the counts; uns/cellmill gets `recorded`, and what rows are."""
+    record = dict(recorded)
+    if ordered:
+        record["ordered"] = True
+    if ranked:
+        record["ranked"] = True
+    uns = {"cellmill": record} if record else {}
+    _write_parts(file, {"obs": obs, "var": var, "uns": uns})
 
 
 def write_anndata(file: h5py.File, adata: Any) -> None:

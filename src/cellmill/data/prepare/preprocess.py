@@ -28,7 +28,8 @@ from cellmill.config.corpus import Preprocess
 from cellmill.config.datasets import NO_COLUMNS, ObsColumns
 from cellmill.data.arrays import select_columns, select_rows
 from cellmill.data.genes.names import LOST_NAMES, describe_changes, describe_sums
-from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.h5 import count_dtype
+from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.source import COUNTS_RULE, GENE_LENGTH
 from cellmill.data.prepare.naming import Genes, name_genes
@@ -111,8 +112,7 @@ def preprocess_cells(
     with closing(RowSpill(out, len(genes.gene_ids))) as passing:
         cells = _measure(reader, genes, options, chosen.keep, passing, normalisation)
         keep_gene = cells.detected >= max(options.min_cells, 1)
-        nnz = int(cells.detected[keep_gene].sum())
-        if nnz == 0:
+        if not keep_gene.any():
             raise DataError(f"{reader.path}: {_nothing_left(cells, keep_gene, options)}")
         ids = pd.Index(np.array(genes.gene_ids, dtype=object)[keep_gene], name="gene_id")
         var = pd.DataFrame({"symbol": np.array(genes.symbols, dtype=object)[keep_gene]}, index=ids)
@@ -122,14 +122,13 @@ def preprocess_cells(
         recorded: dict[str, str] = {COUNTS_RULE: reader.counts_rule} if reader.n_rounded else {}
         if normalisation is not None:
             recorded[GENE_LENGTH] = f"normalised: {full_length}"
-        write_cells(
+        write_packed(
             out,
             lambda: chosen.kept(cells.reason < 0),  # called after the rows, which mark more cells
             var,
             _keep_rows(spilled, keep_gene, cells),
-            nnz,
+            "genes",
             count_dtype(cells.largest),
-            compression=options.compression,
             recorded=recorded,
         )
     report = _report(reader, options, genes, cells, keep_gene)
@@ -377,15 +376,14 @@ def preprocess_sequences(
 
     nnz = int(lengths[kept].sum())
     dtype = count_dtype(1)
-    write_cells(
+    write_packed(
         out,
         chosen.kept(kept),
         reader.var,
         read_kept(),
-        nnz,
+        "rank",
         dtype,
         ordered=True,
-        compression=options.compression,
         ranked=reader.ranked,
     )
     n = reader.n_vars

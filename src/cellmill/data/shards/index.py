@@ -74,6 +74,7 @@ def open_index(manifest: Manifest, split: str, kind: Kind) -> np.ndarray:
     entry = manifest.entry(split)
     shape, dtype = {
         "offsets": ((entry.n_obs + len(entry.shards),), "<i4"),
+        "borders": ((2 * entry.n_obs + len(entry.shards),), "<u4"),
         "hashes": ((2, entry.n_obs), "<u8"),
         "levels": ((len(manifest.obs_levels), entry.n_obs), "<u2"),
         "numbers": ((len(manifest.obs_numbers), entry.n_obs), "<f8"),

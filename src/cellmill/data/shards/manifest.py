@@ -25,7 +25,7 @@ from cellmill.data.genes.vocabulary import as_places
 from cellmill.errors import DataError, did_you_mean
 from cellmill.files import digest, progress, read_json, sha256_file, write_json
 
-FORMAT = 2
+FORMAT = 3
 REMEDY = "make the shards again (the `shard` stage)"
 READ = ("train", "val")  # splits that a training reads
 VERIFIED = "verified.json"
@@ -34,7 +34,7 @@ _THREADS = 4  # that hash
 Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-Kind = Literal["offsets", "hashes", "levels", "numbers"]
+Kind = Literal["offsets", "borders", "hashes", "levels", "numbers"]
 
 
 class _Part(BaseModel):
@@ -49,8 +49,8 @@ class ShardEntry(_Part):
     sha256: Digest  # of the file's bytes
     # of cell names, genes and counts: independent of the library that wrote the file
     content: Digest
-    genes_at: Count  # offset of X/indices, bytes
-    counts_at: Count  # offset of X/data
+    bytes_at: Count  # offset of the packed bytes in the file
+    n_bytes: Count
 
 
 class IndexEntry(_Part):
@@ -102,6 +102,7 @@ class Manifest(CorpusSummary):
     seed: int
     split: dict[str, Any]  # `by`, `val_frac`, `test_frac`
     obs_columns: list[str]
+    order: Literal["rank", "genes"]  # of the genes of a cell
     splits: dict[str, SplitEntry]
 
     @model_validator(mode="after")

@@ -33,6 +33,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.source import COUNTS_RULE
 from cellmill.data.keys import SHARDS, permutation
+from cellmill.data.packing.cells import Order
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.index import open_array
 from cellmill.data.shards.manifest import CorpusSummary, IndexEntry, Kind
@@ -55,7 +56,7 @@ from cellmill.files import digest, fsync, named_errors, progress, read_json, wri
 
 BLOCK = 1024  # cells read, ordered and written at a time
 CELL = np.dtype([("dataset", "<i4"), ("row", "<i8"), ("nnz", "<i4"), ("largest", "<u4")])
-FORMAT = 2
+FORMAT = 3
 FOLDER = "parts"  # folder of the plan, beside the manifest
 
 
@@ -86,6 +87,7 @@ class ShardPlan(CorpusSummary):
     key: str
     datasets: list[str]
     cells_per_shard: int
+    order: Order
     n_obs: dict[str, int]  # by split
     index: dict[str, dict[Kind, IndexEntry]]  # by split
     columns: list[ObsColumn]
@@ -225,12 +227,14 @@ def make_plan(
         sizes = [len(scan.cells) for scan in scans]
         obs_levels, obs_numbers = write_columns(manifest.parent, obs, kept, sizes, in_splits, index)
         by_name = dict(zip(names, scans))
+        ordered = any(scan.ordered for scan in scans)
         plan = ShardPlan(
             folder=folder,
             key=key,
             datasets=names,
-            ordered=any(scan.ordered for scan in scans),
+            ordered=ordered,
             cells_per_shard=options.cells_per_shard,
+            order="genes" if options.order == "genes" and not ordered else "rank",
             n_obs={name: len(chosen) for name, chosen in in_splits.items()},
             index=index,
             left_out={name: int((scan.cells["nnz"] == 0).sum()) for name, scan in by_name.items()},

@@ -11,24 +11,27 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import h5py
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
 from cellmill.config.corpus import SPLITS
 from cellmill.config.corpus import Shard as ShardOptions
-from cellmill.data.arrays import inverse_medians, rank_order_rows
+from cellmill.data.arrays import inverse_medians
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.h5 import count_dtype, open_h5, write_cells
+from cellmill.data.inputs.h5 import count_dtype, open_h5
+from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write_packed
+from cellmill.data.packing.ranking import Ranking
+from cellmill.data.packing.row_file import OpenFiles, RowFile
 from cellmill.data.rows import row_offsets
+from cellmill.data.shards.index import new_array
 from cellmill.data.shards.manifest import (
     CorpusSummary,
+    IndexEntry,
     Manifest,
     ShardEntry,
     ShardVocabulary,
@@ -44,14 +47,7 @@ from cellmill.data.shards.plan import (
     remove_plan,
     select_genes,
 )
-from cellmill.data.shards.reader import (
-    Contiguous,
-    OpenFiles,
-    RowFile,
-    iovecs,
-    open_cells,
-    read_names,
-)
+from cellmill.data.shards.reader import read_names
 from cellmill.errors import DataError
 from cellmill.files import (
     atomic_path,
@@ -63,9 +59,9 @@ from cellmill.files import (
 )
 
 _READ_THREADS = 4
-# values between two rows that are read with them: one more call would cost as much
-_MOST_GAP = 1 << 13
-_FILE_NAME = re.compile(r"(train|val|test)-(\d{5}\.h5ad|(offsets|hashes|levels|numbers)\.npy)")
+_FILE_NAME = re.compile(
+    r"(train|val|test)-(\d{5}\.h5ad|(offsets|borders|hashes|levels|numbers)\.npy)"
+)
 
 
 def write_shards(
@@ -87,7 +83,10 @@ def write_shards(
     for name, shards in entries.items():
         nnz = sum(shard.nnz for shard in shards)
         n_obs = plan.n_obs[name]
-        splits[name] = SplitEntry(n_obs=n_obs, nnz=nnz, shards=shards, index=plan.index[name])
+        index = plan.index[name]
+        if shards:
+            index = index | {"borders": _write_borders(out.parent, name, shards)}
+        splits[name] = SplitEntry(n_obs=n_obs, nnz=nnz, shards=shards, index=index)
     medians = hashlib.sha256(vocabulary.medians.astype("<f4").tobytes()).hexdigest()
     genes = ShardVocabulary(
         digest=vocabulary.digest, n_genes=vocabulary.n_genes, medians_digest=medians
@@ -102,6 +101,7 @@ def write_shards(
         seed=options.seed,
         split=split,
         obs_columns=plan.obs.column_names,
+        order=plan.order,
         splits=splits,
         **plan.model_dump(include=set(CorpusSummary.model_fields)),
     )
@@ -113,6 +113,20 @@ def write_shards(
     manifest.write()  # last: its existence means that the shards are complete
     remove_plan(plan.folder)
     return manifest
+
+
+def _write_borders(folder: Path, split: str, shards: list[ShardEntry]) -> IndexEntry:
+    """Write the borders of the packed cells of a split, which its shards have too."""
+    path = folder / f"{split}-borders.npy"
+    n_borders = sum(2 * shard.n_obs + 1 for shard in shards)
+    first = 0
+    with new_array(path, (n_borders,), "<u4") as borders:
+        for shard in shards:
+            with open_h5(folder / shard.name) as file:
+                stored = file[PACKED]["borders"]
+                stored.read_direct(borders, dest_sel=np.s_[first : first + len(stored)])
+                first += len(stored)
+    return IndexEntry(name=path.name, sha256=sha256_file(path))
 
 
 def write_part(
@@ -133,7 +147,7 @@ def write_part(
     missing = [place for place in places if _finished(plan, place, folder) is None]
     if missing:
         files = OpenFiles()
-        sources = [open_cells(paths[name], files) for name in plan.datasets]
+        sources = [open_packed(paths[name], files) for name in plan.datasets]
         writer = _Writer(plan, sources, vocabulary, folder)
         n_cells = sum(place.n_obs for place in missing)
         for place in progress(missing, "shard", n_cells, size=attrgetter("n_obs")):
@@ -171,7 +185,7 @@ class _Writer:
         self._sources = sources
         self._folder = folder
         self._n_genes = vocabulary.n_genes
-        self._weights = inverse_medians(vocabulary.medians)
+        self._ranking = Ranking(inverse_medians(vocabulary.medians))
         # row of the vocabulary of each column of all sources, one after another
         targets = [vocabulary.rows_of(read_names(s.path, "var").tolist()) for s in sources]
         self._target = np.concatenate(targets)
@@ -196,20 +210,18 @@ class _Writer:
         content = hashlib.sha256("\n".join(obs.index).encode())
         with atomic_path(path) as temporary:
             blocks = self._ordered_blocks(cells, content.update)
-            write_cells(
+            write_packed(
                 temporary,
                 obs,
                 self._var,
                 blocks,
-                nnz,
+                plan.order,
                 dtype,
                 ordered=plan.ordered,
                 ranked=plan.ranked,
             )
-            _narrow_indptr(temporary)
         with open_h5(path) as file:
-            genes_at = Contiguous.of(file["X/indices"]).offset
-            counts_at = Contiguous.of(file["X/data"]).offset
+            packed = locate(file[PACKED]["bytes"])
         entry = ShardEntry(
             name=path.name,
             n_obs=len(obs),
@@ -217,8 +229,8 @@ class _Writer:
             dtype="uint16" if dtype.itemsize == 2 else "uint32",
             sha256=sha256_file(path),
             content=content.hexdigest(),
-            genes_at=genes_at,
-            counts_at=counts_at,
+            bytes_at=packed.offset,
+            n_bytes=packed.n_bytes,
         )
         done = {"plan": plan.key, "stamp": stamp(path), "shard": entry.model_dump()}
         write_json(_entry_path(plan, place), done)
@@ -252,38 +264,11 @@ class _Writer:
             block_starts = block.indptr.astype(np.int64)
             genes = block.indices
             values = block.data
-            if not ordered:
-                genes, values = rank_order_rows(block_starts, genes, values, self._weights)
+            if not ordered and self._plan.order == "rank":
+                self._ranking.sort(block_starts[:-1], np.diff(block_starts), genes, values)
             for array, dtype in ((block_starts, "<i8"), (genes, "<i4"), (values, "<u4")):
                 update(array.astype(dtype, copy=False).data)
             yield sp.csr_matrix((values, genes, block_starts), shape=block.shape)
-
-
-def _narrow_indptr(path: Path) -> None:
-    """Rewrite indptr as int32, like indices: scipy sorts rows (ours are in rank order) only if both
-    have one dtype.
-    """
-    with h5py.File(path, "r+") as file:
-        indptr = file["X/indptr"][:].astype("<i4")
-        del file["X/indptr"]
-        file["X"].create_dataset("indptr", data=indptr)
-
-
-class _Rows(NamedTuple):
-    """Rows of one file in disk order, `(rows,)` each."""
-
-    begins: np.ndarray  # first nonzero in the file
-    ends: np.ndarray
-    targets: np.ndarray  # position of the first nonzero in memory
-
-    def gaps(self) -> np.ndarray:
-        """Numbers of nonzeros between each row and the next."""
-        return self.begins[1:] - self.ends[:-1]
-
-    def groups(self) -> Iterator[tuple[int, int]]:
-        """Spans of rows that are read at once, as the gaps between them are short."""
-        borders = np.flatnonzero(self.gaps() > _MOST_GAP) + 1
-        return pairwise([0, *borders.tolist(), len(self.begins)])
 
 
 def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -293,59 +278,24 @@ def _gather(cells: np.ndarray, sources: list[RowFile]) -> tuple[np.ndarray, np.n
     dataset = np.ascontiguousarray(cells["dataset"])
     rows = np.ascontiguousarray(cells["row"])
     chosen = {number: np.flatnonzero(dataset == number) for number in np.unique(dataset).tolist()}
-    # nonzero of each row in its file, and the end
-    begins = np.empty(len(cells), np.int64)
-    ends = np.empty(len(cells), np.int64)
+    lengths = np.empty(len(cells), np.int64)
     for number, positions in chosen.items():
         indptr = sources[number].indptr
-        begins[positions] = indptr[rows[positions]]
-        ends[positions] = indptr[rows[positions] + 1]
-    starts = row_offsets(ends - begins)
+        lengths[positions] = indptr[rows[positions] + 1] - indptr[rows[positions]]
+    starts = row_offsets(lengths)
     columns = np.empty(starts[-1], np.int32)
-    counts = np.empty(starts[-1], np.result_type(*(sources[number].dtype for number in chosen)))
+    counts = np.empty(
+        starts[-1], np.result_type(*(sources[number].kind.dtype for number in chosen))
+    )
     tasks = []
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         for number, positions in chosen.items():
             in_order = positions[np.argsort(rows[positions])]  # disk order, for read-ahead
             for first in range(0, len(in_order), BLOCK):
                 part = in_order[first : first + BLOCK]
-                to_read = _Rows(begins[part], ends[part], starts[part])
-                tasks.append(pool.submit(_read_rows, sources[number], to_read, columns, counts))
+                read = sources[number].read_rows
+                task = pool.submit(read, rows[part], starts[part], columns, counts)
+                tasks.append(task)
     for task in tasks:
         task.result()
     return starts, columns, counts
-
-
-def _read_rows(source: RowFile, rows: _Rows, columns: np.ndarray, counts: np.ndarray) -> None:
-    """Read rows into `columns` and `counts`, straight from the disk if the file allows it."""
-    is_contiguous = all(isinstance(array, Contiguous) for array in (source.genes, source.counts))
-    if is_contiguous and source.dtype == counts.dtype:
-        _scatter_rows(source, rows, columns, counts)
-        return
-    for low, high in rows.groups():
-        start = int(rows.begins[low])
-        stop = int(rows.ends[high - 1])
-        genes = source.read_genes(start, stop)
-        values = source.read_counts(start, stop)
-        for begin, end, target in zip(*(array[low:high].tolist() for array in rows)):
-            stored = slice(begin - start, end - start)
-            columns[target : target + end - begin] = genes[stored]
-            counts[target : target + end - begin] = values[stored]
-
-
-def _scatter_rows(source: RowFile, rows: _Rows, columns: np.ndarray, counts: np.ndarray) -> None:
-    gaps = rows.gaps()
-    lengths = rows.ends - rows.begins
-    # memory for what lies in the gaps; keep it alive: iovecs hold raw addresses
-    ignored = [np.empty(_MOST_GAP, memory.dtype) for memory in (columns, counts)]
-    tables = []
-    for memory, rest in zip((columns, counts), ignored):
-        # each row, then what lies before the next one
-        table = np.empty((2 * len(lengths), 2), np.uint64)
-        table[::2] = iovecs(memory, rows.targets, lengths)
-        table[1:-1:2] = iovecs(rest, np.zeros_like(gaps), np.minimum(gaps, _MOST_GAP))
-        tables.append(table)
-    genes, values = tables
-    for low, high in rows.groups():
-        part = slice(2 * low, 2 * high - 1)
-        source.scatter(int(rows.begins[low]), genes[part], values[part])

@@ -1,15 +1,8 @@
 """Cells as tokens: a gene and a value each, packed one cell after another without padding, cut into
 micro-batches.
-
-Memory of batches is kept here and reused: a fresh array of a megabyte costs a page fault for every
-4 KiB, which takes longer than filling it. No consumer has to release a batch: its memory is free
-when the last reference to the array, a view of it or a tensor over it is gone.
 """
 
-import ctypes
-import weakref
 from bisect import bisect_left
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -20,31 +13,9 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
+from cellmill.data.recycled import recycled_empty
 
 Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to_tensors`)
-_SMALLEST = 1 << 16  # bytes; smaller arrays are as cheap from the allocator
-# free blocks of each size: enough for the windows that are read, and for the batches that are made,
-# queued and used
-_MOST_FREE = 8
-_free: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_MOST_FREE))
-
-
-def recycled_empty(size: int, dtype: np.dtype | type) -> np.ndarray:
-    """`(size,)` of `dtype` with arbitrary values, as `np.empty`; may be called by any thread."""
-    n_bytes = int(size) * np.dtype(dtype).itemsize
-    if n_bytes < _SMALLEST:
-        return np.empty(size, dtype)
-    # few sizes, so that a later array fits; pages never written cost nothing
-    block = 1 << (n_bytes - 1).bit_length()
-    free = _free[block]
-    try:
-        memory = free.pop()
-    except IndexError:
-        memory = np.empty(block, np.uint8)
-    # every view of the array refers to `lent`, which returns the memory when the last one is gone
-    lent = (ctypes.c_char * block).from_buffer(memory.data)
-    weakref.finalize(lent, free.append, memory).atexit = False
-    return np.frombuffer(memoryview(lent), dtype, int(size))
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,15 @@ import numpy as np
 from cellmill.config.corpus import MISSING
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
+from cellmill.data.arrays import inverse_medians
+from cellmill.data.packing.cells import CellKind, Unpacked
+from cellmill.data.packing.codec import DamagedPart
+from cellmill.data.packing.ranking import Ranking
+from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
-from cellmill.data.shards.manifest import Manifest
-from cellmill.data.shards.reader import open_shards, read_names
+from cellmill.data.shards.manifest import REMEDY, Manifest
+from cellmill.data.shards.reader import open_shards, read_medians, read_names
 from cellmill.data.stream.batch import (
     Batch,
     cut_batch,
@@ -32,7 +37,7 @@ from cellmill.data.stream.batch import (
     micro_batches_of_ranks,
 )
 from cellmill.data.stream.order import EpochLayout, epoch_order
-from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
+from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, WindowCells
 from cellmill.data.stream.repeats import Repeats
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
@@ -113,6 +118,7 @@ class CellStream:
         assert global_batch % stream.lanes == 0, f"{global_batch} cells in {stream.lanes} lanes"
         assert tokens.max_tokens <= token_budget, f"{tokens.max_tokens} tokens in {token_budget}"
         opened = Manifest.read(manifest)
+        self._manifest = manifest
         assert tokens.sequences == (opened.ordered and not opened.ranked), (
             f"{manifest}: not for {tokens.tokenizer}"
         )
@@ -152,8 +158,17 @@ class CellStream:
         if teacher is not None:
             self._per_cell["teacher"] = open_vectors(Path(teacher), opened)[1][split]
         self._counted = counted
-        max_genes = self._tokenizer.max_genes(counted)
-        self._rows = Prefetch(self._shards, self._layout, rank, world, max_genes, stream.io_threads)
+        self._rows = Prefetch(self._shards, self._layout, rank, world, stream.io_threads)
+        dtype = np.result_type(*(shard.kind.dtype for shard in self._shards))
+        self._kind = CellKind(opened.order, opened.n_genes, dtype)
+        self._max_genes = self._tokenizer.max_genes(counted)
+        self._ranking: Ranking | None = None
+        if opened.order == "genes":
+            self._max_genes = None
+            most_genes = self._tokenizer.most_unranked()
+            if most_genes is not None:
+                medians = read_medians(self._shards[0].path)
+                self._ranking = Ranking(inverse_medians(medians), most_genes)
         self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
         order = {name: getattr(stream, name) for name in _ORDER}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
@@ -299,6 +314,18 @@ class CellStream:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
+    def _unpack(self, taken: WindowCells) -> Unpacked:
+        """Genes and counts of cells, in rank order where their tokens depend on it."""
+        try:
+            unpacked = taken.packed.unpack(self._kind, self._max_genes)
+        except DamagedPart as error:
+            [name] = self.names(taken.cells[error.part : error.part + 1])
+            raise DataError(f"{self._manifest}: {name}: damaged: {error}; {REMEDY}") from None
+        starts, genes, counts = unpacked
+        if self._ranking is not None and counts is not None:
+            self._ranking.sort(starts[:-1], np.diff(starts), genes, counts)
+        return unpacked
+
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:
         """This rank's micro-batches of each step, as many as on every other rank."""
         # (steps, ranks): every rank computes the cuts of all ranks from known lengths, so
@@ -329,13 +356,13 @@ class CellStream:
             n_filled.append(len(borders_in_step) - 1)
         # tokenize several micro-batches at once, then cut them apart
         filled: list[Batch] = []
-        genes_of_batches = np.diff(steps.taken.starts[borders])
+        genes_of_batches = np.diff(row_offsets(steps.taken.packed.n_genes)[borders])
         for first, last in pairwise(cut_batch(genes_of_batches, _TOGETHER)):
             start = borders[first]
             part = steps.taken.slice(start, borders[last])
-            starts = part.starts - part.starts[0]
+            starts, genes, counts = self._unpack(part)
             batch = self._tokenizer.batch(
-                part.genes, part.counts, starts, part.cells, self._counted, steps.epoch
+                genes, counts, starts, part.cells, self._counted, steps.epoch
             ).with_rows(self._per_cell)
             for low, high in pairwise(borders[first : last + 1]):
                 filled.append(batch.cut(low - start, high - start))

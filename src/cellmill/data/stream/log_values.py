@@ -14,8 +14,9 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import scale_of_totals
+from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
-from cellmill.data.stream.batch import Prefixes, recycled_empty
+from cellmill.data.stream.batch import Prefixes
 
 TABLE = 64  # counts below this are looked up
 LARGE_BATCH = 1 << 15  # tokens of a batch from which loops are faster

@@ -1,9 +1,9 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
-Each block is read by one `preadv`, which scatters its cells to their positions in step order:
-windows of all lanes of the rank are read into one buffer, in which the cells of a step stand
-together, lane after lane. So neither shuffling nor joining lanes costs a copy, and a step is one
-slice; small steps are given several at a time. There are two buffers, one in use and one being
+Each block is read at once, and its cells are unpacked to their positions in step order: windows of
+all lanes of the rank are unpacked into one buffer, in which the cells of a step stand together,
+lane after lane. So neither shuffling nor joining lanes costs a copy, and a step is one slice; small
+steps are given several at a time. There are two buffers, one in use and one being
 filled; their memory is used again (`recycled_empty`).
 
 The borders of steps in a window, and the number of cells of each rank, are computed for many steps
@@ -15,13 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from cellmill.data.packing.cells import PackedCells, join_cells
+from cellmill.data.packing.layout import ALIGNMENT
+from cellmill.data.packing.row_file import RowFile
+from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_offsets
-from cellmill.data.shards.reader import RowFile, iovecs
-from cellmill.data.stream.batch import recycled_empty
 from cellmill.data.stream.lane_lengths import LaneLengths
 from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 
@@ -31,41 +34,45 @@ _STEPS = 256  # steps whose numbers of cells are computed at once
 _TOGETHER = 256
 
 
+class Runs(NamedTuple):
+    """Packed bytes of runs of cells, `(runs,)` int64 each."""
+
+    shards: np.ndarray  # number of the shard
+    begins: np.ndarray  # first byte in the shard's packed bytes
+    ends: np.ndarray
+    targets: np.ndarray  # position of the first byte in the window's memory
+
+    def by_shard(self, most: int) -> Iterator[Runs]:
+        """Parts of at most `most` runs of one shard each, ascending in it."""
+        order = np.lexsort((self.begins, self.shards))
+        runs = Runs(*(array[order] for array in self))
+        borders = np.flatnonzero(np.diff(runs.shards)) + 1
+        borders = np.union1d(np.arange(0, len(order), most), borders)
+        for start, stop in pairwise([*borders.tolist(), len(order)]):
+            yield Runs(*(array[start:stop] for array in runs))
+
+
 @dataclass(frozen=True)
 class WindowCells:
     """Some cells of a window, in the order in which steps take them."""
 
     lanes: np.ndarray  # `(cells,)` int64, ascending in a step
     cells: np.ndarray  # `(cells,)` int64 ids
-    lengths: np.ndarray  # `(cells,)` int64, number of genes of each cell in the shards
-    # `(cells + 1,)` int64 offset of each cell's first gene in the whole window: a slice keeps it
-    starts: np.ndarray
-    # `(nonzeros,)` int32 rows of the vocabulary, in rank order; at most `max_genes` per cell
-    genes: np.ndarray
-    counts: np.ndarray | None  # `(nonzeros,)`; None if genes are cut to `max_genes`
+    packed: PackedCells
 
     def slice(self, start: int, stop: int) -> WindowCells:
-        starts = self.starts[start : stop + 1]
-        span = slice(starts[0] - self.starts[0], starts[-1] - self.starts[0])
-        return WindowCells(
-            self.lanes[start:stop],
-            self.cells[start:stop],
-            self.lengths[start:stop],
-            starts,
-            self.genes[span],
-            None if self.counts is None else self.counts[span],
-        )
+        chosen = slice(start, stop)
+        return WindowCells(self.lanes[chosen], self.cells[chosen], self.packed.select(chosen))
 
 
 @dataclass(frozen=True)
 class StreamWindow:
     """One window of each lane of the rank; steps are counted over all epochs."""
 
-    cells: WindowCells  # genes and counts are filled by the reads of `runs`
+    cells: WindowCells  # their bytes are filled by the reads of `runs`
     first_step: int
     borders: np.ndarray  # first cell of each step from `first_step` on, and the number of cells
-    runs: np.ndarray  # what is read, as in `Epoch`
-    position: np.ndarray  # position among `cells` of each cell of the concatenated `runs`
+    runs: Runs
 
     @property
     def last_step(self) -> int:
@@ -96,51 +103,6 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     return int(differ.argmax()) if differ.any() else n
 
 
-class _Reads:
-    """Where the genes and counts of each row of a window go, with rows in file order."""
-
-    def __init__(self, window: WindowCells, position: np.ndarray) -> None:
-        self._starts = window.starts[position]
-        self._lengths = window.lengths[position]
-        kept = window.starts[position + 1] - self._starts
-        cut = self._lengths - kept
-        # keep these arrays alive: iovecs hold raw addresses
-        self._genes = window.genes
-        self._counts = window.counts
-        self._ignored = np.empty(int(cut.max(initial=0)), np.int32)
-        self._gene_table = iovecs(window.genes, self._starts, kept)
-        self._parts_per_row = 1
-        if len(self._ignored):
-            # the end of a cut row is read and ignored, so that it is still one read in disk order
-            ends = iovecs(self._ignored, np.zeros_like(cut), cut)
-            self._gene_table = np.stack([self._gene_table, ends], axis=1).reshape(-1, 2)
-            self._parts_per_row = 2
-        if window.counts is not None:
-            self._count_table = iovecs(window.counts, self._starts, self._lengths)
-
-    def read(self, runs: list[tuple[RowFile, int, int, int]]) -> None:
-        """Read runs of cells.
-
-        Each is a shard, its first row to read, the number of rows, and the index of the first row
-        among all rows of the window.
-        """
-        for shard, first, n, row in runs:
-            start = int(shard.indptr[first])
-            parts = slice(self._parts_per_row * row, self._parts_per_row * (row + n))
-            genes = self._gene_table[parts]
-            if self._counts is None:
-                shard.scatter(start, genes, None)
-            elif self._counts.dtype == shard.dtype:
-                shard.scatter(start, genes, self._count_table[row : row + n])
-            else:  # this shard has counts of 16 bits, another shard of the split 32
-                shard.scatter(start, genes, None)
-                lengths = self._lengths[row : row + n]
-                counts = shard.read_counts(start, start + int(lengths.sum()))
-                by_cell = np.split(counts, np.cumsum(lengths)[:-1])
-                for target, part in zip(self._starts[row : row + n].tolist(), by_cell):
-                    self._counts[target : target + len(part)] = part
-
-
 class Taken(NamedTuple):
     """Cells of consecutive steps."""
 
@@ -152,7 +114,10 @@ class _ReadAhead:
     """Cells of the rank's lanes, step by step; the next windows are read while these are used."""
 
     def __init__(
-        self, windows: Iterator[StreamWindow], shards: list[RowFile], pool: ThreadPoolExecutor
+        self,
+        windows: Iterator[StreamWindow],
+        shards: list[RowFile],
+        pool: ThreadPoolExecutor,
     ):
         self._windows = windows
         self._shards = shards
@@ -195,16 +160,12 @@ class _ReadAhead:
         window = next(self._windows, None)
         if window is None:
             return False
-        n = window.runs[:, 2]
-        rows = np.cumsum(n) - n
-        runs = []
-        for (shard, first, n_rows), row in zip(window.runs.tolist(), rows.tolist()):
-            runs.append((self._shards[shard], first, n_rows, row))
-        reads = _Reads(window.cells, window.position)
-        size = -(-len(runs) // _TASKS)
+        memory = window.cells.packed.memory
+        most = -(-len(window.runs.shards) // _TASKS)
         tasks = []
-        for first in range(0, len(runs), size):
-            tasks.append(self._pool.submit(reads.read, runs[first : first + size]))
+        for runs in window.runs.by_shard(most):
+            shard = self._shards[int(runs.shards[0])]
+            tasks.append(self._pool.submit(shard.read_bytes, *runs[1:], memory))
         self._started.append((window, tasks))
         return True
 
@@ -224,8 +185,7 @@ class Prefetch:
     """Reader of the cells of a split in the order of `layout`, starting at any step.
 
     Reads the lanes of `rank`: lane l belongs to rank l % `world`. Of other lanes only the lengths
-    are looked up. Of each cell the first `max_genes` genes are read; None reads all of them and
-    their counts.
+    are looked up.
     """
 
     def __init__(
@@ -234,7 +194,6 @@ class Prefetch:
         layout: EpochLayout,
         rank: int,
         world: int,
-        max_genes: int | None,
         io_threads: int,
     ):
         self._shards = shards
@@ -245,10 +204,6 @@ class Prefetch:
         self._lanes: list[int] = lanes[rank].tolist()
         self._other_lanes = np.delete(lanes, rank, axis=0).ravel()  # rank after rank
         self._first_cell = row_offsets(layout.shard_cells)
-        self._max_genes = max_genes
-        self._dtype: np.dtype[Any] | None = None  # dtype of counts, if they are read
-        if max_genes is None:
-            self._dtype = np.result_type(*(shard.dtype for shard in shards))
         self._epochs: dict[int, Epoch] = {}
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
@@ -276,7 +231,7 @@ class Prefetch:
                     taken = ahead.take(epoch * per_epoch + step, in_ranks[:, self._rank])
                     n = taken.steps
                     cells = taken.parts[0] if len(taken.parts) == 1 else self._join(taken.parts)
-                    lengths = cells.lengths
+                    lengths = cells.packed.n_genes
                     if len(self._other_lanes):
                         lengths = self._insert_lengths(
                             lengths, lengths_of_others, in_ranks[:n], in_lanes[:n]
@@ -327,26 +282,15 @@ class Prefetch:
         this rank has no cells.
         """
         none = np.empty(0, np.int64)
-        no_genes = np.empty(0, np.int32)
-        no_counts = None if self._dtype is None else np.empty(0, self._dtype)
-        pieces = [WindowCells(none, none, none, np.zeros(1, np.int64), no_genes, no_counts)]
+        packed = PackedCells(np.empty(0, np.uint8), none, none, none, none)
+        pieces = [WindowCells(none, none, packed)]
         for lane in self._lanes:
             for part in parts:
                 pieces.append(part.slice(*np.searchsorted(part.lanes, [lane, lane + 1])))
-        starts = row_offsets(np.concatenate([np.diff(piece.starts) for piece in pieces]))
-        genes = recycled_empty(starts[-1], np.int32)
-        np.concatenate([piece.genes for piece in pieces], out=genes)
-        counts = None
-        if self._dtype is not None:
-            counts = recycled_empty(starts[-1], self._dtype)
-            np.concatenate([p.counts for p in pieces if p.counts is not None], out=counts)
         return WindowCells(
             np.concatenate([piece.lanes for piece in pieces]),
             np.concatenate([piece.cells for piece in pieces]),
-            np.concatenate([piece.lengths for piece in pieces]),
-            starts,
-            genes,
-            counts,
+            join_cells([piece.packed for piece in pieces]),
         )
 
     def _epoch(self, epoch: int) -> Epoch:
@@ -415,19 +359,40 @@ class Prefetch:
         step = step[by_step]
         row = row[by_step]
         lane_of_cell = np.repeat(lanes, sizes)[by_step]
-        position = np.empty_like(row)  # position in step order of each row
-        position[row] = np.arange(len(row))
         # id of the cell in each row: rows of a run are consecutive cells
         shard, first, n = runs.T
         first_id = self._first_cell[shard] + first
         first_row_of_run = np.cumsum(n) - n
         id_of_row = np.arange(len(row)) + np.repeat(first_id - first_row_of_run, n)
-        lengths = self._lengths(runs)[row]
-        kept = lengths if self._max_genes is None else np.minimum(lengths, self._max_genes)
-        starts = row_offsets(kept)
-        genes = recycled_empty(starts[-1], np.int32)
-        counts = None if self._dtype is None else recycled_empty(starts[-1], self._dtype)
-        cells = WindowCells(lane_of_cell, id_of_row[row], lengths, starts, genes, counts)
+        bytes_of_runs, packed = self._lay_out(runs)
+        cells = WindowCells(lane_of_cell, id_of_row[row], packed.select(row))
         step_borders = np.searchsorted(step, np.arange(step[0], step[-1] + 2))
         first_step = order.epoch * self._layout.steps_per_epoch + int(step[0])
-        return StreamWindow(cells, first_step, step_borders, runs, position)
+        return StreamWindow(cells, first_step, step_borders, bytes_of_runs)
+
+    def _lay_out(self, runs: np.ndarray) -> tuple[Runs, PackedCells]:
+        """Where the bytes of runs of cells, `(runs, 3)`, and of each of these cells, in the order
+        of the runs, will be in a new memory.
+        """
+        units = []
+        for shard, first, n in runs.tolist():
+            units.append(self._shards[shard].units[2 * first : 2 * (first + n) + 1])
+        n_units = 2 * runs[:, 2] + 1
+        last = np.cumsum(n_units) - 1  # last border of each run
+        borders = np.concatenate(units).astype(np.int64) * ALIGNMENT
+        begins = borders[last - n_units + 1]
+        ends = borders[last]
+        offsets = row_offsets(ends - begins)
+        borders += np.repeat(offsets[:-1] - begins, n_units)
+        # the genes and the counts of a cell begin at two borders; a run has one more, its end
+        is_begin = np.ones(len(borders), bool)
+        is_begin[last] = False
+        first_border = np.flatnonzero(is_begin)[::2]
+        packed = PackedCells(
+            recycled_empty(offsets[-1], np.uint8),
+            borders[first_border],
+            borders[first_border + 1],
+            borders[first_border + 2],
+            self._lengths(runs),
+        )
+        return Runs(runs[:, 0], begins, ends, offsets[:-1]), packed

@@ -15,8 +15,9 @@ import numpy as np
 
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, Tokens
 from cellmill.data.keys import splitmix64
+from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import positions_in_rows, row_offsets
-from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, make_batch, recycled_empty
+from cellmill.data.stream.batch import Batch, Prefixes, Tokenizer, make_batch
 from cellmill.data.stream.log_values import Tokenized, log_tokens
 from cellmill.errors import ConfigError, DataError
 
@@ -72,6 +73,12 @@ class CellTokenizer:
         """Genes of each cell that have to be read; None for all of them and their counts."""
         reads_all = counted or self._chooses or self._tokenizer.needs_counts
         return None if reads_all else self._tokens.max_tokens
+
+    def most_unranked(self) -> int | None:
+        """Genes of a cell up to which its tokens are the same in any order; None if always."""
+        if self._tokens.value_kind == "place":
+            return 0
+        return self._tokens.max_tokens if self._tokens.truncation == "top" else None
 
     def numbers(self, detected: np.ndarray) -> np.ndarray:
         """(cells,) int64: tokens of cells with `detected` genes."""

@@ -1,0 +1,213 @@
+"""Packed cells in .h5ad files: how preprocess and shard write them, and how they are found again.
+
+`uns/packed` has, beside the bytes (`packing.row_file`), what their meaning depends on:
+
+    bytes     uint8, contiguous, unfiltered, at a multiple of 4,096 bytes of the file
+    borders   uint32 `(2 x cells + 1,)`: where the genes and the counts of each cell begin, and the
+              end, in units of 8 bytes
+    n_genes   int32 `(cells,)`: number of genes of each cell
+    order     `genes` if the genes of a cell ascend, else `rank`
+    dtype     `uint16` or `uint32`, of the counts
+
+The file has no X: it opens in any program of scverse, with obs and var. `cellmill unpack` writes
+one with X.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import scipy.sparse as sp
+
+from cellmill.data.inputs.h5 import create_h5, decode, one_line, open_h5, write_frames
+from cellmill.data.inputs.matrices import StoredMatrix
+from cellmill.data.packing.cells import CellKind, Order
+from cellmill.data.packing.codec import pack_parts
+from cellmill.data.packing.layout import ALIGNMENT
+from cellmill.data.packing.row_file import OpenFiles, Place, RowFile
+from cellmill.data.rows import row_offsets
+from cellmill.errors import DataError
+from cellmill.files import named_errors
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PACKED = "uns/packed"
+REMEDY = "run preprocess again"
+_COPIED = 8 << 20  # bytes copied at a time
+# raised by libraries for a damaged header
+_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
+
+
+@dataclass
+class PackedBlocks:
+    """Packed cells in a temporary file without a name, in the folder of `out`."""
+
+    out: Path
+    order: Order
+    dtype: np.dtype[Any]  # of the counts: uint16 or uint32
+    sizes: list[np.ndarray] = field(default_factory=list)  # bytes of parts
+    n_genes: list[np.ndarray] = field(default_factory=list)  # of cells
+
+    def __post_init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="cellmill-", dir=self.out.parent)  # noqa: SIM115 - closed by close()
+        self.close = self._file.close
+
+    def add(self, rows: sp.csr_matrix) -> None:
+        """Append cells."""
+        indptr = rows.indptr.astype(np.int64)
+        assert (
+            not rows.nnz
+            or 0 < rows.data.min() <= rows.data.max() <= np.iinfo(self.dtype).max
+        )
+        genes = rows.indices
+        if self.order == "genes":
+            is_first = np.zeros(len(genes) + 1, bool)
+            is_first[indptr[:-1]] = True
+            before = np.where(is_first[:-1], -1, np.roll(genes, 1))
+            genes = genes - before - 1
+            assert (genes >= 0).all(), "columns do not ascend"
+        packed_genes, gene_sizes = pack_parts(genes, indptr)
+        packed_counts, count_sizes = pack_parts(rows.data.astype(np.uint32) - 1, indptr)
+        # genes and counts of a cell in turn
+        gene_ends = np.cumsum(gene_sizes).tolist()
+        count_ends = np.cumsum(count_sizes).tolist()
+        begin_genes = 0
+        begin_counts = 0
+        pieces = []
+        for end_genes, end_counts in zip(gene_ends, count_ends):
+            pieces.append(packed_genes[begin_genes:end_genes].data)
+            pieces.append(packed_counts[begin_counts:end_counts].data)
+            begin_genes = end_genes
+            begin_counts = end_counts
+        with named_errors(self.out):
+            self._file.write(b"".join(pieces))
+        self.sizes.append(np.stack([gene_sizes, count_sizes], axis=1).ravel())
+        self.n_genes.append(np.diff(indptr))
+
+    def save(self, file: Any) -> None:
+        """Write the group `uns/packed` of a new file."""
+        borders = row_offsets(np.concatenate([np.zeros(0, np.int64), *self.sizes]))
+        n_genes = np.concatenate([np.zeros(0, np.int64), *self.n_genes])
+        group = file.require_group("uns").create_group("packed")
+        group.attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
+        stored = group.create_dataset("bytes", (int(borders[-1]),), "u1")
+        self._file.seek(0)
+        for first in range(0, len(stored), _COPIED):
+            part = self._file.read(min(_COPIED, len(stored) - first))
+            stored[first : first + len(part)] = np.frombuffer(part, np.uint8)
+            file.disk.raise_if_failed()
+        units = borders // ALIGNMENT
+        if units[-1] > np.iinfo(np.uint32).max:
+            raise DataError(f"{self.out}: {borders[-1]:,} bytes of counts; split the dataset")
+        filters = {"compression": "gzip", "shuffle": True}
+        group.create_dataset("borders", data=units.astype("<u4"), **filters)
+        group.create_dataset("n_genes", data=n_genes.astype("<i4"), **filters)
+        for name in ("bytes", "borders", "n_genes"):
+            group[name].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        for name, text in (("order", self.order), ("dtype", self.dtype.name)):
+            group[name] = text
+            group[name].attrs.update({"encoding-type": "string", "encoding-version": "0.2.0"})
+
+
+def write_packed(
+    path: Path,
+    obs: pd.DataFrame | Callable[[], pd.DataFrame],
+    var: pd.DataFrame,
+    blocks: Iterable[sp.csr_matrix],
+    order: Order,
+    dtype: np.dtype[Any],
+    *,
+    ordered: bool = False,
+    ranked: bool = False,
+    recorded: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write an .h5ad with packed counts instead of X.
+
+    `obs` may be a function, called after the last block. `blocks` are rows in order, with counts
+    above 0 of at most `dtype`; columns ascend within a row if `order` is `genes`. `ordered` rows
+    are sequences, `ranked` ones genes in rank order; uns/cellmill gets `recorded`. Raises OSError
+    naming `path`, which stays as it was, on a full disk.
+    """
+    with create_h5(path) as file, closing(PackedBlocks(path, order, dtype)) as packed:
+        for block in blocks:
+            packed.add(block)
+        frame = obs() if callable(obs) else obs
+        n_rows = sum(map(len, packed.n_genes))
+        assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
+        write_frames(file, frame, var, ordered, ranked, recorded)
+        packed.save(file)
+
+
+def open_packed(path: Path, files: OpenFiles) -> RowFile:
+    """Open packed cells. Raises DataError when they are damaged or of another format."""
+    with open_h5(path, REMEDY) as file:
+        return find_packed(path, file, files)
+
+
+def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
+    """Packed cells of an open file."""
+    try:
+        group = file[PACKED]
+        order = decode(group["order"][()])
+        dtype = np.dtype(decode(group["dtype"][()]))
+        if order not in ("rank", "genes") or dtype not in ("uint16", "uint32"):
+            raise ValueError(f"{PACKED} has an unknown order or dtype")
+        # before memory is taken for it: a damaged header may claim any size
+        most = 256 * path.stat().st_size
+        for name in ("borders", "n_genes"):
+            if group[name].ndim != 1 or group[name].size > most:
+                raise ValueError(f"{PACKED}/{name} is larger than the file")
+        starts = row_offsets(np.asarray(group["n_genes"][:], np.int64))
+        n_vars = len(file["var"][file["var"].attrs["_index"]])
+        return RowFile(
+            path=path,
+            nnz=int(starts[-1]),
+            kind=CellKind("genes" if order == "genes" else "rank", n_vars, dtype),
+            packed=locate(group["bytes"]),
+            starts=starts,
+            borders=np.asarray(group["borders"][:], np.uint32),
+            files=files,
+            remedy=REMEDY,
+        )
+    except _UNREADABLE as error:
+        raise DataError(
+            f"{path}: not cells that preprocess wrote: {one_line(error)}; {REMEDY}"
+        ) from None
+
+
+def locate(array: h5py.Dataset) -> Place:
+    """Where an array lies in its file. Raises ValueError unless it is in one piece."""
+    if array.chunks is not None:  # as it is where anything is compressed
+        raise ValueError(f"{array.name} is chunked or compressed, but is read by offset")
+    offset = array.id.get_offset()
+    if offset is None and array.size:
+        raise ValueError(
+            f"{array.name} has no offset in the file (virtual, external or never written)"
+        )
+    return Place(offset or 0, array.size * array.dtype.itemsize)
+
+
+class PackedMatrix(StoredMatrix):
+    """Counts of packed cells."""
+
+    def __init__(self, rows: RowFile):
+        self._rows = rows
+        self.shape = (rows.n_obs, rows.kind.n_genes)
+
+    def parts(self, block: int) -> Iterator[sp.csr_matrix]:
+        for first in range(0, self.shape[0], block):
+            n = min(block, self.shape[0] - first)
+            starts, genes, counts = self._rows.read(first, n)
+            yield sp.csr_matrix((counts, genes, starts), shape=(n, self.shape[1]))
+
+    def close(self) -> None:
+        self._rows.close()

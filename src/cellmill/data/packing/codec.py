@@ -1,0 +1,163 @@
+"""Packing and unpacking of parts, by compiled loops or by numpy, which give the same bytes.
+
+The loops are compiled in the background, by a process that has packed or unpacked many values.
+Until then, and where numba is not installed, numpy does the work.
+"""
+
+import importlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cellmill.data.packing import by_numpy
+from cellmill.data.packing.layout import BITS, most_bytes
+from cellmill.data.rows import positions_in_rows, row_offsets
+
+# values that a process packs or unpacks before the loops are worth numba's second and 100 MB
+WORTH_COMPILING = 1 << 24
+
+
+class Parts(NamedTuple):
+    """Parts in memory, and what is unpacked of each. Arrays are `(parts,)` int64."""
+
+    memory: np.ndarray  # uint8, contiguous; its size is a multiple of 8
+    begins: np.ndarray  # first byte, a multiple of 8
+    sizes: np.ndarray  # bytes
+    n_values: np.ndarray
+    kept: np.ndarray  # number of first values to unpack
+    targets: np.ndarray  # position of the first one in the output
+
+
+class Values(NamedTuple):
+    """Meaning of packed values."""
+
+    ascending: bool  # differences, less one, of values that ascend from 0 in each part
+    added: int  # added to each value
+    limit: int  # largest value
+
+
+class DamagedPart(ValueError):
+    """A part that is not what packing writes."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__("a cell is not packed as it should be")
+        self.part = part
+
+
+class CompiledLoops:
+    """The module `loops` of this process, compiled once it is worth it."""
+
+    def __init__(self, worth: int = WORTH_COMPILING) -> None:
+        self._n_left = worth
+        self._loading: Future[Any] | None = None
+
+    def get(self, n_values: int) -> Any:
+        """Count values to be packed or unpacked, and return the module; None without numba, and as
+        long as it is not compiled.
+        """
+        self._n_left -= n_values
+        if self._n_left > 0:
+            return None
+        loading = self._loading
+        if loading is None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-compile")
+            loading = self._loading = pool.submit(load_loops)
+            pool.shutdown(wait=False)
+        return loading.result() if loading.done() else None
+
+
+def load_loops() -> Any:
+    """Import the loops, which compiles them for some seconds if they are not in numba's cache; None
+    without numba.
+    """
+    try:
+        return importlib.import_module("cellmill.data.packing.loops")
+    except ImportError:
+        return None
+
+
+COMPILED = CompiledLoops()
+
+
+def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Parts, uint8 one after the other, and the bytes of each, int64.
+
+    `values`, `(n,)`, are 0 to 2**32 - 1; `borders[i]` to `borders[i + 1]` are those of part i.
+    """
+    values = np.ascontiguousarray(values, dtype=np.uint32)
+    loops = COMPILED.get(len(values))
+    if loops is None:
+        return by_numpy.pack_parts(values, borders)
+    borders = np.array(borders, np.int64)
+    sizes = np.zeros(len(borders) - 1, np.int64)
+    memory = np.zeros(most_bytes(len(values), len(sizes)), np.uint8)
+    views = (memory, memory.view(np.uint16), memory.view(np.uint64))
+    n_bytes = loops.pack_parts(values, borders, BITS, *views, sizes)
+    return memory[:n_bytes], sizes
+
+
+def unpack_parts(parts: Parts, values: Values, out: np.ndarray) -> None:
+    """Unpack the first values of parts into `out`: int32, uint16 or uint32.
+
+    Every byte is checked before it decides where another is read or written. Raises DamagedPart.
+    """
+    if not len(parts.kept):
+        return
+    ends = parts.targets + parts.kept
+    if min(parts.kept.min(), parts.targets.min()) < 0 or ends.max() > len(out):
+        raise IndexError(f"expected parts within {len(out):,} values, got one beyond")
+    ends = parts.begins + parts.sizes
+    if min(parts.sizes.min(), parts.begins.min()) < 0 or ends.max() > len(parts.memory):
+        raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
+    loops = COMPILED.get(int(parts.kept.sum()))
+    if loops is None:
+        _unpack_by_numpy(parts, values, out)
+        return
+    memory = parts.memory
+    damaged = loops.unpack_parts(
+        memory,
+        memory.view(np.uint16),
+        memory.view(np.uint64),
+        *parts[1:],
+        values.ascending,
+        np.uint32(values.added),
+        values.limit,
+        out,
+    )
+    if damaged >= 0:
+        raise DamagedPart(damaged)
+
+
+def _unpack_by_numpy(parts: Parts, values: Values, out: np.ndarray) -> None:
+    memory, begins, sizes, n_values, kept, targets = parts
+    try:
+        unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
+    except ValueError:
+        for number, (begin, size, n) in enumerate(zip(begins, sizes, n_values)):
+            try:
+                by_numpy.unpack_parts(memory[begin : begin + size], *np.array([[0], [size], [n]]))
+            except ValueError:
+                raise DamagedPart(number) from None
+        raise
+    _refuse(kept > n_values)
+    part = np.repeat(np.arange(len(kept)), kept)
+    ends = row_offsets(kept)
+    in_part = positions_in_rows(ends)
+    chosen = unpacked[row_offsets(n_values)[part] + in_part].astype(np.int64)
+    if values.ascending:
+        total = np.cumsum(chosen + 1)
+        before = np.concatenate([[0], total])[ends[:-1]]
+        chosen = total - before[part] - 1
+    else:
+        chosen += values.added
+    is_large = np.zeros(len(kept), bool)
+    is_large[part[chosen > values.limit]] = True
+    _refuse(is_large)
+    out[targets[part] + in_part] = chosen.astype(out.dtype)
+
+
+def _refuse(is_damaged: np.ndarray) -> None:
+    """Raise DamagedPart for the first part of a mask."""
+    if is_damaged.any():
+        raise DamagedPart(int(is_damaged.argmax()))

@@ -1,0 +1,69 @@
+"""Layout of a part: the genes, or the counts, of a block of cells in few bits.
+
+Values are packed in groups of 256. A group has a width of bits; its few larger values are patched:
+the packed value has their lower bits, a patch the bits above. This is PFOR (Zukowski et al., ICDE
+2006) with vertical layout (Lemire and Boytsov, 2015): value i of a group stands in lane i % 16 of
+row i // 16, and row r begins at bit r * width of its lane. A lane is a chain of 16-bit words, so
+unpacking shifts 16 words at once. A part is, little-endian and in this order:
+
+    planes      16-bit words of each group: its lower 16 bits, then those above if it is wider
+    highs       uint16 for each patch: the value without its lower `width` bits
+    positions   uint8 for each patch: position in its group
+    padding     zeros, so that the size is a multiple of 8
+    patches     uint8 for each group: number of patches
+    widths      uint8 for each group: bits of a value, 0 to 32
+
+The number of values is not stored: offsets of cells are elsewhere. Sizes of planes and patches
+follow from the last two arrays, so a reader checks them all before it unpacks a value. Genes in
+rank order are stored as they are, ascending ones as differences less one, counts less one.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+GROUP = 256
+LANES = 16
+ROWS = GROUP // LANES
+MAX_WIDTH = 32
+PATCH_BITS = 16  # most bits of a value above the width of its group
+PATCH_BYTES = 3
+PLANE_BITS = 16
+WORD_BYTES = 2 * LANES  # one 16-bit word of every lane
+ALIGNMENT = 8  # bytes; parts begin at multiples of it
+BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
+"""Number of bits of each value of 16 bits."""
+
+
+class Groups(NamedTuple):
+    """Groups of a part, `(groups,)` each."""
+
+    n_values: np.ndarray
+    widths: np.ndarray
+    n_patches: np.ndarray
+
+    def plane_bytes(self) -> np.ndarray:
+        """Bytes of the planes of each group."""
+        n_rows = -(-self.n_values // LANES)
+        n_words = np.zeros_like(n_rows)
+        for first_bit in range(0, MAX_WIDTH, PLANE_BITS):
+            width = np.clip(self.widths - first_bit, 0, PLANE_BITS)
+            n_words += -(-n_rows * width // PLANE_BITS)
+        return n_words * WORD_BYTES
+
+
+def group_sizes(n_values: int) -> np.ndarray:
+    """Number of values in each group of a part of `n_values`."""
+    first = np.arange(0, n_values, GROUP)
+    return np.minimum(n_values - first, GROUP)
+
+
+def aligned(n_bytes: Any) -> Any:
+    """The next multiple of the alignment."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def most_bytes(n_values: int, n_parts: int) -> int:
+    """Most bytes of parts of `n_values` in all: every group may be 32 bits wide."""
+    n_groups = n_values // GROUP + n_parts
+    return int(n_groups * aligned(2 * ROWS * WORD_BYTES + 2))

@@ -1,0 +1,385 @@
+"""Loops over packed parts, compiled by numba on import. They release the GIL.
+
+Lanes of 16 bits are shifted four at a time in words of 64 bits, which LLVM turns into vector
+instructions of any processor.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from cellmill.data.packing.layout import (
+    ALIGNMENT,
+    GROUP,
+    LANES,
+    MAX_WIDTH,
+    PATCH_BITS,
+    PATCH_BYTES,
+    PLANE_BITS,
+    ROWS,
+)
+
+_QUAD = LANES // 4  # 64-bit words in a row of lanes
+_EACH_LANE = np.uint64(0x0001_0001_0001_0001)
+_DIGITS = 3
+_DIGIT_BITS = 11
+
+
+def compiled(*signatures: str) -> Callable[[Any], Any]:
+    """Decorator that compiles a function, into numba's cache where that can be written."""
+
+    def compile_function(function: Any) -> Any:
+        try:
+            return njit(list(signatures), nogil=True, cache=True)(function)
+        except RuntimeError:  # no folder for the cache
+            return njit(list(signatures), nogil=True)(function)
+
+    return compile_function
+
+
+@compiled("void(uint64[::1], uint64, uint64, uint64, uint64[::1])")
+def _unpack_plane(words: Any, start: Any, n_rows: Any, width: Any, values: Any) -> None:
+    """Fill rows of `values` from a plane that begins at word `start`; all numbers are unsigned, as
+    numba lets signed ones count from the end of an array.
+    """
+    mask = ((np.uint64(1) << width) - np.uint64(1)) * _EACH_LANE
+    quad = np.uint64(_QUAD)
+    bit = np.uint64(0)
+    to = np.uint64(0)
+    for _ in range(n_rows):
+        first = start + (bit >> np.uint64(4)) * quad
+        shift = bit & np.uint64(15)
+        if shift + width <= np.uint64(PLANE_BITS):
+            for i in range(quad):
+                values[to + i] = (words[first + i] >> shift) & mask
+        else:
+            n_low = np.uint64(PLANE_BITS) - shift  # bits in the first of two words
+            low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_LANE
+            high = mask & ~low
+            for i in range(quad):
+                in_first = (words[first + i] >> shift) & low
+                in_second = (words[first + quad + i] << n_low) & high
+                values[to + i] = in_first | in_second
+        bit += width
+        to += quad
+
+
+@compiled("void(uint64[::1], int64, int64, int64, uint64[::1])")
+def _pack_plane(values: Any, n_rows: int, width: int, start: int, words: Any) -> None:
+    """Add rows of `values`, below 2**width, to the zeros from word `start` on."""
+    for row in range(n_rows):
+        bit = row * width
+        first = start + (bit >> 4) * _QUAD
+        shift = np.uint64(bit & 15)
+        if shift + np.uint64(width) <= np.uint64(PLANE_BITS):
+            for i in range(_QUAD):
+                words[first + i] |= values[row * _QUAD + i] << shift
+        else:
+            n_low = np.uint64(PLANE_BITS) - shift
+            low = ((np.uint64(1) << n_low) - np.uint64(1)) * _EACH_LANE
+            high = ((np.uint64(1) << (np.uint64(width) - n_low)) - np.uint64(1)) * _EACH_LANE
+            for i in range(_QUAD):
+                value = values[row * _QUAD + i]
+                words[first + i] |= (value & low) << shift
+                words[first + _QUAD + i] |= (value >> n_low) & high
+
+
+@compiled("int64(int64, int64)")
+def _plane_words(n_rows: int, width: int) -> int:
+    """64-bit words of the planes of a group."""
+    n_words = (n_rows * min(width, PLANE_BITS) + PLANE_BITS - 1) // PLANE_BITS
+    if width > PLANE_BITS:
+        n_words += (n_rows * (width - PLANE_BITS) + PLANE_BITS - 1) // PLANE_BITS
+    return n_words * _QUAD
+
+
+@compiled("int64(uint8[::1], int64, int64, int64, int64[::1], int64[::1])")
+def _read_headers(
+    memory: Any, start: int, size: int, n_values: int, first_word: Any, first_patch: Any
+) -> Any:
+    """Fill the 64-bit word at which each group begins in its part, and its first patch; the number
+    of patches, or -1 if the part is damaged.
+    """
+    n_groups = (n_values + GROUP - 1) // GROUP
+    if size < 2 * n_groups:
+        return -1
+    widths = start + size - n_groups
+    n_words = np.int64(0)
+    n_patches = np.int64(0)
+    for group in range(n_groups):
+        width = np.int64(memory[widths + group])
+        patches = np.int64(memory[widths - n_groups + group])
+        n = min(n_values - group * GROUP, GROUP)
+        if width > MAX_WIDTH or patches > n or (width > PLANE_BITS and patches > 0):
+            return -1
+        first_word[group] = n_words
+        first_patch[group] = n_patches
+        n_words += _plane_words((n + LANES - 1) // LANES, width)
+        n_patches += patches
+    first_word[n_groups] = n_words
+    first_patch[n_groups] = n_patches
+    n_bytes = 8 * n_words + PATCH_BYTES * n_patches + 2 * n_groups
+    return n_patches if size == (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT else -1
+
+
+_ARGUMENTS = ", ".join(["int64[::1]"] * 5 + ["bool", "uint32", "int64"])
+
+
+@compiled(
+    *(
+        f"int64(uint8[::1], uint16[::1], uint64[::1], {_ARGUMENTS}, {out}[::1])"
+        for out in ("int32", "uint16", "uint32")
+    )
+)
+def unpack_parts(
+    memory: Any,
+    memory_16: Any,
+    memory_64: Any,
+    begins: Any,
+    sizes: Any,
+    n_values: Any,
+    kept: Any,
+    targets: Any,
+    ascending: bool,
+    added: int,
+    limit: int,
+    out: Any,
+) -> int:
+    """Unpack parts into `out`; the number of a damaged one, or -1.
+
+    As `codec.unpack_parts`; the three memories are views of one.
+    """
+    most_groups = np.int64(1)
+    for part in range(len(begins)):
+        most_groups = max(most_groups, (n_values[part] + GROUP - 1) // GROUP)
+    first_word = np.empty(most_groups + 1, np.int64)
+    first_patch = np.empty(most_groups + 1, np.int64)
+    low_64 = np.empty(ROWS * _QUAD, np.uint64)
+    high_64 = np.empty(ROWS * _QUAD, np.uint64)
+    low = low_64.view(np.uint16)
+    high = high_64.view(np.uint16)
+    for part in range(len(begins)):
+        begin = begins[part]
+        size = sizes[part]
+        n_in_part = n_values[part]
+        n_patches = _read_headers(memory, begin, size, n_in_part, first_word, first_patch)
+        if n_patches < 0 or kept[part] > n_in_part:
+            return part
+        n_groups = (n_in_part + GROUP - 1) // GROUP
+        widths = begin + size - n_groups
+        highs = begin + 8 * first_word[n_groups]
+        positions = highs + 2 * n_patches
+        last_value = np.int64(-1)
+        for group in range((kept[part] + GROUP - 1) // GROUP):
+            n_in_group = min(n_in_part - group * GROUP, GROUP)
+            n_rows = (n_in_group + LANES - 1) // LANES
+            width: Any = np.int64(memory[widths + group])
+            word = begin // 8 + first_word[group]
+            _unpack_plane(
+                memory_64,
+                np.uint64(word),
+                np.uint64(n_rows),
+                np.uint64(min(width, PLANE_BITS)),
+                low_64,
+            )
+            is_wide: Any = width > PLANE_BITS  # some value has more than 16 bits
+            if is_wide:
+                _unpack_plane(
+                    memory_64,
+                    np.uint64(word + n_rows * _QUAD),
+                    np.uint64(n_rows),
+                    np.uint64(width - PLANE_BITS),
+                    high_64,
+                )
+            first_high = highs // 2 + first_patch[group]
+            first_position = positions + first_patch[group]
+            for patch in range(first_patch[group + 1] - first_patch[group]):
+                position = np.int64(memory[first_position + patch])
+                if position >= n_in_group:
+                    return part
+                above = np.int64(memory_16[first_high + patch]) << width
+                if above >> PLANE_BITS:
+                    if not is_wide:
+                        high_64[:] = 0
+                        is_wide = True
+                    high[position] |= above >> PLANE_BITS
+                low[position] |= above & 0xFFFF
+            n_kept: Any = min(kept[part] - group * GROUP, GROUP)
+            n_kept_unsigned = np.uint64(n_kept)
+            to = targets[part] + group * GROUP
+            filled = out[to : to + n_kept]
+            if ascending:
+                for i in range(n_kept_unsigned):
+                    last_value += np.int64(low[i]) + np.int64(1)
+                    if is_wide:
+                        last_value += np.int64(high[i]) << PLANE_BITS
+                    filled[i] = last_value
+                if last_value > limit:
+                    return part
+            elif is_wide:
+                for i in range(n_kept_unsigned):
+                    value = np.int64(low[i]) | (np.int64(high[i]) << PLANE_BITS)
+                    value += np.int64(added)
+                    if value > limit:
+                        return part
+                    filled[i] = value
+            else:
+                largest = np.uint16(0)
+                for i in range(n_kept_unsigned):
+                    largest = max(largest, low[i])
+                if np.int64(largest) + np.int64(added) > limit:
+                    return part
+                for i in range(n_kept_unsigned):
+                    filled[i] = np.uint32(low[i]) + added
+    return -1
+
+
+@compiled("int64(uint32[::1], uint8[::1], uint8[::1], uint16[::1], uint64[::1], int64)")
+def _pack_part(
+    values: Any, bits: Any, memory: Any, memory_16: Any, memory_64: Any, start: int
+) -> int:
+    """Write a part into `memory` from byte `start` on; its end."""
+    n_values = len(values)
+    n_groups = (n_values + GROUP - 1) // GROUP
+    widths = np.empty(n_groups, np.int64)
+    n_patches = np.zeros(n_groups, np.int64)
+    low_64 = np.zeros(ROWS * _QUAD, np.uint64)
+    high_64 = np.zeros(ROWS * _QUAD, np.uint64)
+    low = low_64.view(np.uint16)
+    high = high_64.view(np.uint16)
+    with_bits = np.empty(MAX_WIDTH + 1, np.int64)  # values of each number of bits
+    word = start // 8
+    total_patches = 0
+    for group in range(n_groups):
+        first = group * GROUP
+        n = min(n_values - first, GROUP)
+        n_rows = (n + LANES - 1) // LANES
+        with_bits[:] = 0
+        for i in range(n):
+            value = values[first + i]
+            above = value >> np.uint32(PLANE_BITS)
+            if above:
+                with_bits[np.int64(bits[above]) + PLANE_BITS] += 1
+            else:
+                with_bits[bits[value]] += 1
+        most_bits = MAX_WIDTH
+        while most_bits and not with_bits[most_bits]:
+            most_bits -= 1
+        best = MAX_WIDTH
+        fewest = _plane_words(n_rows, MAX_WIDTH) * 8
+        larger = 0  # values of more than `width` bits
+        for step in range(MAX_WIDTH):
+            width = MAX_WIDTH - 1 - step
+            larger += with_bits[width + 1]
+            may_patch = width <= PLANE_BITS and most_bits <= width + PATCH_BITS and larger < GROUP
+            n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * larger
+            if n_bytes < fewest and (may_patch or larger == 0):
+                best = width
+                fewest = n_bytes
+                n_patches[group] = larger
+        widths[group] = best
+        total_patches += n_patches[group]
+        mask = np.uint32((np.int64(1) << min(best, PLANE_BITS)) - 1)
+        for i in range(n_rows * LANES):
+            value = values[first + i] if i < n else np.uint32(0)
+            low[i] = value & mask
+            high[i] = value >> np.uint32(PLANE_BITS)
+        _pack_plane(low_64, n_rows, min(best, PLANE_BITS), word, memory_64)
+        if best > PLANE_BITS:
+            _pack_plane(high_64, n_rows, best - PLANE_BITS, word + n_rows * _QUAD, memory_64)
+        word += _plane_words(n_rows, best)
+    high_at = 4 * word  # in 16-bit words
+    position_at = 8 * word + 2 * total_patches
+    for group in range(n_groups):
+        if n_patches[group]:
+            first = group * GROUP
+            for i in range(min(n_values - first, GROUP)):
+                above = values[first + i] >> np.uint32(widths[group])
+                if above:
+                    memory_16[high_at] = above
+                    memory[position_at] = i
+                    high_at += 1
+                    position_at += 1
+    size = (position_at + 2 * n_groups + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    for group in range(n_groups):
+        memory[size - n_groups + group] = widths[group]
+        memory[size - 2 * n_groups + group] = n_patches[group]
+    return size
+
+
+@compiled(
+    "int64(uint32[::1], int64[::1], uint8[::1], uint8[::1], uint16[::1], uint64[::1], int64[::1])"
+)
+def pack_parts(
+    values: Any, borders: Any, bits: Any, memory: Any, memory_16: Any, memory_64: Any, sizes: Any
+) -> int:
+    """Write parts into `memory`, zeros with three views, and their `sizes`; return their bytes.
+
+    As `codec.pack_parts`; `bits` is `layout.BITS`.
+    """
+    end = 0
+    for part in range(len(sizes)):
+        in_part = values[borders[part] : borders[part + 1]]
+        start = end
+        end = _pack_part(in_part, bits, memory, memory_16, memory_64, start)
+        sizes[part] = end - start
+    return end
+
+
+@compiled(
+    *(
+        f"void(int64[::1], int64[::1], int32[::1], {counts}[::1], float32[::1])"
+        for counts in ("uint16", "uint32")
+    )
+)
+def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any) -> None:
+    """Sort cells in place, as `ranking.Ranking.sort`: a radix sort of the inverted bits of each
+    key, which is not negative, in three digits of 11 bits. It is stable, so ties stay in order.
+    """
+    most = np.int64(1)
+    for row in range(len(n)):
+        most = max(most, n[row])
+    keys = np.empty(most, np.float32)
+    bits = keys.view(np.uint32)
+    items = np.empty(most, np.uint64)  # key, position
+    moved = np.empty(most, np.uint64)
+    counts_before = np.empty(most, counts.dtype)
+    digit_bits = np.uint64(_DIGIT_BITS)
+    mask = (np.uint64(1) << digit_bits) - np.uint64(1)
+    n_with_digit = np.empty((_DIGITS, 1 << _DIGIT_BITS), np.uint32)
+    for row in range(len(n)):
+        size = np.uint64(n[row])
+        row_genes = genes[starts[row] : starts[row] + n[row]]
+        row_counts = counts[starts[row] : starts[row] + n[row]]
+        n_with_digit[:] = 0
+        for i in range(size):
+            keys[i] = np.float32(row_counts[i]) * inverse_medians[np.uint32(row_genes[i])]
+        for i in range(size):
+            key = np.uint64(~bits[i])
+            items[i] = (key << np.uint64(32)) | i
+            for digit in range(_DIGITS):
+                n_with_digit[digit, (key >> (np.uint64(digit) * digit_bits)) & mask] += np.uint32(1)
+        for digit in range(_DIGITS):
+            position_of = n_with_digit[digit]
+            shift = np.uint64(32) + np.uint64(digit) * digit_bits
+            if size == 0 or position_of[(items[0] >> shift) & mask] == size:
+                continue  # all have the same digit
+            total = np.uint32(0)
+            for value in range(1 << _DIGIT_BITS):
+                n_here = position_of[value]
+                position_of[value] = total
+                total += n_here
+            for i in range(size):
+                value = (items[i] >> shift) & mask
+                moved[position_of[value]] = items[i]
+                position_of[value] += np.uint32(1)
+            items, moved = moved, items
+        for i in range(size):
+            counts_before[i] = row_counts[i]
+            bits[i] = np.uint32(row_genes[i])
+        for i in range(size):
+            position = items[i] & np.uint64(0xFFFFFFFF)
+            row_genes[i] = bits[position]
+            row_counts[i] = counts_before[position]
