@@ -258,7 +258,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     shards = open_shards(manifest, "train")
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options, batch, seed=0, shuffle=True)
-    rows = Prefetch(shards, layout, 0, 1, max_genes=None, io_threads=options.io_threads)
+    rows = Prefetch(shards, layout, 0, 1, options.io_threads)
     batches = rows_of_steps(rows.steps(0, 0))
     try:
         while True:

@@ -36,9 +36,9 @@ class Lengths:
     def __init__(self, n_obs: int) -> None:
         lengths = np.random.default_rng(0).gamma(4.0, MEAN_GENES / 4, n_obs).astype(np.int64) + 1
         self.indptr = np.concatenate([[0], np.cumsum(lengths)])
-        self.dtype = np.dtype(np.uint16)
+        self.units = np.zeros(2 * n_obs + 1, np.uint32)
 
-    def scatter(self, start: int, genes: np.ndarray, counts: None) -> None: ...
+    def read_bytes(self, *_: np.ndarray) -> None: ...
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def measured(
     shard = Lengths(2 * lanes * window)
     order = Stream(lanes=lanes, block_cells=BLOCK_CELLS, window_blocks=WINDOW_BLOCKS)
     layout = EpochLayout((2 * lanes * window,), order, world * cells, seed=0, shuffle=True)
-    rows = Prefetch([shard], layout, 0, world, max_genes=1, io_threads=1)  # type: ignore[list-item]
+    rows = Prefetch([shard], layout, 0, world, io_threads=1)  # type: ignore[list-item]
     began = time.thread_time()
     taken = rows.steps(0, 0)
     next(taken)

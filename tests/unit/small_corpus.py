@@ -15,7 +15,8 @@ from cellmill.config.datasets import ObsColumns
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.config.run import Stream
 from cellmill.data.genes.vocabulary import Vocabulary
-from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.h5 import count_dtype
+from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.cell_stream import CellStream
@@ -38,9 +39,9 @@ def write_dataset(
     names = [f"cell{i}" for i in range(counts.shape[0])]
     var = pd.DataFrame({"symbol": gene_ids}, index=gene_ids)
     largest = int(counts.data.max(initial=0))
-    write_cells(
-        path, pd.DataFrame(obs or {}, index=names), var, [counts], counts.nnz, count_dtype(largest)
-    )
+    frame = pd.DataFrame(obs or {}, index=names)
+    counts.sort_indices()
+    write_packed(path, frame, var, [counts], "genes", count_dtype(largest))
     return path
 
 

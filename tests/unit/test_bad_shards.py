@@ -261,18 +261,22 @@ def instead(path: Path, make: Callable[[Path], Any] | None = None) -> None:
         make(path)
 
 
-SHARD, OFFSETS, LEVELS, HASHES = (
+SHARD, OFFSETS, BORDERS, LEVELS, HASHES = (
     "train-00000.h5ad",
-    *(f"train-{k}.npy" for k in ("offsets", "levels", "hashes")),
+    *(f"train-{k}.npy" for k in ("offsets", "borders", "levels", "hashes")),
 )
 CHANGES: list[tuple[str, str, Callable[..., Any], *tuple[Any, ...]]] = [
     # what is read of a shard: nonzeros by offset, names of cells and genes by HDF5
-    ("indices above", SHARD, set_values, "X/indices", slice(None), 10**9),
-    ("indices below", SHARD, set_values, "X/indices", 3, -5),
-    ("counts change", SHARD, set_values, "X/data", 7, 65535),
-    ("no X", SHARD, replace, "X"),
-    ("huge indices", SHARD, replace, "X/indices", {"shape": 2**40, "dtype": "i4"}),
-    ("scalar data", SHARD, replace, "X/data", {"data": np.uint16(3)}),
+    ("bytes above", SHARD, set_values, "uns/packed/bytes", slice(None), 255),
+    ("bytes of zeros", SHARD, set_values, "uns/packed/bytes", slice(None), 0),
+    ("bytes change", SHARD, set_values, "uns/packed/bytes", slice(7, 4000, 9), 3),
+    ("no bytes", SHARD, replace, "uns/packed/bytes"),
+    ("short bytes", SHARD, replace, "uns/packed/bytes", {"data": np.zeros(9, np.uint8)}),
+    ("a border falls", BORDERS, set_numbers, 5, 0),
+    ("borders end beyond their shard", BORDERS, set_numbers, 128, 2**32 - 1),
+    ("borders do not begin at 0", BORDERS, set_numbers, 0, 1),
+    ("a border in another cell", BORDERS, set_numbers, 7, 41),
+    ("borders of another size", BORDERS, claim, (3,), "<u4"),
     ("no names of cells", SHARD, replace, "obs/_index"),
     ("short names of cells", SHARD, replace, "obs/_index", {"data": ["a"]}),
     ("obs is an array", SHARD, replace, "obs", {"data": [1]}),

@@ -13,6 +13,7 @@ import pytest
 import scipy.sparse as sp
 from small_corpus import vocabulary_of
 
+from cellmill import open_cells
 from cellmill.config.options import PreprocessOptions
 from cellmill.data.arrays import select_columns
 from cellmill.data.genes.names import match_columns
@@ -41,7 +42,7 @@ def run(
     report = out.with_suffix(".json")
     given = {"input": path, "counts": counts, "gene_column": gene_column}
     stage.preprocess(options=checked, dataset="d", out=out, report=report, **given)
-    return ad.read_h5ad(out), read_json(report)
+    return open_cells(out), read_json(report)
 
 
 @pytest.fixture

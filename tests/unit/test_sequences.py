@@ -9,6 +9,7 @@ import anndata as ad
 import numpy as np
 import pytest
 
+from cellmill import open_cells
 from cellmill.config.checks import check_rows
 from cellmill.config.options import EmbedOptions, PreprocessOptions
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
@@ -140,7 +141,7 @@ def test_short_sequences_are_dropped(fasta: Path, tmp_path: Path) -> None:
     assert vocabulary.n_cells[RESIDUES.index("C")] == 2
     assert vocabulary.n_cells[RESIDUES.index("Z")] == 0
     # any tool reads X as the composition
-    assert ad.read_h5ad(proteins).X.toarray()[1, RESIDUES.index("C")] == INSULIN_A.count("C")
+    assert open_cells(proteins).X.toarray()[1, RESIDUES.index("C")] == INSULIN_A.count("C")
     cells = write_dataset(tmp_path / "cells.h5ad", random_counts(5, 10), genes_named(10))
     with pytest.raises(
         DataError, match=r"proteins.h5ad has sequences, .*cells.h5ad cells; put them in corpora of"
@@ -164,7 +165,7 @@ def test_batches_have_the_sequences_in_their_order(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path, tmp_path / "sim.fa", split_by="family", val_frac=0)
     with open_dataset(tmp_path / "sim.fa") as reader:
         expected = dict(zip(reader.obs.index, decoded(reader.rows())))
-    shards = [ad.read_h5ad(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
+    shards = [open_cells(path) for path in sorted((tmp_path / "shards").glob("*.h5ad"))]
     sequences: dict[str, str] = {}
     for data in shards:
         sequences |= zip(data.obs_names, decoded([data.X]))

@@ -5,13 +5,11 @@ archive; their index says what they hold; copies are found.
 import os
 import shutil
 import subprocess
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -27,19 +25,20 @@ from small_corpus import (
     write_dataset,
 )
 
-from cellmill.cli import main
-from cellmill.config.corpus import Preprocess, Shard
+from cellmill import open_cells
+from cellmill.config.corpus import Shard
 from cellmill.config.options import ShardOptions
 from cellmill.data.inputs.formats import open_counts
-from cellmill.data.inputs.h5 import write_cells
-from cellmill.data.prepare.preprocess import preprocess_cells
+from cellmill.data.inputs.packed_cells import open_packed
+from cellmill.data.packing import row_file
+from cellmill.data.packing.row_file import OpenFiles
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
 from cellmill.data.shards.index import CellColumns, open_index
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
 from cellmill.data.shards.plan import FOLDER, make_plan
-from cellmill.data.shards.reader import OpenFiles, open_shards
+from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.split import hash_cells, hash_genes
 from cellmill.errors import DataError
@@ -75,7 +74,7 @@ FIRST = "2317f8daca1dcf92387566de61ea1b6164167265c65066fb68c08e9ceadff449"  # of
 def test_shards_equal_those_of_version_0_1_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Shard, gap: int, fingerprint: str
 ) -> None:
-    monkeypatch.setattr(shard_writer, "_MOST_GAP", gap)
+    monkeypatch.setattr(row_file, "_MOST_GAP", gap)
     paths, _, ids = two_datasets(tmp_path)
     made = write_shards(
         paths[:: 1 if gap else -1], vocabulary_of(ids), options, tmp_path / "manifest.json"
@@ -92,7 +91,7 @@ def test_counts_of_16_and_32_bits_are_joined(tmp_path: Path) -> None:
     made = write_shards(
         paths, vocabulary_of(genes_named(30)), OPTIONS, tmp_path / "shards" / "manifest.json"
     )
-    shards = [ad.read_h5ad(path) for path in shard_paths(made)]
+    shards = [open_cells(path) for path in shard_paths(made)]
     for name, wanted in counts.items():
         got = np.concatenate([shard[shard.obs["dataset"] == name].X.toarray() for shard in shards])
         assert sorted(map(bytes, got.astype(np.int64))) == sorted(
@@ -141,7 +140,10 @@ def test_the_next_process_keeps_what_a_killed_one_finished(
     write_shards(paths, vocabulary, OPTIONS.model_copy(update={"cells_per_shard": 20}), out)
     (out.parent / "notes.h5ad").write_text("mine")
 
-    def killed(path: Path, *_: object, **__: object) -> None:
+    write_packed = shard_writer.write_packed
+
+    def killed(path: Path, *given: Any, **options: Any) -> None:
+        write_packed(path, *given, **options)
         if path.name.startswith(".train-00001"):
             with subprocess.Popen(["true"]) as ended:
                 of_killed = path.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
@@ -151,14 +153,13 @@ def test_the_next_process_keeps_what_a_killed_one_finished(
             shutil.copy(path, path.with_name(f"..train-00001{writer}{writer}.h5ad"))
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(shard_writer, "_narrow_indptr", killed)
+    monkeypatch.setattr(shard_writer, "write_packed", killed)
     with pytest.raises(KeyboardInterrupt):
         write_shards(paths, vocabulary, OPTIONS, out)
     monkeypatch.undo()
     assert list(out.parent.glob(".train-00001.*incomplete*"))
     assert not out.exists()
-    # the shard before the kill was written without the last step: another content under its name is
-    # not kept
+    # a shard whose content has changed since is not kept
     damaged = out.parent / "train-00000.h5ad"
     kept = out.parent / "train-00002.h5ad"
     plan = make_plan(paths, vocabulary, OPTIONS, out)
@@ -196,11 +197,12 @@ def test_the_index_describes_the_shards(tmp_path: Path) -> None:
     manifest = write_shards(paths, vocabulary, OPTIONS, tmp_path / "shards" / "manifest.json")
     for split, entry in manifest.splits.items():
         for rows in open_shards(manifest, split):
-            with h5py.File(rows.path) as file:
-                np.testing.assert_array_equal(rows.indptr, file["X/indptr"])
-                np.testing.assert_array_equal(rows.read_genes(0, rows.nnz), file["X/indices"])
-                np.testing.assert_array_equal(rows.read_counts(0, rows.nnz), file["X/data"])
-        cells = [ad.read_h5ad(manifest.shard_path(shard_entry)).X for shard_entry in entry.shards]
+            in_file = open_packed(rows.path, OpenFiles())
+            np.testing.assert_array_equal(rows.indptr, in_file.indptr)
+            np.testing.assert_array_equal(rows.units, in_file.units)
+            for array, stored in zip(rows.read(0, rows.n_obs), in_file.read(0, rows.n_obs)):
+                np.testing.assert_array_equal(array, stored)
+        cells = [open_cells(manifest.shard_path(shard_entry)).X for shard_entry in entry.shards]
         x = sp.vstack(cells, format="csr")
         hashes = hash_cells(x.indptr, x.indices, x.data, hash_genes(ids))
         assert sorted(hashes.tolist()) == open_index(manifest, split, "hashes").T.tolist()
@@ -241,12 +243,12 @@ def test_a_missing_or_short_shard_is_named_when_it_is_read(tmp_path: Path) -> No
     gone, short = open_shards(manifest, "train")[:2]
     gone.path.unlink()
     with pytest.raises(DataError, match=r"train-00000\.h5ad: no such file; make the shards again"):
-        gone.read_genes(0, 4)
+        gone.read(0, 1)
     os.truncate(short.path, 5000)
     with pytest.raises(
         DataError, match=r"train-00001\.h5ad: damaged: truncated: 5,000 of at least [0-9,]+ bytes"
     ):
-        short.read_counts(0, 4)
+        short.read(0, 1)
 
 
 def test_few_files_are_open_at_once_however_many_are_read(tmp_path: Path) -> None:
@@ -375,173 +377,3 @@ def test_a_plan_whose_removal_was_killed_is_made_again(
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.*")}
-
-
-def archived(manifest: Path, out: Path) -> int:
-    return main(["archive", "--manifest", str(manifest), "--out", str(out)])
-
-
-def restored(archive: Path, out: Path) -> int:
-    return main(["unarchive", "--archive", str(archive), "--out", str(out)])
-
-
-@pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
-def test_every_file_comes_back_byte_for_byte(tmp_path: Path, largest: int) -> None:
-    counts = random_counts(2600, 300, largest=largest)
-    # blocks of 1,024 and fewer
-    manifest = write_corpus(tmp_path, counts, cells_per_shard=1500, val_frac=0.1)
-    assert archived(manifest.path, tmp_path / "archive") == 0
-    nnz = sum(split.nnz for split in manifest.splits.values())
-    compressed = 0
-    for file in (tmp_path / "archive").glob("*.h5ad.zip"):
-        for member in zipfile.ZipFile(file).infolist():
-            if member.filename.startswith(("genes-", "counts-")):
-                compressed += member.compress_size
-    uncompressed = 8 * nnz  # float32 with 32-bit indices
-    assert compressed < (0.25 if largest == 30 else 0.45) * uncompressed
-    (tmp_path / "back").mkdir()
-    kept = tmp_path / "back" / "train-00000.h5ad"
-    kept.write_bytes(b"of a killed process")
-    assert restored(tmp_path / "archive", tmp_path / "back") == 0
-    assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
-    verify(Manifest.read(tmp_path / "back" / "manifest.json"))
-
-
-def test_sequences_whose_order_is_their_own_come_back_too(tmp_path: Path) -> None:
-    ids = genes_named(20)
-    cells = tmp_path / "cells" / "p.h5ad"
-    residues = np.random.default_rng(0).integers(0, 20, 90 * 40)
-    rows = sp.csr_matrix(
-        (np.ones(90 * 40, np.uint16), residues, np.arange(0, 90 * 40 + 1, 40)), shape=(90, 20)
-    )
-    obs = pd.DataFrame(index=[f"p{i}" for i in range(90)])
-    write_cells(
-        cells, obs, pd.DataFrame(index=ids), [rows], rows.nnz, np.dtype("<u2"), ordered=True
-    )
-    manifest = write_shards(
-        [cells], vocabulary_of(ids), Shard(), tmp_path / "shards" / "manifest.json"
-    )
-    assert manifest.ordered
-    assert archived(manifest.path, tmp_path / "archive") == 0
-    assert restored(tmp_path / "archive", tmp_path / "back") == 0
-    assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
-
-
-def test_a_damaged_archive_leaves_no_manifest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest = write_corpus(tmp_path, 200, cells_per_shard=16_384, val_frac=0.1, test_frac=0.1)
-    assert archived(manifest.path, tmp_path / "archive") == 0
-    file = tmp_path / "archive" / "train-00000.h5ad.zip"
-    whole = file.read_bytes()
-    capsys.readouterr()
-    for at in range(100, len(whole), len(whole) // 12):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
-        back = tmp_path / str(at)
-        # a byte of a time in the zip, which nothing reads
-        if restored(tmp_path / "archive", back) == 0:
-            assert bytes_of(back) == bytes_of(manifest.path.parent)
-            continue
-        assert capsys.readouterr().err.startswith(f"cellmill unarchive: {file}: damaged: ")
-        assert not (back / "manifest.json").exists()
-        assert not list(back.glob("train-00000*"))
-
-
-def test_archiving_again_rewrites_only_damaged_files(tmp_path: Path) -> None:
-    manifest = write_corpus(tmp_path, 200, val_frac=0.1)
-    archive = tmp_path / "archive"
-    assert archived(manifest.path, archive) == 0
-    damaged = archive / "train-00000.h5ad.zip"
-    kept = archive / "val-00000.h5ad.zip"
-    content = bytearray(damaged.read_bytes())
-    written = kept.stat().st_mtime_ns
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    assert archived(manifest.path, archive) == 0
-    assert kept.stat().st_mtime_ns == written
-    assert restored(archive, tmp_path / "back") == 0
-    assert bytes_of(tmp_path / "back") == bytes_of(manifest.path.parent)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_folder_of_other_shards_is_never_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool
-) -> None:
-    one, other = (
-        write_corpus(tmp_path / name, cells).path for name, cells in (("one", 200), ("other", 300))
-    )
-    assert archived(one, tmp_path / "archive") == 0
-    assert archived(other, tmp_path / "others") == 0
-    if damaged:
-        for manifest in (other, tmp_path / "others" / "manifest.json"):
-            manifest.write_text("{}")
-    capsys.readouterr()
-    for command, given, out in (
-        (archived, one, tmp_path / "others"),
-        (restored, tmp_path / "archive", other.parent),
-    ):
-        before = bytes_of(out)
-        source = one if given == one else given / "manifest.json"
-        assert command(given, out) == 2
-        assert capsys.readouterr().err.partition(": ")[2] == (
-            f"{out}/manifest.json: expected the files of {source}, got others or a damaged manifest; set --out to "
-            "another folder, or remove this manifest to overwrite the files beside it\n"
-        )
-        assert bytes_of(out) == before
-
-
-IDS = genes_named(60)
-
-
-def preprocessed(folder: Path, counts: sp.csr_matrix, compression: str | None) -> Path:
-    """Cells of `counts`, preprocessed."""
-    raw = write_dataset(folder / "raw.h5ad", counts, IDS)
-    out = folder / str(compression) / "cells" / "one.h5ad"
-    options = Preprocess(
-        organism=None, min_genes=0, max_mito_frac=1, row_block=37, compression=compression
-    )
-    with open_counts(raw) as reader:
-        preprocess_cells(reader, options, out)
-    return out
-
-
-@pytest.mark.parametrize("largest", [30, 70_000])  # counts of 16 and of 32 bits
-def test_compressed_cells_give_the_same_shards(tmp_path: Path, largest: int) -> None:
-    counts = random_counts(1100, 60, largest=largest)
-    shards = {}
-    sizes = {}
-    for compression in ("gzip", None):
-        cells = preprocessed(tmp_path, counts, compression)
-        read = ad.read_h5ad(cells)
-        assert (counts != read.X).nnz == 0
-        assert read[:, IDS[3]].X.nnz == (counts[:, 3] > 0).sum()  # crashes with narrower indices
-        with h5py.File(cells) as file:
-            sizes[compression] = sum(
-                file[f"X/{name}"].id.get_storage_size() for name in ("data", "indices")
-            )
-            assert file["X/data"].chunks == ((4096,) if compression else None)
-        out = tmp_path / str(compression) / "shards" / "manifest.json"
-        write_shards([cells], vocabulary_of(IDS), Shard(cells_per_shard=100, val_frac=0.2), out)
-        shards[compression] = {path.name: path.read_bytes() for path in out.parent.glob("*.h5ad")}
-    assert shards["gzip"] == shards[None]
-    assert len(shards[None]) > 5
-    if largest == 30:
-        assert sizes["gzip"] < 0.4 * sizes[None]
-
-
-@pytest.mark.parametrize("damage", ["bytes", "length"])
-def test_a_damaged_chunk_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
-    cells = preprocessed(tmp_path, random_counts(400, 60), "gzip")
-    with h5py.File(cells) as file:
-        chunk = file["X/indices"].id.get_chunk_info(1)
-    content = bytearray(cells.read_bytes())
-    end = chunk.byte_offset + chunk.size
-    if damage == "bytes":
-        content[chunk.byte_offset : end] = np.random.default_rng(0).bytes(chunk.size)
-    else:
-        del content[end - 4 :]
-    cells.write_bytes(content)
-    with pytest.raises(DataError) as error:
-        write_shards([cells], vocabulary_of(IDS), Shard(), tmp_path / "shards" / "manifest.json")
-    assert str(error.value).startswith(f"{cells}: ")
-    assert "\n" not in str(error.value)

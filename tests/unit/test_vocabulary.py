@@ -16,13 +16,15 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from cellmill import open_cells
 from cellmill.config.corpus import Shard, VocabularyConfig
 from cellmill.config.options import TrainOptions, VocabularyOptions
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.genes import build as module
 from cellmill.data.genes.build import Medians, build_vocabulary
 from cellmill.data.genes.vocabulary import Vocabulary, VocabularyCells
-from cellmill.data.inputs.h5 import count_dtype, write_cells
+from cellmill.data.inputs.h5 import count_dtype
+from cellmill.data.inputs.packed_cells import write_packed
 from cellmill.data.shards.writer import write_shards
 from cellmill.errors import ConfigError, DataError
 from cellmill.planner.inputs import fit_options
@@ -355,7 +357,7 @@ def donors(tmp_path: Path) -> Path:
     obs = pd.DataFrame({"donor": donor}, index=[f"cell_{row}" for row in range(200)])
     matrix = sp.csr_matrix(counts.astype(np.uint16))
     path = tmp_path / "donors.h5ad"
-    write_cells(path, obs, pd.DataFrame(index=genes), [matrix], matrix.nnz, count_dtype(60))
+    write_packed(path, obs, pd.DataFrame(index=genes), [matrix], "genes", count_dtype(60))
     return path
 
 
@@ -386,7 +388,7 @@ def test_only_training_cells_choose_genes(
     got = build_vocabulary([donors], chosen, shard)
     write_shards([donors], got, shard, tmp_path / "shards" / "manifest.json")
     names = [name.partition(":")[2] for name in cells_of(tmp_path / "shards", "train")]
-    data = ad.read_h5ad(donors)
+    data = open_cells(donors)
     assert got.training == VocabularyCells(len(names), 200, split.get("split_by", ""))
     assert 0 < len(names) < 200
     training = tmp_path / "training.h5ad"

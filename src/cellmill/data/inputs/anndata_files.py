@@ -42,7 +42,7 @@ from cellmill.data.inputs.matrices import (
     is_array,
     size_problem,
 )
-from cellmill.data.inputs.packed_cells import PACKED, PackedMatrix, find_packed
+from cellmill.data.inputs.packed_cells import PACKED, PackedMatrix, check_names, find_packed
 from cellmill.data.inputs.source import (
     COUNTS_RULE,
     GENE_LENGTH,
@@ -88,6 +88,8 @@ def open_anndata(path: Path, file: Any, counts: str) -> CountSource:
     stored, genes = known[counts]
     obs = _read_frame(path, file, "obs")
     var = _read_frame(path, file, genes)
+    if stored == PACKED:
+        check_names(path, file, obs.index, var.index)
     matrix = _open_matrix(path, counts, file, stored)
     if matrix.shape != (len(obs), len(var)):
         raise DataError(

@@ -6,6 +6,8 @@
     borders   uint32 `(2 x cells + 1,)`: where the genes and the counts of each cell begin, and the
               end, in units of 8 bytes
     n_genes   int32 `(cells,)`: number of genes of each cell
+    names     SHA-256 of the names of cells and genes: a program that drops or moves some of them
+              keeps `uns` as it was
     order     `genes` if the genes of a cell ascend, else `rank`
     dtype     `uint16` or `uint32`, of the counts
 
@@ -15,6 +17,7 @@ one with X.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -64,10 +67,7 @@ class PackedBlocks:
     def add(self, rows: sp.csr_matrix) -> None:
         """Append cells."""
         indptr = rows.indptr.astype(np.int64)
-        assert (
-            not rows.nnz
-            or 0 < rows.data.min() <= rows.data.max() <= np.iinfo(self.dtype).max
-        )
+        assert not rows.nnz or 0 < rows.data.min() <= rows.data.max() <= np.iinfo(self.dtype).max
         genes = rows.indices
         if self.order == "genes":
             is_first = np.zeros(len(genes) + 1, bool)
@@ -93,8 +93,8 @@ class PackedBlocks:
         self.sizes.append(np.stack([gene_sizes, count_sizes], axis=1).ravel())
         self.n_genes.append(np.diff(indptr))
 
-    def save(self, file: Any) -> None:
-        """Write the group `uns/packed` of a new file."""
+    def save(self, file: Any, names: str) -> None:
+        """Write the group `uns/packed` of a new file; `names` is their digest."""
         borders = row_offsets(np.concatenate([np.zeros(0, np.int64), *self.sizes]))
         n_genes = np.concatenate([np.zeros(0, np.int64), *self.n_genes])
         group = file.require_group("uns").create_group("packed")
@@ -113,7 +113,8 @@ class PackedBlocks:
         group.create_dataset("n_genes", data=n_genes.astype("<i4"), **filters)
         for name in ("bytes", "borders", "n_genes"):
             group[name].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-        for name, text in (("order", self.order), ("dtype", self.dtype.name)):
+        texts = {"order": self.order, "dtype": self.dtype.name, "names": names}
+        for name, text in texts.items():
             group[name] = text
             group[name].attrs.update({"encoding-type": "string", "encoding-version": "0.2.0"})
 
@@ -144,7 +145,26 @@ def write_packed(
         n_rows = sum(map(len, packed.n_genes))
         assert len(frame) == n_rows, f"{len(frame)} obs for {n_rows} rows"
         write_frames(file, frame, var, ordered, ranked, recorded)
-        packed.save(file)
+        packed.save(file, digest_names(frame.index, var.index))
+
+
+def digest_names(*axes: pd.Index) -> str:
+    """SHA-256 of the names of cells and genes."""
+    digest = hashlib.sha256()
+    for names in axes:
+        digest.update("\n".join(map(str, names)).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def check_names(path: Path, file: Any, *axes: pd.Index) -> None:
+    """Raise DataError unless the packed cells of a file are those of its obs and var."""
+    stored = file[f"{PACKED}/names"][()]
+    if decode(stored) != digest_names(*axes):
+        raise DataError(
+            f"{path}: its cells or genes were changed, but not its packed counts; change what `cellmill unpack` "
+            "writes instead"
+        )
 
 
 def open_packed(path: Path, files: OpenFiles) -> RowFile:

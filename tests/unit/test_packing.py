@@ -1,0 +1,276 @@
+"""Packed parts: by loops, by numpy and by the slow, obvious way; damage is refused, never read."""
+
+import random
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_corpus import random_counts, stream_of, write_corpus
+
+from cellmill.config.parts.tokens import Tokens
+from cellmill.data.arrays import rank_order_rows
+from cellmill.data.packing import codec
+from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, Values, load_loops
+from cellmill.data.packing.layout import GROUP, LANES, aligned
+from cellmill.data.packing.ranking import Ranking
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.batch import Batch
+
+ANY = 2**40
+KINDS = ("numpy", "loops")
+
+
+class Loops(CompiledLoops):
+    """Loops that are always used, or never."""
+
+    def __init__(self, loops: object) -> None:
+        super().__init__()
+        self._loops = loops
+
+    def get(self, n_values: int) -> object:
+        return self._loops
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use(monkeypatch, request.param)
+    return str(request.param)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    loops = Loops(load_loops() if kind == "loops" else None)
+    monkeypatch.setattr(codec, "COMPILED", loops)
+    monkeypatch.setattr("cellmill.data.packing.ranking.COMPILED", loops)
+
+
+def make_parts(seed: int, n_parts: int = 30) -> tuple[np.ndarray, np.ndarray]:
+    """Values and borders of parts of many widths: small values with a few large ones."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.choice([0, 1, 15, 16, 17, 255, 256, 257, 1000], n_parts)
+    borders = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    n = int(borders[-1])
+    small = rng.integers(0, rng.choice([1, 2, 9, 300]), n)
+    large = rng.integers(0, 2 ** int(rng.choice([1, 8, 15, 17, 32])), n)
+    return np.where(rng.random(n) < 0.05, large, small).astype(np.uint32), borders
+
+
+def unpack_slowly(part: bytes, n_values: int) -> list[int]:
+    """The values of a part, bit by bit, as the layout says."""
+    sizes = [min(GROUP, n_values - first) for first in range(0, n_values, GROUP)]
+    n_groups = len(sizes)
+    widths = part[len(part) - n_groups :]
+    n_patches = part[len(part) - 2 * n_groups : len(part) - n_groups]
+    values: list[int] = []
+    at = 0
+    for size, width in zip(sizes, widths):
+        n_rows = -(-size // LANES)
+        group = [0] * size
+        for low in range(0, width, 16):
+            bits = min(16, width - low)
+            n_words = -(-n_rows * bits // 16)
+            for i in range(size):
+                row, lane = divmod(i, LANES)
+                for bit in range(bits):
+                    word, shift = divmod(row * bits + bit, 16)
+                    place = at + 2 * (word * LANES + lane)
+                    word_of_lane = int.from_bytes(part[place : place + 2], "little")
+                    group[i] |= (word_of_lane >> shift & 1) << (low + bit)
+            at += 2 * LANES * n_words
+        values += group
+    total = sum(n_patches)
+    highs = part[at : at + 2 * total]
+    positions = part[at + 2 * total : at + 3 * total]
+    patch = 0
+    for number, n in enumerate(n_patches):
+        for _ in range(n):
+            high = int.from_bytes(highs[2 * patch : 2 * patch + 2], "little")
+            values[GROUP * number + positions[patch]] |= high << widths[number]
+            patch += 1
+    assert len(part) == aligned(at + 3 * total + 2 * n_groups)
+    return values
+
+
+def all_of(memory: np.ndarray, sizes: np.ndarray, borders: np.ndarray) -> Parts:
+    lengths = np.diff(borders)
+    begins = np.cumsum(sizes) - sizes
+    return Parts(np.array(memory), begins, sizes, lengths, lengths.copy(), borders[:-1].copy())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_are_those_of_the_layout(kind: str, seed: int) -> None:
+    values, borders = make_parts(seed, 8)
+    memory, sizes = codec.pack_parts(values, borders)
+    ends = np.cumsum(sizes).tolist()
+    unpacked = []
+    for begin, end, n in zip([0, *ends], ends, np.diff(borders).tolist()):
+        unpacked += unpack_slowly(memory[begin:end].tobytes(), n)
+    assert unpacked == values.tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_loops_and_numpy_write_the_same_bytes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, borders = make_parts(seed)
+    packed = []
+    for kind in KINDS:
+        use(monkeypatch, kind)
+        memory, sizes = codec.pack_parts(values, borders)
+        packed.append((memory.tobytes(), sizes.tolist()))
+    assert packed[0] == packed[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_first_values_are_unpacked_in_any_order(kind: str, seed: int) -> None:
+    values, borders = make_parts(seed)
+    memory, sizes = codec.pack_parts(values, borders)
+    rng = np.random.default_rng(seed)
+    lengths = np.diff(borders)
+    chosen = rng.permutation(len(lengths))
+    kept = rng.integers(0, lengths[chosen] + 1)
+    targets = np.cumsum(kept) - kept
+    begins = (np.cumsum(sizes) - sizes)[chosen]
+    parts = Parts(memory, begins, sizes[chosen], lengths[chosen], kept, targets)
+    plain = np.zeros(kept.sum(), np.uint32)
+    codec.unpack_parts(parts, Values(ascending=False, added=0, limit=ANY), plain)
+    ascending = np.zeros(kept.sum(), np.uint32)
+    codec.unpack_parts(parts, Values(ascending=True, added=0, limit=ANY), ascending)
+    expected = [values[borders[part] :][:n] for part, n in zip(chosen, kept)]
+    np.testing.assert_array_equal(plain, np.concatenate(expected))
+    sums = [np.cumsum(part.astype(np.int64) + 1) - 1 for part in expected]
+    np.testing.assert_array_equal(ascending, np.concatenate(sums).astype(np.uint32))
+
+
+def mutations(memory: np.ndarray, n: int) -> Iterator[np.ndarray]:
+    rng = random.Random(0)
+    for _ in range(n):
+        changed = memory.copy()
+        for _ in range(rng.choice([1, 1, 3, 20])):
+            changed[rng.randrange(len(changed))] = rng.choice([0, 255, rng.randrange(256)])
+        yield changed
+
+
+@pytest.mark.parametrize("ascending", [False, True])
+def test_loops_and_numpy_agree_on_damage(ascending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, borders = make_parts(1, 8)
+    memory, sizes = codec.pack_parts(values, borders)
+    meaning = Values(ascending, added=0, limit=2**31 - 1)
+    n_refused = 0
+    for changed in mutations(memory, 300):
+        read = []
+        for kind in KINDS:
+            use(monkeypatch, kind)
+            out = np.zeros(len(values), np.uint32)
+            try:
+                codec.unpack_parts(all_of(changed, sizes, borders), meaning, out)
+                read.append(out.tolist())
+            except DamagedPart:
+                read.append(None)
+        assert read[0] == read[1]
+        n_refused += read[0] is None
+    assert 0 < n_refused < 300
+
+
+def test_a_value_above_the_limit_is_refused(kind: str) -> None:
+    values = np.array([3, 9, 300, 2], np.uint32)
+    borders = np.array([0, 2, 4])
+    parts = all_of(*codec.pack_parts(values, borders), borders)
+    out = np.zeros(4, np.int32)
+    codec.unpack_parts(parts, Values(ascending=False, added=1, limit=301), out)
+    assert out.tolist() == [4, 10, 301, 3]
+    with pytest.raises(DamagedPart) as error:
+        codec.unpack_parts(parts, Values(ascending=False, added=1, limit=300), out)
+    assert error.value.part == 1
+    with pytest.raises(IndexError, match="expected parts within 3 values, got one beyond"):
+        codec.unpack_parts(parts, Values(ascending=False, added=0, limit=ANY), out[:3])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_rank_order_in_place_is_that_of_a_sort(kind: str, dtype: type) -> None:
+    counts = random_counts(300, 500, largest=60 if dtype == np.uint16 else 70_000)
+    medians = np.random.default_rng(0).choice([0.5, 1, 1.001, 3], 500).astype(np.float32)
+    starts = counts.indptr.astype(np.int64)
+    genes = counts.indices.astype(np.int32)
+    values = counts.data.astype(dtype)
+    expected = rank_order_rows(starts, genes, values, 1 / medians)
+    Ranking(1 / medians).sort(starts[:-1], np.diff(starts), genes, values)
+    np.testing.assert_array_equal(genes, expected[0])
+    np.testing.assert_array_equal(values, expected[1])
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
+    """The same cells in shards of either order."""
+    counts = random_counts(400, 50, largest=70_000)
+    folder = tmp_path_factory.mktemp("ordered")
+    return {
+        order: write_corpus(folder / order, counts, cells_per_shard=64, order=order)
+        for order in ("rank", "genes")
+    }
+
+
+def batches_of(manifest: Manifest, **tokens: object) -> list[Batch]:
+    stream = stream_of(manifest, tokens=Tokens.model_validate(tokens), token_budget=120)
+    steps = list(islice(stream, stream.steps_per_epoch))
+    stream.close()
+    return list(chain.from_iterable(steps))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"tokenizer": "rank", "max_tokens": 9},
+        {"tokenizer": "rank", "max_tokens": 50},
+        {"tokenizer": "continuous", "max_tokens": 4},
+        {"tokenizer": "binned", "max_tokens": 4},
+    ],
+    ids=str,
+)
+def test_both_orders_give_the_same_ranked_batches(
+    kind: str, ordered: dict[str, Manifest], tokens: dict[str, object]
+) -> None:
+    both = zip(*(batches_of(manifest, **tokens) for manifest in ordered.values()))
+    n_cut = 0
+    for by_rank, by_genes in both:
+        np.testing.assert_array_equal(by_rank.cells, by_genes.cells)
+        np.testing.assert_array_equal(by_rank.cu_seqlens, by_genes.cu_seqlens)
+        for cell, n in enumerate(by_rank.lengths):
+            if n < tokens["max_tokens"] and tokens["tokenizer"] != "rank":
+                continue
+            n_cut += 1
+            span = slice(by_rank.cu_seqlens[cell], by_rank.cu_seqlens[cell + 1])
+            in_rank = [by_rank.genes[span], by_rank.values[span]]
+            in_genes = [by_genes.genes[span], by_genes.values[span]]
+            if tokens["tokenizer"] != "rank":  # a cell of just as many genes is not cut
+                in_rank, in_genes = (
+                    [array[np.argsort(pair[0])] for array in pair] for pair in (in_rank, in_genes)
+                )
+            np.testing.assert_array_equal(in_rank, in_genes)
+    assert n_cut > 300 if tokens["tokenizer"] == "rank" else n_cut > 50
+
+
+def test_whole_cells_have_ascending_genes(kind: str, ordered: dict[str, Manifest]) -> None:
+    pairs = zip(
+        *(
+            batches_of(manifest, tokenizer="continuous", max_tokens=60)
+            for manifest in ordered.values()
+        )
+    )
+    for by_rank, by_genes in pairs:
+        for begin, end in zip(by_rank.cu_seqlens, by_rank.cu_seqlens[1:]):
+            order = np.argsort(by_rank.genes[begin:end])
+            np.testing.assert_array_equal(
+                by_genes.genes[begin:end], by_rank.genes[begin:end][order]
+            )
+            np.testing.assert_array_equal(
+                by_genes.values[begin:end], by_rank.values[begin:end][order]
+            )
+
+
+def test_packed_shards_take_a_fraction_of_the_bytes(tmp_path: Path) -> None:
+    counts = random_counts(600, 3000)
+    counts.data = np.random.default_rng(0).geometric(0.45, counts.nnz)
+    for order, most in (("rank", 2.4), ("genes", 1.2)):
+        manifest = write_corpus(tmp_path / order, counts, cells_per_shard=600, order=order)
+        [shard] = manifest.splits["train"].shards
+        assert shard.n_bytes / shard.nnz < most
