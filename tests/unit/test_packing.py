@@ -14,7 +14,7 @@ from cellmill.data.arrays import rank_order_rows
 from cellmill.data.packing import codec
 from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, Values, load_loops
 from cellmill.data.packing.layout import GROUP, LANES, aligned
-from cellmill.data.packing.ranking import Ranking
+from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch
 
@@ -42,7 +42,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def use(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     loops = Loops(load_loops() if kind == "loops" else None)
     monkeypatch.setattr(codec, "COMPILED", loops)
-    monkeypatch.setattr("cellmill.data.packing.ranking.COMPILED", loops)
+    monkeypatch.setattr("cellmill.data.packing.rank_order.COMPILED", loops)
 
 
 def make_parts(seed: int, n_parts: int = 30) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +193,7 @@ def test_rank_order_in_place_is_that_of_a_sort(kind: str, dtype: type) -> None:
     genes = counts.indices.astype(np.int32)
     values = counts.data.astype(dtype)
     expected = rank_order_rows(starts, genes, values, 1 / medians)
-    Ranking(1 / medians).sort(starts[:-1], np.diff(starts), genes, values)
+    RankOrder(1 / medians).sort(starts[:-1], np.diff(starts), genes, values)
     np.testing.assert_array_equal(genes, expected[0])
     np.testing.assert_array_equal(values, expected[1])
 

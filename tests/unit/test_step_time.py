@@ -107,9 +107,7 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
 def test_more_jobs_leave_the_total_work_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, many = (
-        estimate_corpus([10**8], 2000, Shard(jobs=jobs)) for jobs in (1, 100)
-    )
+    one, many = (estimate_corpus([10**8], 2000, Shard(jobs=jobs)) for jobs in (1, 100))
     assert [cost.stage for cost in many] == [
         "preprocess",
         "vocabulary",

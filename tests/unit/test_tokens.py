@@ -26,6 +26,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.tokens import SPECIAL, BinnedTokens, ContinuousTokens, RankTokens, Tokens
 from cellmill.data.arrays import inverse_medians, rank_order_rows
 from cellmill.data.genes.names import GeneColumns
+from cellmill.data.packing import codec
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import log_values
@@ -237,11 +238,11 @@ def test_compiled_loops_are_bitwise_equal_to_numpy(
     genes = rng.integers(0, 60_000, starts[-1]).astype(np.int32)
     kept = Prefixes(starts, MOST)
     assert kept.cu_seqlens[-1] > log_values.LARGE_BATCH
-    loops = log_values.CompiledLoops()
-    monkeypatch.setattr(log_values, "COMPILED", loops)
+    monkeypatch.setattr(codec, "COMPILED", codec.CompiledLoops())
     expected = log_values.log_tokens(kept, genes, counts, starts)
-    assert loops.get(wait=True) is not None
-    loops.n_tokens = log_values.WORTH_COMPILING
+    loops = codec.load_loops()
+    assert loops is not None
+    monkeypatch.setattr(codec.COMPILED, "get", lambda n_values: loops)
     frozen = counts.copy()
     frozen.flags.writeable = False
     # types that the loops take, and others

@@ -26,43 +26,53 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     Values `borders[i]` to `borders[i + 1]` are those of part i.
     """
     groups_of_parts = [group_sizes(n) for n in np.diff(borders).tolist()]
-    n_groups = np.array([len(sizes) for sizes in groups_of_parts], np.int64)
+    lengths = [len(sizes) for sizes in groups_of_parts]
+    n_groups = np.array(lengths, np.int64)
     sizes = np.concatenate([np.zeros(0, np.int64), *groups_of_parts])
+    # `(groups, GROUP)`, zeros behind the values of a short group
     padded = np.zeros((len(sizes), GROUP), np.uint32)
-    padded[np.arange(GROUP) < sizes[:, None]] = values
+    is_value = np.arange(GROUP) < sizes[:, None]
+    padded[is_value] = values
     groups = _choose_widths(padded, sizes)
     planes = _pack_planes(padded, groups)
     widths = groups.widths.astype(np.uint32)
-    is_patched = (padded >> np.minimum(widths, 31)[:, None]) > 0
-    is_patched[groups.widths == MAX_WIDTH] = False
-    group_of_patch, position = np.nonzero(is_patched)
-    highs = (padded[group_of_patch, position] >> widths[group_of_patch]).astype("<u2")
-    headers = (groups.n_patches.astype(np.uint8), groups.widths.astype(np.uint8))
-    # bytes of planes, patches and headers before each part
+    # no value is wider than 32 bits; a shift by 32 is undefined
+    is_narrow = groups.widths < MAX_WIDTH
+    above = padded >> np.minimum(widths, MAX_WIDTH - 1)[:, None]
+    is_patched = (above > 0) & is_narrow[:, None]
+    _, position = np.nonzero(is_patched)
+    highs = above[is_patched].astype("<u2")
+    positions = position.astype(np.uint8)
+    # first plane byte, patch and group of each part, and the ends
     first_group = row_offsets(n_groups)
-    first_plane = row_offsets(groups.plane_bytes())[first_group]
-    first_patch = row_offsets(groups.n_patches)[first_group]
-    packed = []
-    spans = zip(*(pairwise(array.tolist()) for array in (first_plane, first_patch, first_group)))
-    for in_planes, in_patches, in_groups in spans:
+    first_plane = row_offsets(groups.plane_bytes())[first_group].tolist()
+    first_patch = row_offsets(groups.n_patches)[first_group].tolist()
+    parts = [np.zeros(0, np.uint8)]
+    for number, (start, stop) in enumerate(pairwise(first_group.tolist())):
+        in_planes = slice(*first_plane[number : number + 2])
+        in_patches = slice(*first_patch[number : number + 2])
         contents = [
-            planes[slice(*in_planes)],
-            highs[slice(*in_patches)].view(np.uint8),
-            position[slice(*in_patches)].astype(np.uint8),
+            planes[in_planes],
+            highs[in_patches].view(np.uint8),
+            positions[in_patches],
         ]
-        part_headers = [array[slice(*in_groups)] for array in headers]
-        n_bytes = sum(map(len, contents)) + sum(map(len, part_headers))
+        headers = [
+            groups.n_patches[start:stop].astype(np.uint8),
+            groups.widths[start:stop].astype(np.uint8),
+        ]
+        n_bytes = sum(map(len, contents)) + 2 * (stop - start)
         padding = np.zeros(aligned(n_bytes) - n_bytes, np.uint8)
-        packed.append(np.concatenate([*contents, padding, *part_headers]))
-    sizes_of_parts = np.array(list(map(len, packed)), np.int64)
-    return np.concatenate([np.zeros(0, np.uint8), *packed]), sizes_of_parts
+        parts.append(np.concatenate([*contents, padding, *headers]))
+    n_bytes_of_parts = [len(part) for part in parts[1:]]
+    memory = np.concatenate(parts)
+    return memory, np.array(n_bytes_of_parts, np.int64)
 
 
 def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
     """Width of each group that takes the fewest bytes; of equal ones the widest."""
-    bits = np.where(
-        padded >> PLANE_BITS, BITS[padded >> PLANE_BITS] + PLANE_BITS, BITS[padded & 0xFFFF]
-    )
+    high = padded >> PLANE_BITS
+    low = padded & 0xFFFF
+    bits = np.where(high, BITS[high] + PLANE_BITS, BITS[low])
     most_bits = bits.max(axis=1, initial=0)
     n_groups = len(sizes)
     best = Groups(sizes, np.full(n_groups, MAX_WIDTH), np.zeros(n_groups, np.int64))
@@ -71,8 +81,11 @@ def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
         n_patches = (bits > width).sum(axis=1)
         candidate = Groups(sizes, np.full(n_groups, width), n_patches)
         n_bytes = candidate.plane_bytes() + PATCH_BYTES * n_patches
-        may_patch = (width <= PLANE_BITS) & (most_bits <= width + PATCH_BITS) & (n_patches < GROUP)
-        is_better = (n_bytes < fewest) & (may_patch | (n_patches == 0))
+        fits_patches = (most_bits <= width + PATCH_BITS) & (n_patches < GROUP)
+        is_possible = n_patches == 0
+        if width <= PLANE_BITS:
+            is_possible |= fits_patches
+        is_better = is_possible & (n_bytes < fewest)
         best.widths[is_better] = width
         best.n_patches[is_better] = n_patches[is_better]
         fewest[is_better] = n_bytes[is_better]
@@ -84,9 +97,7 @@ def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:
     n_bytes = groups.plane_bytes()
     ends = np.cumsum(n_bytes)
     planes = np.zeros(int(n_bytes.sum()) // 2, "<u2")
-    n_rows = -(-groups.n_values // LANES)
-    for width, rows in set(zip(groups.widths.tolist(), n_rows.tolist())):
-        chosen = np.flatnonzero((groups.widths == width) & (n_rows == rows))
+    for width, rows, chosen in groups.alike():
         values = padded[chosen].reshape(-1, ROWS, LANES)[:, :rows]
         packed = []
         for first_bit in range(0, width, PLANE_BITS):
@@ -106,7 +117,8 @@ def _pack_plane(values: np.ndarray, width: int) -> np.ndarray:
     words = np.zeros((n_groups, -(-n_rows * width // PLANE_BITS) + 1, LANES), np.uint32)
     for row in range(n_rows):
         word, shift = divmod(row * width, PLANE_BITS)
-        moved = (values[:, row] & ((1 << width) - 1)) << shift
+        mask = (1 << width) - 1
+        moved = (values[:, row] & mask) << shift
         words[:, word] |= moved & 0xFFFF
         words[:, word + 1] |= moved >> PLANE_BITS
     return words[:, :-1].astype("<u2")
@@ -122,15 +134,20 @@ def unpack_parts(
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
         raise ValueError("a block has too few bytes for its cells")
+    # part of each group, its number in the part, and its values
     first_group = row_offsets(n_groups)
     part = np.repeat(np.arange(len(starts)), n_groups)
     number = positions_in_rows(first_group)
     in_group = np.minimum(n_values[part] - number * GROUP, GROUP)
-    header = (starts + sizes - 2 * n_groups)[part] + number
+    # numbers of patches, then widths, end a part
+    ends = starts + sizes
+    header = (ends - 2 * n_groups)[part] + number
     n_patches = memory[header].astype(np.int64)
     widths = memory[header + n_groups[part]].astype(np.int64)
     groups = Groups(in_group, widths, n_patches)
-    is_possible = (widths <= MAX_WIDTH) & (n_patches <= np.where(widths > PLANE_BITS, 0, in_group))
+    most_patches = np.where(widths > PLANE_BITS, 0, in_group)
+    is_possible = (widths <= MAX_WIDTH) & (n_patches <= most_patches)
+    # offsets over all parts, from which those in a part follow
     plane_bytes = row_offsets(groups.plane_bytes())
     patches = row_offsets(n_patches)
     bytes_of_part = np.diff(plane_bytes[first_group])
@@ -138,20 +155,25 @@ def unpack_parts(
     needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != aligned(needed)).any():
         raise ValueError("the bytes of a block are not those of its groups")
-    plane = starts[part] + plane_bytes[:-1] - plane_bytes[first_group][part]
+    in_part = plane_bytes[:-1] - plane_bytes[first_group][part]
+    first_word = (starts[part] + in_part) // 2
     words = memory.view("<u2")
-    values = _unpack_planes(words, plane // 2, groups)
-    # patches of all parts
+    values = _unpack_planes(words, first_word, groups)
+    # patches of all parts: their groups, high bits and positions
     group = np.repeat(np.arange(len(widths)), n_patches)
     part_of_patch = part[group]
-    in_part = np.arange(patches[-1]) - patches[first_group][part_of_patch]
+    number = np.arange(patches[-1]) - patches[first_group][part_of_patch]
     first_high = (starts + bytes_of_part)[part_of_patch]
-    highs = words[first_high // 2 + in_part].astype(np.uint32)
-    positions = memory[first_high + 2 * patches_of_part[part_of_patch] + in_part]
+    highs = words[first_high // 2 + number].astype(np.uint32)
+    first_position = first_high + 2 * patches_of_part[part_of_patch]
+    positions = memory[first_position + number]
     if (positions >= in_group[group]).any():
         raise ValueError("a patch is outside its group")
-    np.bitwise_or.at(values, (group, positions), highs << widths[group].astype(np.uint32))
-    return values[np.arange(GROUP) < in_group[:, None]]
+    # a damaged part may have two patches of one value
+    high_bits = highs << widths[group].astype(np.uint32)
+    np.bitwise_or.at(values, (group, positions), high_bits)
+    is_value = np.arange(GROUP) < in_group[:, None]
+    return values[is_value]
 
 
 def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) -> np.ndarray:
@@ -160,17 +182,17 @@ def _unpack_planes(words: np.ndarray, first_word: np.ndarray, groups: Groups) ->
     The planes of each group begin at `first_word` of `words`, uint16.
     """
     values = np.zeros((len(first_word), GROUP), np.uint32)
-    n_rows = -(-groups.n_values // LANES)
-    for width, rows in set(zip(groups.widths.tolist(), n_rows.tolist())):
-        chosen = np.flatnonzero((groups.widths == width) & (n_rows == rows))
+    for width, rows, chosen in groups.alike():
         first = first_word[chosen]
         unpacked = np.zeros((len(chosen), ROWS, LANES), np.uint32)
         for first_bit in range(0, width, PLANE_BITS):
             width_of_plane = min(width - first_bit, PLANE_BITS)
             n_words = -(-rows * width_of_plane // PLANE_BITS) * LANES
-            plane = words[first[:, None] + np.arange(n_words)].astype(np.uint32)
+            word = first[:, None] + np.arange(n_words)
+            plane = words[word].astype(np.uint32)
             plane = plane.reshape(len(chosen), -1, LANES)
-            unpacked[:, :rows] |= _unpack_plane(plane, rows, width_of_plane) << first_bit
+            in_plane = _unpack_plane(plane, rows, width_of_plane)
+            unpacked[:, :rows] |= in_plane << first_bit
             first = first + n_words
         values[chosen] = unpacked.reshape(len(chosen), GROUP)
     return values
@@ -183,6 +205,8 @@ def _unpack_plane(words: np.ndarray, n_rows: int, width: int) -> np.ndarray:
         word, shift = divmod(row * width, PLANE_BITS)
         value = words[:, word] >> shift
         if shift + width > PLANE_BITS:
-            value = value | (words[:, word + 1] << (PLANE_BITS - shift))
-        values[:, row] = value & ((1 << width) - 1)
+            n_low = PLANE_BITS - shift  # bits in the first of two words
+            value = value | (words[:, word + 1] << n_low)
+        mask = (1 << width) - 1
+        values[:, row] = value & mask
     return values

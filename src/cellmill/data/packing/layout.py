@@ -18,6 +18,7 @@ follow from the last two arrays, so a reader checks them all before it unpacks a
 rank order are stored as they are, ascending ones as differences less one, counts less one.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ PATCH_BITS = 16  # most bits of a value above the width of its group
 PATCH_BYTES = 3
 PLANE_BITS = 16
 WORD_BYTES = 2 * LANES  # one 16-bit word of every lane
+TABLE = 64  # counts below it have their token values in a table of each cell
 ALIGNMENT = 8  # bytes; parts begin at multiples of it
 BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
 """Number of bits of each value of 16 bits."""
@@ -42,9 +44,21 @@ class Groups(NamedTuple):
     widths: np.ndarray
     n_patches: np.ndarray
 
+    def rows(self) -> np.ndarray:
+        """Rows of lanes of each group."""
+        return -(-self.n_values // LANES)
+
+    def alike(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Width and rows of groups that have them alike, and the numbers of these groups."""
+        n_rows = self.rows()
+        shapes = np.stack([self.widths, n_rows], axis=1)
+        for width, rows in np.unique(shapes, axis=0).tolist():
+            is_alike = (self.widths == width) & (n_rows == rows)
+            yield width, rows, np.flatnonzero(is_alike)
+
     def plane_bytes(self) -> np.ndarray:
         """Bytes of the planes of each group."""
-        n_rows = -(-self.n_values // LANES)
+        n_rows = self.rows()
         n_words = np.zeros_like(n_rows)
         for first_bit in range(0, MAX_WIDTH, PLANE_BITS):
             width = np.clip(self.widths - first_bit, 0, PLANE_BITS)

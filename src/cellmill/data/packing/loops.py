@@ -1,4 +1,4 @@
-"""Loops over packed parts, compiled by numba on import. They release the GIL.
+"""Loops over packed parts, rank order and tokens, compiled by numba on import. They release the GIL.
 
 Lanes of 16 bits are shifted four at a time in words of 64 bits, which LLVM turns into vector
 instructions of any processor.
@@ -19,6 +19,7 @@ from cellmill.data.packing.layout import (
     PATCH_BYTES,
     PLANE_BITS,
     ROWS,
+    TABLE,
 )
 
 _QUAD = LANES // 4  # 64-bit words in a row of lanes
@@ -335,7 +336,7 @@ def pack_parts(
     )
 )
 def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any) -> None:
-    """Sort cells in place, as `ranking.Ranking.sort`: a radix sort of the inverted bits of each
+    """Sort cells in place, as `ranking.RankOrder.sort`: a radix sort of the inverted bits of each
     key, which is not negative, in three digits of 11 bits. It is stable, so ties stay in order.
     """
     most = np.int64(1)
@@ -383,3 +384,60 @@ def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any
             position = items[i] & np.uint64(0xFFFFFFFF)
             row_genes[i] = bits[position]
             row_counts[i] = counts_before[position]
+
+
+@compiled(*(f"void({counts}[::1], int64[::1], int64[::1])" for counts in ("uint16", "uint32")))
+def sum_cells(counts: Any, starts: Any, totals: Any) -> None:
+    """Fill `totals` with the sum of each cell's counts."""
+    for cell in range(len(totals)):
+        cell_counts = counts[starts[cell] : starts[cell + 1]]
+        total = np.uint64(0)
+        for i in range(len(cell_counts)):
+            total += np.uint64(cell_counts[i])
+        totals[cell] = total
+
+
+@compiled(
+    *(
+        f"int64(int32[::1], {counts}[::1], int64[::1], int32[::1], float32[:, ::1], float32[::1], "
+        "int32[::1], float32[::1], int32[::1], int32)"
+        for counts in ("uint16", "uint32")
+    )
+)
+def fill_tokens(
+    genes: Any,
+    counts: Any,
+    starts: Any,
+    ends: Any,
+    table: Any,
+    scale: Any,
+    ids: Any,
+    values: Any,
+    large: Any,
+    first_id: int,
+) -> int:
+    """Fill `ids` and `values`; return how many counts are not in `table`.
+
+    Those get their product with the scale instead, and their tokens are listed in `large`.
+    """
+    n_large = 0
+    for cell in range(len(scale)):
+        first = ends[cell]
+        start = starts[cell]
+        n = np.uint64(ends[cell + 1] - ends[cell])
+        cell_counts = counts[start : start + n]
+        value_of_count = table[cell]
+        cell_values = values[first : first + n]
+        cell_genes = genes[start : start + n]
+        cell_ids = ids[first : first + n]
+        for i in range(n):
+            cell_ids[i] = cell_genes[i] + first_id
+        for i in range(n):
+            count = np.uint64(cell_counts[i])
+            if count < np.uint64(TABLE):
+                cell_values[i] = value_of_count[count]
+            else:
+                cell_values[i] = np.float32(cell_counts[i]) * scale[cell]
+                large[n_large] = first + i
+                n_large += 1
+    return n_large

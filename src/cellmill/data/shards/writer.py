@@ -25,7 +25,7 @@ from cellmill.data.arrays import inverse_medians
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5
 from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write_packed
-from cellmill.data.packing.ranking import Ranking
+from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import OpenFiles, RowFile
 from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import new_array
@@ -185,7 +185,7 @@ class _Writer:
         self._sources = sources
         self._folder = folder
         self._n_genes = vocabulary.n_genes
-        self._ranking = Ranking(inverse_medians(vocabulary.medians))
+        self._rank_order = RankOrder(inverse_medians(vocabulary.medians))
         # row of the vocabulary of each column of all sources, one after another
         targets = [vocabulary.rows_of(read_names(s.path, "var").tolist()) for s in sources]
         self._target = np.concatenate(targets)
@@ -265,7 +265,7 @@ class _Writer:
             genes = block.indices
             values = block.data
             if not ordered and self._plan.order == "rank":
-                self._ranking.sort(block_starts[:-1], np.diff(block_starts), genes, values)
+                self._rank_order.sort(block_starts[:-1], np.diff(block_starts), genes, values)
             for array, dtype in ((block_starts, "<i8"), (genes, "<i4"), (values, "<u4")):
                 update(array.astype(dtype, copy=False).data)
             yield sp.csr_matrix((values, genes, block_starts), shape=block.shape)

@@ -23,7 +23,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.arrays import inverse_medians
 from cellmill.data.packing.cells import CellKind, Unpacked
 from cellmill.data.packing.codec import DamagedPart
-from cellmill.data.packing.ranking import Ranking
+from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.local_copies import LocalCopies
@@ -162,13 +162,13 @@ class CellStream:
         dtype = np.result_type(*(shard.kind.dtype for shard in self._shards))
         self._kind = CellKind(opened.order, opened.n_genes, dtype)
         self._max_genes = self._tokenizer.max_genes(counted)
-        self._ranking: Ranking | None = None
+        self._rank_order: RankOrder | None = None
         if opened.order == "genes":
             self._max_genes = None
             most_genes = self._tokenizer.most_unranked()
             if most_genes is not None:
                 medians = read_medians(self._shards[0].path)
-                self._ranking = Ranking(inverse_medians(medians), most_genes)
+                self._rank_order = RankOrder(inverse_medians(medians), most_genes)
         self._sha256 = {opened.shard_path(shard): shard.sha256 for shard in entry.shards}
         order = {name: getattr(stream, name) for name in _ORDER}
         self._order = {"seed": seed, **order, **weights, "global_batch": global_batch}
@@ -322,8 +322,8 @@ class CellStream:
             [name] = self.names(taken.cells[error.part : error.part + 1])
             raise DataError(f"{self._manifest}: {name}: damaged: {error}; {REMEDY}") from None
         starts, genes, counts = unpacked
-        if self._ranking is not None and counts is not None:
-            self._ranking.sort(starts[:-1], np.diff(starts), genes, counts)
+        if self._rank_order is not None and counts is not None:
+            self._rank_order.sort(starts[:-1], np.diff(starts), genes, counts)
         return unpacked
 
     def _micro_batches(self, steps: PrefetchedSteps) -> list[list[Batch]]:

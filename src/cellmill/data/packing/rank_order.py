@@ -10,7 +10,7 @@ from cellmill.data.rows import positions_in_rows, row_offsets
 
 
 @dataclass(frozen=True)
-class Ranking:
+class RankOrder:
     """Puts cells of more than `most_genes` genes into rank order."""
 
     inverse_medians: np.ndarray  # `(genes,)` float32
