@@ -4,7 +4,7 @@
 
     bytes     uint8, contiguous, unfiltered, at a multiple of 4,096 bytes of the file
     borders   uint32 `(2 x cells + 1,)`: where the genes and the counts of each cell begin, and the
-              end, in units of 8 bytes
+              end, in units of 8 bytes; int64 in files of more than 34 GB
     n_genes   int32 `(cells,)`: number of genes of each cell
     names     SHA-256 of the names of cells and genes: a program that drops or moves some of them
               keeps `uns` as it was
@@ -106,10 +106,9 @@ class PackedBlocks:
             stored[first : first + len(part)] = np.frombuffer(part, np.uint8)
             file.disk.raise_if_failed()
         units = borders // ALIGNMENT
-        if units[-1] > np.iinfo(np.uint32).max:
-            raise DataError(f"{self.out}: {borders[-1]:,} bytes of counts; split the dataset")
+        is_large = units[-1] > np.iinfo(np.uint32).max
         filters = {"compression": "gzip", "shuffle": True}
-        group.create_dataset("borders", data=units.astype("<u4"), **filters)
+        group.create_dataset("borders", data=units.astype("<i8" if is_large else "<u4"), **filters)
         group.create_dataset("n_genes", data=n_genes.astype("<i4"), **filters)
         for name in ("bytes", "borders", "n_genes"):
             group[name].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
@@ -184,8 +183,12 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
         # before memory is taken for it: a damaged header may claim any size
         most = 256 * path.stat().st_size
         for name in ("borders", "n_genes"):
-            if group[name].ndim != 1 or group[name].size > most:
-                raise ValueError(f"{PACKED}/{name} is larger than the file")
+            if (
+                group[name].ndim != 1
+                or group[name].dtype.kind not in "iu"
+                or group[name].size > most
+            ):
+                raise ValueError(f"{PACKED}/{name} has a size or dtype that it cannot have")
         starts = row_offsets(np.asarray(group["n_genes"][:], np.int64))
         n_vars = len(file["var"][file["var"].attrs["_index"]])
         return RowFile(
@@ -194,7 +197,7 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
             kind=CellKind("genes" if order == "genes" else "rank", n_vars, dtype),
             packed=locate(group["bytes"]),
             starts=starts,
-            borders=np.asarray(group["borders"][:], np.uint32),
+            borders=group["borders"][:],
             files=files,
             remedy=REMEDY,
         )
