@@ -12,6 +12,7 @@ sort columns. X holds log(1 + counts per 10,000) as predicted (tokenizer continu
 
 import os
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.shards.index import ABOUT, TABLE, new_array
 from cellmill.data.shards.manifest import READ, Manifest
+from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.inference.calibration import NO_VALIDATION
@@ -137,7 +139,8 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     written = out.with_name(f".{out.stem}.{os.getpid()}.h5ad")
     started = time.perf_counter()
-    words = command_words(command, str(input), str(written))
+    folder = tempfile.TemporaryDirectory(prefix=f".{out.stem}.", dir=out.parent)
+    words = command_words(command, str(plain_cells(input, Path(folder.name))), str(written))
     try:
         code = subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
         if code:
@@ -153,6 +156,7 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
         ) from None
     finally:
         written.unlink(missing_ok=True)
+        folder.cleanup()
     about = {"model_digest": model.command_digest, "command": command, "seconds": seconds}
     write_embedding(out, obs, vectors, about)
     print(

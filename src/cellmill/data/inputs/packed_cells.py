@@ -172,6 +172,14 @@ def open_packed(path: Path, files: OpenFiles) -> RowFile:
         return find_packed(path, file, files)
 
 
+def is_packed(path: Path) -> bool:
+    """True for an HDF5 file of packed cells."""
+    if not h5py.is_hdf5(path):
+        return False
+    with open_h5(path) as file:
+        return PACKED in file
+
+
 def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
     """Packed cells of an open file."""
     try:

@@ -9,7 +9,7 @@ import scipy.sparse as sp
 
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.h5 import write_cells
-from cellmill.data.inputs.packed_cells import open_packed
+from cellmill.data.inputs.packed_cells import is_packed, open_packed
 from cellmill.data.packing.row_file import OpenFiles
 from cellmill.data.rows import row_offsets
 from cellmill.errors import DataError
@@ -39,6 +39,15 @@ def read_cells(path: Path, rows: Sequence[int] | np.ndarray | None = None) -> ad
         if not reader.ordered:
             x.sort_indices()
         return ad.AnnData(x, obs=reader.obs.iloc[chosen], var=reader.var)
+
+
+def plain_cells(path: Path, folder: Path) -> Path:
+    """`path`, or if its counts are packed, a file of its name with X, written to `folder`."""
+    if not path.is_file() or not is_packed(path):
+        return path
+    out = folder / path.name
+    unpack_cells(path, out)
+    return out
 
 
 def unpack_cells(path: Path, out: Path) -> int:
