@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -16,6 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
+from cellmill import open_cells
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.options import EmbedOptions, EvaluateOptions, PreprocessOptions
 from cellmill.data.inputs.formats import open_counts
@@ -146,7 +146,7 @@ def export_classifier(
 
 def with_obs(files: Mapping[str, Path], folder: Path, name: str, **obs: Any) -> dict[str, Path]:
     """The same cells in the file `name` with other obs columns, and their embedding."""
-    adata = ad.read_h5ad(files["cells"])
+    adata = open_cells(files["cells"])
     for column, values in obs.items():
         adata.obs[column] = values
     cells = folder / f"{name}.h5ad"

@@ -5,7 +5,6 @@ scikit-learn.
 from itertools import product
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -14,6 +13,7 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from cellmill import open_cells
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.evaluate import features as features_module
 from cellmill.evaluate.classifiers import newton
@@ -40,7 +40,7 @@ def chosen_cells(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]
 def training_counts(context: Context) -> np.ndarray:
     """Counts of the cells of all training shards, `(cells, genes)`."""
     paths = shard_paths(context.model.manifest, "train")
-    shards = [ad.read_h5ad(path).X.toarray() for path in paths]
+    shards = [open_cells(path).X.toarray() for path in paths]
     return np.concatenate(shards).astype(np.float64)
 
 

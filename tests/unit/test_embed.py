@@ -13,6 +13,7 @@ import scipy.sparse as sp
 import torch
 
 import cellmill
+from cellmill import open_cells
 from cellmill.config.parts.tokens import ContinuousTokens, RankTokens, Tokens
 from cellmill.data.genes.build import build_vocabulary
 from cellmill.data.genes.tables import gene_table
@@ -57,7 +58,7 @@ def test_the_order_of_columns_changes_nothing(
     model = export_model(
         tmp_path / "model", corpus["vocabulary"], {"tokenizer": tokenizer}, objective=objective
     )
-    adata = ad.read_h5ad(corpus["cells"])
+    adata = open_cells(corpus["cells"])
     reference = _vectors(model, corpus["cells"])
     assert reference.dtype == np.float32
     assert reference.shape == (adata.n_obs, 16)
@@ -83,7 +84,7 @@ def test_tokens_made_on_the_fly_equal_those_of_shards(corpus: dict[str, Path]) -
     checked = 0
     for split in manifest.splits.values():
         for shard in split.shards:
-            adata = ad.read_h5ad(manifest.shard_path(shard))
+            adata = open_cells(manifest.shard_path(shard))
             matrix = adata.X
             for row, name in enumerate(adata.obs_names):
                 genes = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]  # type: ignore[union-attr]
@@ -133,7 +134,7 @@ def _tokens(path: Path, known: Vocabulary, tokens: Tokens) -> dict[str, np.ndarr
 def test_a_cell_without_known_genes_has_no_vector(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = ad.read_h5ad(corpus["cells"])[:20].copy()
+    cells = open_cells(corpus["cells"])[:20].copy()
     dense = cells.X.toarray()  # type: ignore[union-attr]
     dense[7] = 0
     cells.X = sp.csr_matrix(dense)
@@ -157,7 +158,7 @@ def test_a_cell_without_known_genes_has_no_vector(
 
 
 def test_low_gene_coverage_is_refused(tmp_path: Path, corpus: dict[str, Path], model: Path) -> None:
-    adata = ad.read_h5ad(corpus["cells"])
+    adata = open_cells(corpus["cells"])
     rest = adata[:, 5:].copy()
     rest.var_names = [f"foreign {i}" for i in range(rest.n_vars)]
     del rest.var["symbol"]
@@ -181,7 +182,7 @@ def test_low_gene_coverage_is_refused(tmp_path: Path, corpus: dict[str, Path], m
 def test_genes_that_a_file_lacks_are_reported_by_weight(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adata = ad.read_h5ad(corpus["cells"])
+    adata = open_cells(corpus["cells"])
     vocabulary = load_model(model)[1]
     whole = _embed(model, corpus["cells"]).uns["cellmill"]["genes"]
     assert (whole["n_present"], whole["expressed_frac"], list(whole["absent"])) == (
@@ -217,7 +218,7 @@ def test_a_covariate_that_a_file_lacks_is_warned_of(
     )
     unknown = _vectors(model, corpus["cells"])
     assert "simulated: warning: it has no obs column organism, " in capsys.readouterr().out
-    adata = ad.read_h5ad(corpus["cells"])
+    adata = open_cells(corpus["cells"])
     for organism, as_unknown in (("human", False), ("Homo sapiens", True)):
         adata.obs["organism"] = organism
         vectors = _vectors(model, _written(adata, tmp_path / "named.h5ad"))
@@ -228,7 +229,7 @@ def test_a_covariate_that_a_file_lacks_is_warned_of(
 def test_only_the_embedding_changes_in_the_file_of_the_user(
     tmp_path: Path, corpus: dict[str, Path], model: Path
 ) -> None:
-    adata = ad.read_h5ad(corpus["cells"])
+    adata = open_cells(corpus["cells"])
     adata.layers["scaled"], adata.uns["note"] = adata.X.astype(np.float32), "mine"
     adata.obsm["X_pca"] = np.eye(adata.n_obs)[:, :2]
     path = _written(adata, tmp_path / "mine.h5ad")
@@ -307,7 +308,7 @@ def test_duplicate_columns_embed_like_their_sum(
     other: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = ad.read_h5ad(corpus["cells"])
+    whole = open_cells(corpus["cells"])
     reference = _vectors(model, corpus["cells"])
     symbols = gene_table("human").symbols  # type: ignore[union-attr]
     counts = whole.X.toarray()  # type: ignore[union-attr]
@@ -329,7 +330,7 @@ def test_duplicate_columns_embed_like_their_sum(
 def test_counts_on_names_that_are_not_known_are_warned_of(
     tmp_path: Path, corpus: dict[str, Path], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = ad.read_h5ad(corpus["cells"])
+    data = open_cells(corpus["cells"])
     most = np.argsort(-np.asarray(data.X.sum(axis=0)).ravel())[:20]  # type: ignore[union-attr]
     data.var = data.var[[]]  # in which the symbols would name these genes
     data.var_names = [f"odd-{at}" if at in most else gene for at, gene in enumerate(data.var_names)]

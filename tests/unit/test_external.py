@@ -15,11 +15,13 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
+from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config import load_config
 from cellmill.config.evaluate import Evaluate, ExternalModel, command_words
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_counts
+from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.components import pca
@@ -153,7 +155,7 @@ def test_mistakes_in_a_command_are_refused_in_one_line(
 ) -> None:
     out = tmp_path / "made" / "out.h5ad"
     assert embed_external(command_of(tmp_path, change), corpus["cells"], out) == 2
-    names = ad.read_h5ad(corpus["cells"]).obs_names
+    names = open_cells(corpus["cells"]).obs_names
     for word, value in (
         ("SIXTH", repr(names[5])),
         ("THIRD", repr(names[2])),
@@ -188,7 +190,7 @@ def test_the_embedding_is_kept_in_the_form_of_ours(
     command = command_of(tmp_path, change)
     assert embed_external(command, corpus["cells"], out) == 0
     made = ad.read_h5ad(out)
-    cells = ad.read_h5ad(corpus["cells"])
+    cells = open_cells(corpus["cells"])
     assert made.obs_names.tolist() == cells.obs_names.tolist()
     assert made.obsm["X_cellmill"].shape == (cells.n_obs, 7)
     assert made.uns["cellmill"]["command"] == command
@@ -309,7 +311,10 @@ def test_files_of_external_models_match_their_command(
 
 def run_harmony(corpus: dict[str, Path], out: Path, path: Path | None = None) -> Any:
     """Run the preset in this Python, with modules of `path` before those of installed packages."""
-    given = [f"--cells={corpus['cells']}", f"--manifest={corpus['manifest']}", f"--out={out}"]
+    folder = out.parent / "unpacked"
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = plain_cells(corpus["cells"], folder)
+    given = [f"--cells={cells}", f"--manifest={corpus['manifest']}", f"--out={out}"]
     words = [sys.executable, "-W", "ignore", str(BRIDGES / "zoo_harmony.py"), *given]
     environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
     return subprocess.run(words, capture_output=True, text=True, env=environment)
@@ -323,7 +328,7 @@ def zoo_cells(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_preset_is_fitted_only_on_training_cells(corpus: dict[str, Path], zoo_cells: Any) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    mask = zoo_cells.training_cells(corpus["manifest"], "simulated", ad.read_h5ad(corpus["cells"]))
+    mask = zoo_cells.training_cells(corpus["manifest"], "simulated", open_cells(corpus["cells"]))
     with open_counts(corpus["cells"]) as reader:
         unseen, _ = TrainedCells([manifest], ["simulated"]).unseen("simulated", reader)
     assert unseen.any()
@@ -376,7 +381,7 @@ def test_a_failed_command_writes_no_file(
     assert line.startswith(
         f"cellmill: simulated: preset harmony: {message.replace('VERSION', version)}"
     )
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "made" / "out.h5ad").exists()
 
 
 def test_harmony_corrects_components_of_training_cells(
@@ -386,7 +391,7 @@ def test_harmony_corrects_components_of_training_cells(
     out = tmp_path / "harmony.h5ad"
     done = run_harmony(corpus, out)
     assert (done.returncode, done.stderr) == (0, "")
-    cells = ad.read_h5ad(corpus["cells"])
+    cells = open_cells(corpus["cells"])
     made = ad.read_h5ad(out)
     train = zoo_cells.training_cells(corpus["manifest"], "simulated", cells)
     assert done.stdout.startswith(

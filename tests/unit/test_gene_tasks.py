@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,6 +17,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import RidgeCV
 from sklearn.metrics import average_precision_score, roc_auc_score
 
+from cellmill import open_cells
 from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import GeneEmbeddingConfig, GrnConfig, ImputationConfig
 from cellmill.config.parts.tokens import SPECIAL
@@ -413,9 +413,7 @@ def test_a_decoder_that_copies_the_baseline_is_level(
     """
     manifest = context.model.manifest
     genes = context.model.vocabulary.n_genes
-    shards = [
-        ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
-    ]
+    shards = [open_cells(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards]
     counts = np.asarray(sp.vstack(shards).todense(), np.float64)
 
     def copied(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray:

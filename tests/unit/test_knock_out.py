@@ -11,6 +11,7 @@ import pytest
 import scipy.sparse as sp
 
 import cellmill
+from cellmill import open_cells
 from cellmill.config.options import KnockOutOptions
 from cellmill.errors import ConfigError, DataError
 from cellmill.stages.evaluate import knock_out
@@ -41,7 +42,7 @@ def _shifts(corpus: dict[str, Path], cells: ad.AnnData, gene: str) -> np.ndarray
 def test_a_shift_is_one_minus_the_cosine(
     tmp_path: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = ad.read_h5ad(corpus["cells"])
+    cells = open_cells(corpus["cells"])
     counts = cells.X.toarray()
     n_expressing = (counts > 0).sum(0)
     genes = cells.var_names[np.argsort(-n_expressing)[[3, 40]]].tolist()
@@ -88,7 +89,7 @@ def test_all_genes_of_enough_drawn_cells_are_removed_by_default(
         for at, seed in enumerate((4, 4, 5))
     )
     assert made.n_obs == 50
-    drawn = ad.read_h5ad(corpus["cells"])[made.obs_names]
+    drawn = open_cells(corpus["cells"])[made.obs_names]
     n_expressing = np.asarray((drawn.X > 0).sum(0)).ravel()
     assert {*made.var_names} == {*drawn.var_names[n_expressing >= 25]}
     assert (made.X != again.X).nnz == 0
@@ -98,7 +99,7 @@ def test_all_genes_of_enough_drawn_cells_are_removed_by_default(
 def test_an_unknown_gene_is_refused_before_any_removal(
     tmp_path: Path, corpus: dict[str, Path]
 ) -> None:
-    cells = ad.read_h5ad(corpus["cells"])
+    cells = open_cells(corpus["cells"])
     symbol = str(cells.var["symbol"].iloc[0])
     n = int((cells.X[:, 0] > 0).sum())
     known = rf" is not a gene of the model; did you mean '{symbol}'\?$"
@@ -121,7 +122,7 @@ def test_an_unknown_gene_is_refused_before_any_removal(
 
 def test_a_cell_with_only_one_gene_has_no_shift(tmp_path: Path, corpus: dict[str, Path]) -> None:
     """Without it these cells have no embedding, so nothing was compared."""
-    cells = ad.read_h5ad(corpus["cells"])
+    cells = open_cells(corpus["cells"])
     counts = cells.X.toarray()
     gene = int(np.argmax((counts > 0).sum(0)))
     counts[: len(counts) // 2] *= np.arange(counts.shape[1]) == gene

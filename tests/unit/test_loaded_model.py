@@ -15,6 +15,7 @@ import scipy.sparse as sp
 import torch
 
 import cellmill
+from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
@@ -214,7 +215,7 @@ LABELS = ["T cell", "B cell"]
 
 def _cells(folder: Path, corpus: dict[str, Path], kinds: list[Any]) -> Path:
     """The cells with `kinds` in turn in obs column `kind`; without the column if there are none."""
-    adata = ad.read_h5ad(corpus["cells"])
+    adata = open_cells(corpus["cells"])
     if kinds:
         adata.obs["kind"] = pd.Categorical([kinds[i % len(kinds)] for i in range(adata.n_obs)])
     adata.write_h5ad(folder / "cells.h5ad")

@@ -751,7 +751,10 @@ def test_each_stage_is_checked_against_its_partition(
     assert (code, last) == (2, "cellmill preflight: no go: 9 reasons")
     Path("config.yaml").write_text(given)
     _, lines, _ = preflight("profiles/one", "--no-job")
-    unused = ("divide", "shard_part", "embed_external", "zoo", "predict_changes", "import", "teach")
+    unused = (
+        *("divide", "shard_part", "embed_external", "unpack", "zoo"),
+        *("predict_changes", "import", "teach"),
+    )
     assert not [line for line in lines if re.match(f"..  stage ({'|'.join(unused)})", line)]
     monkeypatch.setattr(sys, "executable", "/my env/bin/python")
     code, lines, last = preflight("profiles/one", "--no-job")

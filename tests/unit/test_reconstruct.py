@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pytest
 import torch
 
+from cellmill import open_cells
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
@@ -56,7 +56,7 @@ def test_means_come_only_from_training_shards(
     tokens = Tokens.model_validate({"max_tokens": 4096})
     statistics = read_gene_statistics(manifest, tokens)
     matrices = [
-        ad.read_h5ad(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
+        open_cells(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
     ]
     counts = np.concatenate([matrix.toarray() for matrix in matrices]).astype(np.float64)
     values = np.log1p(1e4 * counts / counts.sum(axis=1, keepdims=True))

@@ -93,14 +93,14 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
 
 
 def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
-    counts = random_counts(3000, 400)
+    counts = random_counts(3000, 4000)
     options = Shard(cells_per_shard=1000, val_frac=0, test_frac=0)
     manifest = write_corpus(tmp_path, counts, cells_per_shard=1000)
     planned = estimate_corpus([3000], counts.nnz / 3000, options)[-1]
     written = [manifest.path, *(manifest.shard_path(file) for file in manifest.files())]
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
-    # of var, here 400 genes
+    # of var, here 4,000 genes
     assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
 
 
@@ -128,9 +128,6 @@ def test_more_jobs_leave_the_total_work_unchanged(
     told = capsys.readouterr().out
     assert "100,000,000 cells of 2,000 genes in 2 files" in told
     assert re.search(r"^shard +1 ", told, re.M)
-    assert (
-        "cells on disk: 1,200.0 GB, with preprocess.compression gzip 320.0 GB and 10.00 CPU h more"
-        in told
-    )
+    assert re.search(r"^preprocess .* 240\.0$", told, re.M)
     assert main([*given, "d"]) == 2
     assert "no corpus 'd'" in capsys.readouterr().err

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import anndata
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.io
 import scipy.sparse as sp
 
+from cellmill import open_cells
 from cellmill.config.corpus import Preprocess
 from cellmill.data.genes.tables import gene_table
 from cellmill.data.inputs.formats import open_counts
@@ -66,7 +66,7 @@ def written(path: Path, folder: Path) -> pd.DataFrame:
     options = Preprocess(min_genes=1, min_cells=1, max_mito_frac=1.0)
     with open_counts(path) as reader:
         preprocess_cells(reader, options, out)
-    cells = anndata.read_h5ad(out)
+    cells = open_cells(out)
     return pd.DataFrame(
         cells.X.toarray(), index=cells.obs_names, columns=cells.var["symbol"].tolist()
     )

@@ -8,7 +8,7 @@ from types import ModuleType
 from cellmill.cli import main
 from tests.workflow.conftest import REPOSITORY, make_project
 
-ELSEWHERE = {"all", "demo_data", "fetch", "pull", "import", "zoo", "embed_external"}
+ELSEWHERE = {"all", "demo_data", "fetch", "pull", "import", "unpack", "zoo", "embed_external"}
 """Rules that need a network, another package's model or the demo: the demo, examples and the zoo
 have tests.
 """

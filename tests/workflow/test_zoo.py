@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from cellmill import open_cells
 from cellmill.config.evaluate import PRESETS
 from tests.unit.conftest import SHARED
 from tests.workflow.conftest import REPOSITORY, Project, jobs_in
@@ -32,16 +33,16 @@ def test_a_preset_is_fitted_by_its_python_after_the_split(
     )
     target = "results/runs/tiny/evaluate/metrics.json"
     shown = project.ran("-n", "-p", "--configfile", config, "--", target)
-    assert jobs_in(shown) == dict.fromkeys(STAGES, 1) | {"zoo": 2}
+    assert jobs_in(shown) == dict.fromkeys(STAGES, 1) | {"unpack": 1, "zoo": 2}
     for preset, python in (("scvi", "./scvi-python"), ("harmony", "python")):
         made = f"results/corpora/sim/zoo/{preset}/sim.h5ad"
         assert (
-            f"Shell command: {python} -W ignore {SCRIPTS}/zoo_{preset}.py --cells results/corpora/sim/cells/sim.h5ad "
+            f"Shell command: {python} -W ignore {SCRIPTS}/zoo_{preset}.py --cells results/corpora/sim/unpacked/sim.h5ad "
             f"--manifest results/corpora/sim/shards/manifest.json --threads 2 --out {made} 2>&1 "
             f"| tee -i logs/zoo/sim.{preset}.sim.log"
         ) in shown.replace(f"'{SCRIPTS}", str(SCRIPTS))
     assert project.jobs("--configfile", config, "--", made) == dict.fromkeys(
-        [*STAGES[:3], "zoo"], 1
+        [*STAGES[:3], "unpack", "zoo"], 1
     )
     [files] = re.findall(r"cellmill evaluate .* --external (\S+ \S+) --labels", shown)
     assert files.split() == [
@@ -112,7 +113,7 @@ def test_presets_are_rows_next_to_the_model(
         ), last
     assert project.jobs() == {}
 
-    cells = ad.read_h5ad(results / "corpora/sim/cells/sim.h5ad")
+    cells = open_cells(results / "corpora/sim/cells/sim.h5ad")
     first = ad.read_h5ad(results / "corpora/sim/zoo/scvi/sim.h5ad").obsm["X_cellmill"]
     names_of_train = [
         name for shard in split["shards"] for name in ad.read_h5ad(shards / shard["name"]).obs_names

@@ -37,6 +37,8 @@ def run(preset: str, package: str, embed: Embed) -> None:
     given = parser.parse_args()
     where, started = f"{given.cells.stem}: preset {preset}", time.perf_counter()
     cells = ad.read_h5ad(given.cells)
+    if cells.X is None:
+        sys.exit(f"cellmill: {where}: expected cells with X; write them by `cellmill unpack`")
     cells.X = sp.csr_matrix(cells.X).astype(np.float32)  # torch has no uint16
     if not (train := training_cells(given.manifest, given.cells.stem, cells)).any():
         sys.exit(

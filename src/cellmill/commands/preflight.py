@@ -150,7 +150,7 @@ def _unused_stages(pipeline: Workflow | None) -> set[str]:
         "divide": has_parts,
         "shard_part": has_parts,
         "embed_external": any(model.line for model in models),
-        "zoo": any(model.preset for model in models),
+        **dict.fromkeys(("unpack", "zoo"), any(model.preset for model in models)),
         "predict_changes": any("perturbation" in run.evaluate.tasks for run in runs),
         "import": any(PublishedFolder.named_by(source or "") for source in sources),
         "teach": any(run.teacher for run in runs),

@@ -44,6 +44,7 @@ DECLARED: dict[str, dict[str, tuple[int, int | None]]] = {
     "consolidate": {"mem_mb": (8000, None), "runtime": (60, None)},
     **{stage: {"mem_mb": (32000, 3), "runtime": (240, 25)} for stage in GPU_STAGES},
     "evaluate": {"mem_mb": (32000, None), "runtime": (240, None)},
+    "unpack": {"mem_mb": (2000, 1), "runtime": (30, 10)},
     "zoo": {"mem_mb": (32000, 3), "runtime": (240, 25)},
 }
 """Stages that are jobs, and the resources that their rules declare: a number for the smallest input,

@@ -33,9 +33,9 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
+from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.index import ABOUT, TABLE, new_array
 from cellmill.data.shards.manifest import READ, Manifest
-from cellmill.data.prepare.unpack import plain_cells
 from cellmill.data.shards.reader import read_names
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.evaluate.inference.calibration import NO_VALIDATION

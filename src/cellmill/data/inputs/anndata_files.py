@@ -413,6 +413,10 @@ def open_memory(adata: Any, counts: str, dataset: str) -> CountSource:
             matrices[_layer_name(name)] = matrix
     names = [name for name, matrix in matrices.items() if matrix is not None]
     option = "argument `counts`"
+    if adata.X is None and "packed" in adata.uns:
+        raise DataError(
+            f"{dataset}: its counts are packed: open the file with cellmill.open_cells, or give its path"
+        )
     require_matrix(dataset, counts, names, option)
     matrix = matrices[counts]
     if not (sp.issparse(matrix) or isinstance(matrix, np.ndarray)):
