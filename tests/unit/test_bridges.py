@@ -19,7 +19,6 @@ import pytest
 import scipy.sparse as sp
 from anndata.io import write_elem
 
-from cellmill import open_cells
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.h5 import create_h5
 from cellmill.evaluate.components import fit_own_components
@@ -95,7 +94,7 @@ def test_cells_match_those_of_the_tasks(given: argparse.Namespace, embedded_cell
     chosen = expected_cells()
     assert cells.names.tolist() == [f"cell {i}" for i in chosen]
     assert cells.dropped == {"rare": 2}
-    stored = open_cells(given.cells)
+    stored = ad.read_h5ad(given.cells)
     assert cells.labels.tolist() == stored.obs["type"].iloc[chosen].tolist()
     assert cells.batches.tolist() == stored.obs["batch"].iloc[chosen].tolist()
     assert np.array_equal(

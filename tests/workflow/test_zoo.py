@@ -37,7 +37,8 @@ def test_a_preset_is_fitted_by_its_python_after_the_split(
     for preset, python in (("scvi", "./scvi-python"), ("harmony", "python")):
         made = f"results/corpora/sim/zoo/{preset}/sim.h5ad"
         assert (
-            f"Shell command: {python} -W ignore {SCRIPTS}/zoo_{preset}.py --cells results/corpora/sim/unpacked/sim.h5ad "
+            f"Shell command: {python} -W ignore {SCRIPTS}/zoo_{preset}.py --cells "
+            "results/corpora/sim/unpacked/sim.h5ad "
             f"--manifest results/corpora/sim/shards/manifest.json --threads 2 --out {made} 2>&1 "
             f"| tee -i logs/zoo/sim.{preset}.sim.log"
         ) in shown.replace(f"'{SCRIPTS}", str(SCRIPTS))

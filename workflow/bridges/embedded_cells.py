@@ -125,6 +125,8 @@ def _choose(labels: np.ndarray, seed: int) -> tuple[np.ndarray, dict[str, int]]:
 def read_counts(path: Path, cells: np.ndarray) -> sp.csr_matrix:
     """Counts of some cells (indices, ascending) of an .h5ad, `(cells, genes)`."""
     with h5py.File(path) as file:
+        if "X" not in file:
+            sys.exit(f"cellmill: {path}: expected cells with X; write them by `cellmill unpack`")
         stored = file["X"]
         return sp.csr_matrix(
             sparse_dataset(stored)[cells] if isinstance(stored, h5py.Group) else stored[cells]

@@ -5,7 +5,7 @@
 
 rule scib_metrics:
     input:
-        cells=jobs.bridged("{corpus}/cells/{dataset}.h5ad"),
+        cells=jobs.bridged("{corpus}/unpacked/{dataset}.h5ad"),
         embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
         metrics="results/runs/{run}{at}/evaluate/metrics.json",
         umap="results/runs/{run}{at}/evaluate/umap.tsv",
@@ -32,7 +32,7 @@ rule scib_metrics:
 
 rule cz_benchmarks:
     input:
-        cells=jobs.bridged("{corpus}/cells/{dataset}.h5ad"),
+        cells=jobs.bridged("{corpus}/unpacked/{dataset}.h5ad"),
         embedding="results/runs/{run}{at}/embeddings/{dataset}.h5ad",
         metrics="results/runs/{run}{at}/evaluate/metrics.json",
         umap="results/runs/{run}{at}/evaluate/umap.tsv",

@@ -38,7 +38,8 @@ def read_cells(path: Path, rows: Sequence[int] | np.ndarray | None = None) -> ad
     with open_counts(path) as reader:
         if not reader.ordered:
             x.sort_indices()
-        return ad.AnnData(x, obs=reader.obs.iloc[chosen], var=reader.var)
+        uns = {"cellmill": reader.recorded} if reader.recorded else {}
+        return ad.AnnData(x, obs=reader.obs.iloc[chosen], var=reader.var, uns=uns)
 
 
 def plain_cells(path: Path, folder: Path) -> Path:
