@@ -77,6 +77,27 @@ rule preprocess:
         " 2>&1 | tee -i {log:q}"
 
 
+# Cells with X, for scripts that run without cellmill.
+rule unpack:
+    input:
+        "results/corpora/{corpus}/cells/{dataset}.h5ad",
+    output:
+        temp("results/corpora/{corpus}/unpacked/{dataset}.h5ad"),
+    log:
+        "logs/unpack/{corpus}.{dataset}.log",
+    benchmark:
+        "results/benchmarks/unpack/{corpus}.{dataset}.tsv"
+    conda:
+        "../../envs/cellmill.yaml"
+    container:
+        image
+    resources:
+        mem_mb=sized(2000, 1),
+        runtime=sized(30, 10),
+    shell:
+        "cellmill unpack {input:q} --out {output:q} 2>&1 | tee -i {log:q}"
+
+
 rule vocabulary:
     input:
         cells=jobs.cells,
