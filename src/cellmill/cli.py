@@ -24,7 +24,7 @@ from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_spe
 from cellmill.imports import importing
 
 MODULES = {
-    "stages.data": "fetch demo simulate preprocess vocabulary divide shard_part shard",
+    "stages.data": "fetch demo simulate preprocess vocabulary divide shard_part shard unpack",
     "stages.plan": "plan",
     "stages.train": "train",
     "stages.export": "pull consolidate",
@@ -36,7 +36,7 @@ MODULES = {
     "commands.run": "attach cancel logs follow",
     "commands.preflight": "preflight",
     "commands.profiles": "profiles_install profiles_new",
-    "commands.corpora": "convert unpack plan_corpus",
+    "commands.corpora": "convert plan_corpus",
     "commands.exchange": "import_model export push",
     "commands.translate": "translate",
 }

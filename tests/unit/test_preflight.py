@@ -746,6 +746,7 @@ def test_each_stage_is_checked_against_its_partition(
         "runtime: 2880",
         *(refused.format(stage=stage) for stage in ("embed_external", "predict", "knock_out")),
         "ok  stage evaluate: fits gpu, 60 min, 32000 MB, 8 CPUs, GPUs a100:1",
+        "ok  stage unpack: fits cpu, 30 min, 2000 MB, 1 CPU",
         refused.format(stage="zoo"),
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 9 reasons")

@@ -1,4 +1,4 @@
-"""Commands on data: cells of other tools and for other tools, and the cost of a corpus."""
+"""Commands on data: cells of other tools, and the cost of a corpus."""
 
 from pathlib import Path
 
@@ -9,7 +9,6 @@ from cellmill.data.inputs.h5 import check_h5ad, count_dtype, write_cells
 from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.inputs.soma import open_query
 from cellmill.data.prepare.convert import convert_tokens, open_shard_folder
-from cellmill.data.prepare.unpack import unpack_cells
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.models.published import read_dictionaries
 from cellmill.planner.corpus_cost import estimate_corpus
@@ -55,13 +54,6 @@ def convert(
             f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts",
             flush=True,
         )
-
-
-def unpack(*, input: Path, out: Path) -> None:
-    """Write the cells of a shard, or of a file that preprocess wrote, to an .h5ad with X."""
-    check_h5ad(out, "--out")
-    n_cells = unpack_cells(input, out)
-    print(f"{out}: {n_cells:,} cells, {out.stat().st_size / 1e6:,.1f} MB")
 
 
 def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell: int) -> None:

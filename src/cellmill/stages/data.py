@@ -29,6 +29,7 @@ from cellmill.data.prepare.qc_lines import (
     describe_no_label,
 )
 from cellmill.data.prepare.simulate import Simulation
+from cellmill.data.prepare.unpack import unpack_cells
 from cellmill.data.shards.plan import find_plan, make_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
@@ -233,3 +234,10 @@ def shard(*, options: ShardOptions, cells: list[Path], vocabulary: Path, out: Pa
         print(
             f"{manifest.across_splits:,} cells have an equal one in another split: they are not held out"
         )
+
+
+def unpack(*, input: Path, out: Path) -> None:
+    """Write the cells of a shard, or of a file that preprocess wrote, to an .h5ad with X."""
+    check_h5ad(out, "--out")
+    n_cells = unpack_cells(input, out)
+    print(f"{out}: {n_cells:,} cells, {out.stat().st_size / 1e6:,.1f} MB")
