@@ -17,7 +17,6 @@ from zipfile import BadZipFile
 import numpy as np
 import scipy.sparse as sp
 import sklearn
-from numpy import ndarray
 from sklearn.exceptions import ConvergenceWarning
 
 from cellmill.files import atomic_path
@@ -35,10 +34,10 @@ class BaselineCache:
         self.file = file
         self.predictions = _read(file)
         # predictions from features that no other run has: never saved
-        self.model_predictions: dict[str, ndarray] = {}
+        self.model_predictions: dict[str, np.ndarray] = {}
         self._n_read = len(self.predictions)
 
-    def features(self, about: str, values: Any, compute: Callable[[], ndarray]) -> ndarray:
+    def features(self, about: str, values: Any, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Result of `compute`, which depends on `values`, dense or sparse, and on `about`; kept if
         it is small.
         """
@@ -63,10 +62,10 @@ class CachedClassifiers:
 
     def __init__(
         self,
-        known: dict[str, ndarray],
+        known: dict[str, np.ndarray],
         classifiers: Mapping[str, Any],
         features: Any,
-        labels: ndarray,
+        labels: np.ndarray,
     ) -> None:
         self._known = known
         self._classifiers = classifiers
@@ -74,7 +73,7 @@ class CachedClassifiers:
         self._fitted = cache(lambda name: fit(classifiers[name], features, class_of_cell))
         self._digest = _digest(VERSIONS, features, self._classes, class_of_cell)
 
-    def predict(self, features: Any) -> dict[str, ndarray]:
+    def predict(self, features: Any) -> dict[str, np.ndarray]:
         """Predicted classes, text `(cells,)`, by every classifier."""
         predicted = {}
         digest = _digest(self._digest, features)
@@ -86,7 +85,7 @@ class CachedClassifiers:
         return predicted
 
 
-def fit(classifier: Any, features: Any, labels: ndarray) -> Any:
+def fit(classifier: Any, features: Any, labels: np.ndarray) -> Any:
     """Fit the classifier and return it; a regression that stops before it converged says so in one
     line.
     """
@@ -101,7 +100,7 @@ def fit(classifier: Any, features: Any, labels: ndarray) -> Any:
     return classifier
 
 
-def _read(file: Path | None) -> dict[str, ndarray]:
+def _read(file: Path | None) -> dict[str, np.ndarray]:
     if file is None or not file.exists():
         return {}
     try:

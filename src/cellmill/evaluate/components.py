@@ -5,9 +5,8 @@ from typing import Any, Self
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
+import scipy.sparse as sp
 from scipy.linalg import svd
-from scipy.sparse import csr_matrix
 from scipy.sparse.linalg import LinearOperator, eigsh
 from sklearn.base import BaseEstimator
 from sklearn.utils.extmath import svd_flip
@@ -29,26 +28,26 @@ class PrincipalComponents(BaseEstimator):
     evaluations.
     """
 
-    components_: ndarray  # (components, features)
-    explained_variance_: ndarray  # (components,)
+    components_: np.ndarray  # (components, features)
+    explained_variance_: np.ndarray  # (components,)
 
     def __init__(self, n_components: int) -> None:
         self.n_components = n_components
 
-    def fit(self, cells: csr_matrix, labels: None = None) -> Self:
+    def fit(self, cells: sp.csr_matrix, labels: None = None) -> Self:
         """Fit to `cells`, `(n, features)`."""
         self.fit_transform(cells)
         return self
 
-    def fit_transform(self, cells: csr_matrix, labels: None = None) -> ndarray:
+    def fit_transform(self, cells: sp.csr_matrix, labels: None = None) -> np.ndarray:
         """Fit to `cells`, `(n, features)`, and return their components."""
         mean = mean_variance_axis(cells, axis=0)[0]
 
         # centred cells X, without making them dense: X @ x, and X.T @ x
-        def multiply(x: ndarray) -> ndarray:
+        def multiply(x: np.ndarray) -> np.ndarray:
             return cells @ x - mean @ x
 
-        def multiply_transposed(x: ndarray) -> ndarray:
+        def multiply_transposed(x: np.ndarray) -> np.ndarray:
             return cells.T @ x - np.multiply.outer(mean, x.sum(0))
 
         n, width = cells.shape
@@ -71,10 +70,10 @@ class PrincipalComponents(BaseEstimator):
         self._center = mean @ self.components_.T
         return np.asarray(left[:, :rank] * lengths)
 
-    def _basis(self, size: int, project: Any, combine: Any, dtype: Any) -> ndarray:
+    def _basis(self, size: int, project: Any, combine: Any, dtype: Any) -> np.ndarray:
         """Orthonormal eigenvectors of combine(project(x)), `(size, components)`."""
 
-        def multiply_gram(x: ndarray) -> ndarray:
+        def multiply_gram(x: np.ndarray) -> np.ndarray:
             return np.asarray(combine(project(x)))
 
         gram = LinearOperator((size, size), multiply_gram, dtype=dtype)
@@ -86,7 +85,7 @@ class PrincipalComponents(BaseEstimator):
         basis, _ = np.linalg.qr(vectors)
         return basis
 
-    def transform(self, cells: csr_matrix) -> ndarray:
+    def transform(self, cells: sp.csr_matrix) -> np.ndarray:
         """Components of `cells`, `(n, features)`."""
         return np.asarray(cells @ self.components_.T - self._center)
 
@@ -99,12 +98,12 @@ def pca(shape: Sequence[int], components: int = COMPONENTS) -> PrincipalComponen
     return PrincipalComponents(max(1, n_components))
 
 
-def fit_own_components(profiles: csr_matrix) -> ndarray:
+def fit_own_components(profiles: sp.csr_matrix) -> np.ndarray:
     """Principal components fitted on the cells themselves, `(cells, components)`."""
     return np.asarray(pca(profiles.shape).fit_transform(profiles))
 
 
-def choose_variable_genes(profiles: csr_matrix) -> ndarray:
+def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     """The VARIABLE_GENES most variable genes, ascending: scanpy's highly_variable_genes of flavor
     seurat.
 
@@ -132,7 +131,7 @@ class RankedGenes:
     have `above` it, sparse.
     """
 
-    def __init__(self, genes: csr_matrix) -> None:
+    def __init__(self, genes: sp.csr_matrix) -> None:
         self.above = genes.astype(np.float64)
         self.above.eliminate_zeros()
         n, width = genes.shape
@@ -153,7 +152,7 @@ class RankedGenes:
         self.zero = (lowest - middle) / scale
         self.above.data = (ranks - lowest[cell]) / scale[cell]
 
-    def select(self, cells: ndarray, labels: ndarray) -> ndarray:
+    def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
         of some `cells`; genes are in their order.
         """

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from numpy import ndarray
 
 from cellmill.config.corpus import IS_CONTROL, ROLES
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -60,7 +59,7 @@ class OpenDataset(NamedTuple):
     """See the fields of `task.Context`."""
 
     reader: CountsReader
-    vectors: ndarray
+    vectors: np.ndarray
     roles: dict[str, pd.Series]
 
 
@@ -121,7 +120,7 @@ class EvaluatedModel:
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()
 
-    def is_training_cell(self, dataset: str, cells: pd.Index) -> ndarray:
+    def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
         """Mask of the `cells` (obs names) of a dataset that are in training shards, bool."""
         names: set[str] = set()
         for shard in self.manifest.splits["train"].shards:
@@ -183,7 +182,7 @@ class TrainedCells:
         by_fingerprint = {manifest.fingerprint: manifest for manifest in manifests}
         self.corpora = [read_hashes(manifest) for manifest in by_fingerprint.values()]
 
-    def unseen(self, dataset: str, reader: CountsReader) -> tuple[ndarray, int]:
+    def unseen(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
         """Mask, bool `(n_obs,)`, of the cells that were not trained on, and the number of copies,
         which is printed.
         """

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import scipy.sparse as sp
-from numpy import ndarray
-from scipy.sparse import csr_matrix
 
 from cellmill.data.arrays import log_normalise, select_columns, summed
 from cellmill.data.inputs.reader import CountsReader
@@ -26,7 +24,9 @@ TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not de
 ROW_BLOCK = 4096  # cells read at once
 
 
-def cell_features(context: Context, cells: ndarray, embedding: ndarray | None = None) -> Features:
+def cell_features(
+    context: Context, cells: np.ndarray, embedding: np.ndarray | None = None
+) -> Features:
     """Features of `cells` (indices, ascending), including embeddings by models of other packages."""
     features = features_of_counts(context, read_rows(context.reader, cells), embedding)
     for name, vectors in context.external.items():
@@ -35,7 +35,7 @@ def cell_features(context: Context, cells: ndarray, embedding: ndarray | None = 
 
 
 def features_of_counts(
-    context: Context, counts: csr_matrix, embedding: ndarray | None = None
+    context: Context, counts: sp.csr_matrix, embedding: np.ndarray | None = None
 ) -> Features:
     """Features by method, `(cells, width)`; only the features of all genes are sparse. A known
     `embedding` is not computed again.
@@ -53,8 +53,8 @@ def features_of_counts(
 
 
 def embed_counts(
-    context: Context, counts: csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
-) -> ndarray:
+    context: Context, counts: sp.csr_matrix, network: Model, tokens: Iterable[Batch] | None = None
+) -> np.ndarray:
     """Vectors of the cells, `(cells, hidden)` float32; zeros for cells without tokens.
 
     `tokens` replace the tokens of `counts`.
@@ -67,7 +67,7 @@ def embed_counts(
     return np.nan_to_num(vectors)
 
 
-def keep_columns(counts: csr_matrix, kept: ndarray) -> csr_matrix:
+def keep_columns(counts: sp.csr_matrix, kept: np.ndarray) -> sp.csr_matrix:
     """Counts, set to 0 in the columns where `kept`, bool `(columns,)`, is False."""
     changed = counts.copy()
     changed.data = counts.data * kept[counts.indices].astype(counts.dtype)
@@ -75,7 +75,7 @@ def keep_columns(counts: csr_matrix, kept: ndarray) -> csr_matrix:
     return changed
 
 
-def read_rows(reader: CountsReader, cells: ndarray) -> csr_matrix:
+def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
     """Counts of the cells with these indices, in the order of the file."""
     mask = np.isin(np.arange(reader.n_obs), cells)
     blocks = []

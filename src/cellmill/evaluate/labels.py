@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 
 from cellmill.data.arrays import log_normalise, summed, text_values
 from cellmill.errors import DataError
@@ -27,8 +26,8 @@ MAX_CELLS = 10_000
 class Labelled:
     """Labelled cells that are used, and the numbers of the others."""
 
-    cells: ndarray  # indices of the cells, ascending; int64
-    labels: ndarray  # class of each; text
+    cells: np.ndarray  # indices of the cells, ascending; int64
+    labels: np.ndarray  # class of each; text
     classes: dict[str, int]  # cells of each class used, the largest first
     dropped: dict[str, int]  # cells of each class that has too few cells and is left out
     n_unlabelled: int  # cells without a label, left out
@@ -109,7 +108,7 @@ def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX
     )
 
 
-def predict_halves(context: Context) -> ndarray:
+def predict_halves(context: Context) -> np.ndarray:
     """Label of each cell, text `(n_obs,)`, by the regression on all genes, fitted on the labels of
     the other half of the cells; "" for none.
 

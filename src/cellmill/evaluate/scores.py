@@ -29,7 +29,6 @@ from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy import ndarray
 from scipy.special import stdtrit
 
 from cellmill.evaluate.methods import HALF_LABELS, MAJORITY, Arrays
@@ -66,19 +65,19 @@ def seeded(seed: int, key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, key]))
 
 
-def draw_cells(cells: ndarray, most: int, seed: int, key: int) -> ndarray:
+def draw_cells(cells: np.ndarray, most: int, seed: int, key: int) -> np.ndarray:
     """`cells` (indices, ascending), or a seeded draw of `most` of them, ascending."""
     if len(cells) <= most:
         return cells
     return np.sort(seeded(seed, key).permutation(cells)[:most])
 
 
-def divide(sums: ndarray, n: ndarray) -> ndarray:
+def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:
     """`sums` / `n`, NaN where `n` is 0."""
     return np.divide(sums, n, out=np.full(np.shape(sums), np.nan), where=n > 0)
 
 
-def cell_scores(metric: str, labels: ndarray, predicted: ndarray) -> ndarray:
+def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """Scores whose mean over the tested cells of a repetition is its accuracy, macro_f1 or
     weighted_f1.
 
@@ -97,7 +96,7 @@ def cell_scores(metric: str, labels: ndarray, predicted: ndarray) -> ndarray:
     return scores
 
 
-def _f1_terms(true: ndarray, guessed: ndarray, is_weighted: bool) -> ndarray:
+def _f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
     """F1 plus its derivative by the weight of each cell, times the number of cells."""
     n = len(true)
     classes = np.union1d(true, guessed)
@@ -108,13 +107,13 @@ def _f1_terms(true: ndarray, guessed: ndarray, is_weighted: bool) -> ndarray:
     f1 = 2 * is_hit.sum(0) / sizes
     share = is_class.mean(0) if is_weighted else np.full(len(classes), 1 / len(classes))
     derivatives = 2.0 * is_hit - f1 * (is_class.astype(float) + is_guess)
-    terms: ndarray = n * (derivatives / sizes) @ share + share @ f1
+    terms: np.ndarray = n * (derivatives / sizes) @ share + share @ f1
     if is_weighted:  # the shares of the classes depend on the weights of the cells, too
         terms = terms + is_class @ f1 - share @ f1
     return terms
 
 
-def paired_difference(scores: ndarray, other_scores: ndarray) -> Estimate:
+def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     """Mean of `scores` minus `other_scores`, two results of `cell_scores` of the same metric."""
     differences = scores - other_scores
     is_tested = np.isfinite(differences)
@@ -132,14 +131,14 @@ def paired_difference(scores: ndarray, other_scores: ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half, over_cells[0] ** 0.5)
 
 
-def _clustered(sums: ndarray) -> tuple[float, int]:
+def _clustered(sums: np.ndarray) -> tuple[float, int]:
     """Variance from the sums of clusters, and the number of clusters; 0 with one cluster."""
     n = len(sums)
     return (float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0), n
 
 
 def share_closed(
-    scores: ndarray, zero: ndarray, ceiling: ndarray
+    scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray
 ) -> tuple[float, float, float] | None:
     """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
     gap may be 0 or less.
@@ -170,7 +169,7 @@ class ScoreColumn:
     n_units: int | None = None  # independent units, unless these are the columns of `scores`
     # scores of methods, the best of which closes 0 % of the gap
     trivial: Arrays = field(default_factory=dict)
-    ceiling: tuple[ScoredMethod, ndarray] | None = None  # closes 100 %
+    ceiling: tuple[ScoredMethod, np.ndarray] | None = None  # closes 100 %
 
     def mean(self, method: ScoredMethod) -> float:
         return float(np.nanmean(self.scores[method]))
@@ -218,7 +217,7 @@ class ScoreColumn:
         others = [method for method in self.scores if method.network != "trained"]
         return [self.difference(*pair) for pair in product(trained, others)]
 
-    def _units(self, scores: ndarray) -> int:
+    def _units(self, scores: np.ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
@@ -256,22 +255,22 @@ class ScoreColumn:
 class Predictions:
     """Predicted classes of the same cells by method, condition and repetition."""
 
-    labels: ndarray  # class of each cell; text
+    labels: np.ndarray  # class of each cell; text
     repetitions: int
     others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
     # class of each cell by `labels.predict_halves`, the ceiling; "" for none
-    halves: ndarray | None = None
+    halves: np.ndarray | None = None
     by_condition: dict[str, Arrays] = field(default_factory=dict)
     """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
     repetition does not test.
     """
 
     @cached_property
-    def classes(self) -> ndarray:
+    def classes(self) -> np.ndarray:
         """Classes of cells and of predictions, sorted: a class number is an index into it."""
         return np.union1d(self.labels, np.array(self.others, dtype=self.labels.dtype.type))
 
-    def record(self, condition: str, repetition: int, cells: ndarray, classes: Arrays) -> None:
+    def record(self, condition: str, repetition: int, cells: np.ndarray, classes: Arrays) -> None:
         """Keep the predicted `classes` (text) of `cells` (indices)."""
         methods = self.by_condition.setdefault(condition, {})
         for method, predicted in classes.items():
@@ -280,7 +279,7 @@ class Predictions:
             methods[method][repetition, cells] = np.searchsorted(self.classes, predicted)
 
     @cached_property
-    def truth(self) -> ndarray:
+    def truth(self) -> np.ndarray:
         """Class number of each cell."""
         return np.searchsorted(self.classes, self.labels)
 
@@ -301,7 +300,7 @@ class Predictions:
         ceiling = np.array([number_of_class.get(name, unknown) for name in self.halves])
         largest = np.bincount(self.truth).argmax()
 
-        def score_tested(predicted: Any) -> ndarray:
+        def score_tested(predicted: Any) -> np.ndarray:
             return cell_scores(metric, self.truth, np.where(is_tested, predicted, NOT_TESTED))
 
         largest_scores = score_tested(largest)

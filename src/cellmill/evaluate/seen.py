@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 
 from cellmill.config.load import read_model_config, stored_options
 from cellmill.config.options import TrainOptions
@@ -42,9 +41,9 @@ Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if 
 class CellBlock(NamedTuple):
     """Counts of some cells of a shard, as `Tokenizer.tokenize` takes them."""
 
-    genes: ndarray  # (nonzeros,) rows of the vocabulary
-    counts: ndarray  # (nonzeros,)
-    starts: ndarray  # (cells + 1,) int64: first nonzero of each cell
+    genes: np.ndarray  # (nonzeros,) rows of the vocabulary
+    counts: np.ndarray  # (nonzeros,)
+    starts: np.ndarray  # (cells + 1,) int64: first nonzero of each cell
 
     @property
     def n_cells(self) -> int:
@@ -64,10 +63,10 @@ class HashedCorpus(NamedTuple):
     """Genes of a corpus, and the hashes of its training and validation cells."""
 
     genes: Vocabulary
-    hashes: list[ndarray]  # for each split, `(2, cells)` uint64 in ascending order
+    hashes: list[np.ndarray]  # for each split, `(2, cells)` uint64 in ascending order
     manifest: Manifest
 
-    def hashes_over(self, shared: ndarray) -> list[ndarray]:
+    def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
         """`hashes` of the counts of genes `shared`, bool `(n_genes,)`, for cells with enough such
         genes.
         """
@@ -101,8 +100,8 @@ def read_hashes(manifest: Manifest) -> HashedCorpus:
 
 
 def find_equal_cells(
-    reader: CountsReader, corpora: Sequence[HashedCorpus], among: ndarray
-) -> ndarray:
+    reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
+) -> np.ndarray:
     """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
 
     Only genes that both have are compared; a cell with few of them equals none.
@@ -233,7 +232,7 @@ def _ancestors(record: dict[str, Any], options: TrainOptions, train: Path) -> It
 class Seen(NamedTuple):
     """Cells of a file that a model has seen in training or validation."""
 
-    cells: ndarray | None  # (n_obs,) bool; None if the training cells are not known
+    cells: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
     unknown: str  # what is not known about the training cells, in words; empty if all are known
 
 
@@ -262,7 +261,7 @@ class Agreement(NamedTuple):
     n_rejected: int  # cells without a predicted label, counted as wrong
 
     @classmethod
-    def tally(cls, given: ndarray, predicted: ndarray, among: ndarray) -> Self:
+    def tally(cls, given: np.ndarray, predicted: np.ndarray, among: np.ndarray) -> Self:
         """`given` and `predicted` are text, (cells,), None without a label; `among` is a mask."""
         return cls(
             n_cells=int(among.sum()),
@@ -276,7 +275,7 @@ class Agreement(NamedTuple):
 
 
 def compare_labels(
-    column: str, given: ndarray, predicted: ndarray, known: Sequence[str], seen: Seen
+    column: str, given: np.ndarray, predicted: np.ndarray, known: Sequence[str], seen: Seen
 ) -> tuple[dict[str, Any], list[str]]:
     """Numbers and sentences about the labels `given` in obs column `column` against `predicted`,
     both (cells,).

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 from sklearn.model_selection import GroupKFold, StratifiedKFold
 
 from cellmill.data.arrays import text_values
@@ -16,11 +15,11 @@ class Split(NamedTuple):
     """Cells or units of one fold or draw."""
 
     repetition: int
-    train: ndarray  # indices
-    test: ndarray  # indices
+    train: np.ndarray  # indices
+    test: np.ndarray  # indices
 
 
-def split_by_class(labels: ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
+def split_by_class(labels: np.ndarray, folds: int, seeds: int, seed: int) -> Iterator[Split]:
     """Stratified folds of classes with at least `folds` cells each, in repetitions from 0."""
     for repetition in range(seeds):
         splitter = StratifiedKFold(folds, shuffle=True, random_state=seed + repetition)
@@ -29,7 +28,7 @@ def split_by_class(labels: ndarray, folds: int, seeds: int, seed: int) -> Iterat
 
 
 def draw_shots(
-    labels: ndarray, classes: list[str], shots: int, draws: int, seed: int
+    labels: np.ndarray, classes: list[str], shots: int, draws: int, seed: int
 ) -> Iterator[Split]:
     """Train on `shots` cells of each of `classes`, and test on all other cells of these classes."""
     for draw in range(draws):
@@ -40,7 +39,7 @@ def draw_shots(
         yield Split(draw, train, test)
 
 
-def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[ndarray, ndarray]]:
+def split_groups(groups: pd.Series, most_folds: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Training and test cells of each fold.
 
     Cells without a group are left out. There are no folds of a single group.

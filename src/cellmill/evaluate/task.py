@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 from threadpoolctl import threadpool_limits
 
 from cellmill.config.evaluate import Evaluate
@@ -29,12 +28,12 @@ class Context:
 
     dataset: str
     reader: CountsReader
-    scored: ndarray
+    scored: np.ndarray
     """Cells to judge on, `(n_obs,)` bool: unseen in training unless `options.cells` is all, and
     with an embedding.
     """
     # embeddings of all cells, `(n_obs, hidden)` float32; NaN rows for cells without a known gene
-    vectors: ndarray
+    vectors: np.ndarray
     roles: Mapping[str, pd.Series]
     """obs columns by role, with the column's name: `label`, `label 2`, ... and `batch`, `donor`,
     `condition`, `perturbation`, `dose` and `is_control` (bool). Roles that the dataset lacks are
@@ -45,7 +44,7 @@ class Context:
     baselines: BaselineCache = field(default_factory=BaselineCache)
     # `seconds` and `peak_gb` of stage `embed`
     embedding_cost: Mapping[str, float] = field(default_factory=dict)
-    external: Mapping[str, ndarray] = field(default_factory=dict)
+    external: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Embeddings of all cells by models of other packages, `(n_obs, width)` float32, finite.
     """
     datasets: EvaluatedDatasets | None = None
@@ -57,7 +56,7 @@ class Context:
         return match_columns(self.reader, self.model.vocabulary)
 
     @property
-    def measured_genes(self) -> ndarray:
+    def measured_genes(self) -> np.ndarray:
         """(M,) int64: rows of the model's vocabulary that the dataset has, ascending."""
         target = self.columns.target
         return np.unique(target[target >= 0]).astype(np.int64)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import scipy.sparse as sp
-from numpy import ndarray
 from scipy.linalg import LinAlgError
 from sklearn import linear_model
 from sklearn.utils.sparsefuncs import mean_variance_axis
@@ -27,8 +26,8 @@ MAX_VALUES = 2**25
 class Solution(NamedTuple):
     """Coefficients, `(width, classes)`, and intercepts, `(classes,)`."""
 
-    coefficients: ndarray
-    intercepts: ndarray
+    coefficients: np.ndarray
+    intercepts: np.ndarray
 
 
 class LogisticRegression:
@@ -47,7 +46,7 @@ class LogisticRegression:
     def __repr__(self) -> str:
         return f"LogisticRegression(standardised={self.standardised}, {CURVATURE=}, {TOLERANCE=}, {RIDGE=}, {FORCING=})"
 
-    def fit(self, features: Any, labels: ndarray) -> Self:
+    def fit(self, features: Any, labels: np.ndarray) -> Self:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
         classes or more.
 
@@ -76,19 +75,19 @@ class LogisticRegression:
             self.intercepts = fitted.intercepts - mean @ self.coefficients
         return self
 
-    def _choose_scale(self, mean: ndarray, variance: ndarray) -> ndarray:
+    def _choose_scale(self, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
         """What features are divided by, `(width,)`: 1 for a constant feature, or without
         standardising.
         """
         is_scaled = self.standardised & (variance > 1e-20 * mean**2)
         return np.sqrt(np.where(is_scaled, variance, 1))
 
-    def predict(self, features: Any) -> ndarray:
+    def predict(self, features: Any) -> np.ndarray:
         """The class of highest probability of each cell, `(cells,)`, of features `(cells, width)`."""
         return self.classes[(features @ self.coefficients + self.intercepts).argmax(1)]
 
 
-def _append_ones(values: sp.csr_matrix, scale: ndarray, is_small: bool) -> Any:
+def _append_ones(values: sp.csr_matrix, scale: np.ndarray, is_small: bool) -> Any:
     """Features divided by their `scale` and a last column of ones; dense if `is_small`."""
     n, width = values.shape
     if is_small:
@@ -99,7 +98,7 @@ def _append_ones(values: sp.csr_matrix, scale: ndarray, is_small: bool) -> Any:
 
 
 def _minimise(
-    features: Any, class_of_cell: ndarray, is_small: bool, has_intercept: bool
+    features: Any, class_of_cell: np.ndarray, is_small: bool, has_intercept: bool
 ) -> Solution:
     """The optimum for `features`, centred if it `has_intercept`; otherwise intercepts are 0."""
     n_classes = class_of_cell.max() + 1

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy import ndarray
 from scipy.linalg import LinAlgError
 from scipy.linalg.blas import daxpy
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
@@ -38,7 +37,7 @@ class CellWeights:
     one operation changes both.
     """
 
-    def __init__(self, stacked: ndarray) -> None:
+    def __init__(self, stacked: np.ndarray) -> None:
         self.stacked = stacked
         self.weights = stacked[0]
         self.logits = stacked[1]
@@ -48,13 +47,13 @@ class CellWeights:
 class Whitening:
     """Whitened features of the fitted cells."""
 
-    features: ndarray  # U, `(cells, features)`, and the column of the intercept if there is one
+    features: np.ndarray  # U, `(cells, features)`, and the column of the intercept if there is one
     # UUᵀ plus RIDGE, `(cells, cells)`; None where products with U are faster
-    kernel: ndarray | None
+    kernel: np.ndarray | None
     # weights of cells `(classes, cells)` -> coefficients `(width, classes)`
-    unwhiten: Callable[[ndarray], ndarray]
+    unwhiten: Callable[[np.ndarray], np.ndarray]
 
-    def add_logits(self, weights: ndarray, out: ndarray) -> None:
+    def add_logits(self, weights: np.ndarray, out: np.ndarray) -> None:
         """Write the product of `weights` with UUᵀ to `out`, both `(classes, cells)`."""
         if self.kernel is not None:
             np.dot(weights, self.kernel, out=out)
@@ -63,7 +62,7 @@ class Whitening:
         daxpy(weights.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
 
 
-def whiten(features: ndarray, penalty: float, has_intercept: bool) -> Whitening:
+def whiten(features: np.ndarray, penalty: float, has_intercept: bool) -> Whitening:
     """Whiten `features`, `(cells, width)`. Raises LinAlgError if their scales differ too much."""
     n, width = features.shape
     constants = np.full(int(has_intercept), CURVATURE**-0.5)
@@ -78,7 +77,7 @@ def whiten(features: ndarray, penalty: float, has_intercept: bool) -> Whitening:
 
 
 def _whiten_wide(
-    features: ndarray, factor: ndarray, penalty: float, constants: ndarray
+    features: np.ndarray, factor: np.ndarray, penalty: float, constants: np.ndarray
 ) -> Whitening:
     """Whiten fewer cells than features; `factor` is the Cholesky factor of c ZZᵀ / n + λ."""
     n = len(features)
@@ -94,14 +93,14 @@ def _whiten_wide(
     _cholesky(columns[:, :n])
     kernel += constants @ constants
 
-    def unwhiten(weights: ndarray) -> ndarray:
+    def unwhiten(weights: np.ndarray) -> np.ndarray:
         solved = dpotrs(factor, weights.T, lower=True)[0]
         return (solved.T @ features).T
 
     return Whitening(columns, kernel, unwhiten)
 
 
-def _whiten_tall(features: ndarray, factor: ndarray, constants: ndarray) -> Whitening:
+def _whiten_tall(features: np.ndarray, factor: np.ndarray, constants: np.ndarray) -> Whitening:
     """Whiten as many cells as features or more; `factor` is the Cholesky factor of c ZᵀZ / n + λ."""
     n, width = features.shape
     has_kernel = n <= min(2 * width, MAX_SIDE)
@@ -113,13 +112,13 @@ def _whiten_tall(features: ndarray, factor: ndarray, constants: ndarray) -> Whit
         kernel = columns @ columns.T
         kernel.flat[:: n + 1] += RIDGE * n / CURVATURE
 
-    def unwhiten(weights: ndarray) -> ndarray:
+    def unwhiten(weights: np.ndarray) -> np.ndarray:
         return np.asarray(dpotrs(factor, (weights @ features).T, lower=True)[0])
 
     return Whitening(columns, kernel, unwhiten)
 
 
-def _cholesky(matrix: ndarray) -> ndarray:
+def _cholesky(matrix: np.ndarray) -> np.ndarray:
     """Return the lower factor of a matrix, of which only the lower triangle is read.
 
     The matrix is in Fortran's order and is overwritten.
@@ -130,7 +129,7 @@ def _cholesky(matrix: ndarray) -> ndarray:
     return np.asarray(factor)
 
 
-def minimise(whitening: Whitening, targets: ndarray) -> ndarray:
+def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
     """Weights of the cells at the optimum, `(classes, cells)`, for one-hot `targets` of the same
     shape.
 
@@ -169,7 +168,7 @@ def minimise(whitening: Whitening, targets: ndarray) -> ndarray:
     return current.weights
 
 
-def _loss(current: CellWeights, targets: ndarray) -> tuple[float, ndarray]:
+def _loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]:
     """Objective, and probabilities `(classes, cells)`."""
     n = targets.shape[1]
     shifted = current.logits - current.logits.max(0)
@@ -183,7 +182,7 @@ def _loss(current: CellWeights, targets: ndarray) -> tuple[float, ndarray]:
 
 
 def _newton_step(
-    whitening: Whitening, probabilities: ndarray, gradient: CellWeights, squared_norm: float
+    whitening: Whitening, probabilities: np.ndarray, gradient: CellWeights, squared_norm: float
 ) -> CellWeights:
     """The step that leaves FORCING of the gradient's norm; `squared_norm` is that over whitened
     features.

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy import ndarray
 
 from cellmill.config.options import TrainOptions
 from cellmill.data.shards.manifest import Manifest
@@ -50,7 +49,7 @@ class Calibration:
     labelled_above: list[float]  # entry i: share of these cells among all
 
 
-def calibrate(logits: ndarray, labels: ndarray) -> Calibration:
+def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     """Return the calibration of logits, (cells, labels) float, on cells of these labels, (cells,)
     int from 0.
     """
@@ -79,7 +78,7 @@ def calibrate(logits: ndarray, labels: ndarray) -> Calibration:
     )
 
 
-def fit_temperature(logits: ndarray, labels: ndarray) -> float:
+def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     """Return the temperature with the smallest cross-entropy, between 1 / LARGEST and LARGEST."""
 
     def loss(log_temperature: float) -> float:
@@ -110,8 +109,8 @@ def find_regressions(objective: Objective) -> dict[str, Regression]:
 
 @torch.inference_mode()
 def run_head(
-    model: Model, vectors: ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]
-) -> ndarray:
+    model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]
+) -> np.ndarray:
     """Return the output of `head`, such as `Classification.predict`, (cells, ...) float32, from
     vectors of `embed`.
     """

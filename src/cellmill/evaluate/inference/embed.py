@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
-from numpy import ndarray
-from scipy.sparse import csr_matrix
 
 from cellmill.config.checks import check_rows
 from cellmill.config.corpus import DATASET
@@ -84,7 +83,7 @@ def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
 @dataclass(frozen=True)
 class Embedding:
     # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
-    vectors: ndarray
+    vectors: np.ndarray
     coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
     n_without_genes: int
     genes: GeneCoverage
@@ -110,14 +109,14 @@ def load_for_inference(folder: Path) -> tuple[Model, Vocabulary, Tokens, dict[st
 
 
 def tokenize_blocks(
-    rows: Iterable[csr_matrix],
+    rows: Iterable[sp.csr_matrix],
     columns: GeneColumns,
     vocabulary: Vocabulary,
     tokens: Tokens,
-    chosen: ndarray | None = None,
-    totals: ndarray | None = None,
+    chosen: np.ndarray | None = None,
+    totals: np.ndarray | None = None,
     counted: bool = False,
-    per_cell: Mapping[str, ndarray | None] = MappingProxyType({}),
+    per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
     `rows` at a time.
@@ -163,7 +162,7 @@ def embed_cells(
     vocabulary: Vocabulary,
     tokens: Tokens,
     section: Embed,
-    chosen: ndarray | None = None,
+    chosen: np.ndarray | None = None,
 ) -> Embedding:
     """Embeddings of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, in file
     order.
@@ -178,7 +177,7 @@ def embed_cells(
     column_counts = np.zeros(reader.n_vars)
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
 
-    def rows() -> Iterator[csr_matrix]:
+    def rows() -> Iterator[sp.csr_matrix]:
         """Blocks of the file. If some names are unknown, add up the counts of each column."""
         for raw in progress(reader.rows(ROW_BLOCK), f"embed {reader.path.stem}", reader.n_obs):
             if unnamed:
@@ -234,7 +233,7 @@ def _advice(columns: GeneColumns, option: str) -> str:
     return f"use a model of these genes, or lower it ({option})"
 
 
-def read_levels(reader: CountsReader, model: Model) -> ndarray | None:
+def read_levels(reader: CountsReader, model: Model) -> np.ndarray | None:
     """Numbers of levels of a file's cells for `tokenize_blocks`; None for a model that reads no obs
     column.
     """
@@ -248,7 +247,7 @@ def embed_batches(
     n_cells: int,
     token_budget: int,
     precision: str = "32-true",
-) -> ndarray:
+) -> np.ndarray:
     """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has
     the cell.
     """

@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 import pandas as pd
 from anndata.io import read_elem, write_elem
-from numpy import ndarray
 
 from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.h5 import create_h5, one_line, open_h5, write_anndata
@@ -48,7 +47,7 @@ FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition"
 def write_embedding(
     path: Path,
     obs: pd.DataFrame,
-    vectors: ndarray,
+    vectors: np.ndarray,
     about: dict[str, Any],
     source: Path | None = None,
 ) -> None:
@@ -109,7 +108,7 @@ def _add(
             write_elem(file[group], name, value)
 
 
-def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> ndarray:
+def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
     """Vectors of a file written by `write_embedding`, `(cells, width)` float32.
 
     A row is finite, or all NaN. With `width` None, any width will do. Raises DataError if the file
@@ -147,7 +146,7 @@ def read_costs(path: Path) -> dict[str, float]:
         }
 
 
-def read_external(path: Path, names: pd.Index, command: str) -> ndarray:
+def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
     """Finite vectors of another model, `(cells, width)` float32, from obsm["X_emb"], the key of
     stage embed, or X.
 
@@ -167,7 +166,7 @@ def read_external(path: Path, names: pd.Index, command: str) -> ndarray:
     return stored.vectors
 
 
-def read_vectors(path: Path) -> tuple[pd.Index, ndarray, dict[str, Any]]:
+def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
     """obs names, vectors and facts about the model of a file of stage embed or another package.
 
     Vectors are `(cells, width)` float32; a row is finite, or all NaN.
@@ -183,7 +182,7 @@ def read_vectors(path: Path) -> tuple[pd.Index, ndarray, dict[str, Any]]:
 class _Stored(NamedTuple):
     names: pd.Index  # obs names
     place: str  # the key of PATHS where the vectors are
-    vectors: ndarray  # (cells, width) float32
+    vectors: np.ndarray  # (cells, width) float32
     about: dict[str, Any]  # uns["cellmill"] if the vectors are from stage embed, else empty
 
 

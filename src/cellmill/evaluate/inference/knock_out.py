@@ -12,7 +12,6 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from numpy import ndarray
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Embed, KnockOut
@@ -78,7 +77,7 @@ def knock_out_genes(
         nearest = np.argsort(np.abs(expression[others] - expression[gene]), kind="stable")
         nulls[gene] = others[nearest][: section.null_genes].tolist()
 
-    def measure_shifts(gene: int) -> tuple[ndarray, ndarray]:
+    def measure_shifts(gene: int) -> tuple[np.ndarray, np.ndarray]:
         """Drawn cells that express the gene and another one, and their shifts."""
         expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
         block = keep_columns(counts[expressing], columns.target != gene)
@@ -118,7 +117,7 @@ def knock_out_genes(
     return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
 
 
-def _compare(shift: float, null: ndarray) -> dict[str, float]:
+def _compare(shift: float, null: np.ndarray) -> dict[str, float]:
     """The shift of a gene against the shifts of other genes."""
     compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
     if len(null) and np.isfinite(shift):
@@ -130,13 +129,15 @@ def _compare(shift: float, null: ndarray) -> dict[str, float]:
     return compared
 
 
-def _unit(vectors: ndarray) -> ndarray:
+def _unit(vectors: np.ndarray) -> np.ndarray:
     """The vectors, `(cells, width)`, at length 1, float64."""
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
 
 
-def rows_of_genes(section: KnockOut, vocabulary: Vocabulary, n_expressing: ndarray) -> ndarray:
+def rows_of_genes(
+    section: KnockOut, vocabulary: Vocabulary, n_expressing: np.ndarray
+) -> np.ndarray:
     """Vocabulary rows of `section.genes`, by default of all genes that enough cells express,
     ascending.
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 
 from cellmill.config.corpus import DATASET
 from cellmill.config.datasets import NO_COLUMNS
@@ -84,7 +83,7 @@ class Predicted:
     threshold, and cellmill_seen_in_training if the model's training cells are known.
     """
     # cellmill_probabilities, (cells, labels) float32, after the temperature
-    obsm: dict[str, ndarray]
+    obsm: dict[str, np.ndarray]
     about: dict[str, Any]  # uns["cellmill_prediction"]
     # sentences about labels that the file has too
     agreement: list[str] = field(default_factory=list)
@@ -195,7 +194,7 @@ def predict_heads(
 
 
 def _predict_labels(
-    predicted: Predicted, suffix: str, classifier: dict[str, Any], logits: ndarray, least: float
+    predicted: Predicted, suffix: str, classifier: dict[str, Any], logits: np.ndarray, least: float
 ) -> None:
     """Add the labels of one head, with `logits` (cells, labels), under names that end in `suffix`."""
     calibration = classifier["calibration"] or {}
@@ -222,7 +221,7 @@ def _predict_labels(
     predicted.about.update({key + suffix: value for key, value in about.items()})
 
 
-def label_texts(column: Any, known: Sequence[str]) -> ndarray:
+def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
     """(cells,): labels as shards have them; None for a missing label.
 
     A text that means no label is one only if it is `known`.
@@ -252,7 +251,7 @@ class LoadedModel:
 
     def embed(
         self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any
-    ) -> ndarray:
+    ) -> np.ndarray:
         """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a
         gene of the model.
 
@@ -321,7 +320,7 @@ def _warn(dataset: str, embedding: Embedding) -> None:
         warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)
 
 
-def tally(values: ndarray) -> dict[str, int]:
+def tally(values: np.ndarray) -> dict[str, int]:
     """Number of cells of each class, the largest first."""
     return dict(sorted(Counter(values.tolist()).items(), key=lambda item: (-item[1], item[0])))
 

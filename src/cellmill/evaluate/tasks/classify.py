@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, ProbeConfig
@@ -118,20 +117,20 @@ def predict_splits(
         predictions.record(condition, split.repetition, test, predicted)
 
 
-def majority(labels: ndarray, n: int) -> ndarray:
+def majority(labels: np.ndarray, n: int) -> np.ndarray:
     """The largest class, or the first of equally large classes, for `n` cells."""
     classes, sizes = np.unique(labels, return_counts=True)
     return np.full(n, classes[sizes.argmax()])
 
 
-def _components(genes: Any, train: ndarray, components: int, cache: BaselineCache) -> Arrays:
+def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> Arrays:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """
     if min(len(train), genes.shape[1]) < 2:
         return {}
 
-    def fit(panel: Any) -> ndarray:
+    def fit(panel: Any) -> np.ndarray:
         unfitted = pca((len(train), panel.shape[1]), components)
         about = f"{unfitted!r} fitted on {train.tolist()}"
         return cache.features(about, panel, lambda: unfitted.fit(panel[train]).transform(panel))

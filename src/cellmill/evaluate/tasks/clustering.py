@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from numpy import ndarray
 from sklearn.preprocessing import StandardScaler
 
 from cellmill.config.parts.tasks import ClusteringConfig
@@ -31,7 +30,7 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 TINY = 1e-12  # entropies, and shares of pairs, that are rounding errors
 
 
-def nmi_scores(classes: ndarray, clusters: ndarray) -> ndarray:
+def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's
     `normalized_mutual_info_score`.
     """
@@ -51,7 +50,7 @@ def nmi_scores(classes: ndarray, clusters: ndarray) -> ndarray:
     return nmi + (2 * d_shared / entropies - nmi * d_entropies / entropies)
 
 
-def ari_scores(classes: ndarray, clusters: ndarray) -> ndarray:
+def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert &
     Arabie 1985).
     """
@@ -80,7 +79,7 @@ def ari_scores(classes: ndarray, clusters: ndarray) -> ndarray:
     return ari + n * (slope - slope.mean())
 
 
-def _sizes(classes: ndarray, clusters: ndarray) -> tuple[ndarray, ndarray, ndarray]:
+def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Numbers of cells in both the class and the cluster of each cell, in its class, in its
     cluster; float64 `(cells,)`.
     """
@@ -143,13 +142,13 @@ class Clustering(Task):
         return tabulate(columns, numbers, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
     def cluster(
-        self, method: ScoredMethod, features: Any, labels: ndarray, context: Context, igraph: Any
-    ) -> tuple[float, tuple[ndarray, ndarray]]:
+        self, method: ScoredMethod, features: Any, labels: np.ndarray, context: Context, igraph: Any
+    ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
         """Best resolution, and clusters `(seeds, cells)` there and at the fixed resolution."""
         config = self.config
         seed = context.options.seed
 
-        def clusters() -> ndarray:
+        def clusters() -> np.ndarray:
             edges = jaccard_weights(NeighborGraph.build(features, config.neighbors))
             seeds = range(seed, seed + config.seeds)
             by_resolution = {}
@@ -177,14 +176,14 @@ class Clustering(Task):
         return config.resolutions[rows[0, 0]], (at_best, at_fixed)
 
 
-def _mean_number(clusters: ndarray) -> float:
+def _mean_number(clusters: np.ndarray) -> float:
     """Mean over seeds of the number of clusters."""
     return float(np.mean([len(np.unique(found)) for found in clusters]))
 
 
 def leiden(
     igraph: Any, edges: sp.coo_matrix, resolution: float, seeds: Iterable[int]
-) -> list[ndarray]:
+) -> list[np.ndarray]:
     """Cluster of each cell, int64 `(cells,)`, for each seed; `edges` are an upper triangle, of
     weights above 0.
     """

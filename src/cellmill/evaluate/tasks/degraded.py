@@ -14,8 +14,6 @@ from typing import Self
 
 import numpy as np
 import scipy.sparse as sp
-from numpy import ndarray
-from scipy.sparse import csr_matrix
 
 from cellmill.config.parts.tasks import LowDepthConfig, MissingGenesConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
@@ -52,9 +50,9 @@ PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
 PANEL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of the panel")
 PANEL_GENES = ScoredMethod("all genes of the panel")
 
-Degrade = Callable[[csr_matrix, np.random.Generator], csr_matrix]
+Degrade = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Counts `(cells, genes of the file)` and a generator -> fewer counts."""
-Project = Callable[[csr_matrix], ndarray]
+Project = Callable[[sp.csr_matrix], np.ndarray]
 """Counts `(cells, genes of the file)` -> components `(cells, components)`."""
 
 
@@ -63,7 +61,7 @@ class TrainingCounts:
     """Counts of the model's training cells, on which components for degraded cells are fitted."""
 
     context: Context
-    counts: csr_matrix  # `(cells, genes of the vocabulary)`
+    counts: sp.csr_matrix  # `(cells, genes of the vocabulary)`
     per_1k: Project
 
     @classmethod
@@ -75,7 +73,7 @@ class TrainingCounts:
         counts = read_training_counts(manifest, PCA_CELLS)[:PCA_CELLS]
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
-    def project_panel(self, panel: csr_matrix) -> ndarray:
+    def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
         """Components of cells `panel`, fitted on training cells with only the genes that these have."""
         rows = self.context.columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), rows[rows >= 0])
@@ -88,12 +86,12 @@ class TrainingCounts:
 
 
 def _fit_components(
-    context: Context, fitted: csr_matrix, normalise: Callable[[csr_matrix], csr_matrix]
+    context: Context, fitted: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
 ) -> Project:
     """Principal components of the normalised counts `fitted`, `(cells, genes of the vocabulary)`."""
     components = pca(fitted.shape).fit(normalise(fitted))
 
-    def project(counts: csr_matrix) -> ndarray:
+    def project(counts: sp.csr_matrix) -> np.ndarray:
         known = select_columns(counts, context.columns.target, fitted.shape[1])
         return components.transform(normalise(known))
 
@@ -159,7 +157,7 @@ class Degraded(Task):
     def _make_features(
         self,
         level: str,
-        counts: Mapping[str, csr_matrix],
+        counts: Mapping[str, sp.csr_matrix],
         cells: Mapping[str, Features],
         training: TrainingCounts,
         generator: np.random.Generator,
@@ -182,7 +180,7 @@ class Degraded(Task):
         context: Context,
         by_level: Mapping[str, Features],
         levels: Iterable[str],
-        labels: ndarray,
+        labels: np.ndarray,
         split: Split,
     ) -> dict[str, Arrays]:
         """Classes of the test cells of some `levels` by column; `by_level` are features of all
@@ -218,13 +216,13 @@ def stack_levels(levels: Iterable[Features]) -> Features:
     return stacked
 
 
-def log_per_1k(counts: csr_matrix) -> csr_matrix:
+def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
     """log(1 + counts per 1,000 of the cell), float32; a cell without counts stays zero."""
     values = np.log1p(counts_per_10k(counts.data, counts.indptr) / 10).astype(np.float32)
-    return csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
+    return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
 
 
-def thin(frac: float, counts: csr_matrix, generator: np.random.Generator) -> csr_matrix:
+def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
     """Keep each count with probability `frac`."""
     thinned = counts.copy()
     thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
@@ -232,7 +230,7 @@ def thin(frac: float, counts: csr_matrix, generator: np.random.Generator) -> csr
     return thinned
 
 
-def keep_genes(n: int, counts: csr_matrix, generator: np.random.Generator) -> csr_matrix:
+def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
     """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
     drawn = generator.permutation(np.unique(counts.indices))[:n]
     return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))

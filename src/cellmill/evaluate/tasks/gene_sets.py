@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
-from scipy.sparse import csr_matrix
+import scipy.sparse as sp
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -51,13 +50,13 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
 class GeneEmbedding(GeneTask):
     config: GeneEmbeddingConfig
 
-    def judge(self, context: Context, vectors: Arrays, profiles: csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config = self.config
         fewest = max(config.min_genes, context.options.folds)
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         features = vectors | {STATISTICS: expression_statistics(profiles)}
-        members: dict[str, dict[str, ndarray]] = {}
+        members: dict[str, dict[str, np.ndarray]] = {}
         numbers: dict[str, Any] = {"genes": int(expressed.sum())}
         for heading, file in ((SETS, config.gene_sets), (FACTORS, config.transcription_factors)):
             if file is None:
@@ -93,7 +92,11 @@ class GeneEmbedding(GeneTask):
         return tabulate(columns, numbers, rows=rows)
 
     def _terms(
-        self, context: Context, features: Arrays, sets: Mapping[str, ndarray], expressed: ndarray
+        self,
+        context: Context,
+        features: Arrays,
+        sets: Mapping[str, np.ndarray],
+        expressed: np.ndarray,
     ) -> Arrays:
         """Terms of the AUROC by features, (sets, repetitions, genes); NaN for genes that a
         repetition lacks.
@@ -127,8 +130,8 @@ class GeneEmbedding(GeneTask):
 
 
 def _members(
-    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: ndarray, fewest: int
-) -> tuple[dict[str, ndarray], dict[str, Any]]:
+    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Vocabulary rows of each set of at least `fewest` genes, ascending, and numbers for the result.
 
     Prints the coverage.

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse as sp
 import torch
-from numpy import ndarray
-from scipy.sparse import csr_matrix
 from scipy.stats import rankdata
 
 from cellmill.config.parts.tokens import SPECIAL
@@ -44,7 +43,7 @@ class GeneTask(Task):
         vectors[LOADINGS] = scaled_loadings(model.components)
         return self.judge(context, vectors, model.training_profiles())
 
-    def judge(self, context: Context, vectors: Arrays, profiles: csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """Scores of `vectors` (genes, width); `profiles` (cells, genes) are log-normalised
         training cells.
         """
@@ -70,7 +69,7 @@ def gene_vectors(model: EvaluatedModel) -> Arrays:
 
 
 @torch.no_grad()
-def _read_tables(network: Model) -> dict[str, ndarray]:
+def _read_tables(network: Model) -> dict[str, np.ndarray]:
     """Tables with a row for each gene, (genes, width), by name."""
     tables = {}
     parameters = dict(network.named_parameters())
@@ -90,13 +89,13 @@ def _read_tables(network: Model) -> dict[str, ndarray]:
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
 
-def scaled_loadings(components: PrincipalComponents) -> ndarray:
+def scaled_loadings(components: PrincipalComponents) -> np.ndarray:
     """(genes, components) float64: each component in units of its standard deviation over cells."""
     sd = np.sqrt(components.explained_variance_)
     return np.asarray(components.components_.T * sd)
 
 
-def expression_statistics(profiles: csr_matrix) -> ndarray:
+def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
     """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
     (cells, genes).
     """
@@ -130,14 +129,14 @@ def read_lines(path: Path) -> list[tuple[int, list[str]]]:
     return lines
 
 
-def auroc(member: ndarray, scores: ndarray) -> float:
+def auroc(member: np.ndarray, scores: np.ndarray) -> float:
     """Share of pairs of a member and a non-member in which the member has the higher score; ties
     count half.
     """
     return float(placements(member, scores)[member].mean())
 
 
-def placements(member: ndarray, scores: ndarray) -> ndarray:
+def placements(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """(n,) float64: for a member the share of non-members with a lower score, for a non-member the
     share of members with a higher score.
 
@@ -156,18 +155,18 @@ def placements(member: ndarray, scores: ndarray) -> ndarray:
     return shares
 
 
-def auroc_terms(member: ndarray, scores: ndarray) -> ndarray:
+def auroc_terms(member: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """(n,) float64: terms whose mean is the AUROC and has DeLong's variance."""
     shares = placements(member, scores)
     area = shares[member].mean()
     n_members = member.sum()
     n_others = len(member) - n_members
     weight = np.where(member, len(member) / n_members, len(member) / n_others)
-    terms: ndarray = area + weight * (shares - area)
+    terms: np.ndarray = area + weight * (shares - area)
     return terms
 
 
-def correlations(first: ndarray, second: ndarray) -> ndarray:
+def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(m, n) float64: Pearson of the columns of `first` (cells, m) and `second` (cells, n).
 
     It is 0 for constant columns.
@@ -175,7 +174,7 @@ def correlations(first: ndarray, second: ndarray) -> ndarray:
     return np.asarray(_standardise(first).T @ _standardise(second))
 
 
-def _standardise(values: ndarray) -> ndarray:
+def _standardise(values: np.ndarray) -> np.ndarray:
     """Centre columns and scale them to length 1; a constant column becomes zeros."""
     centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
     length = np.linalg.norm(centred, axis=0)

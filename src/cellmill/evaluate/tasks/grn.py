@@ -11,8 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from numpy import ndarray
-from scipy.sparse import csr_matrix
+import scipy.sparse as sp
 from scipy.stats import rankdata
 
 from cellmill.config.parts.tasks import GrnConfig
@@ -46,7 +45,7 @@ def read_edges(path: Path) -> list[tuple[str, str]]:
     return [*edges]
 
 
-def average_precision(member: ndarray, scores: ndarray) -> float:
+def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     """Area under the steps of precision over recall; ties are one step."""
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(member[order])
@@ -61,7 +60,7 @@ def average_precision(member: ndarray, scores: ndarray) -> float:
 class Grn(GeneTask):
     config: GrnConfig
 
-    def judge(self, context: Context, vectors: Arrays, profiles: csr_matrix) -> TaskResult:
+    def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
         of the model.
         """
@@ -124,7 +123,7 @@ class Grn(GeneTask):
 
 
 def _ranked(
-    similarities: Arrays, edge: ndarray, candidate: ndarray, seed: int
+    similarities: Arrays, edge: np.ndarray, candidate: np.ndarray, seed: int
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
     """A column for each score, with the factors as units, and scores over all pairs by row.
 
@@ -155,19 +154,19 @@ def _ranked(
 
 
 def _score_factors(
-    function: Callable[[ndarray, ndarray], float],
-    edge: ndarray,
-    candidate: ndarray,
-    values: ndarray,
-) -> ndarray:
+    function: Callable[[np.ndarray, np.ndarray], float],
+    edge: np.ndarray,
+    candidate: np.ndarray,
+    values: np.ndarray,
+) -> np.ndarray:
     """(1, factors): score of each factor over its candidate targets."""
     rows = zip(edge, candidate, values)
     return np.array([[function(is_edge[pair], row[pair]) for is_edge, pair, row in rows]])
 
 
 def known_edges(
-    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: ndarray
-) -> ndarray:
+    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
+) -> np.ndarray:
     """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
     bool, each once.
     """
@@ -179,7 +178,9 @@ def known_edges(
     return np.unique(pairs[is_known & differs & is_usable], axis=0)
 
 
-def build_network(pairs: ndarray, min_targets: int) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+def build_network(
+    pairs: np.ndarray, min_targets: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and
     factors left out.
 

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
-from numpy import ndarray
-from scipy.sparse import csr_matrix
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import TARGET_SUM, log_normalise, select_columns
@@ -44,8 +43,8 @@ class HiddenGenes:
     """Counts of some cells, and the genes that are hidden in all of them."""
 
     context: Context
-    counts: csr_matrix  # (C, F)
-    genes: ndarray  # (G,) int64: rows of the vocabulary, ascending
+    counts: sp.csr_matrix  # (C, F)
+    genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
     # genes of the columns of `counts`, if these are not the columns of the dataset
     other_columns: GeneColumns | None = None
 
@@ -65,17 +64,17 @@ class HiddenGenes:
         return next(self.network.parameters()).device
 
     @cached_property
-    def visible(self) -> csr_matrix:
+    def visible(self) -> sp.csr_matrix:
         """(C, F): the counts without those of hidden genes."""
         is_hidden = np.isin(self.columns.target, self.genes)
         return keep_columns(self.counts, ~is_hidden)
 
     @cached_property
-    def profiles(self) -> csr_matrix:
+    def profiles(self) -> sp.csr_matrix:
         """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
         return log_normalise(self.to_vocabulary(self.visible))
 
-    def expression(self) -> ndarray:
+    def expression(self) -> np.ndarray:
         """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, where 10,000 is the sum
         over all genes that the model knows.
         """
@@ -90,16 +89,16 @@ class HiddenGenes:
             is_visible = ~np.isin(batch.genes, self.genes + len(SPECIAL))
             yield _keep_tokens(batch, is_visible)
 
-    def embed(self, network: Model) -> ndarray:
+    def embed(self, network: Model) -> np.ndarray:
         """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
         return embed_counts(self.context, self.counts, network, self.tokens())
 
-    def to_vocabulary(self, counts: csr_matrix) -> csr_matrix:
+    def to_vocabulary(self, counts: sp.csr_matrix) -> sp.csr_matrix:
         """(C, V): counts (C, F) by row of the vocabulary."""
         return select_columns(counts, self.columns.target, self.context.model.vocabulary.n_genes)
 
 
-def _keep_tokens(batch: Batch, is_kept: ndarray) -> Batch:
+def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
     """The batch with these tokens only, and the cells that have any."""
     # (cells + 1,): bounds of each cell among the tokens that are kept
     n_before = np.concatenate([[0], np.cumsum(is_kept)])
@@ -112,7 +111,7 @@ def _keep_tokens(batch: Batch, is_kept: ndarray) -> Batch:
     )
 
 
-def decode_expression(hidden: HiddenGenes, vectors: ndarray) -> ndarray | None:
+def decode_expression(hidden: HiddenGenes, vectors: np.ndarray) -> np.ndarray | None:
     """(C, G) float32: log(1 + counts per 10,000) that the model predicts, from vectors (C, H) if
     its objective decodes these.
 
@@ -131,7 +130,9 @@ def decode_expression(hidden: HiddenGenes, vectors: ndarray) -> ndarray | None:
     return None
 
 
-def _decode_profiles(hidden: HiddenGenes, vectors: ndarray, objective: CellDecoding) -> ndarray:
+def _decode_profiles(
+    hidden: HiddenGenes, vectors: np.ndarray, objective: CellDecoding
+) -> np.ndarray:
     """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
     network = hidden.network
     device = hidden.device
@@ -153,7 +154,7 @@ def _decode_profiles(hidden: HiddenGenes, vectors: ndarray, objective: CellDecod
     return np.concatenate(blocks).astype(np.float32)
 
 
-def _query_genes(hidden: HiddenGenes, vectors: ndarray, objective: QueryDecoding) -> ndarray:
+def _query_genes(hidden: HiddenGenes, vectors: np.ndarray, objective: QueryDecoding) -> np.ndarray:
     """(C, G) float32: expression that the decoder predicts for a query of each hidden gene."""
     network = hidden.network
     device = hidden.device
@@ -170,7 +171,7 @@ def _query_genes(hidden: HiddenGenes, vectors: ndarray, objective: QueryDecoding
     return np.maximum(np.concatenate(blocks), 0)
 
 
-def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> ndarray:
+def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> np.ndarray:
     """(C, G) float32: expression of masked tokens that are added to the visible tokens."""
     network = hidden.network
     device = hidden.device
@@ -190,7 +191,7 @@ def _predict_masked(hidden: HiddenGenes, objective: MaskedValue) -> ndarray:
     return np.maximum(values, 0)
 
 
-def expand_shares(shares: ndarray, visible: csr_matrix, is_log: bool) -> ndarray:
+def expand_shares(shares: np.ndarray, visible: sp.csr_matrix, is_log: bool) -> np.ndarray:
     """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes with Poisson counts.
 
     `shares`, (C, G), are the shares of hidden genes in the cell's counts, or if `is_log` in the sum

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from numpy import ndarray
-from scipy.sparse import csr_matrix
+import scipy.sparse as sp
 from scipy.stats import rankdata
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import KFold
@@ -57,7 +56,7 @@ VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
 GENE_MEANS = ScoredMethod("gene means")
 
 
-def expression_scores(predicted: ndarray, measured: ndarray) -> dict[str, ndarray]:
+def expression_scores(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
     """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
     is NaN.
     """
@@ -74,7 +73,7 @@ def expression_scores(predicted: ndarray, measured: ndarray) -> dict[str, ndarra
     }
 
 
-def correlation(first: ndarray, second: ndarray) -> ndarray:
+def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Pearson of each column of two arrays; NaN if the column is constant in either."""
     x = first - first.mean(0)
     y = second - second.mean(0)
@@ -94,8 +93,8 @@ class Prediction:
     method: ScoredMethod
     repetition: int
     n_repetitions: int
-    cells: ndarray  # indices of the scored cells
-    values: ndarray  # (cells, G)
+    cells: np.ndarray  # indices of the scored cells
+    values: np.ndarray  # (cells, G)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class TrainingCells:
     """Cells that the model was trained on, over the genes that the evaluated dataset measures."""
 
     hidden: HiddenGenes
-    is_from_dataset: ndarray  # cells of the evaluated dataset, bool (C,)
+    is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
 
     @classmethod
     def read(cls, hidden: HiddenGenes) -> Self | None:
@@ -129,7 +128,7 @@ class TrainingCells:
         trained = HiddenGenes(context, counts, hidden.genes, columns)
         return cls(trained, np.array(is_from_dataset, bool))
 
-    def groups(self) -> dict[str, ndarray]:
+    def groups(self) -> dict[str, np.ndarray]:
         """Indices of the cells to fit on, by the note in a row's name: all cells and, if cells of
         other datasets are among them, the cells of the evaluated dataset.
 
@@ -166,10 +165,10 @@ class TrainingCells:
 
 
 def predict_hidden(
-    expression: ndarray,
-    fitted_profiles: csr_matrix,
+    expression: np.ndarray,
+    fitted_profiles: sp.csr_matrix,
     fitted_vectors: Arrays,
-    tested_profiles: csr_matrix,
+    tested_profiles: sp.csr_matrix,
     tested_vectors: Arrays,
     neighbors: int,
 ) -> Arrays:
@@ -245,7 +244,7 @@ class Imputation(Task):
         ]
         return tabulate(columns, numbers, judged)
 
-    def _split(self, context: Context, cells: ndarray) -> tuple[str, list[Split]]:
+    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Split]]:
         """Role whose values are left out, or "cells" for folds of cells, and the folds."""
         folds: list[Split] = []
         for role in ("donor", "batch"):
@@ -266,7 +265,7 @@ class Imputation(Task):
                 folds.append(Split(repetition, train, test))
         return "cells", folds
 
-    def _choose_genes(self, context: Context, counts: csr_matrix) -> ndarray:
+    def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
         """Rows of the vocabulary to hide, ascending. Prints the listed genes that are not hidden."""
         config = self.config
         vocabulary = context.model.vocabulary

@@ -23,7 +23,6 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from numpy import ndarray
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2
 from sklearn.metrics import silhouette_samples
@@ -89,7 +88,7 @@ class Integration(Task):
                 # adding 0.0 turns -0.0 into 0.0
                 row.numbers[heading] = None if values is None else float(np.mean(values)) + 0.0
                 # graph connectivity is not a mean over cells, so it has no interval or verdict
-                if isinstance(values, ndarray):
+                if isinstance(values, np.ndarray):
                     scores.setdefault(heading, {})[method] = values[None]
             rows.append(row)
         columns = [
@@ -106,7 +105,7 @@ class Integration(Task):
             differences=differences,
         )
 
-    def embed_cells(self, context: Context, cells: ndarray, batches: ndarray) -> Arrays:
+    def embed_cells(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
         """Vectors of the cells by method, `(cells, width)`."""
         vectors = cell_features(context, cells, context.vectors[cells])
         principal = fit_own_components(vectors.pop(ALL_GENES))
@@ -118,8 +117,8 @@ class Integration(Task):
         return vectors
 
     def measure(
-        self, vectors: ndarray, principal: ndarray, batches: ndarray, labels: ndarray
-    ) -> dict[str, ndarray | float | None]:
+        self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray
+    ) -> dict[str, np.ndarray | float | None]:
         """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
         measure that does not apply.
         """
@@ -143,7 +142,7 @@ class Integration(Task):
         }
 
 
-def run_harmony(vectors: ndarray, batches: ndarray, seed: int) -> ndarray:
+def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int) -> np.ndarray:
     """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
     2019).
 
@@ -170,8 +169,8 @@ def run_harmony(vectors: ndarray, batches: ndarray, seed: int) -> ndarray:
 class NeighborGraph:
     """The k nearest other cells of each cell by Euclidean distance, the nearest first."""
 
-    indices: ndarray  # `(cells, k)` int32
-    distances: ndarray  # `(cells, k)` float64
+    indices: np.ndarray  # `(cells, k)` int32
+    distances: np.ndarray  # `(cells, k)` float64
 
     @classmethod
     def build(cls, features: Any, k: int) -> Self:
@@ -184,7 +183,7 @@ class NeighborGraph:
         return cls(indices.astype(np.int32), distances.astype(np.float64))
 
 
-def link_neighbors(indices: ndarray) -> sp.csr_matrix:
+def link_neighbors(indices: np.ndarray) -> sp.csr_matrix:
     """1 from each cell to its neighbours `(cells, k)`; `(cells, cells)` float64, not symmetric."""
     n, k = indices.shape
     ones = np.ones(n * k)
@@ -208,7 +207,7 @@ def jaccard_weights(graph: NeighborGraph) -> sp.coo_matrix:
     return sp.coo_matrix((weights, (edges.row, edges.col)), shape=(n, n))
 
 
-def lisi(graph: NeighborGraph, classes: ndarray, perplexity: float) -> ndarray:
+def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
     """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
     weights = neighbor_weights(graph.distances, perplexity)
     n_classes = int(classes.max()) + 1
@@ -221,7 +220,7 @@ def lisi(graph: NeighborGraph, classes: ndarray, perplexity: float) -> ndarray:
     return effective
 
 
-def neighbor_weights(distances: ndarray, perplexity: float) -> ndarray:
+def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
     """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy
     log(perplexity).
     """
@@ -245,7 +244,7 @@ def neighbor_weights(distances: ndarray, perplexity: float) -> ndarray:
     return weights / total[:, None]
 
 
-def kbet(vectors: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
+def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     """1 for a cell whose neighbours have the batch composition of its label, by a test at level 5 %,
     else 0; mean over labels.
 
@@ -272,7 +271,7 @@ def kbet(vectors: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
     return average_labels(accepted, labels)
 
 
-def graph_connectivity(graph: NeighborGraph, labels: ndarray) -> float:
+def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
     """Share of a label's cells in the largest connected component of the graph of these cells; mean
     over labels.
     """
@@ -285,7 +284,7 @@ def graph_connectivity(graph: NeighborGraph, labels: ndarray) -> float:
     return float(np.mean(shares))
 
 
-def bras(vectors: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
+def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     """1 - |s|, mean over labels, with s the silhouette of batches within a label; None if no label
     has two batches.
     """
@@ -302,7 +301,7 @@ def bras(vectors: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
     return average_labels(scores, labels)
 
 
-def _cosine_silhouette(directions: ndarray, batch: ndarray) -> ndarray:
+def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     """Silhouette by cosine distance against all cells of other batches; 0 for a batch of one cell.
 
     The mean cosine distance to some cells is 1 minus the product with their mean direction, so no
@@ -327,13 +326,15 @@ def _cosine_silhouette(directions: ndarray, batch: ndarray) -> ndarray:
     return np.where(is_defined, silhouette, 0)
 
 
-def silhouettes(vectors: ndarray, labels: ndarray) -> ndarray:
+def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Silhouette of the labels by Euclidean distance, rescaled from -1 to 1 to 0 to 1."""
     widths = np.asarray(silhouette_samples(vectors, labels), np.float64)
     return (widths + 1) / 2
 
 
-def isolated_labels(widths: ndarray, batches: ndarray, labels: ndarray) -> ndarray | None:
+def isolated_labels(
+    widths: np.ndarray, batches: np.ndarray, labels: np.ndarray
+) -> np.ndarray | None:
     """Silhouettes `widths` of the labels in the fewest batches, mean over these labels; None if
     every label is in all batches.
     """
@@ -345,7 +346,7 @@ def isolated_labels(widths: ndarray, batches: ndarray, labels: ndarray) -> ndarr
     return average_labels(np.where(is_isolated, widths, np.nan), labels)
 
 
-def batch_variance(vectors: ndarray, batches: ndarray) -> ndarray:
+def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     """Share of the variance of `vectors` that lies between batches, as one number per cell.
 
     The means add nothing to it: the derivatives of the variances by them vanish.
@@ -363,7 +364,7 @@ def batch_variance(vectors: ndarray, batches: ndarray) -> ndarray:
     return 1 - within - (to_batch_mean - within * to_mean) / total
 
 
-def average_labels(values: ndarray, labels: ndarray) -> ndarray | None:
+def average_labels(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
     """Numbers whose mean over all cells is the mean over labels of each label's mean of `values`.
 
     Cells with NaN do not count; None if all have NaN.
@@ -382,7 +383,7 @@ def average_labels(values: ndarray, labels: ndarray) -> ndarray | None:
     return terms
 
 
-def _sum_by_class(classes: ndarray, weights: ndarray, n_classes: int) -> ndarray:
+def _sum_by_class(classes: np.ndarray, weights: np.ndarray, n_classes: int) -> np.ndarray:
     """Sum of the weights of each class in each row, `(rows, n_classes)`."""
     n_rows = len(classes)
     # one bin for each pair of row and class

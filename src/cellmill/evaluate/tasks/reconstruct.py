@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy import ndarray
 
 from cellmill.config.load import check_options
 from cellmill.config.parts.objective import ObjectiveConfig
@@ -88,7 +87,7 @@ class Reconstruct(Task):
         return network.eval()
 
 
-def _observe(context: Context, network: Model, cells: ndarray) -> list[ndarray]:
+def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:
     """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any
     token.
     """
@@ -101,7 +100,7 @@ def _observe(context: Context, network: Model, cells: ndarray) -> list[ndarray]:
         numbers = parse_columns(reader.obs, objective.number_columns)
     per_cell = {"levels": read_levels(reader, network), "numbers": numbers}
     keys = {"seed": context.options.seed, "step": 0}
-    observed: list[list[ndarray]] = []  # arrays of each batch
+    observed: list[list[np.ndarray]] = []  # arrays of each batch
     with inference(device, context.options.precision):
         blocks = tokenize_blocks(
             reader.rows(ROW_BLOCK),

@@ -10,8 +10,6 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from numpy import ndarray
-from scipy.sparse import csr_matrix
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -58,12 +56,12 @@ class CellGroup:
     # name of each column: the model's, else the file's; empty if it is not a gene
     names: list[str]
     left_out: dict[str, int]  # numbers of cells that are left out, by reason
-    cells: ndarray  # indices of the cells in the dataset, ascending
-    counts: csr_matrix  # `(cells, genes of the file)`
-    labels: ndarray  # class of each cell; text
+    cells: np.ndarray  # indices of the cells in the dataset, ascending
+    counts: sp.csr_matrix  # `(cells, genes of the file)`
+    labels: np.ndarray  # class of each cell; text
 
     @classmethod
-    def read(cls, context: Context, label: pd.Series, candidates: ndarray) -> Self:
+    def read(cls, context: Context, label: pd.Series, candidates: np.ndarray) -> Self:
         """The labelled cells among the indices `candidates`, ascending."""
         chosen = choose_cells(label.iloc[candidates], 1, context.options.seed)
         reader = context.reader
@@ -84,7 +82,7 @@ class CellGroup:
             labels=chosen.labels,
         )
 
-    def select_genes(self, genes: list[str]) -> csr_matrix:
+    def select_genes(self, genes: list[str]) -> sp.csr_matrix:
         """Counts of `genes`, each of which the group has: `(cells, genes)`."""
         position = {gene: index for index, gene in enumerate(genes)}
         target = np.array([position.get(name, -1) for name in self.names], np.int32)
@@ -102,12 +100,12 @@ class ComparedCells:
     n_copies: int  # tested cells that are left out, because they equal a fitted cell
 
     @cached_property
-    def fitted_labels(self) -> ndarray:
+    def fitted_labels(self) -> np.ndarray:
         """Class of each fitted cell; text."""
         return np.concatenate([group.labels for group in self.fitted])
 
     @cached_property
-    def is_known(self) -> ndarray:
+    def is_known(self) -> np.ndarray:
         """Mask of the tested cells that have a fitted label."""
         return np.isin(self.tested.labels, self.fitted_labels)
 
@@ -141,10 +139,10 @@ def shared_genes(groups: list[CellGroup]) -> list[str]:
     return shared
 
 
-def find_copies(fitted: csr_matrix, tested: csr_matrix) -> ndarray:
+def find_copies(fitted: sp.csr_matrix, tested: sp.csr_matrix) -> np.ndarray:
     """Mask of the rows of `tested` that equal a row of `fitted`; empty rows equal none."""
 
-    def rows(counts: csr_matrix) -> list[bytes]:
+    def rows(counts: sp.csr_matrix) -> list[bytes]:
         genes = counts.indices.astype(np.int64)
         values = counts.data.astype(np.float64)
         bounds = zip(counts.indptr, counts.indptr[1:])

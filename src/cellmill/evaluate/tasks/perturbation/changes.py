@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import torch
-from numpy import ndarray
 from sklearn.linear_model import RidgeCV
 from sklearn.preprocessing import StandardScaler
 
@@ -53,19 +52,19 @@ class Profiles:
     """Expression of all cells of a dataset, and their perturbations."""
 
     expression: sp.csr_matrix  # (cells, G) float32
-    genes: ndarray  # (G,) int64: rows of the vocabulary
-    depth: ndarray  # (cells,) int64: total count of these genes
-    perturbation: ndarray  # (cells,) text; empty for controls and for cells without one
-    dose: ndarray  # (cells,) text, empty without the role
-    stratum: ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
-    half: ndarray  # (cells,) int8: half (0 or 1) that a control is in; -1 for other cells
+    genes: np.ndarray  # (G,) int64: rows of the vocabulary
+    depth: np.ndarray  # (cells,) int64: total count of these genes
+    perturbation: np.ndarray  # (cells,) text; empty for controls and for cells without one
+    dose: np.ndarray  # (cells,) text, empty without the role
+    stratum: np.ndarray  # (cells,) int64; -1 for cells of a stratum with too few controls
+    half: np.ndarray  # (cells,) int8: half (0 or 1) that a control is in; -1 for other cells
 
-    def control_means(self, half: int) -> ndarray:
+    def control_means(self, half: int) -> np.ndarray:
         """(strata, G) float64: mean of the controls of a half."""
         stratum = np.where(self.half == half, self.stratum, -1)
         return _average_groups(self.expression, stratum, self.stratum.max() + 1)
 
-    def changes(self, unit: ndarray, n_units: int, controls: ndarray) -> ndarray:
+    def changes(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean over each unit's cells minus `controls`, (strata, G), of their
         strata.
 
@@ -76,12 +75,12 @@ class Profiles:
         unit_means = _average_groups(self.expression, unit, n_units)
         return unit_means - self.unit_controls(unit, n_units, controls)
 
-    def unit_controls(self, unit: ndarray, n_units: int, controls: ndarray) -> ndarray:
+    def unit_controls(self, unit: np.ndarray, n_units: int, controls: np.ndarray) -> np.ndarray:
         """(U, G) float64: mean of `controls`, (strata, G), over the strata of each unit's cells."""
         # NaN marks a stratum without controls, in which no unit has cells
         return self.stratum_shares(unit, n_units) @ np.nan_to_num(controls)
 
-    def stratum_shares(self, unit: ndarray, n_units: int) -> ndarray:
+    def stratum_shares(self, unit: np.ndarray, n_units: int) -> np.ndarray:
         """(U, strata) float64: share of a unit's cells in each stratum; NaN for a unit without
         cells.
         """
@@ -156,7 +155,7 @@ def controlled_role(context: Context) -> str:
     return "perturbation" if "perturbation" in context.roles else "condition"
 
 
-def _average_groups(expression: sp.csr_matrix, group: ndarray, n_groups: int) -> ndarray:
+def _average_groups(expression: sp.csr_matrix, group: np.ndarray, n_groups: int) -> np.ndarray:
     """(groups, G) float64: mean over the cells of each group; -1 is no group, and an empty group
     has NaN.
     """
@@ -170,7 +169,7 @@ def _average_groups(expression: sp.csr_matrix, group: ndarray, n_groups: int) ->
 
 
 def predict_new_perturbations(
-    changes: ndarray, train: ndarray, test: ndarray, features: Arrays, neighbors: int
+    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Arrays, neighbors: int
 ) -> Arrays:
     """Changes `(test units, G)` by method, for perturbations that no training unit has.
 
@@ -204,13 +203,17 @@ def predict_new_perturbations(
     return predicted
 
 
-def _scale_to_unit(vectors: ndarray) -> ndarray:
+def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / lengths.clip(1e-12)
 
 
 def predict_new_contexts(
-    changes: ndarray, train: ndarray, test: ndarray, perturbation: ndarray, controls: ndarray
+    changes: np.ndarray,
+    train: np.ndarray,
+    test: np.ndarray,
+    perturbation: np.ndarray,
+    controls: np.ndarray,
 ) -> Arrays:
     """Changes `(test units, G)` by method, for contexts, such as donors, that no training unit has.
 
@@ -244,10 +247,10 @@ def predict_new_contexts(
 def predict_responses(
     context: Context,
     profiles: Profiles,
-    stratum_shares: ndarray,
+    stratum_shares: np.ndarray,
     names: Sequence[str],
     genes: Sequence[list[int]],
-) -> ndarray | None:
+) -> np.ndarray | None:
     """(U, G) float64: change of each unit by the model's response head; None without such a head.
 
     `stratum_shares`, (U, strata), are the shares of a unit's cells in each stratum. `names` are the
@@ -260,7 +263,7 @@ def predict_responses(
         return None
     device = next(network.parameters()).device
 
-    def predict_mean(cells: ndarray, name: str | None, rows: list[int]) -> ndarray:
+    def predict_mean(cells: np.ndarray, name: str | None, rows: list[int]) -> np.ndarray:
         """(G,): mean expected expression of control cells under a perturbation; None is no
         perturbation.
         """
@@ -279,7 +282,7 @@ def predict_responses(
         controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MOST_CONTROLS]
         unperturbed = predict_mean(controls, None, [])
         # all doses of a perturbation get the same prediction
-        change_by_name: dict[str, ndarray] = {}
+        change_by_name: dict[str, np.ndarray] = {}
         for unit in np.flatnonzero(stratum_shares[:, stratum]).tolist():
             name = names[unit]
             if name not in change_by_name:
@@ -288,7 +291,7 @@ def predict_responses(
     return changes
 
 
-def expected_log_expression(shares: ndarray, depth: ndarray) -> ndarray:
+def expected_log_expression(shares: np.ndarray, depth: np.ndarray) -> np.ndarray:
     """(C, G) float64: mean of log(1 + k * 10,000 / depth) over Poisson counts k of mean depth *
     share.
 

@@ -16,7 +16,6 @@ from typing import Self
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from numpy import ndarray
 from sklearn.model_selection import GroupKFold, KFold
 
 from cellmill.config.parts.tasks import PerturbationConfig
@@ -67,12 +66,12 @@ class HeldOut:
     role: str
     profiles: Profiles
     # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
-    unit_of_cell: ndarray
-    perturbation: ndarray  # (U,) text
-    group: ndarray  # (U,) text: what is held out whole, the perturbation or the context
-    unseen: ndarray  # (U,) bool: the model saw no cell of the group
+    unit_of_cell: np.ndarray
+    perturbation: np.ndarray  # (U,) text
+    group: np.ndarray  # (U,) text: what is held out whole, the perturbation or the context
+    unseen: np.ndarray  # (U,) bool: the model saw no cell of the group
     # (U,) bool: the model was fitted, not only validated, on cells of the group
-    trained: ndarray
+    trained: np.ndarray
     left_out: list[str]  # perturbations of units with too few cells
 
     @classmethod
@@ -165,7 +164,7 @@ class HeldOut:
                 yield Split(0, train, test)
 
     @cached_property
-    def scored_unit(self) -> ndarray:
+    def scored_unit(self) -> np.ndarray:
         """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other
         cells.
         """
@@ -178,12 +177,12 @@ class HeldOut:
         return [rows[name] for name in self.perturbation]
 
     @cached_property
-    def start_means(self) -> ndarray:
+    def start_means(self) -> np.ndarray:
         """(strata, G) float64: mean of the controls that predictions start from."""
         return self.profiles.control_means(0)
 
     @cached_property
-    def fitted_changes(self) -> ndarray:
+    def fitted_changes(self) -> np.ndarray:
         """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
         return self.profiles.changes(self.unit_of_cell, len(self.group), self.start_means)
 
@@ -207,7 +206,7 @@ class HeldOut:
             features[prior_method(name)] = self._read_prior(Path(path))
         return features
 
-    def _correlate_controls(self) -> ndarray:
+    def _correlate_controls(self) -> np.ndarray:
         """(V, F): loadings of the correlation of genes over the starting controls; NaN for genes
         not measured.
         """
@@ -222,7 +221,7 @@ class HeldOut:
         loadings[self.profiles.genes] = measured
         return loadings
 
-    def _read_prior(self, path: Path) -> ndarray:
+    def _read_prior(self, path: Path) -> np.ndarray:
         """(U, F): mean over a unit's perturbed genes of their vectors in the file, also of genes
         not measured.
         """
@@ -267,7 +266,7 @@ class HeldOut:
             yield predicted
 
 
-def _average_rows(rows_by_unit: list[list[int]], table: ndarray) -> ndarray:
+def _average_rows(rows_by_unit: list[list[int]], table: np.ndarray) -> np.ndarray:
     """(U, F) float64: mean of `table` over the rows of each unit; NaN for a unit without rows."""
     means = np.full((len(rows_by_unit), table.shape[1]), np.nan)
     for unit, rows in enumerate(rows_by_unit):

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import anndata as ad
 import numpy as np
 import pandas as pd
-from numpy import ndarray
 
 from cellmill.config.corpus import IS_CONTROL
 from cellmill.config.parts.tasks import PerturbationConfig
@@ -73,13 +72,13 @@ Scores = dict[str, Arrays]
 class Compared(NamedTuple):
     """Changes of the tested units, (units, G) each."""
 
-    predicted: ndarray
-    measured: ndarray
+    predicted: np.ndarray
+    measured: np.ndarray
 
 
 def change_scores(
-    predicted: ndarray, seen: ndarray, perturbed: ndarray, top_genes: int
-) -> dict[str, ndarray]:
+    predicted: np.ndarray, seen: np.ndarray, perturbed: np.ndarray, top_genes: int
+) -> dict[str, np.ndarray]:
     """Scores of each unit by metric, (units,) float64; NaN where one is not defined, as Pearson of
     a constant.
 
@@ -243,7 +242,7 @@ class Perturbation(Task):
         return scores
 
     def _compare_halves(
-        self, held: HeldOut, fold: Split, measured_controls: ndarray
+        self, held: HeldOut, fold: Split, measured_controls: np.ndarray
     ) -> dict[ScoredMethod, Compared]:
         """Ceilings: a change measured in half of a unit's cells, and the most similar change of a
         training unit, against the change in the other half.
@@ -269,7 +268,7 @@ class Perturbation(Task):
         return compared
 
 
-def average_perturbations(by_unit: ndarray, perturbation: ndarray) -> ndarray:
+def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
     """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
     perturbation; `perturbation`, (U,), names that of a unit.
     """
@@ -339,7 +338,7 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
     return held, folds
 
 
-def _collect_changes(held: HeldOut, folds: list[Split], tested: ndarray) -> Arrays:
+def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> Arrays:
     """(tested units, G) by method: predicted changes of all folds, NaN without a prediction."""
     changes: Arrays = {}
     for fold, by_method in zip(folds, held.predictions(folds)):
@@ -353,7 +352,7 @@ def _collect_changes(held: HeldOut, folds: list[Split], tested: ndarray) -> Arra
     return changes
 
 
-def _describe_cells(held: HeldOut, tested: ndarray, names: list[str]) -> pd.DataFrame:
+def _describe_cells(held: HeldOut, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
     """obs of all cells; those without a group are not written. `names` are those of the tested
     units, then the control's.
     """
