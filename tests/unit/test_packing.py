@@ -12,7 +12,7 @@ from small_corpus import random_counts, stream_of, write_corpus
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.arrays import rank_order_rows
 from cellmill.data.packing import codec
-from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, Values, load_loops
+from cellmill.data.packing.codec import CompiledLoops, DamagedPart, Parts, ValueCoding, load_loops
 from cellmill.data.packing.layout import GROUP, LANES, aligned
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.shards.manifest import Manifest
@@ -132,9 +132,9 @@ def test_first_values_are_unpacked_in_any_order(kind: str, seed: int) -> None:
     begins = (np.cumsum(sizes) - sizes)[chosen]
     parts = Parts(memory, begins, sizes[chosen], lengths[chosen], kept, targets)
     plain = np.zeros(kept.sum(), np.uint32)
-    codec.unpack_parts(parts, Values(ascending=False, added=0, limit=ANY), plain)
+    codec.unpack_parts(parts, ValueCoding(ascending=False, added=0, limit=ANY), plain)
     ascending = np.zeros(kept.sum(), np.uint32)
-    codec.unpack_parts(parts, Values(ascending=True, added=0, limit=ANY), ascending)
+    codec.unpack_parts(parts, ValueCoding(ascending=True, added=0, limit=ANY), ascending)
     expected = [values[borders[part] :][:n] for part, n in zip(chosen, kept)]
     np.testing.assert_array_equal(plain, np.concatenate(expected))
     sums = [np.cumsum(part.astype(np.int64) + 1) - 1 for part in expected]
@@ -154,7 +154,7 @@ def mutations(memory: np.ndarray, n: int) -> Iterator[np.ndarray]:
 def test_loops_and_numpy_agree_on_damage(ascending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     values, borders = make_parts(1, 8)
     memory, sizes = codec.pack_parts(values, borders)
-    meaning = Values(ascending, added=0, limit=2**31 - 1)
+    meaning = ValueCoding(ascending, added=0, limit=2**31 - 1)
     n_refused = 0
     for changed in mutations(memory, 300):
         read = []
@@ -176,13 +176,13 @@ def test_a_value_above_the_limit_is_refused(kind: str) -> None:
     borders = np.array([0, 2, 4])
     parts = all_of(*codec.pack_parts(values, borders), borders)
     out = np.zeros(4, np.int32)
-    codec.unpack_parts(parts, Values(ascending=False, added=1, limit=301), out)
+    codec.unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=301), out)
     assert out.tolist() == [4, 10, 301, 3]
     with pytest.raises(DamagedPart) as error:
-        codec.unpack_parts(parts, Values(ascending=False, added=1, limit=300), out)
+        codec.unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=300), out)
     assert error.value.part == 1
     with pytest.raises(IndexError, match="expected parts within 3 values, got one beyond"):
-        codec.unpack_parts(parts, Values(ascending=False, added=0, limit=ANY), out[:3])
+        codec.unpack_parts(parts, ValueCoding(ascending=False, added=0, limit=ANY), out[:3])
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cellmill.data.packing.codec import Parts, Values, unpack_parts
+from cellmill.data.packing.codec import Parts, ValueCoding, unpack_parts
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_offsets
 
@@ -80,11 +80,11 @@ class PackedCells:
         middles = self.middles
         parts = Parts(self.memory, self.begins, middles - self.begins, self.n_genes, kept, targets)
         ascending = kind.order == "genes"
-        unpack_parts(parts, Values(ascending, added=0, limit=kind.n_genes - 1), genes)
+        unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.n_genes - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
             parts = Parts(self.memory, middles, self.ends - middles, self.n_genes, kept, targets)
-            unpack_parts(parts, Values(ascending=False, added=1, limit=limit), counts)
+            unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
 
 
 def join_cells(parts: list[PackedCells]) -> PackedCells:

@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     targets: np.ndarray  # position of the first one in the output
 
 
-class Values(NamedTuple):
+class ValueCoding(NamedTuple):
     """Meaning of packed values."""
 
     ascending: bool  # differences, less one, of values that ascend from 0 in each part
@@ -97,7 +97,7 @@ def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.
     return memory[:n_bytes], sizes
 
 
-def unpack_parts(parts: Parts, values: Values, out: np.ndarray) -> None:
+def unpack_parts(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
     """Unpack the first values of parts into `out`: int32, uint16 or uint32.
 
     Every byte is checked before it decides where another is read or written. Raises DamagedPart.
@@ -112,7 +112,7 @@ def unpack_parts(parts: Parts, values: Values, out: np.ndarray) -> None:
         raise IndexError(f"expected parts within {len(parts.memory):,} bytes, got one beyond")
     loops = COMPILED.get(int(parts.kept.sum()))
     if loops is None:
-        _unpack_by_numpy(parts, values, out)
+        _unpack_by_numpy(parts, coding, out)
         return
     memory = parts.memory
     damaged = loops.unpack_parts(
@@ -120,16 +120,16 @@ def unpack_parts(parts: Parts, values: Values, out: np.ndarray) -> None:
         memory.view(np.uint16),
         memory.view(np.uint64),
         *parts[1:],
-        values.ascending,
-        np.uint32(values.added),
-        values.limit,
+        coding.ascending,
+        np.uint32(coding.added),
+        coding.limit,
         out,
     )
     if damaged >= 0:
         raise DamagedPart(damaged)
 
 
-def _unpack_by_numpy(parts: Parts, values: Values, out: np.ndarray) -> None:
+def _unpack_by_numpy(parts: Parts, coding: ValueCoding, out: np.ndarray) -> None:
     memory, begins, sizes, n_values, kept, targets = parts
     try:
         unpacked = by_numpy.unpack_parts(memory, begins, sizes, n_values)
@@ -145,14 +145,14 @@ def _unpack_by_numpy(parts: Parts, values: Values, out: np.ndarray) -> None:
     ends = row_offsets(kept)
     in_part = positions_in_rows(ends)
     chosen = unpacked[row_offsets(n_values)[part] + in_part].astype(np.int64)
-    if values.ascending:
+    if coding.ascending:
         total = np.cumsum(chosen + 1)
         before = np.concatenate([[0], total])[ends[:-1]]
         chosen = total - before[part] - 1
     else:
-        chosen += values.added
+        chosen += coding.added
     is_large = np.zeros(len(kept), bool)
-    is_large[part[chosen > values.limit]] = True
+    is_large[part[chosen > coding.limit]] = True
     _refuse(is_large)
     out[targets[part] + in_part] = chosen.astype(out.dtype)
 

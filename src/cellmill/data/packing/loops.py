@@ -336,7 +336,7 @@ def pack_parts(
     )
 )
 def rank_rows(starts: Any, n: Any, genes: Any, counts: Any, inverse_medians: Any) -> None:
-    """Sort cells in place, as `ranking.RankOrder.sort`: a radix sort of the inverted bits of each
+    """Sort cells in place, as `rank_order.RankOrder.sort`: a radix sort of the inverted bits of each
     key, which is not negative, in three digits of 11 bits. It is stable, so ties stay in order.
     """
     most = np.int64(1)

@@ -101,7 +101,7 @@ class Batch:
 
 
 class Tokenizer(Protocol):
-    """Implementation of a `config.tokens.Tokens`, made from those options; pure and vectorised over
+    """Implementation of a `config.parts.tokens.Tokens`, made from those options; pure and vectorised over
     cells.
 
     The tokens of a cell are its first `max_tokens` genes, in their order.

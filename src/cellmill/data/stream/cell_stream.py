@@ -43,7 +43,7 @@ from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
 
 _AHEAD = 3  # groups of steps tokenized in advance, with the one that is being tokenized
-_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
+_TOKENS_TOGETHER = 1 << 20  # tokens of small micro-batches that are made at once
 # options that fix the order of cells and are compared on resume: _ORDER always, _WEIGHTS with
 # weights, _TRAIN_FRAC if it is below 1
 _ORDER = ("lanes", "block_cells", "window_blocks", "equal_steps")
@@ -357,7 +357,7 @@ class CellStream:
         # tokenize several micro-batches at once, then cut them apart
         filled: list[Batch] = []
         genes_of_batches = np.diff(row_offsets(steps.taken.packed.n_genes)[borders])
-        for first, last in pairwise(cut_batch(genes_of_batches, _TOGETHER)):
+        for first, last in pairwise(cut_batch(genes_of_batches, _TOKENS_TOGETHER)):
             start = borders[first]
             part = steps.taken.slice(start, borders[last])
             starts, genes, counts = self._unpack(part)

@@ -1,11 +1,13 @@
 """Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
-The order is a function of (seed, epoch, lane, window) only, so any step is reached without
-replaying earlier ones. Blocks of contiguous cells are permuted and dealt to `lanes`; within a lane,
-cells are permuted in windows of blocks. Blocks that do not fill a round of lanes are cut by cell,
-so lanes differ by at most one cell. A global batch takes `per_lane` cells of each lane, or with
-`equal_steps` an even part of the epoch: the same set of cells for any number of ranks. With cells
-preshuffled on disk, a batch has the donor entropy of a true shuffle (3.26 of 3.27 bits).
+A block is a run of contiguous cells of a shard; a lane is a share of the blocks, read by one rank;
+a window is the blocks of a lane that are shuffled together. The order is a function of (seed,
+epoch, lane, window) only, so any step is reached without replaying earlier ones. Blocks of
+contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in windows of
+blocks. Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one
+cell. A global batch takes `per_lane` cells of each lane, or with `equal_steps` an even part of the
+epoch: the same set of cells for any number of ranks. With cells preshuffled on disk, a batch has
+the donor entropy of a true shuffle (3.26 of 3.27 bits).
 
 With `Repeats` some cells are read several times. A block then occurs as often as its most repeated
 cell: copy k has the cells that are read at least k times, so copies of a cell are apart. The copies

@@ -1,10 +1,10 @@
 """Cells in stream order, read ahead by threads in shuffled windows.
 
-Each block is read at once, and its cells are unpacked to their positions in step order: windows of
-all lanes of the rank are unpacked into one buffer, in which the cells of a step stand together,
-lane after lane. So neither shuffling nor joining lanes costs a copy, and a step is one slice; small
-steps are given several at a time. There are two buffers, one in use and one being
-filled; their memory is used again (`recycled_empty`).
+The packed bytes of a window are read in the order of the file into one buffer. Index arrays name
+its cells in step order, lane after lane, so shuffling moves no data, and a step is one slice; small
+steps are given several at a time. Cells are unpacked when their step is taken. Only a step that
+spans windows is copied (`_join`). There are two buffers, one in use and one being filled; their
+memory is used again (`recycled_empty`).
 
 The borders of steps in a window, and the number of cells of each rank, are computed for many steps
 at once. For lanes of other ranks only the lengths of cells are looked up (`LaneLengths`).
@@ -31,7 +31,7 @@ from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
 _TASKS = 32  # read tasks per buffer: submitting one costs as much as reading some cells
 _STEPS = 256  # steps whose numbers of cells are computed at once
 # cells of small steps that are given together, to spread the overhead of Python over them
-_TOGETHER = 256
+_CELLS_TOGETHER = 256
 
 
 class Runs(NamedTuple):
@@ -88,12 +88,12 @@ class StreamWindow:
     def steps_together(self, step: int, n_cells: np.ndarray) -> int:
         """Number of steps from `step` on, at least one, to be given together.
 
-        They take all of their `n_cells`, `(steps,)`, from this window, and at most `_TOGETHER`.
+        They take all of their `n_cells`, `(steps,)`, from this window, and at most `_CELLS_TOGETHER`.
         """
         first = step - self.first_step
         in_window = np.diff(self.borders[first : first + len(n_cells) + 1])
         whole = n_cells[: common_prefix(in_window, n_cells)]
-        return max(1, int(np.searchsorted(whole.cumsum(), _TOGETHER, side="right")))
+        return max(1, int(np.searchsorted(whole.cumsum(), _CELLS_TOGETHER, side="right")))
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
