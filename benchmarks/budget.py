@@ -2,8 +2,8 @@
 (`make bench`).
 
 Jobs take turns, and each turn has the loop before and after the job, so that a machine or an hour
-can be compared with another one. Exits with a line for each job whose median ratio is more than a
-quarter above its budget.
+can be compared with another one. Loops are compiled before the first turn. Exits with a line for
+each job whose median ratio is more than a quarter above its budget.
 
     python benchmarks/budget.py [--repeats 3] [--cells 4096]
 """
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from loader import CONTINUOUS, RANK, own
-from loader_corpus import GENES, Corpus, make_corpus
+from loader_corpus import GENES, Corpus, compile_loops, make_corpus
 from origin import commit, machine
-from prepare import Work, cellmill_shards, cpu_seconds
+from prepare import Work, cellmill_stages, cpu_seconds
 from raw_counts import write_raw
 from regression import SHAPES, problem
 from threadpoolctl import threadpool_limits
@@ -77,7 +77,8 @@ def prepare(folder: Path, cells: int) -> Work:
 
     def work() -> None:
         with tempfile.TemporaryDirectory(dir=folder) as out, redirect_stdout(io.StringIO()):
-            cellmill_shards(raw, Path(out))()
+            for stage in cellmill_stages(raw, Path(out)).values():
+                stage()
 
     return work
 
@@ -143,6 +144,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cellmill-budget-") as name:
         folder = Path(name)
         corpus = make_corpus(Path(name), given.cells)
+        compile_loops()
         jobs = {
             "stream of continuous tokens": stream(corpus, CONTINUOUS),
             "stream of rank tokens": stream(corpus, RANK),

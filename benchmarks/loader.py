@@ -2,12 +2,18 @@
 same cells.
 
 Every loader is a process of its own; they take turns, an epoch each, so that a busy machine slows
-all alike. CPU-seconds are of all threads; medians. A warm epoch follows one that is not counted,
-and what the process prepares for the next epoch belongs to it. Before a cold epoch the files are
-dropped from the page cache, and the loader is opened anew, which counts. Peers (`loader_peers.py`)
-are left out where they cannot be imported.
+all alike. CPU-seconds are of all threads; medians and ranges. A warm epoch follows two that are not
+counted, and what the process prepares for the next epoch belongs to it. Compiled loops are waited
+for before the first one, as in a training they are there after a few seconds. Before a cold epoch
+the files are dropped from the page cache, and the loader is opened anew, which counts. "Genes and
+counts" are unpacked, as all rows that cellmill's stream gives. Peers (`loader_peers.py`) are left
+out where they cannot be imported.
 
-    python benchmarks/loader.py --repeats 5
+With `--beside FOLDER` the stream of another checkout, which has a .venv of its own and makes its
+own shards, takes its turns too:
+
+    git worktree add ../before 1436b97a && make -C ../before install
+    python benchmarks/loader.py --repeats 5 --beside ../before
 """
 
 import argparse
@@ -26,15 +32,25 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, make_corpus
-from loader_floor import c_loop, c_tokens
-from loader_peers import CONTINUOUS, PEERS, RANK, RAW, Epochs
+from loader_corpus import (
+    BLOCK_CELLS,
+    MAX_TOKENS,
+    WINDOW_BLOCKS,
+    Corpus,
+    compile_loops,
+    make_corpus,
+)
+from loader_floor import c_loop, c_tokens, packed_reads
+from loader_peers import CONTINUOUS, PEERS, RANK, RAW, STORES, Epochs
 from origin import commit, machine
+from raw_counts import used
 
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream as StreamOptions
+from cellmill.data.packing.cells import CellKind
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.cell_stream import CellStream
@@ -43,12 +59,17 @@ from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
 
 WORLD = 4  # ranks among which cells are counted
 BINNED = "binned tokens"
+WHOLE = "continuous tokens, whole cells"
+WHOLE_TOKENS = 4_096  # more than the longest cell
+LANES = "8 lanes"
+GENES_ORDER = "8 lanes, shard.order genes"
+BESIDE = "beside"
 Key = tuple[str, str, str]  # package, variant, what it gives
 
 
 @dataclass
 class Turns:
-    """CPU-seconds and seconds per cell, of warm and cold epochs."""
+    """CPU-seconds and seconds per cell, of warm and cold epochs; the first warm one is not counted."""
 
     warm: list[tuple[float, float]] = field(default_factory=list)
     cold: list[tuple[float, float]] = field(default_factory=list)
@@ -57,6 +78,12 @@ class Turns:
         """Cells per CPU-second (`what` 0) or second (1); NaN if none was measured."""
         spent = [turn[what] for turn in getattr(self, how)]
         return 1 / statistics.median(spent) if spent else float("nan")
+
+    def ratio(self, other: "Turns", how: str) -> tuple[float, float, float]:
+        """Ratio of rates to another loader's: of medians, and the range over turns."""
+        pairs = list(zip(getattr(other, how), getattr(self, how)))
+        ratios = [there[0] / here[0] for there, here in pairs] or [float("nan")]
+        return self.rate(how) / other.rate(how), min(ratios), max(ratios)
 
 
 def main() -> None:
@@ -75,6 +102,12 @@ def main() -> None:
         "--folder", type=Path, help="where data are made, and kept; default: a temporary folder"
     )
     parser.add_argument(
+        "--beside", type=Path, metavar="FOLDER", help="a checkout whose stream takes turns too"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="PACKAGE", help="leave out the loaders of other packages"
+    )
+    parser.add_argument(
         "--serve",
         nargs=3,
         metavar=("PACKAGE", "VARIANT", "GIVES"),
@@ -82,6 +115,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.serve:
+        compile_loops()
         serve(
             LOADERS[tuple(arguments.serve)],
             make_corpus(arguments.folder, arguments.cells),
@@ -89,40 +123,71 @@ def main() -> None:
         )
         return
     print(
-        f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`\n"
+        f"{machine()}, load {os.getloadavg()[0]:.1f}; commit {commit()}; "
+        f"`{shlex.join([Path(sys.executable).name, *sys.argv])}`\n"
     )
     with tempfile.TemporaryDirectory(prefix="cellmill-loader-") as temporary:
         folder = arguments.folder or Path(temporary)
         corpus = make_corpus(folder, arguments.cells)
-        turns = take_turns(folder, arguments.cells, arguments.batch, arguments.repeats)
+        make_corpus(folder, arguments.cells, "genes")
+        commands = {
+            key: [sys.executable, __file__, "--serve", *key]
+            for key in LOADERS
+            if arguments.only is None or key[0] in arguments.only
+        }
+        if arguments.beside:
+            commands |= commands_beside(arguments.beside.resolve())
+        turns = take_turns(commands, folder, arguments)
         print_table(turns)
-        print_goals(turns)
+        print_ratios(turns)
+        print_bytes(folder, corpus)
         resume_s = statistics.median(
             first_batch_after_resume(corpus, arguments.batch) for _ in range(5)
         )
         lost, repeated = count_cells(corpus, arguments.batch)
-    print(f"\nfirst batch after resume: {resume_s:.3f} s")
+    print(f"\nload at the end: {os.getloadavg()[0]:.1f}")
+    print(f"first batch after resume: {resume_s:.3f} s")
     print(f"one epoch over {WORLD} ranks: {lost} cells lost, {repeated} repeated")
 
 
-def take_turns(folder: Path, cells: int, batch: int, repeats: int) -> dict[Key, Turns]:
+# serves a loader of another checkout: its own loader.py, which makes its own shards
+SERVE_BESIDE = """
+import sys
+from pathlib import Path
+checkout, gives, folder, cells, batch = sys.argv[1:]
+sys.path.insert(0, checkout + "/benchmarks")
+import loader
+if gives.endswith("whole cells"):
+    loader.MAX_TOKENS = {whole}
+    gives = "continuous tokens"
+folder = Path(folder) / "beside"
+folder.mkdir(exist_ok=True)
+loader.serve(
+    loader.LOADERS["cellmill", "8 lanes", gives], loader.make_corpus(folder, int(cells)), int(batch)
+)
+"""
+
+
+def commands_beside(checkout: Path) -> dict[Key, list[str]]:
+    """Commands that serve the stream of another checkout."""
+    python = str(checkout / ".venv" / "bin" / "python")
+    code = SERVE_BESIDE.format(whole=WHOLE_TOKENS)
+    return {
+        (BESIDE, LANES, gives): [python, "-c", code, str(checkout), gives]
+        for gives in (CONTINUOUS, WHOLE, RANK, RAW)
+    }
+
+
+def take_turns(
+    commands: dict[Key, list[str]], folder: Path, arguments: argparse.Namespace
+) -> dict[Key, Turns]:
     """Measure every loader that can be imported. One that fails is named on stderr and left out."""
     serving = {}
-    for key in LOADERS:
-        command = [
-            sys.executable,
-            __file__,
-            "--serve",
-            *key,
-            "--folder",
-            folder,
-            "--cells",
-            cells,
-            "--batch",
-            batch,
-        ]
+    for key, command in commands.items():
+        sizes = ["--folder", folder, "--cells", arguments.cells, "--batch", arguments.batch]
+        given = sizes[1::2] if key[0] == BESIDE else sizes
         process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, *map(str, given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         if answer(process) is None:
             print(f"{' '.join(key)} is left out", file=sys.stderr)
@@ -130,7 +195,7 @@ def take_turns(folder: Path, cells: int, batch: int, repeats: int) -> dict[Key, 
             serving[key] = process
     turns = {key: Turns() for key in serving}
     for how in ("warm", "cold"):
-        for _ in range(repeats):
+        for turn in range(arguments.repeats + (how == "warm")):
             for key, process in list(serving.items()):
                 if how == "cold" and "in memory" in key[1]:
                     continue
@@ -138,7 +203,7 @@ def take_turns(folder: Path, cells: int, batch: int, repeats: int) -> dict[Key, 
                     drop_cache(folder)
                 print(how, file=process.stdin, flush=True)
                 spent = answer(process)
-                if spent is not None:
+                if spent is not None and (turn or how == "cold"):
                     getattr(turns[key], how).append(tuple(spent))
     for process in serving.values():
         process.communicate()
@@ -187,7 +252,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def print_table(turns: dict[Key, Turns]) -> None:
-    """A line for each loader; ratios are to the default tokenizer, 8 lanes."""
+    """A line for each loader."""
     print(
         "| loader | gives | warm, cells per CPU-second | cells/s | cold, cells per CPU-second | cells/s |"
     )
@@ -204,47 +269,58 @@ def named(package: str, variant: str) -> str:
         return ", ".join(
             filter(
                 None,
-                [package if package == "cellmill" else f"{package} {version(package)}", variant],
+                [
+                    package if package in ("cellmill", BESIDE) else f"{package} {version(package)}",
+                    variant,
+                ],
             )
         )
     except PackageNotFoundError:
         return f"{package}, {variant}"
 
 
-def print_goals(turns: dict[Key, Turns]) -> None:
-    """Ratios of cells per CPU-second, ours over the other's, and the goal."""
-    ours = ("cellmill", "8 lanes")
-    one = ("cellmill", "1 lane")
-    plain = ("annbatch", "plain rows")
-    ranked = ("annbatch", "rank-ordered rows")
-    scdl = ("bionemo-scdl", "")
-    print("\n| 8 lanes against | gives | warm | cold | goal, warm |\n|---|---|---:|---:|---:|")
-    for other, gives, goal in (
-        (plain, CONTINUOUS, 2),
-        *(
-            (("annbatch", f"{rows}, our tokenizer"), CONTINUOUS, 1.4)
-            for rows in ("plain rows", "rank-ordered rows")
-        ),
-        (plain, RANK, 10),
-        (ranked, RANK, 2.5),
-        (plain, RAW, 2.5),
-        (scdl, CONTINUOUS, 1.5),
-        (scdl, RAW, 1.5),
-        *((one, gives, 0.85) for gives in (CONTINUOUS, RANK, BINNED, RAW)),
-        (("C loop", "of memcpy"), RAW, 0.6),
-        (("C loop", "of reads"), RAW, 1),
-        *((("C loop", "of tokens"), gives, 1) for gives in (CONTINUOUS, RANK)),
-    ):
-        if (*other, gives) in turns:
-            pair = turns[*ours, gives], turns[*other, gives]
-            warm, cold = (
-                f"{pair[0].rate(how) / pair[1].rate(how):.2f}" for how in ("warm", "cold")
-            )
-            print(f"| {named(*other)} | {gives} | {warm} | {cold} | {goal} |")
+def print_ratios(turns: dict[Key, Turns]) -> None:
+    """Ratios of cells per CPU-second, ours over another loader's that gives the same."""
+    print("\n| cellmill | over | gives | warm (range) | cold (range) |\n|---|---|---|---:|---:|")
+    for variant in (LANES, GENES_ORDER):
+        for key, turn in turns.items():
+            gives = key[2]
+            ours = turns.get(("cellmill", variant, gives))
+            if (
+                ours is None
+                or ours is turn
+                or (variant != LANES and key[0] not in (BESIDE, "C loop"))
+            ):
+                continue
+            cells = []
+            for how in ("warm", "cold"):
+                ratio, low, high = ours.ratio(turn, how)
+                cells.append("" if np.isnan(ratio) else f"{ratio:.2f} ({low:.2f} to {high:.2f})")
+            print(f"| {variant} | {named(*key[:2])} | {gives} | {' | '.join(cells)} |")
 
 
-def own_tokens(corpus: Corpus, options: StreamOptions, batch: int, tokenizer: str) -> Epochs:
-    stream = open_stream(corpus, options, batch, tokenizer)
+def print_bytes(folder: Path, corpus: Corpus) -> None:
+    """Bytes per nonzero of each store of the cells, with obs, var and offsets."""
+    n_nonzeros = sum(shard.nnz for shard in open_shards(Manifest.read(corpus.manifest), "train"))
+    shards = [f"shards-{order}-{corpus.n_cells}/[!p]*" for order in ("rank", "genes")]
+    stores = {
+        "cellmill, shard.order rank": shards[0],
+        "cellmill, shard.order genes": shards[1],
+        "cellmill, preprocessed": corpus.cells.name,
+        "cellmill beside, shards": f"beside/shards-{corpus.n_cells}/*",
+        "cellmill beside, preprocessed": f"beside/cells-{corpus.n_cells}.h5ad",
+        "plain .h5ad without filters": f"plain-{corpus.n_cells}.h5ad",
+    } | STORES
+    print("\n| store | bytes per nonzero |\n|---|---:|")
+    for name, pattern in stores.items():
+        n_bytes = sum(used(path) for path in folder.glob(pattern))
+        if n_bytes:
+            print(f"| {name} | {n_bytes / n_nonzeros:.2f} |")
+
+
+def own_tokens(corpus: Corpus, options: StreamOptions, batch: int, gives: str) -> Epochs:
+    max_tokens = WHOLE_TOKENS if gives == WHOLE else MAX_TOKENS
+    stream = open_stream(corpus, options, batch, gives.split()[0], max_tokens=max_tokens)
     batches = iter(stream)
     try:
         while True:
@@ -259,7 +335,7 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
     sizes = tuple(shard.n_obs for shard in shards)
     layout = EpochLayout(sizes, options, batch, seed=0, shuffle=True)
     rows = Prefetch(shards, layout, 0, 1, options.io_threads)
-    batches = rows_of_steps(rows.steps(0, 0))
+    batches = rows_of_steps(rows.steps(0, 0), shards[0].kind)
     try:
         while True:
             yield (len(next(batches)[0]) for _ in range(layout.steps_per_epoch))
@@ -267,13 +343,17 @@ def own_rows(corpus: Corpus, options: StreamOptions, batch: int) -> Epochs:
         rows.close()
 
 
-def rows_of_steps(prefetched: Iterator[PrefetchedSteps]) -> Iterator[tuple[np.ndarray, ...]]:
+def rows_of_steps(
+    prefetched: Iterator[PrefetchedSteps], kind: CellKind
+) -> Iterator[tuple[np.ndarray, ...]]:
     """Cells of each step, where their genes start, and their genes and counts."""
     for steps in prefetched:
+        starts, genes, counts = steps.taken.packed.unpack(kind)
+        assert counts is not None
         for first, last in pairwise([0, *steps.n_cells[:, 0].cumsum().tolist()]):
-            part = steps.taken.slice(first, last)
-            assert part.counts is not None
-            yield part.cells, part.starts - part.starts[0], part.genes, part.counts
+            own = slice(starts[first], starts[last])
+            own_starts = starts[first : last + 1] - starts[first]
+            yield steps.taken.cells[first:last], own_starts, genes[own], counts[own]
 
 
 def open_stream(
@@ -283,9 +363,10 @@ def open_stream(
     tokenizer: str,
     rank: int = 0,
     world: int = 1,
+    max_tokens: int = MAX_TOKENS,
 ) -> CellStream:
-    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": MAX_TOKENS})
-    sizes = {"global_batch": batch, "token_budget": batch * MAX_TOKENS}
+    tokens = Tokens.model_validate({"tokenizer": tokenizer, "max_tokens": max_tokens})
+    sizes = {"global_batch": batch, "token_budget": batch * max_tokens}
     return CellStream(
         corpus.manifest, "train", tokens, options, **sizes, rank=rank, world=world, seed=0
     )
@@ -319,26 +400,37 @@ def count_cells(corpus: Corpus, batch: int) -> tuple[int, int]:
     return int((seen == 0).sum()), int(np.maximum(seen - 1, 0).sum())
 
 
-def own(lanes: int, gives: str) -> Callable[[Corpus, int], Epochs]:
+def own(
+    lanes: int, gives: str, order: Literal["rank", "genes"] = "rank"
+) -> Callable[[Corpus, int], Epochs]:
     """Our stream, or the rows under it; windows of the same number of cells whatever `lanes`."""
     sizes = {"lanes": lanes, "block_cells": BLOCK_CELLS, "window_blocks": WINDOW_BLOCKS // lanes}
     options = StreamOptions.model_validate(sizes)
-    if gives == RAW:
-        return lambda corpus, batch: own_rows(corpus, options, batch)
-    return lambda corpus, batch: own_tokens(corpus, options, batch, gives.split()[0])
+
+    def make(corpus: Corpus, batch: int) -> Epochs:
+        corpus = make_corpus(corpus.cells.parent, corpus.n_cells, order)
+        if gives == RAW:
+            return own_rows(corpus, options, batch)
+        return own_tokens(corpus, options, batch, gives)
+
+    return make
 
 
-LOADERS: dict[Key, Callable[[Corpus, int], Epochs]] = {
-    ("cellmill", f"{lanes} lane{'s' * (lanes > 1)}", gives): own(lanes, gives)
-    for lanes in (8, 1)
-    for gives in (CONTINUOUS, RANK, BINNED, RAW)
-} | {
-    ("C loop", "of memcpy", RAW): c_loop,
-    ("C loop", "of reads", RAW): partial(c_tokens, gives=RAW),
-    ("C loop", "of tokens", CONTINUOUS): partial(c_tokens, gives=CONTINUOUS),
-    ("C loop", "of tokens", RANK): partial(c_tokens, gives=RANK),
-    **PEERS,
-}
+LOADERS: dict[Key, Callable[[Corpus, int], Epochs]] = (
+    {("cellmill", LANES, gives): own(8, gives) for gives in (CONTINUOUS, WHOLE, RANK, BINNED, RAW)}
+    | {("cellmill", "1 lane", gives): own(1, gives) for gives in (CONTINUOUS, RANK)}
+    | {
+        ("cellmill", GENES_ORDER, gives): own(8, gives, "genes")
+        for gives in (CONTINUOUS, WHOLE, RANK, RAW)
+    }
+    | {
+        ("C loop", "of memcpy", RAW): c_loop,
+        ("C loop", "of reads of packed bytes", RAW): packed_reads,
+        ("C loop", "of tokens", CONTINUOUS): partial(c_tokens, gives=CONTINUOUS),
+        ("C loop", "of tokens", RANK): partial(c_tokens, gives=RANK),
+        **PEERS,
+    }
+)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Cells that the loaders of `loader.py` read, as preprocessed cells and as shards."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import cellmill
 from cellmill.config.corpus import Shard
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.packed_cells import write_packed
+from cellmill.data.packing import codec
 from cellmill.data.shards.writer import write_shards
 
 GENES = 20_000
@@ -47,11 +49,11 @@ def make_corpus(folder: Path, n_cells: int, order: Literal["rank", "genes"] = "r
         vocabulary,
         n_cells,
     )
-    if not corpus.manifest.exists():
-        blocks = list(simulate(n_cells))
+    if not corpus.cells.exists():
         obs = pd.DataFrame(index=[f"cell{i}" for i in range(n_cells)])
         var = pd.DataFrame({"symbol": ids}, index=ids)
-        write_packed(corpus.cells, obs, var, blocks, "genes", np.dtype("<u2"))
+        write_packed(corpus.cells, obs, var, simulate(n_cells), "genes", np.dtype("<u2"))
+    if not corpus.manifest.exists():
         options = Shard(val_frac=0, test_frac=0, order=order)
         write_shards([corpus.cells], vocabulary, options, corpus.manifest)
     return corpus
@@ -77,7 +79,27 @@ def simulate(n_cells: int, block: int = 512) -> Iterator[sp.csr_matrix]:
         )
 
 
+def write_plain(corpus: Corpus) -> Path:
+    """An .h5ad of the cells with plain CSR in X, for programs that read no packed cells; written
+    once.
+    """
+    path = corpus.cells.with_name(f"plain-{corpus.n_cells}.h5ad")
+    if not path.exists():
+        part = path.with_suffix(".part")
+        cellmill.open_cells(corpus.cells).write_h5ad(part)
+        part.replace(path)
+    return path
+
+
 def shuffled_cells(corpus: Corpus) -> ad.AnnData:
     """All cells in memory in random order, as a preshuffling writer would store them."""
     cells = cellmill.open_cells(corpus.cells)
     return cells[np.random.default_rng(0).permutation(corpus.n_cells)].copy()
+
+
+def compile_loops() -> None:
+    """Compile what a long training compiles in the background, and wait for it."""
+    if codec.load_loops() is None:
+        return
+    while codec.COMPILED.get(codec.WORTH_COMPILING) is None:
+        time.sleep(0.01)

@@ -3,7 +3,10 @@ its place in a window; reads of blocks into a window; and a loop in C that makes
 by batch, in memory that stays in cache.
 
 They know where each row is and where it goes before they are timed. What they do not do: choose an
-order, keep lanes apart, read ahead, check a length, or keep a batch.
+order, keep lanes apart, read ahead, check a length, or keep a batch. The loops read the rows of the
+shards as plain CSR, int32 and uint16 in two files that are written here: these yardsticks stay the
+same whatever the shards' format is. Reads alone have the packed bytes of the shards, and nothing is
+unpacked.
 """
 
 import ctypes
@@ -13,24 +16,24 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus
-from loader_peers import CONTINUOUS, RANK, RAW
+from loader_peers import CONTINUOUS, RANK
 
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 
-Window = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 SOURCE = """
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-void scatter(int64_t rows, const char **genes, const char **counts, int64_t width, const int64_t *shard,
-             const int64_t *from, const int64_t *length, const int64_t *to, char *out_genes, char *out_counts) {
+void scatter(int64_t rows, const int32_t *genes, const uint16_t *counts, const int64_t *from, const int64_t *length,
+             const int64_t *to, int32_t *out_genes, uint16_t *out_counts) {
     for (int64_t i = 0; i < rows; i++) {
-        memcpy(out_genes + 4 * to[i], genes[shard[i]] + 4 * from[i], 4 * length[i]);
-        memcpy(out_counts + width * to[i], counts[shard[i]] + width * from[i], width * length[i]);
+        memcpy(out_genes + to[i], genes + from[i], 4 * length[i]);
+        memcpy(out_counts + to[i], counts + from[i], 2 * length[i]);
     }
 }
 void tokens(int64_t rows, const int32_t *genes, const uint16_t *counts, const int64_t *from, const int64_t *length,
@@ -55,120 +58,182 @@ void tokens(int64_t rows, const int32_t *genes, const uint16_t *counts, const in
 """
 
 
+class PlainRows(NamedTuple):
+    """Rows of the shards as CSR."""
+
+    genes: Path  # int32
+    counts: Path  # uint16
+    starts: np.ndarray  # `(cells + 1,)` int64
+
+
+def plain_rows(corpus: Corpus) -> PlainRows:
+    """Rows of all shards, written once, in their order."""
+    shards = open_shards(Manifest.read(corpus.manifest), "train")
+    assert all(shard.kind.dtype.itemsize == 2 for shard in shards)
+    lengths = [np.diff(shard.indptr.astype(np.int64)) for shard in shards]
+    folder = corpus.manifest.parent
+    paths = [folder / "plain-genes.bin", folder / "plain-counts.bin"]
+    if not paths[1].exists():
+        made = [path.with_suffix(".part") for path in paths]
+        with open(made[0], "wb") as genes_file, open(made[1], "wb") as counts_file:
+            for shard in shards:
+                for first in range(0, shard.n_obs, 1_024):
+                    rows = shard.read(first, min(1_024, shard.n_obs - first))
+                    genes_file.write(rows[1].data)
+                    counts_file.write(rows[2].data)
+        for part, path in zip(made, paths):
+            part.replace(path)
+    return PlainRows(*paths, np.cumsum(np.concatenate([[0], *lengths])))
+
+
 def c_loop(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
     """Epochs of windows, as numbers of their cells. Raises FileNotFoundError without a C compiler."""
     scatter = _compiled("scatter")
-    shards = open_shards(Manifest.read(corpus.manifest), "train")
-    mapped = [np.memmap(shard.path, np.uint8, mode="r") for shard in shards]
-    genes, counts = (
-        (ctypes.c_void_p * len(shards))(
-            *(m.ctypes.data + at.offset for m, at in zip(mapped, stored))
-        )
-        for stored in ([shard.genes for shard in shards], [shard.counts for shard in shards])
-    )
-    width = max(shard.dtype.itemsize for shard in shards)
-    assert all(shard.dtype.itemsize == width for shard in shards)
-    windows = list(_windows([shard.indptr for shard in shards]))
-    largest = max(int(length.sum()) for _, _, length, _ in windows)
-    out_genes = np.empty(4 * largest, np.uint8)
-    out_counts = np.empty(width * largest, np.uint8)
+    rows = plain_rows(corpus)
+    genes = np.memmap(rows.genes, np.int32, mode="r")
+    counts = np.memmap(rows.counts, np.uint16, mode="r")
+    windows = list(_windows(rows.starts))
+    largest = max(int(window.lengths.sum()) for window in windows)
+    out_genes = np.empty(largest, np.int32)
+    out_counts = np.empty(largest, np.uint16)
 
     def epoch() -> Iterator[int]:
-        for shard, start, length, target in windows:
-            where = map(_pointer, (shard, start, length, target))
-            rows = ctypes.c_int64(len(shard))
-            scatter(
-                rows,
-                genes,
-                counts,
-                ctypes.c_int64(width),
-                *where,
-                _pointer(out_genes),
-                _pointer(out_counts),
-            )
-            yield len(shard)
+        for window in windows:
+            pointers = map(_pointer, (genes, counts, *window[1:], out_genes, out_counts))
+            scatter(ctypes.c_int64(len(window.rows)), *pointers)
+            yield len(window.rows)
 
     while True:
         yield epoch()
 
 
 def c_tokens(corpus: Corpus, batch: int, gives: str) -> Iterator[Iterator[int]]:
-    """Epochs of windows, as numbers of their cells: blocks are read into the window, and tokens, if
-    any, made of it.
+    """Epochs of windows, as numbers of their cells: blocks are read into the window, and tokens made
+    of it.
     """
     make = _compiled("tokens")
-    shards = open_shards(Manifest.read(corpus.manifest), "train")
-    assert all(shard.dtype.itemsize == 2 for shard in shards)
-    files = [open(shard.path, "rb") for shard in shards]  # noqa: SIM115, as long as the process
-    windows = list(map(_planned, _windows([shard.indptr for shard in shards])))
-    most = max(int(length.sum()) for _, (_, length, _) in windows)
+    rows = plain_rows(corpus)
+    files = [open(path, "rb") for path in rows[:2]]  # noqa: SIM115, as long as the process
+    windows = [_planned(window) for window in _windows(rows.starts)]
+    most = max(int(window.lengths.sum()) for window in windows)
     genes = np.empty(most, np.int32)
     counts = np.empty(most, np.uint16)
     ids, values = np.empty((2, batch * MAX_TOKENS), np.int32)
+    arrays = [genes] if gives == RANK else [genes, counts]
 
     def epoch() -> Iterator[int]:
-        for blocks, (start, length, kept) in windows:
-            for at, first, place, n in blocks:
-                for array, stored in ((genes, shards[at].genes), (counts, shards[at].counts))[
-                    : 1 + (gives != RANK)
-                ]:
-                    offset = stored.offset + array.itemsize * first
-                    assert (
-                        os.preadv(files[at].fileno(), [array[place : place + n]], offset)
-                        == n * array.itemsize
-                    )
-            for cell in range(0, len(kept) if gives != RAW else 0, batch):
-                rows = slice(cell, cell + batch)
-                to = np.cumsum(kept[cell : cell + batch]) - kept[cell : cell + batch]
-                where = map(
-                    _pointer,
-                    (genes, counts, start[rows], length[rows], kept[rows], to, ids, values),
-                )
+        for window in windows:
+            for array, file in zip(arrays, files):
+                _read(file.fileno(), window.reads, array)
+            for cell in range(0, len(window.kept), batch):
+                chosen = slice(cell, cell + batch)
+                kept = window.kept[chosen]
+                in_order = (window.starts[chosen], window.lengths[chosen], kept)
+                to = np.cumsum(kept) - kept
+                where = map(_pointer, (genes, counts, *in_order, to, ids, values))
                 make(ctypes.c_int64(len(to)), *where, ctypes.c_int(gives == CONTINUOUS))
-            yield len(kept)
+            yield len(window.kept)
 
     while True:
         yield epoch()
 
 
-def _planned(window: Window) -> tuple[list[list[int]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Shard, first nonzero, place and nonzeros of each read, and start, nonzeros and tokens of
-    cells in their order.
-    """
-    shard, start, length, target = window
-    place = np.cumsum(length) - length  # of each row, as it is read
-    first = np.flatnonzero(
-        np.append(True, (shard[1:] != shard[:-1]) | (start[1:] != (start + length)[:-1]))
-    )
-    nonzeros = np.add.reduceat(length, first)
-    order = np.argsort(target)
-    rows = place[order], length[order], np.minimum(length[order], MAX_TOKENS)
-    return np.stack([shard[first], start[first], place[first], nonzeros], axis=1).tolist(), rows
+def packed_reads(corpus: Corpus, batch: int) -> Iterator[Iterator[int]]:
+    """Epochs of windows, as numbers of their cells, whose packed bytes are read."""
+    shards = open_shards(Manifest.read(corpus.manifest), "train")
+    files = [open(shard.path, "rb") for shard in shards]  # noqa: SIM115, as long as the process
+    begins = []
+    sizes = []
+    cells_before = np.cumsum([0, *(shard.n_obs for shard in shards)])
+    for shard in shards:
+        borders = shard.byte_of(np.arange(0, 2 * shard.n_obs + 1, 2))
+        begins.append(shard.packed.offset + borders[:-1])
+        sizes.append(np.diff(borders))
+    begin = np.concatenate(begins)
+    size = np.concatenate(sizes)
+    windows = []
+    for window in _windows(np.arange(corpus.n_cells + 1)):
+        shard = np.searchsorted(cells_before, window.rows, side="right") - 1
+        of_shards = []
+        for number in range(len(shards)):
+            rows = window.rows[shard == number]
+            if len(rows):
+                of_shards.append((number, _runs(begin[rows], size[rows])))
+        windows.append((len(window.rows), of_shards))
+    memory = np.empty(WINDOW_BLOCKS * BLOCK_CELLS * int(size.max()), np.uint8)
+
+    def epoch() -> Iterator[int]:
+        for n_cells, of_shards in windows:
+            for number, reads in of_shards:
+                _read(files[number].fileno(), reads, memory)
+            yield n_cells
+
+    while True:
+        yield epoch()
+
+
+class Window(NamedTuple):
+    """Rows of a window in disk order, `(rows,)` int64 each."""
+
+    rows: np.ndarray
+    starts: np.ndarray  # first nonzero
+    lengths: np.ndarray
+    targets: np.ndarray  # place of the first nonzero
+
+
+class Planned(NamedTuple):
+    """A window's reads, and its cells in their order, `(cells,)` int64 each."""
+
+    reads: list[list[int]]
+    starts: np.ndarray
+    lengths: np.ndarray
+    kept: np.ndarray  # tokens
+
+
+def _read(descriptor: int, reads: list[list[int]], memory: np.ndarray) -> None:
+    """Read items from each start on to a place in `memory`."""
+    width = memory.itemsize
+    for start, place, n in reads:
+        n_read = os.preadv(descriptor, [memory[place : place + n]], width * start)
+        assert n_read == n * width
+
+
+def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    """Start, place and length of each read of rows in disk order, one behind the other in memory."""
+    place = np.cumsum(lengths) - lengths
+    first = np.flatnonzero(np.append(True, starts[1:] != (starts + lengths)[:-1]))
+    n = np.add.reduceat(lengths, first)
+    return np.stack([starts[first], place[first], n], axis=1).tolist()
+
+
+def _planned(window: Window) -> Planned:
+    """Plan the reads of a window."""
+    lengths = window.lengths
+    place = np.cumsum(lengths) - lengths  # of each row, as it is read
+    order = np.argsort(window.targets)
+    kept = np.minimum(lengths[order], MAX_TOKENS)
+    return Planned(_runs(window.starts, lengths), place[order], lengths[order], kept)
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _windows(indptr: list[np.ndarray]) -> Iterator[Window]:
-    """Shard, first nonzero, nonzeros and place of each row of shuffled windows of shuffled blocks,
-    in disk order.
-    """
+def _windows(starts: np.ndarray) -> Iterator[Window]:
+    """Shuffled windows of shuffled blocks, of rows that begin at `starts`."""
     draw = np.random.default_rng(0)
-    shard = np.concatenate([np.full(len(of) - 1, at) for at, of in enumerate(indptr)])
-    start, length = (np.concatenate(parts).astype(np.int64) for parts in (
-        [of[:-1] for of in indptr], [np.diff(of) for of in indptr],
-    ))  # fmt: skip
-    blocks = draw.permutation(-(-len(shard) // BLOCK_CELLS))
+    n_rows = len(starts) - 1
+    length = np.diff(starts)
+    blocks = draw.permutation(-(-n_rows // BLOCK_CELLS))
     for first in range(0, len(blocks), WINDOW_BLOCKS):
         rows = (
             blocks[first : first + WINDOW_BLOCKS, None] * BLOCK_CELLS + np.arange(BLOCK_CELLS)
         ).ravel()
-        rows = rows[rows < len(shard)]
+        rows = rows[rows < n_rows]
         order = draw.permutation(len(rows))  # the row at each place of the window
         target = np.empty(len(rows), np.int64)
         target[order] = np.cumsum(length[rows[order]]) - length[rows[order]]
-        yield shard[rows].astype(np.int64), start[rows], length[rows], target
+        yield Window(rows, starts[rows], length[rows], target)
 
 
 def _compiled(name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]

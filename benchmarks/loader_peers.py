@@ -8,16 +8,25 @@ batches. Stores are written when a peer is first opened.
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import anndata as ad
 import numpy as np
 import scipy.sparse as sp
-from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, shuffled_cells
+from loader_corpus import (
+    BLOCK_CELLS,
+    MAX_TOKENS,
+    WINDOW_BLOCKS,
+    Corpus,
+    shuffled_cells,
+    write_plain,
+)
 
 from cellmill.config.parts.tokens import ContinuousTokens
-from cellmill.data.arrays import counts_per_10k, inverse_medians, rank_order_rows
+from cellmill.data.arrays import counts_per_10k, inverse_medians
+from cellmill.data.packing.rank_order import RankOrder
 
 Epochs = Iterator[Iterator[int]]
 RAW = "genes and counts"
@@ -26,32 +35,38 @@ CONTINUOUS = "continuous tokens"
 
 
 def annbatch(
-    corpus: Corpus, batch: int, gives: str, in_rank_order: bool, our_tokenizer: bool = False
+    corpus: Corpus,
+    batch: int,
+    gives: str,
+    *,
+    in_rank_order: bool = False,
+    our_tokenizer: bool = False,
+    codecs: bool = False,
 ) -> Epochs:
     """Chunks of 64 cells, 128 at a time, from a sharded zarr store read by zarrs: its fastest
     setting here.
 
-    Continuous tokens are made by numpy, or by `our_tokenizer`, so that only the loaders differ.
+    Continuous tokens are made by numpy, or by `our_tokenizer`, so that only the loaders differ. The
+    store has no codecs, which is faster, or with `codecs` the default ones.
     """
     package = importlib.import_module("annbatch")
     zarr = importlib.import_module("zarr")
     if importlib.util.find_spec("zarrs"):
         importlib.import_module("zarrs")
         zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
-    weights = inverse_medians(corpus.vocabulary.medians)
-    store = corpus.cells.parent / f"annbatch-{'ranked' if in_rank_order else 'plain'}.zarr"
+    ranking = RankOrder(inverse_medians(corpus.vocabulary.medians))
+    rows = "ranked" if in_rank_order else "plain"
+    store = corpus.cells.parent / f"annbatch-{rows}{'-codecs' * codecs}.zarr"
     if not (store / "zarr.json").exists():
         cells = shuffled_cells(corpus)
         if in_rank_order:
-            rows = cells.X
-            starts = rows.indptr.astype(np.int64)
-            genes, counts = rank_order_rows(starts, rows.indices, rows.data, weights)
-            cells.X = sp.csr_matrix((counts, genes, rows.indptr), shape=rows.shape)
+            sort_rows(cells.X, ranking)
         group = zarr.open_group(store, mode="w", zarr_format=3)
-        package.write_sharded(group, cells, n_obs_per_chunk=BLOCK_CELLS, compressors=())
+        chosen = {} if codecs else {"compressors": ()}
+        package.write_sharded(group, cells, n_obs_per_chunk=BLOCK_CELLS, **chosen)
     make = {
         RAW: n_rows,
-        RANK: prefixes if in_rank_order else lambda rows: ranked(rows, weights),
+        RANK: prefixes if in_rank_order else lambda rows: ranked(rows, ranking),
         CONTINUOUS: tokenized() if our_tokenizer else continuous,
     }
     matrix = ad.io.sparse_dataset(zarr.open_group(store, mode="r")["X"])
@@ -64,7 +79,7 @@ def annbatch(
 def scdataset(corpus: Corpus, batch: int, gives: str) -> Epochs:
     """Blocks of 64 cells, 64 batches fetched at a time, from contiguous CSR in an .h5ad."""
     package = importlib.import_module("scdataset")
-    cells = ad.read_h5ad(corpus.cells, backed="r")
+    cells = ad.read_h5ad(write_plain(corpus), backed="r")
     strategy = package.BlockShuffling(block_size=BLOCK_CELLS)
     loader = package.scDataset(
         cells,
@@ -74,8 +89,8 @@ def scdataset(corpus: Corpus, batch: int, gives: str) -> Epochs:
         fetch_callback=lambda backed, rows: backed.X[rows],
         seed=0,
     )
-    weights = inverse_medians(corpus.vocabulary.medians)
-    make = {RAW: n_rows, RANK: lambda rows: ranked(rows, weights)}
+    ranking = RankOrder(inverse_medians(corpus.vocabulary.medians))
+    make = {RAW: n_rows, RANK: lambda rows: ranked(rows, ranking)}
     while True:
         yield map(make[gives], loader)
 
@@ -85,7 +100,7 @@ def scdl(corpus: Corpus, batch: int, gives: str) -> Epochs:
     package = importlib.import_module("bionemo.scdl.io.single_cell_memmap_dataset")
     store = corpus.cells.parent / "scdl"
     given: dict[str, Any] = (
-        {} if store.exists() else {"h5ad_path": str(corpus.cells), "use_X_not_raw": True}
+        {} if store.exists() else {"h5ad_path": str(write_plain(corpus)), "use_X_not_raw": True}
     )
     dataset = package.SingleCellMemMapDataset(str(store), **given)
 
@@ -110,10 +125,40 @@ def scdl(corpus: Corpus, batch: int, gives: str) -> Epochs:
         seed += 1
 
 
+def bpcells(corpus: Corpus, batch: int) -> Epochs:
+    """Bit-packed rows of a folder, 128 shuffled blocks of 64 cells taken at a time, which are
+    shuffled in memory. It has no loader: this is how its indexing gives batches.
+    """
+    package = importlib.import_module("bpcells.experimental")
+    store = corpus.cells.parent / "bpcells"
+    if not store.exists():
+        # its rows are columns of the packed matrix: a matrix of genes x cells, by cell
+        columns = shuffled_cells(corpus).X.T.tocsc().astype(np.uint32)
+        package.DirMatrix.from_scipy_sparse(columns, str(store))
+    matrix = package.DirMatrix(str(store))
+
+    def epoch(seed: int) -> Iterator[int]:
+        draw = np.random.default_rng(seed)
+        blocks = draw.permutation(-(-corpus.n_cells // BLOCK_CELLS))
+        for first in range(0, len(blocks), WINDOW_BLOCKS):
+            chosen = np.sort(blocks[first : first + WINDOW_BLOCKS])
+            cells = (chosen[:, None] * BLOCK_CELLS + np.arange(BLOCK_CELLS)).ravel()
+            cells = cells[cells < corpus.n_cells]
+            window = matrix[:, cells].T.tocsr()
+            order = draw.permutation(len(cells))
+            for start in range(0, len(order), batch):
+                yield n_rows(window[order[start : start + batch]])
+
+    seed = 0
+    while True:
+        yield epoch(seed)
+        seed += 1
+
+
 def annloader(corpus: Corpus, batch: int) -> Epochs:
     """AnnLoader over cells in memory; 16 batches of an epoch, since a whole one takes minutes."""
     module = importlib.import_module("anndata.experimental")
-    loader = module.AnnLoader(ad.read_h5ad(corpus.cells), batch_size=batch, shuffle=True)
+    loader = module.AnnLoader(ad.read_h5ad(write_plain(corpus)), batch_size=batch, shuffle=True)
     while True:
         yield islice((made.X.shape[0] for made in loader), 16)
 
@@ -122,11 +167,20 @@ def n_rows(matrix: Any) -> int:
     return int(matrix.shape[0])
 
 
-def ranked(matrix: sp.csr_matrix, weights: np.ndarray) -> int:
-    """Rank tokens made of a batch by the function that orders our shards, cut as ours are."""
+def sort_rows(matrix: sp.csr_matrix, ranking: RankOrder) -> None:
+    """Put rows into rank order, in place, by the function that orders our shards."""
     indptr = matrix.indptr.astype(np.int64)
-    genes, _ = rank_order_rows(indptr, matrix.indices, matrix.data, weights)
-    return tokens(genes, indptr)
+    genes = np.array(matrix.indices, np.int32)
+    counts = np.array(matrix.data, np.uint16)
+    ranking.sort(indptr[:-1], np.diff(indptr), genes, counts)
+    matrix.indices = genes
+    matrix.data = counts
+
+
+def ranked(matrix: sp.csr_matrix, ranking: RankOrder) -> int:
+    """Rank tokens made of a batch, cut as ours are."""
+    sort_rows(matrix, ranking)
+    return prefixes(matrix)
 
 
 def prefixes(matrix: sp.csr_matrix) -> int:
@@ -165,29 +219,38 @@ def packed(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     return np.concatenate([values[a : a + n] for a, n in zip(indptr.tolist(), kept.tolist())])
 
 
-PEERS: dict[tuple[str, str, str], Callable[[Corpus, int], Epochs]] = {
-    (package, what, gives): (
-        lambda corpus, batch, gives=gives, order=order: annbatch(corpus, batch, gives, order)
-    )
-    for package, what, order, gives in (
-        ("annbatch", "plain rows", False, CONTINUOUS),
-        ("annbatch", "plain rows", False, RANK),
-        ("annbatch", "plain rows", False, RAW),
-        ("annbatch", "rank-ordered rows", True, RANK),
-    )
-}
-PEERS |= {
-    ("annbatch", f"{rows}, our tokenizer", CONTINUOUS): (
-        lambda corpus, batch, order=order: annbatch(
-            corpus, batch, CONTINUOUS, order, our_tokenizer=True
-        )
-    )
-    for rows, order in (("plain rows", False), ("rank-ordered rows", True))
-}
-PEERS |= {
-    ("scdataset", "", RANK): lambda corpus, batch: scdataset(corpus, batch, RANK),
-    ("scdataset", "", RAW): lambda corpus, batch: scdataset(corpus, batch, RAW),
-    ("bionemo-scdl", "", CONTINUOUS): lambda corpus, batch: scdl(corpus, batch, CONTINUOUS),
-    ("bionemo-scdl", "", RAW): lambda corpus, batch: scdl(corpus, batch, RAW),
+Peer = Callable[[Corpus, int], Epochs]
+PEERS: dict[tuple[str, str, str], Peer] = {
+    ("annbatch", "plain rows", CONTINUOUS): partial(annbatch, gives=CONTINUOUS),
+    ("annbatch", "plain rows, our tokenizer", CONTINUOUS): partial(
+        annbatch, gives=CONTINUOUS, our_tokenizer=True
+    ),
+    ("annbatch", "rank-ordered rows, our tokenizer", CONTINUOUS): partial(
+        annbatch, gives=CONTINUOUS, in_rank_order=True, our_tokenizer=True
+    ),
+    ("annbatch", "default codecs, our tokenizer", CONTINUOUS): partial(
+        annbatch, gives=CONTINUOUS, our_tokenizer=True, codecs=True
+    ),
+    ("annbatch", "plain rows", RANK): partial(annbatch, gives=RANK),
+    ("annbatch", "rank-ordered rows", RANK): partial(annbatch, gives=RANK, in_rank_order=True),
+    ("annbatch", "rank-ordered rows, default codecs", RANK): partial(
+        annbatch, gives=RANK, in_rank_order=True, codecs=True
+    ),
+    ("annbatch", "plain rows", RAW): partial(annbatch, gives=RAW),
+    ("annbatch", "default codecs", RAW): partial(annbatch, gives=RAW, codecs=True),
+    ("scdataset", "", RANK): partial(scdataset, gives=RANK),
+    ("scdataset", "", RAW): partial(scdataset, gives=RAW),
+    ("bionemo-scdl", "", CONTINUOUS): partial(scdl, gives=CONTINUOUS),
+    ("bionemo-scdl", "", RAW): partial(scdl, gives=RAW),
+    ("bpcells", "", RAW): bpcells,
     ("torch", "AnnLoader, in memory", RAW): annloader,
 }
+STORES = {
+    "annbatch": "annbatch-plain.zarr",
+    "annbatch, default codecs": "annbatch-plain-codecs.zarr",
+    "annbatch, rank-ordered rows": "annbatch-ranked.zarr",
+    "annbatch, rank-ordered rows, default codecs": "annbatch-ranked-codecs.zarr",
+    "bionemo-scdl": "scdl",
+    "bpcells": "bpcells",
+}
+"""Folders of the peers' stores."""

@@ -1,16 +1,20 @@
-"""Cells per CPU-second and peak memory of preparing a file: cellmill, scanpy, and SCDL's
-conversion, side by side.
+"""CPU-seconds, peak memory and bytes of preparing a file: cellmill, scanpy, and SCDL's conversion,
+side by side.
 
 All read the same simulated `.h5ad` in the same run, taking turns, each in a process of its own.
 CPU-seconds are counted after the imports, and the peak memory is that of the whole process; both
-are medians over the turns, of which the first is not counted (scanpy compiles functions in it).
-Ratios are to cellmill's `preprocess`. SCDL is left out where bionemo-scdl cannot be imported.
+are medians over the turns, of which the first is not counted (scanpy and cellmill compile functions
+in it). Bytes are all that is left on disk, over those of the input. SCDL is left out where
+bionemo-scdl cannot be imported. With `--beside FOLDER` another checkout with a .venv of its own
+takes its turns too.
 
     python benchmarks/prepare.py --cells 100000
 """
 
 import argparse
 import importlib
+import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -20,7 +24,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from million import MEASURE, UNIT
 from origin import commit, machine
@@ -46,6 +50,16 @@ def main() -> None:
         "--folder", type=Path, help="folder on a large disk (default: that of temporary files)"
     )
     parser.add_argument(
+        "--inputs",
+        nargs="+",
+        choices=["gzip", "plain"],
+        default=["gzip", "plain"],
+        help="filters of the raw files (default: both)",
+    )
+    parser.add_argument(
+        "--beside", type=Path, metavar="FOLDER", help="a checkout that takes turns too"
+    )
+    parser.add_argument(
         "--only",
         nargs=3,
         metavar=("TOOL", "FILE", "FOLDER"),
@@ -54,49 +68,70 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.only:
         name, raw, out = arguments.only
-        print(cpu_seconds(TOOLS[name](Path(raw), Path(out))))
+        stages = TOOLS[name](Path(raw), Path(out))
+        spent = {stage: cpu_seconds(work) for stage, work in stages.items()}
+        print(json.dumps([spent, used(Path(out)) / used(Path(raw))]))
         return
-    print(f"{machine()}; commit {commit()}; `{shlex.join([Path(sys.executable).name, *sys.argv])}`")
-    for compressed in (True, False):
+    load = f"load {os.getloadavg()[0]:.1f}"
+    command = shlex.join([Path(sys.executable).name, *sys.argv])
+    print(f"{machine()}, {load}; commit {commit()}; `{command}`")
+    pythons = dict.fromkeys(TOOLS, sys.executable)
+    if arguments.beside:
+        beside = str(arguments.beside.resolve() / ".venv" / "bin" / "python")
+        pythons |= {f"{name}, beside": beside for name in (PREPROCESS, STAGES)}
+    for kind in arguments.inputs:
         with tempfile.TemporaryDirectory(
             prefix="cellmill-prepare-", dir=arguments.folder
         ) as folder:
             raw = Path(folder) / "raw.h5ad"
-            write_raw(raw, arguments.cells, arguments.detected, 0, compressed)
-            kind = "gzip" if compressed else "not compressed"
+            write_raw(raw, arguments.cells, arguments.detected, 0, kind == "gzip")
             print(
                 f"\n{arguments.cells:,} cells x {GENES:,} genes, {used(raw) / 1e6:,.0f} MB, {kind}\n"
             )
-            print_table(raw, arguments.cells, arguments.repeats)
+            print_table(raw, pythons, arguments.repeats)
 
 
-def print_table(raw: Path, cells: int, repeats: int) -> None:
-    """Measure all tools that can be imported, taking turns."""
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in TOOLS}
-    for _ in range(repeats + 1):
+class Turn(NamedTuple):
+    """What a process took."""
+
+    cpu_s: dict[str, float]  # by stage, and of all
+    peak_mb: float
+    of_input: float  # bytes written over those read
+
+
+def print_table(raw: Path, pythons: dict[str, str], repeats: int) -> None:
+    """Measure all tools that can be imported, taking turns; a line for each stage of each."""
+    turns: dict[str, list[Turn]] = {name: [] for name in pythons}
+    for turn in range(repeats + 1):
         for name, made in turns.items():
-            if len(made) or _ == 0:
-                made += in_process(name, raw)
-    medians = {
-        name: [statistics.median(numbers) for numbers in zip(*made[1:])]
-        for name, made in turns.items()
-        if made
-    }
-    print(
-        "| | CPU-seconds (range) | cells per CPU-second | preprocess is faster by | peak MB | of its memory |"
-    )
-    print("|---|---:|---:|---:|---:|---:|")
-    own_s, own_mb = next(iter(medians.values()))
-    for name, (cpu_s, peak_mb) in medians.items():
-        spent = [seconds for seconds, _ in turns[name][1:]]
-        speed = f"{cpu_s:.2f} ({min(spent):.2f} to {max(spent):.2f}) | {cells / cpu_s:,.0f} | {cpu_s / own_s:.2f}"
-        print(f"| {name} | {speed} | {peak_mb:,.0f} | {own_mb / peak_mb:.2f} |", flush=True)
+            if len(made) == turn:
+                made += in_process(name, pythons[name], raw)
+    print("| | CPU-seconds (range) | preprocess is faster by | peak MB | bytes of the input's |")
+    print("|---|---:|---:|---:|---:|")
+    of_preprocess = statistics.median(turn.cpu_s["all"] for turn in turns[PREPROCESS][1:])
+    for name, made in turns.items():
+        counted = made[1:]
+        for stage in counted[0].cpu_s if counted else ():
+            spent = [turn.cpu_s[stage] for turn in counted]
+            cpu_s = statistics.median(spent)
+            cells = [
+                f"{name}: {stage}" if len(counted[0].cpu_s) > 2 else name,
+                f"{cpu_s:.2f} ({min(spent):.2f} to {max(spent):.2f})",
+                f"{cpu_s / of_preprocess:.2f}",
+                f"{statistics.median(turn.peak_mb for turn in counted):,.0f}",
+                f"{counted[0].of_input:.2f}",
+            ]
+            if stage == "all":
+                print(f"| {' | '.join(cells)} |", flush=True)
+            elif len(counted[0].cpu_s) > 2:
+                print(f"| {' | '.join(cells[:3])} | | |", flush=True)
 
 
-def in_process(name: str, raw: Path) -> list[tuple[float, float]]:
-    """CPU-seconds and peak MB of one turn; nothing, and why on stderr, if the tool fails."""
+def in_process(name: str, python: str, raw: Path) -> list[Turn]:
+    """One turn; nothing, and why on stderr, if the tool fails."""
+    tool = name.removesuffix(", beside")
     with tempfile.TemporaryDirectory(dir=raw.parent) as out:
-        command = [sys.executable, __file__, "--only", name, str(raw), out]
+        command = [python, __file__, "--only", tool, str(raw), out]
         made = subprocess.run(
             [sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True
         )
@@ -104,7 +139,9 @@ def in_process(name: str, raw: Path) -> list[tuple[float, float]]:
     if last.split()[0] != "0":
         print(f"{name} is left out:", *made.stderr.splitlines()[-1:], file=sys.stderr)
         return []
-    return [(float(lines[-2]), float(last.split()[2]) / UNIT)]
+    spent, of_input = json.loads(lines[-2])
+    peak_mb = float(last.split()[2]) / UNIT
+    return [Turn(spent | {"all": sum(spent.values())}, peak_mb, of_input)]
 
 
 def cpu_seconds(work: Work) -> float:
@@ -114,27 +151,25 @@ def cpu_seconds(work: Work) -> float:
     return time.process_time() - began
 
 
-def cellmill(raw: Path, out: Path, compression: str | None = None) -> Work:
+def preprocess(raw: Path, out: Path) -> Work:
     """Quality control, gene names, cells written."""
-    options = PreprocessOptions.model_validate({"preprocess": {"compression": compression}})
+    options = PreprocessOptions.model_validate({"preprocess": {}})
     files = {"out": out / "cells.h5ad", "report": out / "qc.json"}
     return lambda: data.preprocess(options=options, input=raw, counts="X", dataset="raw", **files)
 
 
-def cellmill_shards(raw: Path, out: Path, compression: str | None = None) -> Work:
+def cellmill_stages(raw: Path, out: Path) -> dict[str, Work]:
     """From raw counts to what a training reads."""
-
-    def work() -> None:
-        cellmill(raw, out, compression)()
-        cells = [out / "cells.h5ad"]
-        words = out / "vocabulary.tsv"
-        data.vocabulary(
-            options=VocabularyOptions.model_validate({"vocabulary": {}}), cells=cells, out=words
-        )
-        options = ShardOptions.model_validate({"shard": {}})
-        data.shard(options=options, cells=cells, vocabulary=words, out=out / "manifest.json")
-
-    return work
+    cells = [out / "cells.h5ad"]
+    words = out / "vocabulary.tsv"
+    of_words = VocabularyOptions.model_validate({"vocabulary": {}})
+    of_shards = ShardOptions.model_validate({"shard": {}})
+    shards = {"cells": cells, "vocabulary": words, "out": out / "shards" / "manifest.json"}
+    return {
+        "preprocess": preprocess(raw, out),
+        "vocabulary": lambda: data.vocabulary(options=of_words, cells=cells, out=words),
+        "shard": lambda: data.shard(options=of_shards, **shards),
+    }
 
 
 def scanpy(raw: Path, out: Path | None) -> Work:
@@ -179,13 +214,14 @@ def named(package: str, what: str) -> str:
         return f"{package}: {what}"
 
 
-TOOLS: dict[str, Callable[[Path, Path], Work]] = {
-    "cellmill preprocess": cellmill,
-    "cellmill preprocess, vocabulary, shard": cellmill_shards,
-    "the same, preprocess.compression gzip": lambda raw, out: cellmill_shards(raw, out, "gzip"),
-    named("scanpy", "read, filter, normalise"): lambda raw, out: scanpy(raw, None),
-    named("scanpy", "the same, and write"): scanpy,
-    named("bionemo-scdl", "conversion"): scdl,
+PREPROCESS = "cellmill preprocess"
+STAGES = "cellmill"
+TOOLS: dict[str, Callable[[Path, Path], dict[str, Work]]] = {
+    PREPROCESS: lambda raw, out: {"preprocess": preprocess(raw, out)},
+    STAGES: cellmill_stages,
+    named("scanpy", "read, filter, normalise"): lambda raw, out: {"scanpy": scanpy(raw, None)},
+    named("scanpy", "the same, and write"): lambda raw, out: {"scanpy": scanpy(raw, out)},
+    named("bionemo-scdl", "conversion"): lambda raw, out: {"scdl": scdl(raw, out)},
 }
 
 
