@@ -136,7 +136,11 @@ def main() -> None:
             if arguments.only is None or key[0] in arguments.only
         }
         if arguments.beside:
-            commands |= commands_beside(arguments.beside.resolve())
+            beside = commands_beside(arguments.beside.resolve())
+            if not (folder / "beside").exists():  # one of them makes the shards
+                first = [*next(iter(beside.values())), folder, arguments.cells, arguments.batch]
+                subprocess.run(list(map(str, first)), stdin=subprocess.DEVNULL, check=True)
+            commands |= beside
         turns = take_turns(commands, folder, arguments)
         print_table(turns)
         print_ratios(turns)
@@ -182,13 +186,15 @@ def take_turns(
     commands: dict[Key, list[str]], folder: Path, arguments: argparse.Namespace
 ) -> dict[Key, Turns]:
     """Measure every loader that can be imported. One that fails is named on stderr and left out."""
-    serving = {}
+    started = {}
     for key, command in commands.items():
         sizes = ["--folder", folder, "--cells", arguments.cells, "--batch", arguments.batch]
         given = sizes[1::2] if key[0] == BESIDE else sizes
-        process = subprocess.Popen(
+        started[key] = subprocess.Popen(
             [*command, *map(str, given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+    serving = {}
+    for key, process in started.items():
         if answer(process) is None:
             print(f"{' '.join(key)} is left out", file=sys.stderr)
         else:

@@ -1,7 +1,9 @@
 """Cells that the loaders of `loader.py` read, as preprocessed cells and as shards."""
 
+import fcntl
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +36,14 @@ class Corpus:
     manifest: Path
     vocabulary: Vocabulary
     n_cells: int
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes a store to `folder`: loaders are started together."""
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def make_corpus(folder: Path, n_cells: int, order: Literal["rank", "genes"] = "rank") -> Corpus:

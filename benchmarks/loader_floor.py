@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus
+from loader_corpus import BLOCK_CELLS, MAX_TOKENS, WINDOW_BLOCKS, Corpus, one_writer
 from loader_peers import CONTINUOUS, RANK
 
 from cellmill.data.shards.manifest import Manifest
@@ -73,16 +73,17 @@ def plain_rows(corpus: Corpus) -> PlainRows:
     lengths = [np.diff(shard.indptr.astype(np.int64)) for shard in shards]
     folder = corpus.manifest.parent
     paths = [folder / "plain-genes.bin", folder / "plain-counts.bin"]
-    if not paths[1].exists():
-        made = [path.with_suffix(".part") for path in paths]
-        with open(made[0], "wb") as genes_file, open(made[1], "wb") as counts_file:
-            for shard in shards:
-                for first in range(0, shard.n_obs, 1_024):
-                    rows = shard.read(first, min(1_024, shard.n_obs - first))
-                    genes_file.write(rows[1].data)
-                    counts_file.write(rows[2].data)
-        for part, path in zip(made, paths):
-            part.replace(path)
+    with one_writer(corpus.cells.parent):
+        if not paths[1].exists():
+            made = [path.with_suffix(".part") for path in paths]
+            with open(made[0], "wb") as genes_file, open(made[1], "wb") as counts_file:
+                for shard in shards:
+                    for first in range(0, shard.n_obs, 1_024):
+                        rows = shard.read(first, min(1_024, shard.n_obs - first))
+                        genes_file.write(rows[1].data)
+                        counts_file.write(rows[2].data)
+            for part, path in zip(made, paths):
+                part.replace(path)
     return PlainRows(*paths, np.cumsum(np.concatenate([[0], *lengths])))
 
 

@@ -20,6 +20,7 @@ from loader_corpus import (
     MAX_TOKENS,
     WINDOW_BLOCKS,
     Corpus,
+    one_writer,
     shuffled_cells,
     write_plain,
 )
@@ -57,13 +58,14 @@ def annbatch(
     ranking = RankOrder(inverse_medians(corpus.vocabulary.medians))
     rows = "ranked" if in_rank_order else "plain"
     store = corpus.cells.parent / f"annbatch-{rows}{'-codecs' * codecs}.zarr"
-    if not (store / "zarr.json").exists():
-        cells = shuffled_cells(corpus)
-        if in_rank_order:
-            sort_rows(cells.X, ranking)
-        group = zarr.open_group(store, mode="w", zarr_format=3)
-        chosen = {} if codecs else {"compressors": ()}
-        package.write_sharded(group, cells, n_obs_per_chunk=BLOCK_CELLS, **chosen)
+    with one_writer(store.parent):
+        if not (store / "zarr.json").exists():
+            cells = shuffled_cells(corpus)
+            if in_rank_order:
+                sort_rows(cells.X, ranking)
+            group = zarr.open_group(store, mode="w", zarr_format=3)
+            chosen = {} if codecs else {"compressors": ()}
+            package.write_sharded(group, cells, n_obs_per_chunk=BLOCK_CELLS, **chosen)
     make = {
         RAW: n_rows,
         RANK: prefixes if in_rank_order else lambda rows: ranked(rows, ranking),
@@ -79,7 +81,9 @@ def annbatch(
 def scdataset(corpus: Corpus, batch: int, gives: str) -> Epochs:
     """Blocks of 64 cells, 64 batches fetched at a time, from contiguous CSR in an .h5ad."""
     package = importlib.import_module("scdataset")
-    cells = ad.read_h5ad(write_plain(corpus), backed="r")
+    with one_writer(corpus.cells.parent):
+        path = write_plain(corpus)
+    cells = ad.read_h5ad(path, backed="r")
     strategy = package.BlockShuffling(block_size=BLOCK_CELLS)
     loader = package.scDataset(
         cells,
@@ -99,10 +103,11 @@ def scdl(corpus: Corpus, batch: int, gives: str) -> Epochs:
     """Single rows of a memory map at random, put together to batches."""
     package = importlib.import_module("bionemo.scdl.io.single_cell_memmap_dataset")
     store = corpus.cells.parent / "scdl"
-    given: dict[str, Any] = (
-        {} if store.exists() else {"h5ad_path": str(write_plain(corpus)), "use_X_not_raw": True}
-    )
-    dataset = package.SingleCellMemMapDataset(str(store), **given)
+    with one_writer(store.parent):
+        source: dict[str, Any] = {}
+        if not store.exists():
+            source = {"h5ad_path": str(write_plain(corpus)), "use_X_not_raw": True}
+        dataset = package.SingleCellMemMapDataset(str(store), **source)
 
     def epoch(seed: int) -> Iterator[int]:
         order = np.random.default_rng(seed).permutation(corpus.n_cells)
@@ -131,10 +136,11 @@ def bpcells(corpus: Corpus, batch: int) -> Epochs:
     """
     package = importlib.import_module("bpcells.experimental")
     store = corpus.cells.parent / "bpcells"
-    if not store.exists():
-        # its rows are columns of the packed matrix: a matrix of genes x cells, by cell
-        columns = shuffled_cells(corpus).X.T.tocsc().astype(np.uint32)
-        package.DirMatrix.from_scipy_sparse(columns, str(store))
+    with one_writer(store.parent):
+        if not store.exists():
+            # its rows are columns of the packed matrix: a matrix of genes x cells, by cell
+            columns = shuffled_cells(corpus).X.T.tocsc().astype(np.uint32)
+            package.DirMatrix.from_scipy_sparse(columns, str(store))
     matrix = package.DirMatrix(str(store))
 
     def epoch(seed: int) -> Iterator[int]:
@@ -158,7 +164,9 @@ def bpcells(corpus: Corpus, batch: int) -> Epochs:
 def annloader(corpus: Corpus, batch: int) -> Epochs:
     """AnnLoader over cells in memory; 16 batches of an epoch, since a whole one takes minutes."""
     module = importlib.import_module("anndata.experimental")
-    loader = module.AnnLoader(ad.read_h5ad(write_plain(corpus)), batch_size=batch, shuffle=True)
+    with one_writer(corpus.cells.parent):
+        path = write_plain(corpus)
+    loader = module.AnnLoader(ad.read_h5ad(path), batch_size=batch, shuffle=True)
     while True:
         yield islice((made.X.shape[0] for made in loader), 16)
 
