@@ -131,8 +131,9 @@ def scdl(corpus: Corpus, batch: int, gives: str) -> Epochs:
 
 
 def bpcells(corpus: Corpus, batch: int) -> Epochs:
-    """Bit-packed rows of a folder, 128 shuffled blocks of 64 cells taken at a time, which are
-    shuffled in memory. It has no loader: this is how its indexing gives batches.
+    """Bit-packed rows of a folder: windows of 128 shuffled blocks of 64 cells, which are shuffled in
+    memory. It has no loader: this is how its indexing gives batches. A block is read at a time,
+    since 0.3.0rc2 ends the process when 640 cells are indexed at once.
     """
     package = importlib.import_module("bpcells.experimental")
     store = corpus.cells.parent / "bpcells"
@@ -147,11 +148,12 @@ def bpcells(corpus: Corpus, batch: int) -> Epochs:
         draw = np.random.default_rng(seed)
         blocks = draw.permutation(-(-corpus.n_cells // BLOCK_CELLS))
         for first in range(0, len(blocks), WINDOW_BLOCKS):
-            chosen = np.sort(blocks[first : first + WINDOW_BLOCKS])
-            cells = (chosen[:, None] * BLOCK_CELLS + np.arange(BLOCK_CELLS)).ravel()
-            cells = cells[cells < corpus.n_cells]
-            window = matrix[:, cells].T.tocsr()
-            order = draw.permutation(len(cells))
+            parts = []
+            for block in blocks[first : first + WINDOW_BLOCKS].tolist():
+                stop = min((block + 1) * BLOCK_CELLS, corpus.n_cells)
+                parts.append(matrix[:, np.arange(block * BLOCK_CELLS, stop)].T)
+            window = sp.vstack(parts, format="csr")
+            order = draw.permutation(window.shape[0])
             for start in range(0, len(order), batch):
                 yield n_rows(window[order[start : start + batch]])
 

@@ -11,6 +11,9 @@ padding; `torch.nn.TransformerEncoder`; and, where transformers is installed, `B
 last two pad to the longest cell and compute logits at every position, which is how they are
 commonly used.
 
+After the first step, which is not counted, it prints how many minutes the rest will take, and
+measures fewer steps if these were more than `--minutes`; it ends when they are over.
+
     python benchmarks/train_step.py [--steps 5] [--threads 1] [--device cpu] [--longest 4096]
 """
 
@@ -306,11 +309,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(
-    device: torch.device, steps: int, longest: int
+    device: torch.device, steps: int, longest: int, minutes: float
 ) -> tuple[dict[tuple[str, str], list[Took]], list[int], list[int], dict[str, str]]:
     """Each step by (model, precision); tokens of each step; tokens with padding; where a step's
-    time goes.
+    time goes. Ends after `minutes`, but at least one step of each model is measured.
     """
+    began = time.perf_counter()
     makers = {
         PACKED: packed,
         "cellmill, with the cell loss": packed_with_cell_loss,
@@ -325,13 +329,23 @@ def measure(
     took: dict[tuple[str, str], list[Took]] = {}
     tokens = []
     with_padding = []
+    ends_s = began + 60 * minutes
+    longest_s = 0.0  # of a step of all models
     for step, batch in enumerate(draw_batches(steps + 1, longest)):
-        print(f"step {step} of {steps}", file=sys.stderr, flush=True)
+        # the profiles at the end take about as long as a step
+        if step > 1 and time.perf_counter() + 2 * longest_s > ends_s:
+            print(f"{minutes:g} minutes are nearly over: {step - 1} steps", file=sys.stderr)
+            break
+        step_began = time.perf_counter()
         for key, work in runs.items():
             found = timed(work, batch, step, device)
             if step:  # the first allocates and warms up
                 took.setdefault(key, []).append(found)
-        if step:
+        longest_s = max(longest_s, time.perf_counter() - step_began)
+        if step == 0:
+            about = min((steps + 1) * longest_s / 60, minutes)
+            print(f"about {about:.1f} more minutes", file=sys.stderr, flush=True)
+        else:
             tokens.append(sum(batch.lengths))
             with_padding.append(CELLS * max(batch.lengths))
     profiles = {
@@ -415,6 +429,12 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=5, help="measured steps of each model (default: %(default)s)"
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10,
+        help="wall time after which no step is begun (default: %(default)s)",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--threads", type=int, help="of torch on a CPU (default: torch's own choice)"
@@ -437,7 +457,9 @@ def main() -> None:
         print("BertForMaskedLM was not run: transformers is not installed")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    took, tokens, with_padding, profiles = measure(device, arguments.steps, arguments.longest)
+    took, tokens, with_padding, profiles = measure(
+        device, arguments.steps, arguments.longest, arguments.minutes
+    )
     print(
         f"shape: H {HIDDEN}, {LAYERS} layers, {HEADS} heads, {GENES:,} genes, {CELLS} cells a step, "
         f"{statistics.mean(tokens) / CELLS:,.0f} genes a cell on average (at most {arguments.longest:,}), "
