@@ -58,7 +58,6 @@ from cellmill.data.stream.order import EpochLayout
 from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps
 
 WORLD = 4  # ranks among which cells are counted
-BINNED = "binned tokens"
 WHOLE = "continuous tokens, whole cells"
 WHOLE_TOKENS = 4_096  # more than the longest cell
 LANES = "8 lanes"
@@ -105,7 +104,11 @@ def main() -> None:
         "--beside", type=Path, metavar="FOLDER", help="a checkout whose stream takes turns too"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="PACKAGE", help="leave out the loaders of other packages"
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=[""],
+        help="leave out loaders whose row has none of these texts",
     )
     parser.add_argument(
         "--serve",
@@ -133,7 +136,7 @@ def main() -> None:
         commands = {
             key: [sys.executable, __file__, "--serve", *key]
             for key in LOADERS
-            if arguments.only is None or key[0] in arguments.only
+            if any(text in ", ".join(key) for text in arguments.only)
         }
         if arguments.beside:
             beside = commands_beside(arguments.beside.resolve())
@@ -423,8 +426,8 @@ def own(
 
 
 LOADERS: dict[Key, Callable[[Corpus, int], Epochs]] = (
-    {("cellmill", LANES, gives): own(8, gives) for gives in (CONTINUOUS, WHOLE, RANK, BINNED, RAW)}
-    | {("cellmill", "1 lane", gives): own(1, gives) for gives in (CONTINUOUS, RANK)}
+    {("cellmill", LANES, gives): own(8, gives) for gives in (CONTINUOUS, WHOLE, RANK, RAW)}
+    | {("cellmill", "1 lane", RANK): own(1, RANK)}
     | {
         ("cellmill", GENES_ORDER, gives): own(8, gives, "genes")
         for gives in (CONTINUOUS, WHOLE, RANK, RAW)
