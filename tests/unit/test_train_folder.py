@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder, cut_back, read_lines
 from cellmill.runs.identity import changed_keys, identity, is_done
-from cellmill.runs.lock import locked
+from cellmill.runs.lock import claim, holder_of, locked
 from cellmill.track.tracker import JsonlTracker
 from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD
@@ -324,18 +325,42 @@ def test_a_holder_on_another_host_is_not_signalled(tmp_path: Path) -> None:
             pass
 
 
-def test_a_file_system_without_locks_is_named(
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EROFS, 524])
+def test_a_lease_takes_the_place_of_a_missing_flock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for name, seconds in {"RENEW_S": 0.1, "LEASE_S": 1.5, "TICK_S": 0.05}.items():
+        monkeypatch.setattr(f"cellmill.runs.lock.{name}", seconds)
+    folder = TrainFolder(tmp_path)
+    with folder.locked():
+        holder = holder_of(tmp_path)
+        assert holder is not None
+        assert holder.pid == os.getpid()
+        with pytest.raises(DataError, match="another training is running"), folder.locked(0.5):
+            pass
+    assert holder_of(tmp_path) is None
+    with folder.locked(0.5):  # released: at once
+        pass
+    assert "this file system has no locks (no locks here)" in capsys.readouterr().out
+
+
+def test_a_lease_of_a_killed_process_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(file: object, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        raise OSError(errno.ENOSYS, "no locks here")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    expected = re.escape(
-        f"{tmp_path}: this file system has no locks (Function not implemented); use one where flock works"
-    )
-    with pytest.raises(DataError, match=expected), TrainFolder(tmp_path).locked():
-        pass
+    monkeypatch.setattr("cellmill.runs.lock.LEASE_S", 0.3)
+    monkeypatch.setattr("cellmill.runs.lock.TICK_S", 0.05)
+    claim(tmp_path / "lease", "1")
+    began = time.monotonic()
+    with TrainFolder(tmp_path).locked():
+        assert time.monotonic() - began >= 0.3
 
 
 def options(**train: Any) -> Any:

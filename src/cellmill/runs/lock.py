@@ -1,7 +1,8 @@
 """One training per folder: its lock, the claim of a running job, and a watch for its deletion.
 
 The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last
-process that inherited its file descriptor ends, for any reason.
+process that inherited its file descriptor ends, for any reason. On a file system without flock a
+claim in `FOLDER/lease`, as below, takes its place while the process lives.
 
 The claim of a running job makes sure that two jobs never work in one folder:
 
@@ -31,9 +32,10 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 from typing import TextIO
 
 from cellmill.errors import DataError
@@ -42,6 +44,7 @@ from cellmill.files import read_json, write_json
 RENEW_S = 10.0
 LEASE_S = 60.0
 TICK_S = 1.0
+LEASE = "lease"  # folder for claims to a lock on a file system without flock
 SURE_S = 5.0  # how long the folder has to be gone
 
 
@@ -119,15 +122,10 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
         printed = False
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lease = _take(file, folder)
                 break
-            except BlockingIOError:
+            except (BlockingIOError, Claimed):
                 holder = Holder.read(file)
-            except OSError as error:
-                raise DataError(
-                    f"{folder}: this file system has no locks ({error.strerror}); use one where flock works, such as "
-                    "Lustre mounted with -o flock"
-                ) from None
             if follows and holder.follows and not signalled and holder.hands_over(folder / "lock"):
                 os.kill(holder.pid, signal.SIGUSR1)
                 signalled = True
@@ -146,7 +144,45 @@ def locked(folder: Path, busy: str, wait_s: float = 60.0, follows: bool = False)
         user = user_name(os.getuid())
         json.dump(asdict(Holder(os.getpid(), os.uname().nodename, user, follows)), file)
         file.flush()
-        yield file.fileno()
+        with nullcontext() if lease is None else _renewing(lease):
+            yield file.fileno()
+
+
+def _take(file: TextIO, folder: Path) -> Claim | None:
+    """Take a lock by flock or, if the file system has none, by a claim, which is returned.
+
+    Raise BlockingIOError or Claimed if it is held.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        lease = claim(folder / LEASE, str(os.getpid()))
+        print(
+            f"{folder}: this file system has no locks ({error.strerror}): a file in {LEASE}/claims, renewed every "
+            f"{RENEW_S:g} s, takes their place",
+            flush=True,
+        )
+        return lease
+    return None
+
+
+@contextmanager
+def _renewing(lease: Claim) -> Iterator[None]:
+    """Renew a lease in a thread until the block ends; then release it."""
+    ended = Event()
+
+    def renew() -> None:
+        while not ended.wait(TICK_S):
+            lease.renew()
+
+    Thread(target=renew, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        lease.release()
 
 
 def holder_of(folder: Path) -> Holder | None:
@@ -161,8 +197,9 @@ def holder_of(folder: Path) -> Holder | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return Holder.read(file)
-            except OSError:  # a file system without locks: nobody can hold one
-                return None
+            except OSError:  # a file system without locks
+                if claimant(folder / LEASE):
+                    return Holder.read(file)
     except PermissionError:
         owner = user_name(folder.stat().st_uid)
         raise DataError(f"{folder}: this run belongs to {owner}, who alone may read it") from None
