@@ -201,7 +201,9 @@ def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
     """
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(h5py.File(path)) if is_hdf5(path) else None
+            file = (
+                stack.enter_context(h5py.File(path, "r", locking=False)) if is_hdf5(path) else None
+            )
             names = _format_of(path, file).names(path, file) if path.exists() else None
         except Exception:  # the stage reports a damaged file
             names = None

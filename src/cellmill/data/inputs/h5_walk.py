@@ -95,7 +95,7 @@ def _walk(path: bytes) -> None:
                         seen.add(address)
                         visit(item[name])
 
-    with suppress(Exception), h5py.File(path, "r") as file:
+    with suppress(Exception), h5py.File(path, "r", locking=False) as file:
         visit(file)
 
 
