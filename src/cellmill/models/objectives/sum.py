@@ -100,35 +100,36 @@ class Sum(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
         """Prepare every part; the model is given the batch of the part that hides tokens."""
-        first_views = batch
-        if isinstance(batch, ViewBatch) and batch.paired:  # drop second views and padding
-            first_views = replace(batch.cut(0, batch.paired), paired=0)
+        first_views = _first_views(batch)
         has_second_views = first_views is not batch
-        # prepare each part on the views that it reads
+        prepared = self._prepare_parts(batch, first_views, seed, step)
+        shown = self._choose_shown(prepared, has_second_views)
+        n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
+        return SumBatch(shown, _share_tokens(prepared, shown), n_targets)
+
+    def _prepare_parts(self, batch: Batch, first_views: Batch, seed: int, step: int) -> list[Any]:
+        """Batch of each part, prepared on the views that it reads."""
         prepared = []
-        hiding: Any = None  # batch of the part that hides tokens, if there is one
-        drawing: Any = None  # batch of the part that draws the view, if there is one
         for part in self.objectives.values():
             part.training = self.training
             part_view = batch if part.config.draws_view else first_views
-            part_batch = part.prepare(part_view, seed=seed, step=step)
-            prepared.append(part_batch)
+            prepared.append(part.prepare(part_view, seed=seed, step=step))
+        return prepared
+
+    def _choose_shown(self, prepared: list[Any], has_second_views: bool) -> Any:
+        """Batch that the model is given: what one part hides, it must not see."""
+        hiding_batch: Any = None  # of the part that hides tokens, if there is one
+        view_batch: Any = None  # of the part that draws the view, if there is one
+        for part, part_batch in zip(self.objectives.values(), prepared):
             if part.config.hides_tokens:
-                hiding = part_batch
+                hiding_batch = part_batch
             if part.config.draws_view:
-                drawing = part_batch
-        # choose the batch that the model is given
-        shown = drawing if has_second_views else prepared[0]
-        if hiding is not None:
-            shown = _add_second_views(hiding, drawing) if has_second_views else hiding
-        n_targets = torch.stack([part_batch.n_targets for part_batch in prepared])
-        # every part reads the same tokens, so nothing is hidden for one part and shown to another
-        if isinstance(shown, EncoderBatch):
-            shared = {name: getattr(shown, name) for name in SHARED}
-            for index, part_batch in enumerate(prepared):
-                if isinstance(part_batch, EncoderBatch):
-                    prepared[index] = replace(part_batch, **shared)
-        return SumBatch(shown, tuple(prepared), n_targets)
+                view_batch = part_batch
+        if hiding_batch is None:
+            return view_batch if has_second_views else prepared[0]
+        if has_second_views:
+            return _add_second_views(hiding_batch, view_batch)
+        return hiding_batch
 
     def loss(self, model: Any, states: Tensor, prepared: SumBatch) -> Tensor:
         all_shares = iter(prepared.shares or ())
@@ -179,6 +180,25 @@ class Sum(Objective):
 
 def _list_attributes(model: Any) -> Mapping[str, Any]:
     return {**dict(model.named_children()), **dict(model.named_parameters(recurse=False))}
+
+
+def _first_views(batch: Batch) -> Batch:
+    """`batch` without second views and their padding; the same object if it has none."""
+    if isinstance(batch, ViewBatch) and batch.paired:
+        return replace(batch.cut(0, batch.paired), paired=0)
+    return batch
+
+
+def _share_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
+    """`prepared` with the tokens of `shown`: nothing is hidden for one part and shown to another."""
+    if not isinstance(shown, EncoderBatch):
+        return tuple(prepared)
+    tokens = {name: getattr(shown, name) for name in SHARED}
+    batches = []
+    for part_batch in prepared:
+        reads_tokens = isinstance(part_batch, EncoderBatch)
+        batches.append(replace(part_batch, **tokens) if reads_tokens else part_batch)
+    return tuple(batches)
 
 
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
