@@ -23,7 +23,7 @@ from cellmill.models.counter_rng import (
     threshold,
 )
 from cellmill.models.objectives.shared.terms import vicreg
-from cellmill.models.objectives.shared.views import HIDE, ViewBatch, draw_share, draw_view
+from cellmill.models.objectives.shared.views import DrawKey, ViewBatch, draw_hidden_frac, draw_view
 from cellmill.planner.size import measure
 from tests.checks import assert_near, check_gradients, loss_by_shares
 from tests.models import KEYS, ONE_LAYER, initialized, prepare, random_cells, seeded, spec
@@ -162,13 +162,13 @@ def test_a_thinned_cell_is_drawn_by_a_separate_generator() -> None:
     batch = to_tensors(_batch())
     view = _view(_batch(), "thin", step=3)
     state = host_state(batch.cells.numpy(), 1, 3)
-    shares = draw_share(state, _config("thin")).tolist()
-    keys = keyed_bits(batch.cells, 1, 3, HIDE).tolist()
+    hidden_fracs = draw_hidden_frac(state, _config("thin")).tolist()
+    keys = keyed_bits(batch.cells, 1, 3, DrawKey.HIDE).tolist()
     counts_by_cell = batch.counts.split(batch.lengths)
     expected = []
-    for counts, share, key in zip(counts_by_cell, shares, keys):
+    for counts, hidden_frac, key in zip(counts_by_cell, hidden_fracs, keys):
         bits = np.random.Philox(key=key)
-        hidden = np.random.Generator(bits).binomial(counts.numpy(), share)
+        hidden = np.random.Generator(bits).binomial(counts.numpy(), hidden_frac)
         expected += hidden[hidden > 0].tolist()
     assert view.profile_count.tolist() == expected
 

@@ -87,7 +87,7 @@ class MaskedGeneConfig(MaskedObjectiveConfig):
     name: Literal["masked_gene"] = "masked_gene"
 
 
-class HiddenShareConfig(ObjectiveConfig):
+class HiddenFracConfig(ObjectiveConfig):
     """Options of objectives that hide a random fraction of each cell."""
 
     needs_counts = True
@@ -106,7 +106,7 @@ class HiddenShareConfig(ObjectiveConfig):
             yield f"min_hidden_frac: expected at most {self.max_hidden_frac:g}, the maximum; lower it"
 
 
-class QueryDecodingConfig(HiddenShareConfig):
+class QueryDecodingConfig(HiddenFracConfig):
     """Predict the value of each queried gene, zeros included, from the cell embedding and the gene."""
 
     implementation = "cellmill.models.objectives.query_decoding:QueryDecoding"
@@ -373,7 +373,7 @@ class SumConfig(ObjectiveConfig):
             part.check_tokens(tokens)
 
 
-class DecodingConfig(HiddenShareConfig):
+class DecodingConfig(HiddenFracConfig):
     """Options of objectives that predict expression, over the whole vocabulary, from the cell
     embedding.
     """

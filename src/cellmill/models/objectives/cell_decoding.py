@@ -112,8 +112,8 @@ class CellDecoding(Objective):
             cell_sums = np.bincount(cell, weights.numpy(), len(n_entries))
             weights /= torch.from_numpy(cell_sums[cell])
         # cells with tokens in both views; second views follow the first views
-        lengths = torch.tensor(batch.lengths[: 2 * batch.paired], dtype=torch.int64)
-        first_lengths, second_lengths = lengths.view(2, batch.paired)
+        lengths = torch.tensor(batch.lengths[: 2 * batch.n_paired], dtype=torch.int64)
+        first_lengths, second_lengths = lengths.view(2, batch.n_paired)
         is_pair = (first_lengths > 0) & (second_lengths > 0)
         first_views = is_pair.nonzero().flatten()
         return DecodingBatch.prepared(
@@ -125,7 +125,7 @@ class CellDecoding(Objective):
             genes_hidden=batch.profile_gene,
             weights=weights.float(),
             n_targets=torch.tensor(len(target_cells)),
-            pairs=torch.stack([first_views, first_views + batch.paired]),
+            pairs=torch.stack([first_views, first_views + batch.n_paired]),
         )
 
     @property

@@ -44,14 +44,11 @@ from cellmill.models.objective import (
     r2_verdict,
     value_loss,
 )
-from cellmill.models.objectives.shared.views import make_tokens
+from cellmill.models.objectives.shared.views import DrawKey, make_tokens
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import rows_at, token_logits
 
 NEVER = 2**63 - 1  # the highest draw, of tokens that are not masked
-# last keys of a masked token's draws: what the model sees of it, and random content
-FATE = 2
-CONTENT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +132,7 @@ class MaskedObjective(Objective):
         # validation hides everything that is masked
         if self._shows_content and self.training:
             # low draws hide a token, middle draws show random content, high draws its own content
-            fates = keyed_bits(keys, FATE)
+            fates = keyed_bits(keys, DrawKey.FATE)
             kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
             is_low = fates < threshold(1 - config.keep_frac - config.random_frac)
             hidden = masked & ~kept & is_low
@@ -212,7 +209,7 @@ class MaskedValue(MaskedObjective):
         random = mask.random & has_donor
         # donor of each random token: a random visible token of its cell
         cell = mask.cell[random]
-        draws = keyed_bits(mask.keys[random], CONTENT)
+        draws = keyed_bits(mask.keys[random], DrawKey.CONTENT)
         chosen = donors[first_donor[cell] + draws % n_donors[cell]]
         shown = values.masked_fill(hidden, 0)
         shown[random] = values[chosen]
@@ -300,7 +297,7 @@ class MaskedGene(MaskedObjective):
         """Hide genes, or replace them by a random gene of the vocabulary."""
         genes = batch.genes.masked_fill(mask.hidden, MASK_TOKEN)
         if self._shows_content and self.training:
-            random_genes = len(SPECIAL) + keyed_bits(mask.keys, CONTENT) % self.n_genes
+            random_genes = len(SPECIAL) + keyed_bits(mask.keys, DrawKey.CONTENT) % self.n_genes
             genes = torch.where(mask.random, random_genes, genes)
         return {"genes": genes}
 

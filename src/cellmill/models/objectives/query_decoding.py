@@ -38,10 +38,8 @@ from cellmill.models.objective import (
     r2_over,
     r2_verdict,
 )
-from cellmill.models.objectives.shared.views import HIDE, draw_share, make_tokens, uniform
+from cellmill.models.objectives.shared.views import DrawKey, draw_hidden_frac, make_tokens, uniform
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
-
-UNDETECTED = 4  # last key of draws, after those of `shared.views`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ def _draw_undetected(
     """
     drawn_cell = torch.repeat_interleave(n_drawn)
     draw = _rank_in_cell(n_drawn, drawn_cell)
-    bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw, UNDETECTED)
+    bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw, DrawKey.UNDETECTED)
     k = bits % n_lacking[drawn_cell]
     cell, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
@@ -144,8 +142,8 @@ class QueryDecoding(Objective):
         cell, position = positions(batch)
         # `(T,)`: hide each token with the probability of its cell
         state = host_state(batch.cells.numpy(), seed, step)
-        hidden_frac = torch.from_numpy(draw_share(state, self.config))  # `(C,)`
-        bits = host_state(position.numpy(), HIDE, state=state[cell.numpy()])
+        hidden_frac = torch.from_numpy(draw_hidden_frac(state, self.config))  # `(C,)`
+        bits = host_state(position.numpy(), DrawKey.HIDE, state=state[cell.numpy()])
         is_hidden = torch.from_numpy(uniform(bits)) < hidden_frac[cell]
         # queries of detected genes
         keys = torch.from_numpy((bits >> np.uint64(1)).view(np.int64))

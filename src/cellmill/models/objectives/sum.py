@@ -184,8 +184,8 @@ def _list_attributes(model: Any) -> Mapping[str, Any]:
 
 def _first_views(batch: Batch) -> Batch:
     """`batch` without second views and their padding; the same object if it has none."""
-    if isinstance(batch, ViewBatch) and batch.paired:
-        return replace(batch.cut(0, batch.paired), paired=0)
+    if isinstance(batch, ViewBatch) and batch.n_paired:
+        return replace(batch.cut(0, batch.n_paired), n_paired=0)
     return batch
 
 

@@ -11,6 +11,7 @@ batch.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from cellmill.config.parts.objectives import (
     CellDecodingConfig,
     DenoiseConfig,
-    HiddenShareConfig,
+    HiddenFracConfig,
     PerturbationResponseConfig,
 )
 from cellmill.config.parts.tokens import SPECIAL
@@ -30,10 +31,21 @@ from cellmill.data.stream.batch import Batch, Tokenizer
 from cellmill.models.counter_rng import host_state
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# last keys of draws: a cell's shares, and what is hidden
-SHARE = 2
-HIDE = 3
-DROP_SHARE = 4
+
+
+class DrawKey(IntEnum):
+    """Last key of a draw. Members of one value differ in the keys before them, which comments name."""
+
+    # cell, seed, step: fractions of the cell; in view drop_thin the first is of counts
+    HIDDEN_FRAC = 2
+    DROPPED_FRAC = 4
+    # the same, and for whole genes the position too: what is hidden
+    HIDE = 3
+    # cell, seed, step, number of the draw: genes that the cell lacks
+    UNDETECTED = 4
+    # bits that mask a token: what the model sees of it, and random content
+    FATE = 2
+    CONTENT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +55,8 @@ class ViewBatch(Batch):
     profile_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
     profile_gene: Tensor  # `(entries,)` int64: token id
     profile_count: Tensor  # `(entries,)` int64, above 0
-    paired: int = 0
-    """Number of second views in the batch: cell i + paired is the hidden part of cell i."""
+    n_paired: int = 0
+    """Number of second views in the batch: cell i + n_paired is the hidden part of cell i."""
 
 
 def draw_view(
@@ -62,13 +74,13 @@ def draw_view(
     predicted = counts if config.target == "all" else hidden
     entries = np.flatnonzero(predicted)
     per_cell = batch.arrays("cell")
-    paired = 0
+    n_paired = 0
     if config.view_loss is not None:
         # second views, of what is hidden, follow the first
         genes = np.concatenate([genes, genes])
         shown = np.concatenate([shown, hidden])
         ends = np.concatenate([ends, ends[1:] + ends[-1]])
-        paired = len(batch.lengths)
+        n_paired = len(batch.lengths)
         per_cell = {name: torch.cat([array, array]) for name, array in per_cell.items()}
         # ids of second views differ, and with them the keys of their dropout
         per_cell["cells"] = torch.cat([batch.cells, ~batch.cells])
@@ -78,7 +90,7 @@ def draw_view(
         profile_cell=torch.from_numpy(cell[entries]),
         profile_gene=batch.genes[torch.from_numpy(entries)],
         profile_count=torch.from_numpy(predicted[entries]),
-        paired=paired,
+        n_paired=n_paired,
     )
 
 
@@ -92,23 +104,27 @@ def _draw_shown(
     shown = counts
     # hide whole genes
     if config.view != "thin":
-        dropped_frac = draw_share(state, config, SHARE if config.view == "drop" else DROP_SHARE)
-        draws = uniform(host_state(positions_in_rows(ends), HIDE, state=state[cell]))
+        key = DrawKey.HIDDEN_FRAC if config.view == "drop" else DrawKey.DROPPED_FRAC
+        dropped_frac = draw_hidden_frac(state, config, key)
+        bits = host_state(positions_in_rows(ends), DrawKey.HIDE, state=state[cell])
+        draws = uniform(bits)
         shown = counts * (draws >= dropped_frac[cell])
     # hide a binomial part of each count that is left
     if config.view != "drop":
         entries = np.flatnonzero(shown)  # leaves out draws from 0, which take no random number
         entry_ends = np.searchsorted(entries, ends)
-        removed_frac = draw_share(state, config)
-        keys = host_state(HIDE, state=state)
+        removed_frac = draw_hidden_frac(state, config)
+        keys = host_state(DrawKey.HIDE, state=state)
         removed = _draw_binomials(shown[entries], entry_ends, removed_frac, keys)
         shown = shown.copy()
         shown[entries] -= removed
     return shown
 
 
-def draw_share(state: np.ndarray, config: HiddenShareConfig, key: int = SHARE) -> np.ndarray:
-    """Return the hidden share of each cell, `(cells,)` float64, from its state after seed and step."""
+def draw_hidden_frac(
+    state: np.ndarray, config: HiddenFracConfig, key: DrawKey = DrawKey.HIDDEN_FRAC
+) -> np.ndarray:
+    """Hidden fraction of each cell, `(cells,)` float64, from its state after seed and step."""
     low = config.min_hidden_frac
     high = config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
