@@ -33,7 +33,7 @@ from cellmill.evaluate.components import RankedGenes, choose_variable_genes
 from cellmill.evaluate.evaluated import read_training_counts
 from cellmill.evaluate.features import features_of_counts, read_rows
 from cellmill.evaluate.inference.embed import embed_cells
-from cellmill.evaluate.labels import choose_cells, predict_halves
+from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
@@ -321,7 +321,7 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
             genes[tested]
         )
     context = replace(context, baselines=BaselineCache())
-    np.testing.assert_array_equal(predict_halves(context), expected)
+    np.testing.assert_array_equal(predict_from_other_half(context), expected)
     assert len(context.baselines.predictions) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1

@@ -251,8 +251,8 @@ def test_a_gap_in_words() -> None:
 
 def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     labels = np.array(list("aaabbc"))
-    halves = np.array(list("aabbbx"))
-    made = Predictions(labels, 2, halves=halves)
+    ceiling_labels = np.array(list("aabbbx"))
+    made = Predictions(labels, 2, ceiling_labels=ceiling_labels)
     for repetition, cells in enumerate(([0, 1, 3, 5], [0, 1, 2, 3, 4])):
         predicted = {
             name: np.array(list(text))[cells]
@@ -265,10 +265,10 @@ def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     np.testing.assert_array_equal(column.trivial[MAJORITY][1], [1, 1, 1, 0, 0, np.nan])
     np.testing.assert_array_equal(column.ceiling[1][0], [1, 1, np.nan, 1, np.nan, 0])
     np.testing.assert_array_equal(column.ceiling[1][1], [1, 1, 0, 1, 1, np.nan])
-    halves[5] = ""  # a class of too few cells for halves
+    ceiling_labels[5] = ""  # a class of too few cells for halves
     assert np.isnan(made.column("x", "accuracy", "x", "accuracy").ceiling[1][0, 5])  # type: ignore[index]
     assert made.column("x", "macro_f1", "x", "macro-F1").ceiling is None
-    halves[:] = ""
+    ceiling_labels[:] = ""
     assert made.column("x", "accuracy", "x", "accuracy").gap() is None
 
 

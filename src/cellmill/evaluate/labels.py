@@ -108,7 +108,7 @@ def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX
     )
 
 
-def predict_halves(context: Context) -> np.ndarray:
+def predict_from_other_half(context: Context) -> np.ndarray:
     """Label of each cell, text `(n_obs,)`, by the regression on all genes, fitted on the labels of
     the other half of the cells; "" for none.
 
@@ -129,12 +129,12 @@ def predict_halves(context: Context) -> np.ndarray:
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, 6).permutation(len(labels))
     by_label = order[np.argsort(labels[order], kind="stable")]
-    half = np.ones(len(labels), bool)
-    half[by_label[1::2]] = False
+    is_first_half = np.ones(len(labels), bool)
+    is_first_half[by_label[1::2]] = False
     with small_problems():
-        for tested in (half, ~half):
+        for is_tested in (is_first_half, ~is_first_half):
             fitted = CachedClassifiers(
-                context.baselines.predictions, classifier, genes[~tested], labels[~tested]
+                context.baselines.predictions, classifier, genes[~is_tested], labels[~is_tested]
             )
-            predicted[cells[tested]] = fitted.predict(genes[tested])[REGRESSION]
+            predicted[cells[is_tested]] = fitted.predict(genes[is_tested])[REGRESSION]
     return predicted

@@ -127,8 +127,8 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
         return Estimate(mean, mean, mean, 0.0)
     parts = (over_cells, over_repetitions)
     freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
-    half = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
-    return Estimate(mean, mean - half, mean + half, over_cells[0] ** 0.5)
+    half_width = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
+    return Estimate(mean, mean - half_width, mean + half_width, over_cells[0] ** 0.5)
 
 
 def _clustered(sums: np.ndarray) -> tuple[float, int]:
@@ -258,8 +258,8 @@ class Predictions:
     labels: np.ndarray  # class of each cell; text
     repetitions: int
     others: tuple[str, ...] = ()  # classes that no cell has and a method may predict
-    # class of each cell by `labels.predict_halves`, the ceiling; "" for none
-    halves: np.ndarray | None = None
+    # class of each cell, text, by `labels.predict_from_other_half`; "" for none
+    ceiling_labels: np.ndarray | None = None
     by_condition: dict[str, Arrays] = field(default_factory=dict)
     """Class numbers `(repetitions, cells)` int64 of each method, NOT_TESTED for cells that a
     repetition does not test.
@@ -291,13 +291,13 @@ class Predictions:
         }
         column = ScoreColumn(heading, words, scores)
         is_tested = next(iter(methods.values())) != NOT_TESTED
-        if self.halves is None:
+        if self.ceiling_labels is None:
             return column
-        if metric != "accuracy" and (is_tested & (self.halves == "")).any():
+        if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
             return column  # an F1 over some of the cells would be another one
         number_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
         unknown = len(number_of_class)  # is never right
-        ceiling = np.array([number_of_class.get(name, unknown) for name in self.halves])
+        ceiling = np.array([number_of_class.get(name, unknown) for name in self.ceiling_labels])
         largest = np.bincount(self.truth).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:

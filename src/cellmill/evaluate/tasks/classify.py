@@ -27,7 +27,7 @@ from cellmill.evaluate.components import (
     pca,
 )
 from cellmill.evaluate.features import cell_features
-from cellmill.evaluate.labels import labelled_cells, predict_halves
+from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
@@ -63,7 +63,9 @@ class Probe(Task):
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         predictions = Predictions(
-            chosen.labels, config.seeds, halves=predict_halves(context)[chosen.cells]
+            chosen.labels,
+            config.seeds,
+            ceiling_labels=predict_from_other_half(context)[chosen.cells],
         )
         splits = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(
@@ -186,7 +188,9 @@ class FewShot(Task):
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
         predictions = Predictions(
-            chosen.labels, config.draws, halves=predict_halves(context)[chosen.cells]
+            chosen.labels,
+            config.draws,
+            ceiling_labels=predict_from_other_half(context)[chosen.cells],
         )
         n_classes = {}
         left_out = {}
@@ -222,7 +226,7 @@ class LeaveOut(Task):
             raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
         chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
         labels = chosen.labels
-        halves = predict_halves(context)[chosen.cells]
+        ceiling_labels = predict_from_other_half(context)[chosen.cells]
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
         columns: list[ScoreColumn] = []
         numbers = chosen.numbers
@@ -242,7 +246,7 @@ class LeaveOut(Task):
             }
             if not splits:
                 continue
-            predictions = Predictions(labels, len(splits), halves=halves)
+            predictions = Predictions(labels, len(splits), ceiling_labels=ceiling_labels)
             predict_splits(
                 predictions, features, splits, self.config.neighbors, context, components=COMPONENTS
             )

@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.fitted import fit_all, predict_all, select_ce
 from cellmill.evaluate.components import COMPONENTS, pca
 from cellmill.evaluate.evaluated import PCA_CELLS, read_training_counts
 from cellmill.evaluate.features import features_of_counts, keep_columns, read_rows
-from cellmill.evaluate.labels import labelled_cells, predict_halves
+from cellmill.evaluate.labels import labelled_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
@@ -124,7 +124,9 @@ class Degraded(Task):
         chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
         whole = read_rows(context.reader, chosen.cells)
         predictions = Predictions(
-            chosen.labels, config.repeats, halves=predict_halves(context)[chosen.cells]
+            chosen.labels,
+            config.repeats,
+            ceiling_labels=predict_from_other_half(context)[chosen.cells],
         )
         training = TrainingCounts.read(context)
         for repeat in range(config.repeats):

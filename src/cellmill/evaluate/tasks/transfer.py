@@ -22,7 +22,7 @@ from cellmill.evaluate.components import COMPONENTS, RankedGenes, pca
 from cellmill.evaluate.evaluated import EvaluatedModel, is_label
 from cellmill.evaluate.features import read_rows
 from cellmill.evaluate.inference.predict import tally
-from cellmill.evaluate.labels import choose_cells, predict_halves
+from cellmill.evaluate.labels import choose_cells, predict_from_other_half
 from cellmill.evaluate.methods import (
     EMBEDDING,
     FULL_PANEL,
@@ -266,8 +266,8 @@ class Transfer(Task):
             classifiers = fit_all(fitted_features, labels, self.config.neighbors, context)
             predicted = predict_all(classifiers, tested_features)
         predicted[MAJORITY] = majority(labels, len(tested.labels))
-        halves = predict_halves(context)[tested.cells]
-        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)), halves)
+        ceiling_labels = predict_from_other_half(context)[tested.cells]
+        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)), ceiling_labels)
         for condition, is_chosen in ((KNOWN, compared.is_known), (NEW, ~compared.is_known)):
             cells = np.flatnonzero(is_chosen)
             if len(cells):
