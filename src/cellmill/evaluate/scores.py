@@ -97,7 +97,10 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
 
 
 def _f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
-    """F1 plus its derivative by the weight of each cell, times the number of cells."""
+    """Linear terms of F1: `F1 + n * dF1/dw_i`, whose mean over cells is F1.
+
+    `n` is the number of cells, `w_i` the weight of cell i in F1.
+    """
     n = len(true)
     classes = np.union1d(true, guessed)
     is_class = true[:, None] == classes  # (cells, classes), as are is_guess and derivatives
@@ -120,21 +123,22 @@ def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     mean = float(differences[is_tested].mean())
     # what each cell and repetition adds to the mean; cells and repetitions are the clusters
     shares = np.where(is_tested, differences - mean, 0) / is_tested.sum()
-    over_cells = _clustered(shares.sum(0)[is_tested.any(0)])
-    over_repetitions = _clustered(shares.sum(1))
-    variance = over_cells[0] + over_repetitions[0]
+    cells_variance, n_cells = _cluster_variance(shares.sum(0)[is_tested.any(0)])
+    repetitions_variance, n_repetitions = _cluster_variance(shares.sum(1))
+    variance = cells_variance + repetitions_variance
     if variance <= 1e-20:  # the methods differ by the same in every cell
         return Estimate(mean, mean, mean, 0.0)
-    parts = (over_cells, over_repetitions)
+    parts = ((cells_variance, n_cells), (repetitions_variance, n_repetitions))
     freedom = variance**2 / sum(part**2 / max(n - 1, 1) for part, n in parts)
     half_width = float(stdtrit(freedom, (1 + LEVEL) / 2) * variance**0.5)
-    return Estimate(mean, mean - half_width, mean + half_width, over_cells[0] ** 0.5)
+    return Estimate(mean, mean - half_width, mean + half_width, cells_variance**0.5)
 
 
-def _clustered(sums: np.ndarray) -> tuple[float, int]:
+def _cluster_variance(sums: np.ndarray) -> tuple[float, int]:
     """Variance from the sums of clusters, and the number of clusters; 0 with one cluster."""
     n = len(sums)
-    return (float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0), n
+    variance = float(n / (n - 1) * (sums**2).sum()) if n > 1 else 0.0
+    return variance, n
 
 
 def share_closed(
@@ -289,10 +293,17 @@ class Predictions:
         scores = {
             method: cell_scores(metric, self.truth, numbers) for method, numbers in methods.items()
         }
-        column = ScoreColumn(heading, words, scores)
-        is_tested = next(iter(methods.values())) != NOT_TESTED
+        return self._with_gap(ScoreColumn(heading, words, scores), metric, methods)
+
+    def _with_gap(self, column: ScoreColumn, metric: str, methods: Arrays) -> ScoreColumn:
+        """The column with the trivial methods and the ceiling; without these if there is no ceiling
+        for the metric.
+
+        `methods` are predicted class numbers, `(repetitions, cells)`.
+        """
         if self.ceiling_labels is None:
             return column
+        is_tested = next(iter(methods.values())) != NOT_TESTED
         if metric != "accuracy" and (is_tested & (self.ceiling_labels == "")).any():
             return column  # an F1 over some of the cells would be another one
         number_of_class = dict(zip(self.classes, range(len(self.classes)))) | {"": NOT_TESTED}
@@ -304,7 +315,7 @@ class Predictions:
             return cell_scores(metric, self.truth, np.where(is_tested, predicted, NOT_TESTED))
 
         largest_scores = score_tested(largest)
-        majority_scores = scores.get(MAJORITY, largest_scores)
+        majority_scores = column.scores.get(MAJORITY, largest_scores)
         trivial = {MAJORITY: majority_scores, LARGEST_CLASS: largest_scores}
         return replace(column, trivial=trivial, ceiling=(HALF_LABELS, score_tested(ceiling)))
 
