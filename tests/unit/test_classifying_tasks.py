@@ -42,7 +42,7 @@ from cellmill.evaluate.methods import (
     UNTRAINED,
     WITH_COMPONENTS,
 )
-from cellmill.evaluate.scores import Predictions, ScoreColumn, table_rows
+from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.classify import (
@@ -84,16 +84,16 @@ def _predicted(
     seed: int = 0,
     neighbors: int,
     components: int,
-) -> Predictions:
+) -> ClassPredictions:
     """Predictions in five folds."""
-    predictions = Predictions(labels, seeds)
+    predictions = ClassPredictions(labels, seeds)
     splits = split_by_class(labels, 5, seeds, seed)
     context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
     predict_splits(predictions, features, splits, neighbors, context, components=components)
     return predictions
 
 
-def _columns(predictions: Predictions) -> list[ScoreColumn]:
+def _columns(predictions: ClassPredictions) -> list[ScoreColumn]:
     return [predictions.column("", metric, metric, words) for metric, words in METRICS.items()]
 
 
@@ -233,7 +233,7 @@ def test_verdicts_compare_the_best_rows() -> None:
         (TRAINING_COMPONENTS, "kNN"): 9,
         (TRAINING_COMPONENTS, "logistic regression, unscaled"): 5,
     }
-    predictions = Predictions(labels, 1)
+    predictions = ClassPredictions(labels, 1)
     for (features, classifier), n in wrong.items():
         predicted = np.where(np.arange(20) < n, np.roll(labels, 1), labels)
         method = replace(features, classifier=classifier)

@@ -9,8 +9,8 @@ from sklearn.metrics import accuracy_score, f1_score
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
 from cellmill.evaluate.scores import (
     NOT_TESTED,
+    ClassPredictions,
     Estimate,
-    Predictions,
     ScoreColumn,
     cell_scores,
     paired_difference,
@@ -85,7 +85,7 @@ def test_the_interval_equals_a_calculation_by_hand() -> None:
 
 def test_the_table_has_means_over_repetitions() -> None:
     labels = np.array(["a", "b", "b", "a"])
-    made = Predictions(labels, 2)
+    made = ClassPredictions(labels, 2)
     for repetition, (own, other) in enumerate([("abba", "bbba"), ("abbb", "aaba")]):
         predicted = {OWN: np.array([*own]), OTHER: np.array([*other])}
         made.record("x", repetition, np.arange(4), predicted)
@@ -252,7 +252,7 @@ def test_a_gap_in_words() -> None:
 def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     labels = np.array(list("aaabbc"))
     ceiling_labels = np.array(list("aabbbx"))
-    made = Predictions(labels, 2, ceiling_labels=ceiling_labels)
+    made = ClassPredictions(labels, 2, ceiling_labels=ceiling_labels)
     for repetition, cells in enumerate(([0, 1, 3, 5], [0, 1, 2, 3, 4])):
         predicted = {
             name: np.array(list(text))[cells]

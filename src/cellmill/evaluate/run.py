@@ -30,8 +30,8 @@ from cellmill.launch.signals import belong_to_parent, interrupted_later
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
 MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
-Predicted = dict[str, np.ndarray]
-"""Predictions of baselines, see `BaselineCache.predictions`."""
+BaselinePredictions = dict[str, np.ndarray]
+"""Predictions by digest, see `BaselineCache.predictions`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Work:
     context: Context
     path: Path  # see `FinishedTasks.path`
 
-    def run(self) -> tuple[TaskResult, Predicted]:
+    def run(self) -> tuple[TaskResult, BaselinePredictions]:
         """The result, and what was added to the predictions of baselines."""
         started = time.perf_counter()
         baselines = self.context.baselines
@@ -75,7 +75,7 @@ def _works(tasks: dict[str, Task], context: Context, finished: FinishedTasks) ->
 _inherited: list[_Work] = []  # work on the current dataset, which forked processes inherit
 
 
-def _run_inherited(number: int) -> tuple[TaskResult, Predicted]:
+def _run_inherited(number: int) -> tuple[TaskResult, BaselinePredictions]:
     return _inherited[number].run()
 
 
@@ -139,7 +139,7 @@ def run_tasks(
     on_gpu = next(context.model.network.parameters()).is_cuda
     n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(missing), MOST_PROCESSES)
     waiting = {work.name: None for work in missing}
-    calls: Iterable[tuple[_Work, Callable[[], tuple[TaskResult, Predicted]]]]
+    calls: Iterable[tuple[_Work, Callable[[], tuple[TaskResult, BaselinePredictions]]]]
     calls = ((work, work.run) for work in missing)
     with ExitStack() as stack:
         if n_processes > 1:

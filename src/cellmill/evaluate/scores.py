@@ -256,7 +256,7 @@ class ScoreColumn:
 
 
 @dataclass
-class Predictions:
+class ClassPredictions:
     """Predicted classes of the same cells by method, condition and repetition."""
 
     labels: np.ndarray  # class of each cell; text

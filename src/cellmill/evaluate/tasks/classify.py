@@ -41,7 +41,7 @@ from cellmill.evaluate.methods import (
     Arrays,
     Features,
 )
-from cellmill.evaluate.scores import Predictions, ScoreColumn, tabulate
+from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, tabulate
 from cellmill.evaluate.splits import Split, draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult, Verdict
@@ -62,7 +62,7 @@ class Probe(Task):
         config = self.config
         chosen = labelled_cells(context, "probe", options.folds, "evaluate.folds")
         features = cell_features(context, chosen.cells, context.vectors[chosen.cells])
-        predictions = Predictions(
+        predictions = ClassPredictions(
             chosen.labels,
             config.seeds,
             ceiling_labels=predict_from_other_half(context)[chosen.cells],
@@ -84,7 +84,7 @@ class Probe(Task):
 
 
 def predict_splits(
-    predictions: Predictions,
+    predictions: ClassPredictions,
     features: Features,
     splits: Iterable[Split],
     neighbors: int,
@@ -187,7 +187,7 @@ class FewShot(Task):
         fewest = min(config.shots) + FEWEST_TESTED
         chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
-        predictions = Predictions(
+        predictions = ClassPredictions(
             chosen.labels,
             config.draws,
             ceiling_labels=predict_from_other_half(context)[chosen.cells],
@@ -246,7 +246,7 @@ class LeaveOut(Task):
             }
             if not splits:
                 continue
-            predictions = Predictions(labels, len(splits), ceiling_labels=ceiling_labels)
+            predictions = ClassPredictions(labels, len(splits), ceiling_labels=ceiling_labels)
             predict_splits(
                 predictions, features, splits, self.config.neighbors, context, components=COMPONENTS
             )

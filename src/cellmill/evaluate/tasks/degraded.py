@@ -31,7 +31,7 @@ from cellmill.evaluate.methods import (
     Features,
     add_note,
 )
-from cellmill.evaluate.scores import Predictions, seeded, tabulate
+from cellmill.evaluate.scores import ClassPredictions, seeded, tabulate
 from cellmill.evaluate.splits import Split, split_by_class
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import majority
@@ -123,7 +123,7 @@ class Degraded(Task):
             raise Skipped("sequences have no counts or genes to lose")
         chosen = labelled_cells(context, config.name, options.folds, "evaluate.folds", MAX_CELLS)
         whole = read_rows(context.reader, chosen.cells)
-        predictions = Predictions(
+        predictions = ClassPredictions(
             chosen.labels,
             config.repeats,
             ceiling_labels=predict_from_other_half(context)[chosen.cells],

@@ -87,8 +87,8 @@ def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Expression of test cells of one fold by one method."""
+class FoldPrediction:
+    """Expression of the test cells of one fold, predicted by one method."""
 
     method: ScoredMethod
     repetition: int
@@ -302,7 +302,7 @@ class Imputation(Task):
         return genes
 
     def _tabulate(
-        self, hidden: HiddenGenes, predictions: Iterable[Prediction]
+        self, hidden: HiddenGenes, predictions: Iterable[FoldPrediction]
     ) -> list[ScoreColumn]:
         """A column for each metric: means over the folds of a repetition, for methods that have the
         metric.
@@ -334,7 +334,7 @@ class Imputation(Task):
 
     def _predict(
         self, hidden: HiddenGenes, trained: TrainingCells | None, folds: list[Split]
-    ) -> Iterator[Prediction]:
+    ) -> Iterator[FoldPrediction]:
         """Predictions of the test cells of each fold: by the model and methods fitted on training
         cells, then by methods fitted on the other folds.
         """
@@ -350,7 +350,9 @@ class Imputation(Task):
         for fold in folds:
             for method, values in by_method.items():
                 tested_values = values[fold.test]
-                yield Prediction(method, fold.repetition, n_repetitions, fold.test, tested_values)
+                yield FoldPrediction(
+                    method, fold.repetition, n_repetitions, fold.test, tested_values
+                )
         expression = hidden.expression()
         profiles = hidden.profiles
         for fold in folds:
@@ -366,7 +368,7 @@ class Imputation(Task):
             )
             for method, values in by_method.items():
                 noted = note_folds(method)
-                yield Prediction(noted, fold.repetition, n_repetitions, test, values)
+                yield FoldPrediction(noted, fold.repetition, n_repetitions, test, values)
 
 
 def note_folds(method: ScoredMethod) -> ScoredMethod:

@@ -33,7 +33,7 @@ from cellmill.evaluate.methods import (
     Features,
     add_note,
 )
-from cellmill.evaluate.scores import NOT_TESTED, Predictions, ScoreColumn, table_rows, tabulate
+from cellmill.evaluate.scores import NOT_TESTED, ClassPredictions, ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.classify import METRICS, majority
 from cellmill.evaluate.tasks.degraded import stack_levels
@@ -255,7 +255,7 @@ class Transfer(Task):
         )
         return ComparedCells(fitted, tested, genes, int(is_copy.sum()))
 
-    def _predict(self, context: Context, compared: ComparedCells) -> Predictions:
+    def _predict(self, context: Context, compared: ComparedCells) -> ClassPredictions:
         """Classes of the tested cells: those of a fitted label, and the others."""
         tested = compared.tested
         labels = compared.fitted_labels
@@ -267,7 +267,7 @@ class Transfer(Task):
             predicted = predict_all(classifiers, tested_features)
         predicted[MAJORITY] = majority(labels, len(tested.labels))
         ceiling_labels = predict_from_other_half(context)[tested.cells]
-        predictions = Predictions(tested.labels, 1, tuple(np.unique(labels)), ceiling_labels)
+        predictions = ClassPredictions(tested.labels, 1, tuple(np.unique(labels)), ceiling_labels)
         for condition, is_chosen in ((KNOWN, compared.is_known), (NEW, ~compared.is_known)):
             cells = np.flatnonzero(is_chosen)
             if len(cells):
@@ -315,7 +315,7 @@ def _are_ids(groups: list[CellGroup]) -> bool:
     return True
 
 
-def _result(predictions: Predictions, numbers: dict[str, Any], ids: bool) -> TaskResult:
+def _result(predictions: ClassPredictions, numbers: dict[str, Any], ids: bool) -> TaskResult:
     columns: list[ScoreColumn] = []
     steps: list[ScoreColumn] = []
     confusion = None

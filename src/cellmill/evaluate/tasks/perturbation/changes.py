@@ -40,6 +40,8 @@ ALPHAS = np.logspace(-2, 4, 13)
 MIN_FITTED = 3  # training units with features that a linear prediction needs
 # expected counts from which the logarithm of the expectation is within 0.02 of the expected one
 LARGE = 30.0
+ChangesByMethod = dict[ScoredMethod, np.ndarray]
+"""Predicted changes `(test units, G)` of each method."""
 NO_CHANGE = ScoredMethod("no change")
 MEAN = ScoredMethod("mean")
 SAME_MEAN = ScoredMethod("same perturbation", "mean")
@@ -170,8 +172,8 @@ def _average_groups(expression: sp.csr_matrix, group: np.ndarray, n_groups: int)
 
 def predict_new_perturbations(
     changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: Arrays, neighbors: int
-) -> Arrays:
-    """Changes `(test units, G)` by method, for perturbations that no training unit has.
+) -> ChangesByMethod:
+    """Predict changes under perturbations that no training unit has.
 
     `features` are `(U, F)`. Units with NaN rows have no features and get the mean of the training
     units.
@@ -214,8 +216,8 @@ def predict_new_contexts(
     test: np.ndarray,
     perturbation: np.ndarray,
     controls: np.ndarray,
-) -> Arrays:
-    """Changes `(test units, G)` by method, for contexts, such as donors, that no training unit has.
+) -> ChangesByMethod:
+    """Predict changes in contexts, such as donors, that no training unit has.
 
     `perturbation`, `(U,)`, names each unit's perturbation; `controls`, `(U, G)`, are the mean
     controls of each unit. A perturbation without a training unit gets the mean of the training

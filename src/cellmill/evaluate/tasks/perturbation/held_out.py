@@ -35,6 +35,7 @@ from cellmill.evaluate.tasks.genes import (
     scaled_loadings,
 )
 from cellmill.evaluate.tasks.perturbation.changes import (
+    ChangesByMethod,
     Profiles,
     predict_new_contexts,
     predict_new_perturbations,
@@ -244,8 +245,8 @@ class HeldOut:
             rows.append([row_of_name[part] for part in unit_parts if part in row_of_name])
         return _average_rows(rows, vectors)
 
-    def predictions(self, folds: list[Split]) -> Iterator[Arrays]:
-        """Predicted changes of the test units of each fold, (test units, G) by method."""
+    def predictions(self, folds: list[Split]) -> Iterator[ChangesByMethod]:
+        """Predicted changes of the test units of each fold."""
         n_units = len(self.group)
         controls = self.profiles.unit_controls(self.unit_of_cell, n_units, self.start_means)
         shares = np.nan_to_num(self.profiles.stratum_shares(self.scored_unit, n_units))

@@ -46,6 +46,7 @@ from cellmill.evaluate.tasks.genes import correlations
 from cellmill.evaluate.tasks.perturbation.changes import (
     MEAN,
     NO_CHANGE,
+    ChangesByMethod,
     check_changes,
     controlled_role,
 )
@@ -338,9 +339,9 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[HeldOut, li
     return held, folds
 
 
-def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> Arrays:
+def _collect_changes(held: HeldOut, folds: list[Split], tested: np.ndarray) -> ChangesByMethod:
     """(tested units, G) by method: predicted changes of all folds, NaN without a prediction."""
-    changes: Arrays = {}
+    changes: ChangesByMethod = {}
     for fold, by_method in zip(folds, held.predictions(folds)):
         rows = np.searchsorted(tested, fold.test)
         for method, values in by_method.items():
