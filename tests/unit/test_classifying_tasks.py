@@ -46,8 +46,8 @@ from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
 from cellmill.evaluate.tasks.classify import (
-    FEWEST_TESTED,
     METRICS,
+    MIN_TESTED,
     FewShot,
     LeaveOut,
     Probe,
@@ -343,7 +343,7 @@ def test_few_shot_scores_come_from_classifiers_of_those_shots(context: Context) 
     _, labels = _chosen(context, 8)
     classes, sizes = np.unique(labels, return_counts=True)
     classes = classes[np.lexsort((classes, -sizes))].tolist()  # the largest first
-    most = min(sizes) - FEWEST_TESTED  # of which every class keeps just enough for the test
+    most = min(sizes) - MIN_TESTED  # of which every class keeps just enough for the test
     config = FewShotConfig(shots=[3, most, most + 1, 500], draws=2, neighbors=15)
     result = FewShot(config).run(context)
     rows = {row.method.name: row for row in result.rows}

@@ -374,7 +374,7 @@ def test_parallel_tasks_give_the_results_of_one_process(
     found = []
     saved = []
     for n in (2, 1):
-        monkeypatch.setattr(run, "MOST_PROCESSES", n)
+        monkeypatch.setattr(run, "MAX_PROCESSES", n)
         folder = tmp_path / f"{n}"
         found.append(evaluate(corpus | {"baselines": folder}, folder / "metrics.json", tasks=tasks))
         saved.append(np.load(folder / "simulated.npz"))

@@ -19,7 +19,7 @@ from cellmill import open_cells
 from cellmill.cli import main
 from cellmill.config.options import PredictOptions
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.inference.predict import MOST_NAMES, count_labels
+from cellmill.evaluate.inference.predict import MAX_NAMES, count_labels
 from cellmill.models.objectives.classification import calibration_error
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
@@ -345,7 +345,7 @@ def test_labels_are_the_same_text_as_in_the_shards() -> None:
     )
     assert line.endswith("'9' 10 and 9 more")
     assert list(counts.numbers()["unknown_labels"]) == [
-        str(i) for i in range(28, 28 - MOST_NAMES, -1)
+        str(i) for i in range(28, 28 - MAX_NAMES, -1)
     ]
     assert count_labels(obs, "one", "dataset", ["two"]).unknown == {"one": 466}
 

@@ -17,7 +17,7 @@ from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.scores import draw_cells, seeded
 from cellmill.evaluate.task import Context, Skipped
 
-SHOWN_CLASSES = 8  # classes named in a line of the log
+MAX_SHOWN_CLASSES = 8  # classes named in a line of the log
 # all-genes regression over more takes hours and moves accuracy by less than 0.01
 MAX_CELLS = 10_000
 
@@ -45,9 +45,9 @@ class Labelled:
 
 
 def labelled_cells(
-    context: Context, task: str, fewest: int, needed_by: str, max_cells: int = MAX_CELLS
+    context: Context, task: str, min_cells: int, needed_by: str, max_cells: int = MAX_CELLS
 ) -> Labelled:
-    """Evaluated cells of classes with at least `fewest` cells, which are printed.
+    """Evaluated cells of classes with at least `min_cells` cells, which are printed.
 
     `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such
     classes, and DataError for a column of one class.
@@ -64,17 +64,17 @@ def labelled_cells(
             f"more for task {task}: name another label column, or leave it empty"
         )
     scored = np.flatnonzero(context.scored)
-    chosen = choose_cells(column.iloc[scored], fewest, context.options.seed, max_cells)
+    chosen = choose_cells(column.iloc[scored], min_cells, context.options.seed, max_cells)
     for heading, classes in (
         (column.name, chosen.classes),
-        (f"left out, fewer than {fewest} cells", chosen.dropped),
+        (f"left out, fewer than {min_cells} cells", chosen.dropped),
     ):
         if classes or heading == column.name:
             print(f"{context.dataset}: {task}: {heading}: {_listed(classes)}", flush=True)
     n = len(chosen.classes)
     if n < 2:
         raise Skipped(
-            f"{n} classes of {column.name} have at least {fewest} scored cells ({needed_by}), expected two or more; "
+            f"{n} classes of {column.name} have at least {min_cells} scored cells ({needed_by}), expected two or more; "
             f"raise shard.test_frac or lower {needed_by}",
             chosen.numbers,
         )
@@ -83,26 +83,28 @@ def labelled_cells(
 
 def _listed(classes: dict[str, int]) -> str:
     """The largest classes with their cells, and how many more there are."""
-    shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:SHOWN_CLASSES])
-    others = [*classes.values()][SHOWN_CLASSES:]
+    shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:MAX_SHOWN_CLASSES])
+    others = [*classes.values()][MAX_SHOWN_CLASSES:]
     if not others:
         return shown or "no class"
     return f"{shown} and {len(others):,} more classes with {sum(others):,} cells"
 
 
-def choose_cells(labels: pd.Series, fewest: int, seed: int, max_cells: int = MAX_CELLS) -> Labelled:
-    """The labelled cells of classes with at least `fewest` cells."""
+def choose_cells(
+    labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_CELLS
+) -> Labelled:
+    """The labelled cells of classes with at least `min_cells` cells."""
     text = text_values(labels)
     missing = labels.isna().to_numpy()
     known = np.flatnonzero(~missing)
     drawn = draw_cells(known, max_cells, seed, 0)
     counts = tally(text[drawn])
-    kept = np.array([cell for cell in drawn if counts[text[cell]] >= fewest], dtype=np.int64)
+    kept = np.array([cell for cell in drawn if counts[text[cell]] >= min_cells], dtype=np.int64)
     return Labelled(
         cells=kept,
         labels=text[kept].astype(str),
-        classes={name: n for name, n in counts.items() if n >= fewest},
-        dropped={name: n for name, n in counts.items() if n < fewest},
+        classes={name: n for name, n in counts.items() if n >= min_cells},
+        dropped={name: n for name, n in counts.items() if n < min_cells},
         n_unlabelled=int(missing.sum()),
         n_left_out=len(known) - len(drawn),
     )

@@ -29,7 +29,7 @@ from cellmill.files import progress, write_json
 from cellmill.launch.signals import belong_to_parent, interrupted_later
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
-MOST_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
+MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 BaselinePredictions = dict[str, np.ndarray]
 """Predictions by digest, see `BaselineCache.predictions`."""
 
@@ -137,7 +137,7 @@ def run_tasks(
         else:
             print(f"{dataset}: {work.name}: finished earlier", flush=True)
     on_gpu = next(context.model.network.parameters()).is_cuda
-    n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(missing), MOST_PROCESSES)
+    n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(missing), MAX_PROCESSES)
     waiting = {work.name: None for work in missing}
     calls: Iterable[tuple[_Work, Callable[[], tuple[TaskResult, BaselinePredictions]]]]
     calls = ((work, work.run) for work in missing)

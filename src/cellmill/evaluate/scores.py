@@ -65,11 +65,11 @@ def seeded(seed: int, key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, key]))
 
 
-def draw_cells(cells: np.ndarray, most: int, seed: int, key: int) -> np.ndarray:
-    """`cells` (indices, ascending), or a seeded draw of `most` of them, ascending."""
-    if len(cells) <= most:
+def draw_cells(cells: np.ndarray, max_cells: int, seed: int, key: int) -> np.ndarray:
+    """`cells` (indices, ascending), or a seeded draw of `max_cells` of them, ascending."""
+    if len(cells) <= max_cells:
         return cells
-    return np.sort(seeded(seed, key).permutation(cells)[:most])
+    return np.sort(seeded(seed, key).permutation(cells)[:max_cells])
 
 
 def divide(sums: np.ndarray, n: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ from cellmill.files import read_json
 
 ROWS = 4096  # cells of a shard that are read at once
 HASHED_ROWS = 1024  # cells of a file that are hashed at once
-_LEAST_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
+_MIN_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
 Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
 
 
@@ -79,7 +79,7 @@ class HashedCorpus(NamedTuple):
                 starts = n_shared_before[block.starts]
                 counts = block.counts[is_shared]
                 hashes = hash_cells(starts, block.genes[is_shared], counts, gene_hashes)
-                parts.append(hashes[np.diff(starts) >= _LEAST_GENES])
+                parts.append(hashes[np.diff(starts) >= _MIN_GENES])
         hashes = np.concatenate(parts)
         return [hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))].T]
 
@@ -120,7 +120,7 @@ def find_equal_cells(
         shared[target[target >= 0]] = True
         lacks_genes = not shared.all() and not reader.ordered
         corpus_hashes = corpus.hashes_over(shared) if lacks_genes else corpus.hashes
-        least_genes = _LEAST_GENES if lacks_genes else 0
+        min_genes = _MIN_GENES if lacks_genes else 0
         gene_hashes = hash_genes(corpus.genes.gene_ids)
         # hash the file block by block, and look the hashes up
         block_start = 0
@@ -133,7 +133,7 @@ def find_equal_cells(
             block = select_genes(raw[rows], target, n_genes, reader.ordered)
             values = positions_in_rows(block.indptr) if reader.ordered else block.data
             hashes = hash_cells(block.indptr, block.indices, values, gene_hashes)
-            has_enough = np.diff(block.indptr) >= least_genes
+            has_enough = np.diff(block.indptr) >= min_genes
             for split_hashes in corpus_hashes:
                 is_equal[cells] |= has_enough & are_in(hashes, split_hashes)
     return is_equal

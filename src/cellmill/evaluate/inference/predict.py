@@ -44,7 +44,7 @@ from cellmill.evaluate.seen import Seen, compare_labels, mark_seen_cells
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification, softmax
 
-MOST_NAMES = 20  # labels that are named, the most frequent
+MAX_NAMES = 20  # labels that are named, the most frequent
 LABEL = "cellmill_label"  # obs
 PROBABILITY = "cellmill_probability"  # obs
 REJECTED = "cellmill_rejected"  # obs: True for a cell below the threshold, whose label is missing
@@ -127,13 +127,13 @@ def choose_thresholds(
     accuracy.
     """
     heads = find_classifiers(model, config)
-    smallest = {}
+    thresholds = {}
     if not heads and not find_regressions(model.objective):
         raise ConfigError(
             f"{name}: it predicts no labels; export a run with objective classification or regression"
         )
     for suffix, (_, classifier) in heads.items():
-        smallest[suffix] = section.min_probability or 0.0
+        thresholds[suffix] = section.min_probability or 0.0
         if section.min_accuracy is None:
             continue
         calibration = classifier["calibration"]
@@ -150,21 +150,21 @@ def choose_thresholds(
                 f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the "
                 f"best has {max(accuracies):.3f}; lower it"
             )
-        smallest[suffix] = reached.index(True) / STEPS
-    return smallest
+        thresholds[suffix] = reached.index(True) / STEPS
+    return thresholds
 
 
 def predict_heads(
     model: Model,
     config: dict[str, Any],
     embedding: Embedding,
-    smallest: dict[str, float],
+    thresholds: dict[str, float],
     obs: pd.DataFrame,
     seen: Seen,
 ) -> Predicted:
     """Predictions of all heads for embedded cells, compared with the labels in `obs`.
 
-    A label is missing below the probability in `smallest`, and for a cell without a vector.
+    A label is missing below its head's threshold, and for a cell without a vector.
     """
     digest = config["weights_sha256"]  # SHA-256 of model.safetensors, compared on load
     predicted = Predicted(
@@ -177,7 +177,7 @@ def predict_heads(
         predicted.about["training_cells_unknown"] = seen.unknown
     for suffix, (objective, classifier) in find_classifiers(model, config).items():
         logits = run_head(model, embedding.vectors, objective.predict).astype(np.float64)
-        _predict_labels(predicted, suffix, classifier, logits, smallest[suffix])
+        _predict_labels(predicted, suffix, classifier, logits, thresholds[suffix])
         column = classifier["label_column"]
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL + suffix], object)
@@ -194,7 +194,11 @@ def predict_heads(
 
 
 def _predict_labels(
-    predicted: Predicted, suffix: str, classifier: dict[str, Any], logits: np.ndarray, least: float
+    predicted: Predicted,
+    suffix: str,
+    classifier: dict[str, Any],
+    logits: np.ndarray,
+    min_probability: float,
 ) -> None:
     """Add the labels of one head, with `logits` (cells, labels), under names that end in `suffix`."""
     calibration = classifier["calibration"] or {}
@@ -202,18 +206,18 @@ def _predict_labels(
     # a cell without a vector has probabilities of NaN, and no label
     highest = probabilities.max(axis=1)
     has_vector = np.isfinite(highest)
-    rejected = highest < least
+    rejected = highest < min_probability
     best = np.where(has_vector[:, None], probabilities, 0).argmax(axis=1)
     codes = np.where(has_vector & ~rejected, best, -1)
     predicted.obs[LABEL + suffix] = pd.Categorical.from_codes(codes, list(classifier["labels"]))
     predicted.obs[PROBABILITY + suffix] = highest
-    if least:
+    if min_probability:
         predicted.obs[REJECTED + suffix] = rejected
     predicted.obsm[PROBABILITIES + suffix] = probabilities
     about = {
         "label_column": classifier["label_column"],
         "labels": classifier["labels"],
-        "min_probability": least,
+        "min_probability": min_probability,
         "n_rejected": int(rejected.sum()),
     }
     kept = ("temperature", "calibration_error", "n_cells")
@@ -293,13 +297,13 @@ class LoadedModel:
         """
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")
-        smallest = choose_thresholds(self._model, self.config, section, str(self.folder))
+        thresholds = choose_thresholds(self._model, self.config, section, str(self.folder))
         embed = check_options(Embed, options, "options of embed")
         with self._reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
             seen = mark_seen_cells(reader, self.folder)
             predicted = predict_heads(
-                self._model, self.config, embedding, smallest, reader.obs, seen
+                self._model, self.config, embedding, thresholds, reader.obs, seen
             )
         _warn(dataset, embedding)
         return predicted
@@ -336,7 +340,7 @@ class LabelCounts:
         """Cells of unknown labels and the labels of most of them; empty without any."""
         if not self.unknown:
             return {}
-        named = dict(list(self.unknown.items())[:MOST_NAMES])
+        named = dict(list(self.unknown.items())[:MAX_NAMES])
         return {"n_cells_of_unknown_labels": self.n_unknown, "unknown_labels": named}
 
 
@@ -368,6 +372,6 @@ def count_labels(
 
 def _listed(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    shown = ", ".join(names[:MOST_NAMES])
-    more = len(names) - MOST_NAMES
+    shown = ", ".join(names[:MAX_NAMES])
+    more = len(names) - MAX_NAMES
     return f"{shown} and {more:,} more" if more > 0 else shown

@@ -47,7 +47,7 @@ from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.runs.results import ScoredMethod, TaskResult, Verdict
 
 METRICS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "weighted_f1": "weighted F1"}
-FEWEST_TESTED = 5
+MIN_TESTED = 5
 MANY = {"donor": "donors", "batch": "batches"}
 
 
@@ -184,8 +184,8 @@ class FewShot(Task):
         left out.
         """
         config = self.config
-        fewest = min(config.shots) + FEWEST_TESTED
-        chosen = labelled_cells(context, "few_shot", fewest, "evaluate.tasks.few_shot.shots")
+        min_cells = min(config.shots) + MIN_TESTED
+        chosen = labelled_cells(context, "few_shot", min_cells, "evaluate.tasks.few_shot.shots")
         features = cell_features(context, chosen.cells)
         predictions = ClassPredictions(
             chosen.labels,
@@ -195,7 +195,7 @@ class FewShot(Task):
         n_classes = {}
         left_out = {}
         for shots in sorted(config.shots):
-            classes = [name for name, n in chosen.classes.items() if n >= shots + FEWEST_TESTED]
+            classes = [name for name, n in chosen.classes.items() if n >= shots + MIN_TESTED]
             n_classes[str(shots)] = len(classes)
             # the largest come first
             left_out[str(shots)] = ", ".join([*chosen.classes][len(classes) :]) or "none"

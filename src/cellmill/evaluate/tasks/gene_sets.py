@@ -53,7 +53,7 @@ class GeneEmbedding(GeneTask):
     def judge(self, context: Context, vectors: Arrays, profiles: sp.csr_matrix) -> TaskResult:
         """A column for gene sets, their mean, and one for transcription factors."""
         config = self.config
-        fewest = max(config.min_genes, context.options.folds)
+        min_genes = max(config.min_genes, context.options.folds)
         expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         features = vectors | {STATISTICS: expression_statistics(profiles)}
         members: dict[str, dict[str, np.ndarray]] = {}
@@ -69,7 +69,7 @@ class GeneEmbedding(GeneTask):
                 genes_of_sets = {
                     path.stem: [*dict.fromkeys(fields[0] for _, fields in lines if fields[0])]
                 }
-            members[heading], found = _members(context, path, genes_of_sets, expressed, fewest)
+            members[heading], found = _members(context, path, genes_of_sets, expressed, min_genes)
             prefix = "" if heading == SETS else f"{FACTORS}: "
             numbers |= {f"{prefix}{key}": value for key, value in found.items()}
         columns = []
@@ -82,7 +82,7 @@ class GeneEmbedding(GeneTask):
                 if heading == SETS:
                     by_set = {name: np.nanmean(values, axis=2) for name, values in terms.items()}
         if not columns:
-            few = f"no set has {fewest} genes that the model knows and its training cells express, and lacks as many"
+            few = f"no set has {min_genes} genes that the model knows and its training cells express, and lacks as many"
             raise Skipped(f"{few} (min_genes, evaluate.folds)", numbers)
         rows = table_rows(columns)
         for row in rows:
@@ -130,9 +130,13 @@ class GeneEmbedding(GeneTask):
 
 
 def _members(
-    context: Context, path: Path, sets: Mapping[str, list[str]], expressed: np.ndarray, fewest: int
+    context: Context,
+    path: Path,
+    sets: Mapping[str, list[str]],
+    expressed: np.ndarray,
+    min_genes: int,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Vocabulary rows of each set of at least `fewest` genes, ascending, and numbers for the result.
+    """Vocabulary rows of each set of at least `min_genes` genes, ascending, and numbers for the result.
 
     Prints the coverage.
     """
@@ -149,12 +153,12 @@ def _members(
         rows_of_set = np.unique([rows[gene] for gene in genes]).astype(np.int64)
         known = rows_of_set[rows_of_set >= 0]
         usable = known[expressed[known]]
-        if fewest <= len(usable) <= n_genes - fewest:
+        if min_genes <= len(usable) <= n_genes - min_genes:
             kept[name] = usable
     left_out = ", ".join(sorted(set(sets) - set(kept)))
     print(
         f"{context.dataset}: gene_embedding: {path}: {n_known:,} of {len(rows):,} genes are the model's; "
-        f"{len(kept):,} of {len(sets):,} sets have {fewest} or more that training cells express, and lack as many"
+        f"{len(kept):,} of {len(sets):,} sets have {min_genes} or more that training cells express, and lack as many"
         + (f"\n{context.dataset}: gene_embedding: left out: {left_out}" if left_out else ""),
         flush=True,
     )

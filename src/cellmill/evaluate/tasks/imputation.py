@@ -51,7 +51,7 @@ METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for
 MAX_CELLS = 2_000
 # training cells used at most; shards are shuffled, so the first cells are a random sample
 MAX_FITTED = 20_000
-FEWEST_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
+MIN_CELLS = 4  # cells of a training or test fold, or training cells of one dataset
 VISIBLE_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of visible genes")
 GENE_MEANS = ScoredMethod("gene means")
 
@@ -113,7 +113,7 @@ class TrainingCells:
             return None
         counts = read_training_counts(manifest, MAX_FITTED)[:MAX_FITTED]
         n_cells = counts.shape[0]
-        if n_cells < FEWEST_CELLS:
+        if n_cells < MIN_CELLS:
             return None
         genes = np.arange(context.model.vocabulary.n_genes)
         is_measured = np.isin(genes, context.measured_genes)
@@ -137,7 +137,7 @@ class TrainingCells:
         n_cells = len(self.is_from_dataset)
         n_of_dataset = int(self.is_from_dataset.sum())
         groups = {"": np.arange(n_cells)}
-        if FEWEST_CELLS <= n_of_dataset < n_cells:
+        if MIN_CELLS <= n_of_dataset < n_cells:
             groups[", training cells of the dataset"] = np.flatnonzero(self.is_from_dataset)
         return groups
 
@@ -207,7 +207,7 @@ class Imputation(Task):
         cells = draw_cells(np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, 9)
         role, folds = self._split(context, cells)
         if not folds:
-            raise Skipped(f"{len(cells)} scored cells make no two folds of {FEWEST_CELLS} or more")
+            raise Skipped(f"{len(cells)} scored cells make no two folds of {MIN_CELLS} or more")
         counts = read_rows(context.reader, cells)
         genes = self._choose_genes(context, counts)
         if not len(genes):
@@ -252,12 +252,12 @@ class Imputation(Task):
                 continue
             groups = context.roles[role].iloc[cells]
             for train, test in split_groups(groups, self.config.most_folds):
-                if min(len(train), len(test)) >= FEWEST_CELLS:
+                if min(len(train), len(test)) >= MIN_CELLS:
                     folds.append(Split(len(folds), train, test))
             if folds:
                 return role, folds
         options = context.options
-        if len(cells) < FEWEST_CELLS * options.folds:
+        if len(cells) < MIN_CELLS * options.folds:
             return "cells", []
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)

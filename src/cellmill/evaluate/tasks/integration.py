@@ -43,11 +43,11 @@ from cellmill.runs.results import Row, ScoredMethod, TaskResult
 CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
 PRINCIPAL = ScoredMethod(f"PCA{COMPONENTS}")
 RANDOM = ScoredMethod("random")
-SEARCH_STEPS = 60  # most steps of the search for the bandwidth with the wanted perplexity
+MAX_SEARCH_STEPS = 60  # steps of the search for the bandwidth with the wanted perplexity
 TOLERANCE = 1e-6  # largest error of the perplexity's logarithm
 ALPHA = 0.05  # level of kBET's test
-LEAST_LABEL_CELLS = 10  # cells that a label needs in kBET, as in scIB
-MOST_NEIGHBORS = 70  # neighbours that kBET tests at most
+MIN_LABEL_CELLS = 10  # cells that a label needs in kBET, as in scIB
+MAX_NEIGHBORS = 70  # neighbours that kBET tests
 CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
 
@@ -229,7 +229,7 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
     low = np.zeros(len(distances))
     high = np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
-    for _ in range(SEARCH_STEPS):
+    for _ in range(MAX_SEARCH_STEPS):
         weights = np.exp(-beta[:, None] * shifted)
         total = weights.sum(1)
         entropy = np.log(total) + beta * (shifted * weights).sum(1) / total
@@ -256,9 +256,9 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         cells = np.flatnonzero(labels == label)
         names, batch, sizes = np.unique(batches[cells], return_inverse=True, return_counts=True)
         n_batches = len(names)
-        if n_batches < 2 or len(cells) < LEAST_LABEL_CELLS:
+        if n_batches < 2 or len(cells) < MIN_LABEL_CELLS:
             continue
-        k = min(MOST_NEIGHBORS, max(10, len(cells) // n_batches // 4))
+        k = min(MAX_NEIGHBORS, max(10, len(cells) // n_batches // 4))
         graph = NeighborGraph.build(vectors[cells], k - 1)
         # (cells, k): each cell and its neighbours
         itself = np.arange(len(cells), dtype=np.int32)

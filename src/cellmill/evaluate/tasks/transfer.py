@@ -44,7 +44,7 @@ KNOWN = "known labels"
 NEW = "new labels"
 SHARED_GENES = ScoredMethod("all shared genes")
 # tested cells of a column with intervals and verdicts: those of one or two cells say nothing
-FEWEST_JUDGED = 10
+MIN_JUDGED = 10
 
 
 @dataclass(frozen=True)
@@ -347,6 +347,6 @@ def _result(predictions: ClassPredictions, numbers: dict[str, Any], ids: bool) -
     for row in rows:
         row.numbers.update({column.heading: column.mean(row.method) for column in steps})
     judged = [
-        column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= FEWEST_JUDGED
+        column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= MIN_JUDGED
     ]
     return tabulate(columns, numbers, judged, rows=rows, confusion=confusion)

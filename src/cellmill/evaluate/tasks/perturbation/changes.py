@@ -34,7 +34,7 @@ from cellmill.models.objectives.perturbation_response import PerturbationRespons
 from cellmill.runs.results import ScoredMethod
 
 MIN_CONTROLS = 5  # controls of a stratum in each half
-MOST_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
+MAX_CONTROLS = 128  # controls of a stratum that the model predicts from: the first of their half
 # strengths of the ridge; the one with the least leave-one-out error on the training units is taken
 ALPHAS = np.logspace(-2, 4, 13)
 MIN_FITTED = 3  # training units with features that a linear prediction needs
@@ -281,7 +281,7 @@ def predict_responses(
     is_start = (profiles.half == 0) & np.isfinite(context.vectors).all(1)
     changes = np.zeros((len(names), len(profiles.genes)))
     for stratum in np.flatnonzero(stratum_shares.sum(0)).tolist():
-        controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MOST_CONTROLS]
+        controls = np.flatnonzero(is_start & (profiles.stratum == stratum))[:MAX_CONTROLS]
         unperturbed = predict_mean(controls, None, [])
         # all doses of a perturbation get the same prediction
         change_by_name: dict[str, np.ndarray] = {}
