@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -32,6 +32,8 @@ from cellmill.runs.results import DatasetResult, Row, TaskResult
 MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
 BaselinePredictions = dict[str, np.ndarray]
 """Predictions by digest, see `BaselineCache.predictions`."""
+WorkOutput = tuple[TaskResult, BaselinePredictions]
+"""Result of a task, and what it added to the predictions of baselines."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class _Work:
     context: Context
     path: Path  # see `FinishedTasks.path`
 
-    def run(self) -> tuple[TaskResult, BaselinePredictions]:
-        """The result, and what was added to the predictions of baselines."""
+    def run(self) -> WorkOutput:
+        """Result with its seconds, and the new predictions of baselines."""
         started = time.perf_counter()
         baselines = self.context.baselines
         before = set(baselines.predictions)
@@ -75,7 +77,7 @@ def _works(tasks: dict[str, Task], context: Context, finished: FinishedTasks) ->
 _inherited: list[_Work] = []  # work on the current dataset, which forked processes inherit
 
 
-def _run_inherited(number: int) -> tuple[TaskResult, BaselinePredictions]:
+def _run_inherited(number: int) -> WorkOutput:
     return _inherited[number].run()
 
 
@@ -136,47 +138,65 @@ def run_tasks(
             missing.append(work)
         else:
             print(f"{dataset}: {work.name}: finished earlier", flush=True)
-    on_gpu = next(context.model.network.parameters()).is_cuda
-    n_processes = 1 if on_gpu else min(torch.get_num_threads(), len(missing), MAX_PROCESSES)
+    n_processes = _count_processes(missing, context)
     waiting = {work.name: None for work in missing}
-    calls: Iterable[tuple[_Work, Callable[[], tuple[TaskResult, BaselinePredictions]]]]
-    calls = ((work, work.run) for work in missing)
     with ExitStack() as stack:
-        if n_processes > 1:
-            _inherited[:] = missing
-            stack.callback(_inherited.clear)
-            pool = stack.enter_context(_processes(n_processes))
-            with warnings.catch_warnings(), interrupted_later():
-                # Python 3.12 warns of threads, see _on_one_thread
-                warnings.simplefilter("ignore", DeprecationWarning)
-                futures = {
-                    pool.submit(_run_inherited, number): work for number, work in enumerate(missing)
-                }
-            calls = ((futures[future], future.result) for future in as_completed(futures))
-        for work, get_result in progress(
-            calls,
+        for work, get_output in progress(
+            _submit(stack, missing, n_processes),
             f"evaluate {dataset}",
             len(missing),
             "tasks",
             now=lambda: ", ".join([*waiting][:n_processes]),
         ):
-            try:
-                result, added = get_result()
-            except (UserError, BrokenProcessPool):
-                raise
-            except Exception as error:  # not for users: name the task
-                traceback.print_exc()
-                raise DataError(
-                    f"{dataset}: task {work.name!r} failed ({in_one_line(error)}); repair "
-                    "it, or take it out of evaluate.tasks"
-                ) from None
-            context.baselines.predictions.update(added)
+            results[work.name] = _finish_work(work, get_output)
             del waiting[work.name]
-            write_json(work.path, result.to_json())
-            results[work.name] = result
-            for line in result_lines(result):
-                print(f"{dataset}: {work.name}: {line}", flush=True)
     return {name: result for name, result in results.items() if result is not None}
+
+
+def _count_processes(works: Sequence[_Work], context: Context) -> int:
+    """Number of processes that run the works: one if the model is on a GPU."""
+    on_gpu = next(context.model.network.parameters()).is_cuda
+    return 1 if on_gpu else min(torch.get_num_threads(), len(works), MAX_PROCESSES)
+
+
+def _submit(
+    stack: ExitStack, works: list[_Work], n_processes: int
+) -> Iterable[tuple[_Work, Callable[[], WorkOutput]]]:
+    """Each work with a function that returns its output.
+
+    One process computes the output in that call. Several compute at once, so works come in the
+    order in which they end; leaving `stack` ends these processes.
+    """
+    if n_processes <= 1:
+        return ((work, work.run) for work in works)
+    _inherited[:] = works
+    stack.callback(_inherited.clear)
+    pool = stack.enter_context(_processes(n_processes))
+    with warnings.catch_warnings(), interrupted_later():
+        # Python 3.12 warns of threads, see _on_one_thread
+        warnings.simplefilter("ignore", DeprecationWarning)
+        futures = {pool.submit(_run_inherited, number): work for number, work in enumerate(works)}
+    return ((futures[future], future.result) for future in as_completed(futures))
+
+
+def _finish_work(work: _Work, get_output: Callable[[], WorkOutput]) -> TaskResult:
+    """Write and print the result of the work; an error that is not for users names the task."""
+    context = work.context
+    try:
+        result, predictions = get_output()
+    except (UserError, BrokenProcessPool):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise DataError(
+            f"{context.dataset}: task {work.name!r} failed ({in_one_line(error)}); repair "
+            "it, or take it out of evaluate.tasks"
+        ) from None
+    context.baselines.predictions.update(predictions)
+    write_json(work.path, result.to_json())
+    for line in result_lines(result):
+        print(f"{context.dataset}: {work.name}: {line}", flush=True)
+    return result
 
 
 def result_lines(result: TaskResult) -> list[str]:
