@@ -45,6 +45,7 @@ from cellmill.evaluate.methods import (
 from cellmill.evaluate.scores import ClassPredictions, ScoreColumn, table_rows
 from cellmill.evaluate.splits import draw_shots, split_by_class, split_groups
 from cellmill.evaluate.task import Context, run_task
+from cellmill.evaluate.tasks import classify as classify_module
 from cellmill.evaluate.tasks.classify import (
     METRICS,
     MIN_TESTED,
@@ -59,10 +60,10 @@ from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
 
-def _chosen(context: Context, fewest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and labels of the scored cells of classes with `fewest` cells."""
+def _chosen(context: Context, min_cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and labels of the scored cells of classes with `min_cells` cells."""
     scored = np.flatnonzero(context.scored)
-    chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], fewest, seed=4)
+    chosen = choose_cells(context.reader.obs["cell_type"].iloc[scored], min_cells, seed=4)
     return scored[chosen.cells], chosen.labels
 
 
@@ -89,7 +90,9 @@ def _predicted(
     predictions = ClassPredictions(labels, seeds)
     splits = split_by_class(labels, 5, seeds, seed)
     context: Any = SimpleNamespace(baselines=BaselineCache(), options=Evaluate())
-    predict_splits(predictions, features, splits, neighbors, context, components=components)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classify_module, "COMPONENTS", components)
+        predict_splits(predictions, features, splits, neighbors, context, with_baselines=True)
     return predictions
 
 

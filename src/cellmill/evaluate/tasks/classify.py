@@ -69,7 +69,7 @@ class Probe(Task):
         )
         splits = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
         predict_splits(
-            predictions, features, splits, config.neighbors, context, components=COMPONENTS
+            predictions, features, splits, config.neighbors, context, with_baselines=True
         )
         columns = [
             predictions.column("", metric, metric, words) for metric, words in METRICS.items()
@@ -90,12 +90,11 @@ def predict_splits(
     neighbors: int,
     context: Context,
     condition: str = "",
-    components: int = 0,
+    with_baselines: bool = False,
 ) -> None:
-    """Record the predictions of the test cells of each split by every features and classifier.
+    """Predict the test cells of each split with every pair of features and classifier.
 
-    If `components` > 0, also add: the majority class; a PCA of the training cells with that many
-    components; and the embedding concatenated with the model's PCA.
+    `with_baselines` adds the majority class, and the features of `_features_of_split`.
     """
     labels = predictions.labels
     ranked = RankedGenes(features[ALL_GENES])
@@ -104,19 +103,26 @@ def predict_splits(
         test = split.test
         with small_problems():
             split_features = {**features, RANKED: ranked.select(train, labels[train])}
-            if components:
-                genes = features[ALL_GENES]
-                split_features |= _components(genes, train, components, context.baselines)
-            if components and TRAINING_COMPONENTS in features:
-                scaler = StandardScaler().fit(features[EMBEDDING][train])
-                scaled = scaler.transform(features[EMBEDDING])
-                split_features[WITH_COMPONENTS] = np.hstack([scaled, features[TRAINING_COMPONENTS]])
+            if with_baselines:
+                split_features |= _features_of_split(features, train, context.baselines)
             train_features = select_cells(split_features, train)
             fitted = fit_all(train_features, labels[train], neighbors, context)
             predicted = predict_all(fitted, select_cells(split_features, test))
-        if components:
+        if with_baselines:
             predicted[MAJORITY] = majority(labels[train], len(test))
         predictions.record(condition, split.repetition, test, predicted)
+
+
+def _features_of_split(features: Features, train: np.ndarray, cache: BaselineCache) -> Features:
+    """Features of all cells that are fitted on the cells `train`: principal components, and the
+    embedding joined to the components of the model's training cells.
+    """
+    fitted: Features = {**_components(features[ALL_GENES], train, COMPONENTS, cache)}
+    if TRAINING_COMPONENTS in features:
+        scaler = StandardScaler().fit(features[EMBEDDING][train])
+        scaled = scaler.transform(features[EMBEDDING])
+        fitted[WITH_COMPONENTS] = np.hstack([scaled, features[TRAINING_COMPONENTS]])
+    return fitted
 
 
 def majority(labels: np.ndarray, n: int) -> np.ndarray:
@@ -248,7 +254,7 @@ class LeaveOut(Task):
                 continue
             predictions = ClassPredictions(labels, len(splits), ceiling_labels=ceiling_labels)
             predict_splits(
-                predictions, features, splits, self.config.neighbors, context, components=COMPONENTS
+                predictions, features, splits, self.config.neighbors, context, with_baselines=True
             )
             unseen = f"{MANY[role]} not seen"
             accuracy = predictions.column(
