@@ -18,7 +18,7 @@ nearest neighbours. `labels` and `batches` are class numbers from 0, `(cells,)`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -52,35 +52,65 @@ CONNECTED = 15  # neighbours in graph connectivity, as in scIB
 BLOCK = 1024  # cells whose neighbours' classes are counted at once
 
 
+class CellsOfBatches(NamedTuple):
+    """Scored cells with a label and a batch."""
+
+    cells: np.ndarray  # indices
+    batches: np.ndarray
+    labels: np.ndarray
+    numbers: dict[str, Any]  # for metrics.json
+
+
 class Integration(Task):
     config: IntegrationConfig
 
     def run(self, context: Context) -> TaskResult:
         """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
+        chosen = self._choose_cells(context)
+        vectors_by_method = self.embed_cells(context, chosen.cells, chosen.batches)
+        rows, columns = self._score(vectors_by_method, chosen.batches, chosen.labels)
+        baseline = CORRECTED if self.config.harmony else PRINCIPAL
+        differences = []
+        for column in columns:
+            differences += column.differences()
+        return TaskResult(
+            rows,
+            verdicts=[column.compare(EMBEDDING, baseline) for column in columns],
+            figures=chosen.numbers,
+            differences=differences,
+        )
+
+    def _choose_cells(self, context: Context) -> CellsOfBatches:
+        """Scored cells with a label and a batch. Raises Skipped for too few of either."""
         if "batch" not in context.roles:
             raise Skipped("the dataset has no batch column")
-        chosen = labelled_cells(
+        labelled = labelled_cells(
             context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells"
         )
-        column = context.roles["batch"].iloc[chosen.cells]
+        column = context.roles["batch"].iloc[labelled.cells]
         has_batch = column.notna().to_numpy()
         batch_of_cell = text_values(column[has_batch]).astype(str)
         names, batches = np.unique(batch_of_cell, return_inverse=True)
-        numbers = chosen.numbers | {
+        numbers = labelled.numbers | {
             "n_batches": len(names),
             "n_without_batch": int((~has_batch).sum()),
         }
         if len(names) < 2:
             raise Skipped(f"the labelled scored cells have {len(names)} batches, not 2", numbers)
-        classes, labels = np.unique(chosen.labels[has_batch], return_inverse=True)
+        classes, labels = np.unique(labelled.labels[has_batch], return_inverse=True)
         if not 2 <= len(classes) < len(labels):
             raise Skipped(
                 f"the {len(labels)} scored cells with a batch have {len(classes)} labels", numbers
             )
+        return CellsOfBatches(labelled.cells[has_batch], batches, labels, numbers)
+
+    def _score(
+        self, vectors_by_method: Arrays, batches: np.ndarray, labels: np.ndarray
+    ) -> tuple[list[Row], list[ScoreColumn]]:
+        """A row for each method, and a column for each measure that is a mean over cells."""
         rows = []
         # scores by heading and method
         scores: dict[str, Arrays] = {}
-        vectors_by_method = self.embed_cells(context, chosen.cells[has_batch], batches)
         for method, vectors in vectors_by_method.items():
             measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
             row = Row(method)
@@ -94,16 +124,7 @@ class Integration(Task):
         columns = [
             ScoreColumn(heading, heading, by_method) for heading, by_method in scores.items()
         ]
-        baseline = CORRECTED if self.config.harmony else PRINCIPAL
-        differences = []
-        for column in columns:
-            differences += column.differences()
-        return TaskResult(
-            rows,
-            verdicts=[column.compare(EMBEDDING, baseline) for column in columns],
-            figures=numbers,
-            differences=differences,
-        )
+        return rows, columns
 
     def embed_cells(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> Arrays:
         """Vectors of the cells by method, `(cells, width)`."""
