@@ -91,42 +91,21 @@ class HeldOut:
         profiles = read_profiles(context, dict.fromkeys(roles))
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
-        is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
-        group = profiles.perturbation
-        if role != "perturbation":
-            group = text_values(context.roles[role]).astype(str)
-            is_usable &= context.roles[role].notna().to_numpy()
-        cells = pd.DataFrame(
-            {
-                "perturbation": profiles.perturbation,
-                "dose": profiles.dose,
-                "group": group,
-                "is_scored": context.scored,
-                "is_trained": context.model.is_training_cell(
-                    context.dataset, context.reader.obs.index
-                ),
-            }
-        )
-        # one sortable name for each unit
-        cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["group"]
-        usable = cells[is_usable]
-
+        cells = _tabulate_cells(context, profiles, role)
+        usable = cells[cells["is_usable"]]
         groups = usable.groupby("group")
         is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
         is_trained = groups["is_trained"].any()
-
-        # cells of a unit that may be tested count if they are scored, others always
-        counts = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
-        units = usable.assign(counts=counts).groupby("unit")
-        units = units.agg({"perturbation": "first", "group": "first", "counts": "sum"})
-        has_enough = units["counts"] >= config.min_cells
+        units = _count_cells_of_units(usable, is_unseen)
+        has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
+        unit_of_cell = kept.index.get_indexer(cells["unit"])
         return cls(
             context,
             config,
             role,
             profiles,
-            unit_of_cell=np.where(is_usable, kept.index.get_indexer(cells["unit"]), -1),
+            unit_of_cell=np.where(cells["is_usable"], unit_of_cell, -1),
             perturbation=kept["perturbation"].to_numpy(str),
             group=kept["group"].to_numpy(str),
             unseen=is_unseen[kept["group"]].to_numpy(bool),
@@ -265,6 +244,47 @@ class HeldOut:
             if responses is not None:
                 predicted[RESPONSE] = responses[fold.test]
             yield predicted
+
+
+def _tabulate_cells(context: Context, profiles: Profiles, role: str) -> pd.DataFrame:
+    """A row for each cell: its unit and the values that name it, and whether the cell is usable,
+    scored, and in the model's training.
+
+    A cell is usable if it is perturbed, has a stratum, and has a value of `role`.
+    """
+    is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
+    group = profiles.perturbation
+    if role != "perturbation":
+        group = text_values(context.roles[role]).astype(str)
+        is_usable &= context.roles[role].notna().to_numpy()
+    cells = pd.DataFrame(
+        {
+            "perturbation": profiles.perturbation,
+            "dose": profiles.dose,
+            "group": group,
+            "is_usable": is_usable,
+            "is_scored": context.scored,
+            "is_trained": context.model.is_training_cell(context.dataset, context.reader.obs.index),
+        }
+    )
+    # one sortable name for each unit
+    cells["unit"] = cells["perturbation"] + " | " + cells["dose"] + " | " + cells["group"]
+    return cells
+
+
+def _count_cells_of_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
+    """Perturbation, group and `n_cells` of each unit, by its name.
+
+    Cells of a unit that may be tested, whose group `is_unseen`, count if they are scored, others
+    always.
+    """
+    is_counted = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
+    units = usable.assign(is_counted=is_counted).groupby("unit")
+    return units.agg(
+        perturbation=("perturbation", "first"),
+        group=("group", "first"),
+        n_cells=("is_counted", "sum"),
+    )
 
 
 def _average_rows(rows_by_unit: list[list[int]], table: np.ndarray) -> np.ndarray:
