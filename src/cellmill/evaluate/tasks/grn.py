@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
@@ -57,6 +58,20 @@ def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     return float((np.diff(recall, prepend=0) * precision).sum())
 
 
+class Network(NamedTuple):
+    """Edges from transcription factors to targets, both rows of the vocabulary, ascending."""
+
+    factors: np.ndarray
+    targets: np.ndarray
+    is_edge: np.ndarray  # (factors, targets) bool
+    left_out: np.ndarray  # factors with too few targets, or no gene that is not a target
+
+    @property
+    def is_candidate(self) -> np.ndarray:
+        """(factors, targets) bool: pairs of two different genes."""
+        return self.factors[:, None] != self.targets
+
+
 class Grn(GeneTask):
     config: GrnConfig
 
@@ -80,56 +95,64 @@ class Grn(GeneTask):
                 f"its training cells do not express; expected {config.min_edges:,} others, got {n_known:,}: name genes "
                 f"by Ensembl id or current symbol{such}, or lower evaluate.tasks.grn.min_edges"
             )
-        factors, targets, edge, few = build_network(known, config.min_targets)
+        network = build_network(known, config.min_targets)
+        n_factors = len(network.factors)
         line = (
             f"{n_known:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
-            f"express; {len(factors):,} factors have {config.min_targets} targets or more"
+            f"express; {n_factors:,} factors have {config.min_targets} targets or more"
         )
         print(f"{context.dataset}: grn: {path}: {line}", flush=True)
-        left_out = ", ".join(sorted(vocabulary.symbols[row] for row in few))
+        left_out = ", ".join(sorted(vocabulary.symbols[row] for row in network.left_out))
         if left_out:
             print(f"{context.dataset}: grn: left out: {left_out}", flush=True)
-        if not len(factors):
+        if not n_factors:
             raise DataError(
                 f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges"
             )
-        similarities = {}
-        for name, values in vectors.items():
-            centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
-            length = np.linalg.norm(centred, axis=1, keepdims=True)
-            unit = centred / np.maximum(length, 1e-12)
-            # (factors, targets): cosine of the centred vectors
-            similarities[name] = np.asarray(unit[factors] @ unit[targets].T)
-        del similarities[RANDOM]  # `_ranked` draws several random rankings instead
-        expression = [profiles[:, genes].toarray() for genes in (factors, targets)]
-        similarities[CO_EXPRESSION_PEARSON] = correlations(*expression)
-        similarities[CO_EXPRESSION_SPEARMAN] = correlations(
-            *(rankdata(values, axis=0) for values in expression)
-        )
+        similarities = compare_genes(vectors, profiles, network)
         if config.absolute:
             similarities = {name: np.abs(values) for name, values in similarities.items()}
-        candidate = factors[:, None] != targets
-        columns, pooled = _ranked(similarities, edge, candidate, context.options.seed)
+        columns, pooled = _rank_pairs(similarities, network, context.options.seed)
         numbers = {
             "edges": len(edges),
             "known_edges": n_known,
-            "factors": len(factors),
-            "targets": len(targets),
-            "share_of_edges": float(edge[candidate].mean()),
+            "factors": n_factors,
+            "targets": len(network.targets),
+            "share_of_edges": float(network.is_edge[network.is_candidate].mean()),
             "left_out": left_out or "none",
         }
         rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
         return tabulate(columns, numbers, rows=rows)
 
 
-def _ranked(
-    similarities: Arrays, edge: np.ndarray, candidate: np.ndarray, seed: int
-) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
-    """A column for each score, with the factors as units, and scores over all pairs by row.
-
-    `edge` and `candidate` are (factors, targets) bool, as are the pairs of `similarities`.
+def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: Network) -> Arrays:
+    """(factors, targets) by method: cosines of centred gene vectors, and correlations of the
+    expression in `profiles`, (cells, genes).
     """
+    similarities = {}
+    for name, values in vectors.items():
+        if name == RANDOM:
+            continue  # `_rank_pairs` draws several random rankings instead
+        centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
+        length = np.linalg.norm(centred, axis=1, keepdims=True)
+        unit = centred / np.maximum(length, 1e-12)
+        cosines = unit[network.factors] @ unit[network.targets].T
+        similarities[name] = np.asarray(cosines)
+    factor_expression = profiles[:, network.factors].toarray()
+    target_expression = profiles[:, network.targets].toarray()
+    similarities[CO_EXPRESSION_PEARSON] = correlations(factor_expression, target_expression)
+    similarities[CO_EXPRESSION_SPEARMAN] = correlations(
+        rankdata(factor_expression, axis=0), rankdata(target_expression, axis=0)
+    )
+    return similarities
 
+
+def _rank_pairs(
+    similarities: Arrays, network: Network, seed: int
+) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
+    """A column for each score, with the factors as units, and scores over all pairs by row."""
+    is_edge = network.is_edge
+    is_candidate = network.is_candidate
     columns = []
     pooled: dict[ScoredMethod, dict[str, float]] = {
         method: {} for method in (*similarities, RANDOM_RANKING)
@@ -138,15 +161,15 @@ def _ranked(
         heading = f"{score}, all pairs"
         scores = {}
         for method, values in similarities.items():
-            scores[method] = _score_factors(function, edge, candidate, values)
-            pooled[method][heading] = function(edge[candidate], values[candidate])
+            scores[method] = _score_factors(function, is_edge, is_candidate, values)
+            pooled[method][heading] = function(is_edge[is_candidate], values[is_candidate])
         generator = seeded(seed, 8)
         by_factor = []
         over_pairs = []
         for _ in range(DRAWS):
-            values = generator.random(edge.shape)
-            by_factor.append(_score_factors(function, edge, candidate, values))
-            over_pairs.append(function(edge[candidate], values[candidate]))
+            values = generator.random(is_edge.shape)
+            by_factor.append(_score_factors(function, is_edge, is_candidate, values))
+            over_pairs.append(function(is_edge[is_candidate], values[is_candidate]))
         scores[RANDOM_RANKING] = np.mean(by_factor, axis=0)
         pooled[RANDOM_RANKING][heading] = float(np.mean(over_pairs))
         columns.append(ScoreColumn(score, f"{score} of edges", scores))
@@ -155,13 +178,13 @@ def _ranked(
 
 def _score_factors(
     function: Callable[[np.ndarray, np.ndarray], float],
-    edge: np.ndarray,
-    candidate: np.ndarray,
+    is_edge: np.ndarray,
+    is_candidate: np.ndarray,
     values: np.ndarray,
 ) -> np.ndarray:
     """(1, factors): score of each factor over its candidate targets."""
-    rows = zip(edge, candidate, values)
-    return np.array([[function(is_edge[pair], row[pair]) for is_edge, pair, row in rows]])
+    rows = zip(is_edge, is_candidate, values)
+    return np.array([[function(edges[pairs], row[pairs]) for edges, pairs, row in rows]])
 
 
 def known_edges(
@@ -178,21 +201,15 @@ def known_edges(
     return np.unique(pairs[is_known & differs & is_usable], axis=0)
 
 
-def build_network(
-    pairs: np.ndarray, min_targets: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Factors and targets, rows of the vocabulary, ascending; edges, (factors, targets) bool; and
-    factors left out.
-
-    These have too few targets, or no gene that is not a target.
-    """
+def build_network(pairs: np.ndarray, min_targets: int) -> Network:
+    """Network of the known edges `pairs`, (edges, 2)."""
     factors = np.unique(pairs[:, 0])
     targets = np.unique(pairs[:, 1])
-    edge = np.zeros((len(factors), len(targets)), bool)
+    is_edge = np.zeros((len(factors), len(targets)), bool)
     factor_rows = np.searchsorted(factors, pairs[:, 0])
     target_columns = np.searchsorted(targets, pairs[:, 1])
-    edge[factor_rows, target_columns] = True
-    n_edges = edge.sum(1)
+    is_edge[factor_rows, target_columns] = True
+    n_edges = is_edge.sum(1)
     n_others = (factors[:, None] != targets).sum(1) - n_edges
     kept = (n_edges >= min_targets) & (n_others > 0)
-    return factors[kept], targets, edge[kept], factors[~kept]
+    return Network(factors[kept], targets, is_edge[kept], left_out=factors[~kept])
