@@ -59,7 +59,7 @@ def knock_out_genes(
     embedding = embed_cells(reader, network, vocabulary, tokens, embed, drawn)
     counts = read_rows(reader, cells)
     levels = read_levels(reader, network)
-    whole = _unit(embedding.vectors)
+    whole = _scale_to_unit(embedding.vectors)
 
     profiles = log_normalise(select_columns(counts, columns.target, vocabulary.n_genes)).tocsc()
     n_expressing = np.diff(profiles.indptr)
@@ -71,11 +71,7 @@ def knock_out_genes(
             f"{reader.path}: no gene has counts in more than {n_expressing.max():,} of the {len(cells):,} drawn cells, "
             f"knock_out.min_cells is {section.min_cells:,}; lower it"
         )
-    nulls: dict[int, list[int]] = {}  # other genes, the nearest in expression first
-    for gene in wanted.tolist():
-        others = usable[usable != gene]
-        nearest = np.argsort(np.abs(expression[others] - expression[gene]), kind="stable")
-        nulls[gene] = others[nearest][: section.null_genes].tolist()
+    null_genes = choose_null_genes(wanted, usable, expression, section.null_genes)
 
     def measure_shifts(gene: int) -> tuple[np.ndarray, np.ndarray]:
         """Drawn cells that express the gene and another one, and their shifts."""
@@ -86,28 +82,15 @@ def knock_out_genes(
         vectors = embed_batches(
             batches, network, len(expressing), embed.token_budget, embed.precision
         )
-        shifts = 1 - (_unit(vectors) * whole[expressing]).sum(1)
+        shifts = 1 - (_scale_to_unit(vectors) * whole[expressing]).sum(1)
         is_known = np.isfinite(shifts)
         return expressing[is_known], shifts[is_known]
 
-    removed = sorted({*nulls}.union(*nulls.values()))
+    removed = sorted({*null_genes}.union(*null_genes.values()))
     title = f"knock_out {reader.path.stem}"
     steps = progress(removed, title, len(removed), "genes", size=lambda gene: 1)
     shifts_by_gene = {gene: measure_shifts(gene) for gene in steps}
-    means = {
-        gene: float(shifts.mean()) if len(shifts) else np.nan
-        for gene, (_, shifts) in shifts_by_gene.items()
-    }
-    rows: list[dict[str, Any]] = []
-    for gene, others in nulls.items():
-        about = {
-            "symbol": vocabulary.symbols[gene],
-            "n_cells": len(shifts_by_gene[gene][0]),
-            "expression": expression[gene],
-        }
-        null = np.array([means[other] for other in others])
-        rows.append(about | _compare(means[gene], null[np.isfinite(null)]))
-    genes = pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in nulls])
+    genes = _tabulate_genes(null_genes, shifts_by_gene, expression, vocabulary)
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
     by_gene = [shifts_by_gene[gene] for gene in wanted[order].tolist()]
     ends = np.cumsum([0, *(len(shifts) for _, shifts in by_gene)])
@@ -115,6 +98,45 @@ def knock_out_genes(
     shape = len(cells), len(wanted)
     matrix = sp.csc_matrix((shifts.astype(np.float32), cell_of_shift, ends), shape=shape)
     return ad.AnnData(matrix.tocsr(), obs=reader.obs.iloc[cells], var=genes.iloc[order]), embedding
+
+
+def choose_null_genes(
+    genes: np.ndarray, usable: np.ndarray, expression: np.ndarray, n_null: int
+) -> dict[int, list[int]]:
+    """Null genes of each of `genes`: `n_null` other genes of `usable`, the nearest in expression
+    first.
+
+    Genes are rows of the vocabulary; `expression` is `(genes of the vocabulary,)`.
+    """
+    null_genes = {}
+    for gene in genes.tolist():
+        others = usable[usable != gene]
+        nearest = np.argsort(np.abs(expression[others] - expression[gene]), kind="stable")
+        null_genes[gene] = others[nearest][:n_null].tolist()
+    return null_genes
+
+
+def _tabulate_genes(
+    null_genes: dict[int, list[int]],
+    shifts_by_gene: dict[int, tuple[np.ndarray, np.ndarray]],
+    expression: np.ndarray,
+    vocabulary: Vocabulary,
+) -> pd.DataFrame:
+    """var of the result: a row for each gene that has null genes, by Ensembl id."""
+    means = {
+        gene: float(shifts.mean()) if len(shifts) else np.nan
+        for gene, (_, shifts) in shifts_by_gene.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for gene, others in null_genes.items():
+        about = {
+            "symbol": vocabulary.symbols[gene],
+            "n_cells": len(shifts_by_gene[gene][0]),
+            "expression": expression[gene],
+        }
+        null = np.array([means[other] for other in others])
+        rows.append(about | _compare(means[gene], null[np.isfinite(null)]))
+    return pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in null_genes])
 
 
 def _compare(shift: float, null: np.ndarray) -> dict[str, float]:
@@ -129,7 +151,7 @@ def _compare(shift: float, null: np.ndarray) -> dict[str, float]:
     return compared
 
 
-def _unit(vectors: np.ndarray) -> np.ndarray:
+def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
     """The vectors, `(cells, width)`, at length 1, float64."""
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
