@@ -190,25 +190,17 @@ def embed_cells(
     batches = tokenize_blocks(
         rows(), columns, vocabulary, tokens, chosen, totals, per_cell=per_cell
     )
-    vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)[
-        chosen
-    ]
+    vectors = embed_batches(batches, model, reader.n_obs, section.token_budget, section.precision)
+    vectors = vectors[chosen]
     if np.isnan(vectors).all():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     frac = float(totals[0] / totals[1])
-    if frac < section.min_coverage_frac:
-        raise DataError(
-            f"{reader.path}: {frac:.1%} of its counts fall on genes that the model knows, embed.min_coverage_frac is "
-            f"{section.min_coverage_frac:g}; {_advice(columns, '--min-coverage-frac')}"
-        )
     genes = gene_coverage(columns, vocabulary)
-    if genes.expressed_frac < section.min_expressed_frac:
-        raise DataError(
-            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is "
-            f"{section.min_expressed_frac:g}; "
-            f"{_advice(columns, '--min-expressed-frac')}"
-        )
+    _check_coverage(reader, columns, section, frac, genes)
     reader.warn_of_values()
+    notes = columns.notes
+    if columns.mismatch is not None:
+        notes = (f"warning: {columns.mismatch}", *notes)
     lost = sorted(unnamed, key=lambda column: -column_counts[column])
     measured_counts = column_counts[columns.measured].sum()
     return Embedding(
@@ -218,16 +210,36 @@ def embed_cells(
         genes=genes,
         lost_frac=float(column_counts[lost].sum() / max(measured_counts, 1)),
         lost_names=tuple(reader.var_names[column] for column in lost[:LOST_NAMES]),
-        gene_notes=columns.notes
-        if columns.mismatch is None
-        else (f"warning: {columns.mismatch}", *columns.notes),
+        gene_notes=notes,
         absent_columns=tuple(
             name for name in tokens.covariates if name != DATASET and name not in reader.obs
         ),
     )
 
 
-def _advice(columns: GeneColumns, option: str) -> str:
+def _check_coverage(
+    reader: CountsReader,
+    columns: GeneColumns,
+    section: Embed,
+    coverage_frac: float,
+    genes: GeneCoverage,
+) -> None:
+    """Raise DataError if the model knows too few counts of the file, or too few genes are in it."""
+    if coverage_frac < section.min_coverage_frac:
+        raise DataError(
+            f"{reader.path}: {coverage_frac:.1%} of its counts fall on genes that the model knows, "
+            f"embed.min_coverage_frac is {section.min_coverage_frac:g}; "
+            f"{_advise(columns, '--min-coverage-frac')}"
+        )
+    if genes.expressed_frac < section.min_expressed_frac:
+        raise DataError(
+            f"{reader.path}: it measures {genes}; embed.min_expressed_frac is "
+            f"{section.min_expressed_frac:g}; "
+            f"{_advise(columns, '--min-expressed-frac')}"
+        )
+
+
+def _advise(columns: GeneColumns, option: str) -> str:
     if columns.mismatch is not None:
         return f"{columns.mismatch}; use a model of that organism, or one trained on both"
     return f"use a model of these genes, or lower it ({option})"
