@@ -70,7 +70,7 @@ def labelled_cells(
         (f"left out, fewer than {min_cells} cells", chosen.dropped),
     ):
         if classes or heading == column.name:
-            print(f"{context.dataset}: {task}: {heading}: {_listed(classes)}", flush=True)
+            print(f"{context.dataset}: {task}: {heading}: {_list_first(classes)}", flush=True)
     n = len(chosen.classes)
     if n < 2:
         raise Skipped(
@@ -81,7 +81,7 @@ def labelled_cells(
     return replace(chosen, cells=scored[chosen.cells])
 
 
-def _listed(classes: dict[str, int]) -> str:
+def _list_first(classes: dict[str, int]) -> str:
     """The largest classes with their cells, and how many more there are."""
     shown = ", ".join(f"{name} {n:,}" for name, n in [*classes.items()][:MAX_SHOWN_CLASSES])
     others = [*classes.values()][MAX_SHOWN_CLASSES:]

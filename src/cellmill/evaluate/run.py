@@ -208,10 +208,10 @@ def result_lines(result: TaskResult) -> list[str]:
     parts = []
     best = result.best_row("model")
     if best is not None:
-        parts.append(f"{result.metric} {_valued(result, best)}")
+        parts.append(f"{result.metric} {_describe_row(result, best)}")
     baseline = result.best_row("baseline")
     if baseline is not None:
-        parts.append(f"best baseline {_valued(result, baseline)}")
+        parts.append(f"best baseline {_describe_row(result, baseline)}")
     outcomes = Counter(verdict.outcome for verdict in result.best_verdicts())
     if outcomes:
         counts = ", ".join(f"{outcome} in {n}" for outcome, n in sorted(outcomes.items()))
@@ -222,7 +222,7 @@ def result_lines(result: TaskResult) -> list[str]:
     return lines + result.notes or ["done, its numbers are in metrics.json"]
 
 
-def _valued(result: TaskResult, row: Row) -> str:
+def _describe_row(result: TaskResult, row: Row) -> str:
     return f"{result.rank_value(row):.3f}, {row.method.name}"
 
 

@@ -94,7 +94,7 @@ class Predicted:
         for name, column in self.obs.items():
             if name.startswith(LABEL):
                 counts = tally(np.asarray(column.dropna(), str))
-                labels = _listed([f"{label!r} {n:,}" for label, n in counts.items()])
+                labels = _list_first([f"{label!r} {n:,}" for label, n in counts.items()])
                 lines.append(f"{name}: {labels or 'no label'}")
             elif name.startswith(REJECTED):
                 lines.append(f"{name}: {int(column.sum()):,}")
@@ -314,7 +314,7 @@ class LoadedModel:
             f"LoadedModel {self.folder}",
             f"{self.config['family']} of {self._model.vector_width:,} dimensions, "
             f"{self.vocabulary.n_genes:,} genes ({organisms})",
-            f"labels: {_listed(self.labels) or 'none'}",
+            f"labels: {_list_first(self.labels) or 'none'}",
         ]
         return "\n    ".join(lines)
 
@@ -359,18 +359,18 @@ def count_labels(
     n = len(given)
     n_unknown = sum(unknown.values())
     problem = ""
-    named = _listed([f"{label!r} {n:,}" for label, n in unknown.items()])
+    named = _list_first([f"{label!r} {n:,}" for label, n in unknown.items()])
     if not n:
         problem = "no cell has a label"
     elif n_unknown == n:
-        known = _listed(labels)
+        known = _list_first(labels)
         problem = f"none of {n:,} labelled cells has a label that the model knows: expected {known}; got {named}"
     elif unknown:
         problem = f"{n_unknown:,} of {n:,} labelled cells have a label that the model does not know: {named}"
     return LabelCounts(n, n_unknown, unknown, f"{column}: {problem}" if problem else None)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_first(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(names[:MAX_NAMES])
     more = len(names) - MAX_NAMES
