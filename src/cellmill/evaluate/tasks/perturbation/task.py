@@ -51,7 +51,7 @@ from cellmill.evaluate.tasks.perturbation.changes import (
     controlled_role,
 )
 from cellmill.evaluate.tasks.perturbation.held_out import CO_EXPRESSION, HeldOut, prior_method
-from cellmill.runs.results import ScoredMethod, TaskResult
+from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
 HELD_OUT = "perturbation"  # role that stage predict_changes holds out
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
@@ -163,26 +163,34 @@ class Perturbation(Task):
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
         judged = [column for column in columns if column.select_kind("model")]
-        compared = []
+        differences = []
         for column in judged:
-            compared += column.differences()
+            differences += column.differences()
+        informed_differences, notes = self._compare_informed(columns)
+        return tabulate(
+            columns,
+            numbers,
+            judged,
+            rows=table_rows(columns) + table_rows(ceilings),
+            differences=differences + informed_differences,
+            notes=notes,
+        )
+
+    def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
+        """Differences of `_informed` methods to the mean, and a sentence on the best method of each
+        source.
+        """
         informed = [method.features for method in self._informed()]
+        differences = []
         notes = []
         for column in columns:
             groups = group_by_features(
                 method for method in column.scores if method.features in informed
             )
             for methods in groups.values():
-                compared += [column.difference(method, MEAN) for method in methods]
+                differences += [column.difference(method, MEAN) for method in methods]
                 notes.append(column.compare(column.best(methods), MEAN).sentence)
-        return tabulate(
-            columns,
-            numbers,
-            judged,
-            rows=table_rows(columns) + table_rows(ceilings),
-            differences=compared,
-            notes=notes,
-        )
+        return differences, notes
 
     def _informed(self) -> list[ScoredMethod]:
         """Sources of gene vectors that are compared with the mean: controls and files."""
