@@ -58,7 +58,7 @@ def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
     return float((np.diff(recall, prepend=0) * precision).sum())
 
 
-class Network(NamedTuple):
+class RegulatoryNetwork(NamedTuple):
     """Edges from transcription factors to targets, both rows of the vocabulary, ascending."""
 
     factors: np.ndarray
@@ -125,7 +125,7 @@ class Grn(GeneTask):
         return tabulate(columns, numbers, rows=rows)
 
 
-def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: Network) -> Arrays:
+def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: RegulatoryNetwork) -> Arrays:
     """(factors, targets) by method: cosines of centred gene vectors, and correlations of the
     expression in `profiles`, (cells, genes).
     """
@@ -148,7 +148,7 @@ def compare_genes(vectors: Arrays, profiles: sp.csr_matrix, network: Network) ->
 
 
 def _rank_pairs(
-    similarities: Arrays, network: Network, seed: int
+    similarities: Arrays, network: RegulatoryNetwork, seed: int
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
     """A column for each score, with the factors as units, and scores over all pairs by row."""
     is_edge = network.is_edge
@@ -201,8 +201,8 @@ def known_edges(
     return np.unique(pairs[is_known & differs & is_usable], axis=0)
 
 
-def build_network(pairs: np.ndarray, min_targets: int) -> Network:
-    """Network of the known edges `pairs`, (edges, 2)."""
+def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
+    """RegulatoryNetwork of the known edges `pairs`, (edges, 2)."""
     factors = np.unique(pairs[:, 0])
     targets = np.unique(pairs[:, 1])
     is_edge = np.zeros((len(factors), len(targets)), bool)
@@ -212,4 +212,4 @@ def build_network(pairs: np.ndarray, min_targets: int) -> Network:
     n_edges = is_edge.sum(1)
     n_others = (factors[:, None] != targets).sum(1) - n_edges
     kept = (n_edges >= min_targets) & (n_others > 0)
-    return Network(factors[kept], targets, is_edge[kept], left_out=factors[~kept])
+    return RegulatoryNetwork(factors[kept], targets, is_edge[kept], left_out=factors[~kept])
