@@ -57,9 +57,9 @@ def cells_of(lengths: tuple[int, ...] = (20, 31, 1, 14, 2, 9)) -> Batch:
 
 def _dense_targets(prepared: Any) -> torch.Tensor:
     """(cells, genes): weights of hidden genes."""
-    dense = torch.zeros(len(prepared.entries), N_GENES + 2)
-    genes_by_cell = prepared.genes_hidden.split(prepared.entries)
-    weights_by_cell = prepared.weights.split(prepared.entries)
+    dense = torch.zeros(len(prepared.n_entries), N_GENES + 2)
+    genes_by_cell = prepared.profile_genes.split(prepared.n_entries)
+    weights_by_cell = prepared.weights.split(prepared.n_entries)
     for row, genes, weights in zip(dense, genes_by_cell, weights_by_cell):
         row[genes] = weights
     return dense
@@ -105,7 +105,7 @@ def test_weights_are_log_counts_or_counts() -> None:
     for name, weigh in (("counts", torch.Tensor.double), ("log1p", torch.log1p)):
         model = decoding_model("profile", weights=name)
         view = model.view(batch, **KEYS)
-        weights = weigh(view.profile_count)
+        weights = weigh(view.profile_counts)
         expected = weights / weights.sum()
         prepared = model.prepare(view, **KEYS)
         torch.testing.assert_close(prepared.weights, expected.float())
@@ -265,16 +265,16 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
     batch = cells_of()
     prepared = prepare(model, batch)
     view = model.view(batch, **KEYS)
-    assert torch.equal(prepared.weights, view.profile_count.float())
+    assert torch.equal(prepared.weights, view.profile_counts.float())
     vectors = model.cell_vectors(model.states(prepared), prepared)
     expected = profile_loss(
         model.decoder(vectors[prepared.target_cells]),
         model.profile_genes.weight,
         model.profile_bias,
-        prepared.entries,
-        prepared.starts,
-        view.profile_gene,
-        view.profile_count.float(),
+        prepared.n_entries,
+        prepared.entry_starts,
+        view.profile_genes,
+        view.profile_counts.float(),
         model.profile_dispersion,
     )
     assert torch.equal(model(prepared), expected)
@@ -301,7 +301,7 @@ def test_denoise_equals_cell_decoding_of_thinned_counts() -> None:
     )
     prepared = prepare(preset, batch)
     assert torch.equal(preset(prepared), same(prepare(same, batch)))
-    assert torch.equal(prepared.genes_hidden, batch.genes), "the whole cell is predicted"
+    assert torch.equal(prepared.profile_genes, batch.genes), "the whole cell is predicted"
     assert sum(prepared.lengths) < len(batch.genes), "and a part of it shown"
 
 

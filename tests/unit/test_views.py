@@ -76,7 +76,7 @@ def _whole(batch: Batch) -> torch.Tensor:
 def _hidden(view: ViewBatch) -> torch.Tensor:
     """(cells, genes) int64: counts that the view hides."""
     n_cells = len(view.lengths)
-    return _add_up(view.profile_cell, view.profile_gene, view.profile_count, n_cells)
+    return _add_up(view.profile_cell, view.profile_genes, view.profile_counts, n_cells)
 
 
 @EVERY_VIEW
@@ -170,7 +170,7 @@ def test_a_thinned_cell_is_drawn_by_a_separate_generator() -> None:
         bits = np.random.Philox(key=key)
         hidden = np.random.Generator(bits).binomial(counts.numpy(), hidden_frac)
         expected += hidden[hidden > 0].tolist()
-    assert view.profile_count.tolist() == expected
+    assert view.profile_counts.tolist() == expected
 
 
 @EVERY_VIEW
@@ -277,9 +277,9 @@ def test_the_second_views_are_the_hidden_parts(view: str) -> None:
     values_by_cell = paired.values[n_shown:].split(second_lengths)
     for cell in range(n_cells):
         is_of_cell = plain.profile_cell == cell
-        counts = plain.profile_count[is_of_cell]
+        counts = plain.profile_counts[is_of_cell]
         frequencies = counts / counts.sum()
-        assert torch.equal(genes_by_cell[cell], plain.profile_gene[is_of_cell])
+        assert torch.equal(genes_by_cell[cell], plain.profile_genes[is_of_cell])
         assert_near(values_by_cell[cell], torch.log1p(1e4 * frequencies))
 
 

@@ -43,9 +43,9 @@ class DecodingBatch(EncoderBatch):
     """The shown tokens and the profiles to predict."""
 
     target_cells: Tensor  # `(C,)` int64: indices of the cells that have something to predict
-    entries: list[int]  # number of entries of each of these cells
-    starts: Tensor  # `(C + 1,)` int64: first entry of each of these cells, and their total number
-    genes_hidden: Tensor  # `(entries,)` int64: token ids, cell after cell
+    n_entries: list[int]  # number of entries of each of these cells
+    entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
+    profile_genes: Tensor  # `(entries,)` int64: token ids, cell after cell
     weights: Tensor
     """`(entries,)` float32: with sum 1 in each cell. With likelihood nb, the counts."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
@@ -77,20 +77,25 @@ class CellDecoding(Objective):
         model.profile_genes = with_std(nn.Embedding(n_tokens, width), width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(n_tokens))
         if config.batch_column is not None:
-            n_levels = len(self.levels[config.batch_column])
-            rows = ["batch_terms.weight"]
-            names.append("batch_terms")
-            model.batch_terms = LevelTerms(n_levels, width)
-            if config.batch_adversary is not None:
-                scale = config.batch_adversary_scale
-                model.batch_adversary = Adversary(vector_width, n_levels, scale)
-                rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
-                names.append("batch_adversary")
-            model.level_rows = {**model.level_rows, **dict.fromkeys(rows, config.batch_column)}
+            names += self._attach_batch_terms(model, config.batch_column, width)
         if self._is_nb:
             model.profile_dispersion = nn.Parameter(torch.empty(n_tokens))
             names.append("profile_dispersion")
         return tuple(names)
+
+    def _attach_batch_terms(self, model: Any, column: str, width: int) -> list[str]:
+        """Add a vector of each batch to the decoder, and the adversary if there is one."""
+        n_levels = len(self.levels[column])
+        model.batch_terms = LevelTerms(n_levels, width)
+        names = ["batch_terms"]
+        rows = ["batch_terms.weight"]
+        if self.config.batch_adversary is not None:
+            scale = self.config.batch_adversary_scale
+            model.batch_adversary = Adversary(model.vector_width, n_levels, scale)
+            names.append("batch_adversary")
+            rows += ["batch_adversary.out.weight", "batch_adversary.out.bias"]
+        model.level_rows = {**model.level_rows, **dict.fromkeys(rows, column)}
+        return names
 
     def initial_value(self, name: str) -> Fill | None:
         """Start biases at zero, and log dispersions at zero: variance mean + mean squared."""
@@ -105,28 +110,29 @@ class CellDecoding(Objective):
         n_entries = np.bincount(cell, minlength=len(batch.lengths))  # `(cells,)`
         target_cells = np.flatnonzero(n_entries)
         target_entries = n_entries[target_cells]
-        weights = batch.profile_count.double()
-        if not self._is_nb:
-            if self.predicts_log_counts:
-                weights = weights.log1p()
-            cell_sums = np.bincount(cell, weights.numpy(), len(n_entries))
-            weights /= torch.from_numpy(cell_sums[cell])
-        # cells with tokens in both views; second views follow the first views
-        lengths = torch.tensor(batch.lengths[: 2 * batch.n_paired], dtype=torch.int64)
-        first_lengths, second_lengths = lengths.view(2, batch.n_paired)
-        is_pair = (first_lengths > 0) & (second_lengths > 0)
-        first_views = is_pair.nonzero().flatten()
         return DecodingBatch.prepared(
             batch,
             (seed, step),
             target_cells=torch.from_numpy(target_cells),
-            entries=target_entries.tolist(),
-            starts=torch.from_numpy(np.append(0, target_entries.cumsum())),
-            genes_hidden=batch.profile_gene,
-            weights=weights.float(),
+            n_entries=target_entries.tolist(),
+            entry_starts=torch.from_numpy(np.append(0, target_entries.cumsum())),
+            profile_genes=batch.profile_genes,
+            weights=self._weigh_entries(batch),
             n_targets=torch.tensor(len(target_cells)),
-            pairs=torch.stack([first_views, first_views + batch.n_paired]),
+            pairs=_find_pairs(batch),
         )
+
+    def _weigh_entries(self, batch: ViewBatch) -> Tensor:
+        """`(entries,)` float32: weights with sum 1 in each cell; with likelihood nb, the counts."""
+        weights = batch.profile_counts.double()
+        if self._is_nb:
+            return weights.float()
+        if self.predicts_log_counts:
+            weights = weights.log1p()
+        cell = batch.profile_cell.numpy()
+        cell_sums = np.bincount(cell, weights.numpy(), len(batch.lengths))
+        weights /= torch.from_numpy(cell_sums[cell])
+        return weights.float()
 
     @property
     def _is_nb(self) -> bool:
@@ -144,9 +150,9 @@ class CellDecoding(Objective):
             self.decode(model, vectors, prepared),
             model.profile_genes.weight,
             model.profile_bias,
-            prepared.entries,
-            prepared.starts,
-            prepared.genes_hidden,
+            prepared.n_entries,
+            prepared.entry_starts,
+            prepared.profile_genes,
             prepared.weights,
             model.profile_dispersion if self._is_nb else None,
         )
@@ -193,13 +199,13 @@ class CellDecoding(Objective):
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
         log_p = logits.log_softmax(1)
-        entries = prepared.starts.diff()
-        cell = torch.repeat_interleave(entries, output_size=len(prepared.weights))
+        n_entries = prepared.entry_starts.diff()
+        cell = torch.repeat_interleave(n_entries, output_size=len(prepared.weights))
         weights = prepared.weights
         if self._is_nb:  # dispersions are not judged: the mean profile of training cells has none
-            weights = weights / weights.new_zeros(len(entries)).index_add(0, cell, weights)[cell]
-        genes = prepared.genes_hidden
-        cell_fracs = (1 / entries.double())[cell]  # those of a cell sum to 1
+            weights = weights / weights.new_zeros(len(n_entries)).index_add(0, cell, weights)[cell]
+        genes = prepared.profile_genes
+        cell_fracs = (1 / n_entries.double())[cell]  # those of a cell sum to 1
         return genes - len(SPECIAL), log_p[cell, genes], weights, cell_fracs
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
@@ -220,3 +226,14 @@ class CellDecoding(Objective):
         name = f"prediction of {self.config.target} genes"
         against = "mean profile of training cells"
         return metrics, loss_verdict(name, against, loss - base_loss)
+
+
+def _find_pairs(batch: ViewBatch) -> Tensor:
+    """`(2, pairs)` int64: first and second view of each cell that has tokens in both."""
+    n_paired = batch.n_paired
+    # second views follow the first views
+    lengths = torch.tensor(batch.lengths[: 2 * n_paired], dtype=torch.int64)
+    first_lengths, second_lengths = lengths.view(2, n_paired)
+    is_pair = (first_lengths > 0) & (second_lengths > 0)
+    first_views = is_pair.nonzero().flatten()
+    return torch.stack([first_views, first_views + n_paired])

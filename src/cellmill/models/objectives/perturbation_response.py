@@ -71,8 +71,8 @@ class PerturbationResponse(CellDecoding):
         batch = replace(
             batch,
             profile_cell=batch.profile_cell[entries],
-            profile_gene=batch.profile_gene[entries],
-            profile_count=batch.profile_count[entries],
+            profile_genes=batch.profile_genes[entries],
+            profile_counts=batch.profile_counts[entries],
         )
         prepared = super().prepare(batch, seed=seed, step=step)
         perturbation = numbers[prepared.target_cells]

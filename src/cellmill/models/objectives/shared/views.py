@@ -53,8 +53,8 @@ class ViewBatch(Batch):
     """The shown tokens, and the profile to predict: entries in the order of their cells."""
 
     profile_cell: Tensor  # `(entries,)` int64: index of the cell in the batch
-    profile_gene: Tensor  # `(entries,)` int64: token id
-    profile_count: Tensor  # `(entries,)` int64, above 0
+    profile_genes: Tensor  # `(entries,)` int64: token id
+    profile_counts: Tensor  # `(entries,)` int64, above 0
     n_paired: int = 0
     """Number of second views in the batch: cell i + n_paired is the hidden part of cell i."""
 
@@ -88,8 +88,8 @@ def draw_view(
         **make_tokens(genes, shown, ends, tokenizer),
         **per_cell,
         profile_cell=torch.from_numpy(cell[entries]),
-        profile_gene=batch.genes[torch.from_numpy(entries)],
-        profile_count=torch.from_numpy(predicted[entries]),
+        profile_genes=batch.genes[torch.from_numpy(entries)],
+        profile_counts=torch.from_numpy(predicted[entries]),
         n_paired=n_paired,
     )
 
