@@ -20,7 +20,7 @@ Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
-    Tensors,
     expected_bins,
     loss_verdict,
     r2_over,
@@ -68,6 +67,22 @@ class MaskedBatch(EncoderBatch):
             values=self.values.index_fill(0, self.targets, 0),
             value_hidden=self.value_hidden.index_fill(0, self.targets, True),
         )
+
+
+class ValueObservations(NamedTuple):
+    """Observations of masked_value, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    values: Any
+    predicted: Any  # values, or expected bins
+
+
+class GeneObservations(NamedTuple):
+    """Observations of masked_gene, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    is_right: Any  # bool: the gene has the highest logit
+    losses: Any  # float32: cross-entropy
 
 
 @dataclass(frozen=True)
@@ -117,25 +132,15 @@ class MaskedObjective(Objective):
         )
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
-        config = self.config
         cell, position = positions(batch)
         keys = keyed_token_bits(batch.cells, cell, seed, step, position)
         is_gene = batch.genes > PAD_TOKEN  # neither padding nor an end of the cell
-        # mask low draws, and the lowest draw of each cell in any case
-        draws = torch.where(is_gene, keys, NEVER)
-        lowest = torch.full((len(batch.lengths),), NEVER, device=draws.device)
-        lowest = lowest.scatter_reduce(0, cell, draws, "amin")
-        masked = (draws < threshold(config.mask_frac)) | (draws == lowest[cell])
-        masked = masked & is_gene
+        masked = self._choose_masked(keys, is_gene, cell, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)
         # validation hides everything that is masked
         if self._shows_content and self.training:
-            # low draws hide a token, middle draws show random content, high draws its own content
-            fates = keyed_bits(keys, DrawKey.FATE)
-            kept = masked & (fates >= threshold(1 - config.keep_frac)) & (config.keep_frac > 0)
-            is_low = fates < threshold(1 - config.keep_frac - config.random_frac)
-            hidden = masked & ~kept & is_low
+            hidden, kept = self._draw_fates(keys, masked)
         return Mask(
             cell=cell,
             keys=keys,
@@ -145,6 +150,24 @@ class MaskedObjective(Objective):
             kept=kept,
             random=masked & ~kept & ~hidden,
         )
+
+    def _choose_masked(self, keys: Tensor, is_gene: Tensor, cell: Tensor, n_cells: int) -> Tensor:
+        """`(T,)` bool: genes with low draws, and the gene with the lowest draw of each cell."""
+        draws = torch.where(is_gene, keys, NEVER)
+        lowest = torch.full((n_cells,), NEVER, device=draws.device)
+        lowest = lowest.scatter_reduce(0, cell, draws, "amin")
+        masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[cell])
+        return masked & is_gene
+
+    def _draw_fates(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """Masked tokens that are hidden, and those that show their own content, `(T,)` bool each."""
+        keep_frac = self.config.keep_frac
+        hidden_frac = 1 - keep_frac - self.config.random_frac
+        fates = keyed_bits(keys, DrawKey.FATE)
+        # fates below 1 - keep - random hide the token, the next show random content, the rest its own
+        kept = masked & (fates >= threshold(1 - keep_frac)) & (keep_frac > 0)
+        hidden = masked & ~kept & (fates < threshold(hidden_frac))
+        return hidden, kept
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Return the fields with the content of hidden tokens hidden, of random tokens replaced."""
@@ -235,18 +258,22 @@ class MaskedValue(MaskedObjective):
             return out
         return out.squeeze(-1) + prepared.center[prepared.cell[prepared.targets]]
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> Tensors:
-        """Return vocabulary row, true value and predicted value (or bin) of each target."""
+    def observe(self, model: Any, prepared: MaskedBatch) -> ValueObservations:
         targets = prepared.targets
         predicted = self.predict(model, model.head(model.states(prepared)[targets]), prepared)
         if predicted.ndim == 2:
             predicted = expected_bins(predicted, self._first_bin)
-        return prepared.genes[targets] - len(SPECIAL), prepared.answers, predicted
+        return ValueObservations(
+            genes=prepared.genes[targets] - len(SPECIAL),
+            values=prepared.answers,
+            predicted=predicted,
+        )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        genes = observed[0]
-        values, predicted = (array.astype(np.float64) for array in observed[1:])
-        gene_means = train.mean[genes]
+        targets = ValueObservations(*observed)
+        values = targets.values.astype(np.float64)
+        predicted = targets.predicted.astype(np.float64)
+        gene_means = train.mean[targets.genes]
         mse = float(np.mean((values - predicted) ** 2))
         mse_gene = float(np.mean((values - gene_means) ** 2))
         mse_global = float(np.mean((values - train.global_mean) ** 2))
@@ -308,23 +335,25 @@ class MaskedGene(MaskedObjective):
         """`(N, H)` -> float32 logits of genes `(N, V)`."""
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
-    def observe(self, model: Any, prepared: MaskedBatch) -> Tensors:
-        """Return vocabulary row, top-1 correctness and cross-entropy of each target."""
+    def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:
         answers = prepared.answers
         states = model.states(prepared)[prepared.targets]
         logits = self.predict(model, model.head(states), prepared)
-        losses = F.cross_entropy(logits, answers, reduction="none")
-        return answers - len(SPECIAL), logits.argmax(1) == answers, losses
+        return GeneObservations(
+            genes=answers - len(SPECIAL),
+            is_right=logits.argmax(1) == answers,
+            losses=F.cross_entropy(logits, answers, reduction="none"),
+        )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        genes, correct, cross_entropy = observed
+        genes, is_right, losses = GeneObservations(*observed)
         # add one: no gene has frequency 0
         frequency = (train.n + 1) / (train.n.sum() + len(train.n))
         base_loss = float(-np.log(frequency[genes]).mean())
-        loss = float(cross_entropy.astype(np.float64).mean())
+        loss = float(losses.astype(np.float64).mean())
         metrics = {
             "n_targets": len(genes),
-            "accuracy": float(correct.mean()),
+            "accuracy": float(is_right.mean()),
             "accuracy_frequency": float((genes == int(train.n.argmax())).mean()),
             "cross_entropy": loss,
             "cross_entropy_frequency": base_loss,
