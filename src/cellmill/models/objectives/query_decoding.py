@@ -17,7 +17,7 @@ Legend: C cells, T tokens of the batch, N queries, D width of the decoder.
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from cellmill.models.objective import (
     GeneStatistics,
     Judgement,
     Objective,
-    Tensors,
     r2_over,
     r2_verdict,
 )
@@ -60,7 +59,16 @@ class QueryBatch(QueryView, EncoderBatch):
     n_targets: Tensor  # N
 
 
-def _rank_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
+class QueryObservations(NamedTuple):
+    """Observations of queries, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    values: Any
+    predicted: Any
+    weights: Any
+
+
+def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
     """Number the items of each cell from 0; return `(items,)` int64.
 
     `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
@@ -76,22 +84,22 @@ def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, n_most: int) -> 
     # hidden tokens, cell after cell, the lowest key of each cell first
     tokens = tokens[keys[tokens].argsort()]
     tokens = tokens[cell[tokens].argsort(stable=True)]
-    rank = _rank_in_cell(n_hidden, cell[tokens])
+    rank = _number_in_cell(n_hidden, cell[tokens])
     return tokens[rank < n_most].sort().values
 
 
 def _draw_undetected(
     batch: Batch, n_drawn: Tensor, n_lacking: Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw genes that cells lack, with replacement; return cell and token id of each draw.
+    """Draw genes that cells lack, with replacement; return the cell and token id of each draw.
 
     Each cell has `n_drawn` draws from the `n_lacking` genes that it lacks, `(C,)` int64 each. The
-    k-th of them (from 0) has vocabulary row k + d, if the cell has d genes with smaller rows.
+    k-th lacking gene (from 0) has vocabulary row k + number of detected genes before it.
     """
     drawn_cell = torch.repeat_interleave(n_drawn)
-    draw = _rank_in_cell(n_drawn, drawn_cell)
-    bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw, DrawKey.UNDETECTED)
-    k = bits % n_lacking[drawn_cell]
+    draw_number = _number_in_cell(n_drawn, drawn_cell)
+    bits = keyed_token_bits(batch.cells, drawn_cell, seed, step, draw_number, DrawKey.UNDETECTED)
+    lacking_rank = bits % n_lacking[drawn_cell]
     cell, position = positions(batch)
     # `(T,)`: vocabulary rows of detected genes, ascending in each cell
     first_row = cell * n_genes
@@ -101,9 +109,16 @@ def _draw_undetected(
     # search all cells at once: an offset for each cell makes the numbers ascend over all of them
     offset = n_genes + 1
     numbers = n_lacking_before + cell * offset
-    end = torch.searchsorted(numbers, k + drawn_cell * offset, right=True)
-    d = end - batch.cu_seqlens[drawn_cell]
-    return drawn_cell, k + d + len(SPECIAL)
+    searched = lacking_rank + drawn_cell * offset
+    end = torch.searchsorted(numbers, searched, right=True)
+    n_detected_before = end - batch.cu_seqlens[drawn_cell]
+    return drawn_cell, lacking_rank + n_detected_before + len(SPECIAL)
+
+
+def _weigh_queries(n_hidden: Tensor, n_queries: Tensor, query_cell: Tensor) -> Tensor:
+    """`(queries,)`: number of hidden genes for which each query stands, from those of its cell."""
+    weights = n_hidden / n_queries.clamp(min=1)
+    return weights[query_cell]
 
 
 class QueryDecoding(Objective):
@@ -157,11 +172,11 @@ class QueryDecoding(Objective):
         drawn_cell, drawn_genes = _draw_undetected(
             batch, n_drawn, n_lacking, self.n_genes, seed, step
         )
-        # `(C,)`: hidden genes for which a query of either kind stands
         n_hidden = torch.bincount(cell[is_hidden], minlength=n_cells)
-        detected_weight = n_hidden / n_queried.clamp(min=1)
-        undetected_weight = hidden_frac * n_lacking / n_drawn.clamp(min=1)
-        weights = [detected_weight[queried_cell], undetected_weight[drawn_cell]]
+        weights = [
+            _weigh_queries(n_hidden, n_queried, queried_cell),
+            _weigh_queries(hidden_frac * n_lacking, n_drawn, drawn_cell),
+        ]
         shown = (batch.counts * ~is_hidden).numpy()
         return QueryView(
             **make_tokens(batch.genes.numpy(), shown, batch.cu_seqlens.numpy(), self.tokenizer),
@@ -206,23 +221,27 @@ class QueryDecoding(Objective):
         means = embed_tokens(genes, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + means.float()).squeeze(1)
 
-    def observe(self, model: Any, prepared: QueryBatch) -> Tensors:
-        """Return vocabulary row, true value, predicted value and weight of each query."""
-        predicted = self.predict(model, model.states(prepared), prepared)
-        rows = prepared.query_genes - len(SPECIAL)
-        return rows, prepared.query_values, predicted, prepared.query_weights
+    def observe(self, model: Any, prepared: QueryBatch) -> QueryObservations:
+        return QueryObservations(
+            genes=prepared.query_genes - len(SPECIAL),
+            values=prepared.query_values,
+            predicted=self.predict(model, model.states(prepared), prepared),
+            weights=prepared.query_weights,
+        )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Return mean squares of model and gene means, zeros included, and R² over these means."""
-        genes = observed[0]
-        values, predicted, weights = (array.astype(np.float64) for array in observed[1:])
+        """Mean squares of model and gene means, zeros included, and R² over these means."""
+        queries = QueryObservations(*observed)
+        values = queries.values.astype(np.float64)
+        predicted = queries.predicted.astype(np.float64)
+        weights = queries.weights.astype(np.float64)
         # mean over all training cells: detection rate times the mean of detected values
-        means = (train.n / train.n_cells * train.mean)[genes]
+        means = (train.n / train.n_cells * train.mean)[queries.genes]
         mse = float(np.average(np.square(values - predicted), weights=weights))
         base_mse = float(np.average(np.square(values - means), weights=weights))
         r2 = r2_over(base_mse, mse)
         metrics = {
-            "n_targets": len(genes),
+            "n_targets": len(values),
             "mse": mse,
             "mse_gene_mean": base_mse,
             "detected_frac": float(np.average(values > 0, weights=weights)),
