@@ -14,7 +14,7 @@ tokens of the vocabulary.
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +55,15 @@ class DecodingBatch(EncoderBatch):
     """
     shares: tuple[RowShare, ...] | None = None
     """Part of this micro-batch in the view loss; None in the pass that collects its rows."""
+
+
+class ProfileObservations(NamedTuple):
+    """Observations of profiles, `(entries,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    log_p: Any  # log-probability of the gene in its cell
+    weights: Any  # float32, with sum 1 in each cell
+    cell_fracs: Any  # float64: 1 / entries of the cell
 
 
 class CellDecoding(Objective):
@@ -191,10 +200,7 @@ class CellDecoding(Objective):
         """`(C,)` int64: number of each cell's batch."""
         return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
 
-    def observe(self, model: Any, prepared: DecodingBatch) -> Tensors:
-        """Return of each entry its vocabulary row, log-probability, weight, and 1 / entries of its
-        cell.
-        """
+    def observe(self, model: Any, prepared: DecodingBatch) -> ProfileObservations:
         vectors = self._target_vectors(model, model.states(prepared), prepared)
         decoded = self.decode(model, vectors, prepared)
         logits = token_logits(decoded, model.profile_genes.weight, model.profile_bias)
@@ -205,16 +211,20 @@ class CellDecoding(Objective):
         if self._is_nb:  # dispersions are not judged: the mean profile of training cells has none
             weights = weights / weights.new_zeros(len(n_entries)).index_add(0, cell, weights)[cell]
         genes = prepared.profile_genes
-        cell_fracs = (1 / n_entries.double())[cell]  # those of a cell sum to 1
-        return genes - len(SPECIAL), log_p[cell, genes], weights, cell_fracs
+        return ProfileObservations(
+            genes=genes - len(SPECIAL),
+            log_p=log_p[cell, genes],
+            weights=weights,
+            cell_fracs=(1 / n_entries.double())[cell],
+        )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        genes, log_p, weights, cell_fracs = observed
+        genes, log_p, weights, cell_fracs = ProfileObservations(*observed)
         # values that are not scalars do not measure expression
         value = train.mean if self.tokens.value_kind == "scalar" else 1.0
         expressed = train.n * value + 1  # add one for genes that no training cell has
         mean_profile = np.log(expressed / expressed.sum())
-        n_cells = cell_fracs.sum()
+        n_cells = cell_fracs.sum()  # those of a cell sum to 1
         loss = float(-(weights * log_p).sum() / n_cells)
         base_loss = float(-(weights * mean_profile[genes]).sum() / n_cells)
         metrics = {

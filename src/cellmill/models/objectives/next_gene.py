@@ -15,7 +15,7 @@ Legend: T tokens of the batch, N targets, H hidden, V tokens of the vocabulary.
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ from cellmill.models.objective import (
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
+N_FIELDS = 4  # of NextGeneObservations, after which values are observed
+
 
 @dataclass(frozen=True, kw_only=True)
 class NextGeneBatch(EncoderBatch):
@@ -51,6 +53,15 @@ class NextGeneBatch(EncoderBatch):
     is_first: Tensor  # `(N,)` bool: True for the first token of a cell
     ends: Tensor  # `(ends,)` int64: last tokens of cells that were not cut
     n_targets: Tensor
+
+
+class NextGeneObservations(NamedTuple):
+    """Observations of next genes, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+
+    genes: Any  # int64: vocabulary rows
+    position: Any  # int64: position in the cell
+    is_right: Any  # bool: the gene has the highest logit of all candidates
+    losses: Any  # float32: cross-entropy among the candidates
 
 
 class NextGene(Objective):
@@ -131,25 +142,15 @@ class NextGene(Objective):
         return out if self._is_class else out.squeeze(-1)
 
     def observe(self, model: Any, prepared: NextGeneBatch) -> Tensors:
-        """Return vocabulary row, position, top-1 correctness and cross-entropy of each gene.
+        """Fields of `NextGeneObservations`, then value and predicted value if values are predicted.
 
-        If the model predicts values, also value and prediction. Genes are in order, cell after cell.
+        Genes are in order, cell after cell.
         """
         before = self.states_before(model, model.states(prepared), prepared)
         cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
-            genes = prepared.genes[start:end]
-            logits = self.gene_logits(model, before[start:end])  # `(n, V)`
-            position = torch.arange(len(genes), device=genes.device)
-            # `(V,)`: last position at which each token is a candidate: a gene's own position in the
-            # cell, the cell's length for a gene that it lacks, none for special tokens
-            last_position = torch.full((logits.shape[1],), len(genes), device=genes.device)
-            last_position = last_position.index_put((genes,), position)
-            last_position[: len(SPECIAL)] = -1
-            logits = logits.masked_fill(last_position < position[:, None], -torch.inf)
-            losses = F.cross_entropy(logits, genes, reduction="none")
-            cells.append((genes - len(SPECIAL), position, logits.argmax(1) == genes, losses))
-        observed = tuple(torch.cat(parts) for parts in zip(*cells))
+            cells.append(self._observe_cell(model, before[start:end], prepared.genes[start:end]))
+        observed = tuple(torch.cat(tensors) for tensors in zip(*cells))
         if not self.predicts_values:
             return observed
         predicted = self.predict_values(model, before, prepared.genes)
@@ -157,20 +158,42 @@ class NextGene(Objective):
             predicted = expected_bins(predicted)
         return (*observed, prepared.values, predicted)
 
+    def _observe_cell(self, model: Any, before: Tensor, genes: Tensor) -> NextGeneObservations:
+        """`(n, H)` states before the genes `(n,)` of a cell -> their observations.
+
+        Candidates are genes that the cell does not have yet.
+        """
+        logits = self.gene_logits(model, before)  # `(n, V)`
+        position = torch.arange(len(genes), device=genes.device)
+        # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
+        # the cell's length for a gene that it lacks, none for special tokens
+        last_position = torch.full((logits.shape[1],), len(genes), device=genes.device)
+        last_position = last_position.index_put((genes,), position)
+        last_position[: len(SPECIAL)] = -1
+        logits = logits.masked_fill(last_position < position[:, None], -torch.inf)
+        return NextGeneObservations(
+            genes=genes - len(SPECIAL),
+            position=position,
+            is_right=logits.argmax(1) == genes,
+            losses=F.cross_entropy(logits, genes, reduction="none"),
+        )
+
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
-        """Return metrics and verdicts of genes, and of values if the model predicts them.
+        """Metrics and verdicts of genes, and of values if the model predicts them.
 
         The baseline of genes knows the rank and earlier genes.
         """
-        genes, position, correct, cross_entropy, *values = observed
+        targets = NextGeneObservations(*observed[:N_FIELDS])
+        values = observed[N_FIELDS:]
+        genes = targets.genes
         assert train.by_rank is not None, "statistics without ranks"
-        base_correct, base_cross_entropy = _judge_rank_baseline(genes, position, train.by_rank)
-        loss = float(cross_entropy.astype(np.float64).mean())
-        base_loss = float(base_cross_entropy.mean())
+        base_right, base_losses = _judge_rank_baseline(genes, targets.position, train.by_rank)
+        loss = float(targets.losses.astype(np.float64).mean())
+        base_loss = float(base_losses.mean())
         metrics: dict[str, Any] = {
             "n_targets": len(genes),
-            "accuracy": float(correct.mean()),
-            "accuracy_rank_frequency": float(base_correct.mean()),
+            "accuracy": float(targets.is_right.mean()),
+            "accuracy_rank_frequency": float(base_right.mean()),
             "cross_entropy": loss,
             "cross_entropy_rank_frequency": base_loss,
         }
@@ -211,7 +234,7 @@ def _judge_rank_baseline(
     buckets = rank_buckets(position)
     cell_starts = np.flatnonzero(position == 0)
     cells = list(pairwise([*cell_starts, len(genes)]))
-    correct = np.zeros(len(genes), bool)
+    is_right = np.zeros(len(genes), bool)
     cross_entropy = np.zeros(len(genes))
     for bucket in np.unique(buckets):
         by_frequency = np.argsort(-frequency[bucket], kind="stable")
@@ -226,8 +249,8 @@ def _judge_rank_baseline(
             left = np.maximum(1 - earlier, cell_frequency)[judged]
             cross_entropy[start + judged] = np.log(left / cell_frequency[judged])
             predicted = _find_candidates(by_frequency, cell, judged)
-            correct[start + judged] = predicted == cell[judged]
-    return correct, cross_entropy
+            is_right[start + judged] = predicted == cell[judged]
+    return is_right, cross_entropy
 
 
 def _find_candidates(by_frequency: np.ndarray, cell: np.ndarray, judged: np.ndarray) -> np.ndarray:
