@@ -23,8 +23,22 @@ Line = tuple[str, str]
 """Name and text of a line."""
 
 
-def describe_plan(cost: Cost, cells: Cells, hardware: Hardware) -> Plan:
-    """The content of plan.json."""
+def describe_plan(
+    cost: Cost,
+    cells: Cells,
+    hardware: Hardware,
+    *,
+    largest_micro_batch: int,
+    genes_per_cell: float,
+    cut_cells_frac: float,
+    fingerprint: str | None,
+) -> Plan:
+    """The content of plan.json.
+
+    `largest_micro_batch` is the most tokens that fit, `genes_per_cell` the mean of detected genes,
+    `cut_cells_frac` the fraction of cells with more genes than `tokens.max_tokens`. `fingerprint` is
+    that of the corpus, None for an assumed one.
+    """
     options = cost.options
     work = cost.work
     time = cost.time
@@ -78,6 +92,10 @@ def describe_plan(cost: Cost, cells: Cells, hardware: Hardware) -> Plan:
         "global_batch": train.global_batch,
         "scaled_lr": _scale_lr(train),
         "warnings": options.objective.warnings(),
+        "largest_micro_batch": largest_micro_batch,
+        "genes_per_cell": genes_per_cell,
+        "cut_cells_frac": cut_cells_frac,
+        "fingerprint": fingerprint,
     }
 
 

@@ -83,12 +83,15 @@ def plan(
     hardware = find_hardware(options, machine, device)
     memory = check_memory(options, corpus, hardware)
     cost = estimate_cost(options, corpus, hardware, rates, memory)
-    plan = describe_plan(cost, corpus, hardware) | {
-        "largest_micro_batch": find_largest_micro_batch(options, corpus, hardware),
-        "genes_per_cell": float(detected.mean()),
-        "cut_cells_frac": float((detected > kept).mean()),
-        "fingerprint": fingerprint,
-    }
+    plan = describe_plan(
+        cost,
+        corpus,
+        hardware,
+        largest_micro_batch=find_largest_micro_batch(options, corpus, hardware),
+        genes_per_cell=float(detected.mean()),
+        cut_cells_frac=float((detected > kept).mean()),
+        fingerprint=fingerprint,
+    )
     # the family's blocks compute rows of cells
     if plan["cut_cells_frac"] and not options.model.sequence_parallel:
         plan["warnings"].append(
