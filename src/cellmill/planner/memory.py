@@ -1,9 +1,9 @@
 """Planned memory of a training process by part, and idle time of its pipeline schedule.
 
-Memory: weights, gradients and the optimizer's state are float32 in every precision. A step peaks
-when its backward pass begins, with all activations, or when it ends, with all gradients. The
-framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
-`plan.memory_frac` leaves free.
+Memory: weights, gradients and the optimizer's state are float32 in every precision. The peak is at
+one of three moments: when the backward pass begins, when the backward passes of the blocks have
+ended, or at the last reduction of a sharded model. The framework's own memory (about 1 GB with CUDA
+and NCCL) belongs to the fraction that `plan.memory_frac` leaves free.
 
 Pipelines: schedules are counted in the units of the papers, forward 1 and backward 2 (1 for inputs,
 1 for weights), with all pipeline stages alike.
@@ -230,17 +230,17 @@ def peak_memory(
     """
     moments = []
     for rank in range(model.layout.pp) if ranks is None else ranks:
-        process = _Process(model, rank, micro_tokens, micro_batches)
-        moments.append(process.plan_backward_start())
+        planned = _RankMemory(model, rank, micro_tokens, micro_batches)
+        moments.append(planned.at_backward_start())
         if model.layout.pp == 1:
-            moments.append(process.plan_blocks_end())
+            moments.append(planned.at_blocks_end())
         if model.is_sharded:
-            moments.append(process.plan_last_reduction())
+            moments.append(planned.at_last_reduction())
     return max(moments, key=lambda memory: memory.total)
 
 
-class _Process:
-    """Memory of a process of pipeline rank `rank` in three moments of a step."""
+class _RankMemory:
+    """Memory of a process of pipeline rank `rank` at three moments of a step."""
 
     def __init__(self, model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> None:
         self.model = model
@@ -282,8 +282,8 @@ class _Process:
             pipeline=pipeline,
         )
 
-    def plan_backward_start(self) -> Memory:
-        """Memory with all activations, before the first gradient of this micro-batch."""
+    def at_backward_start(self) -> Memory:
+        """Memory when the backward pass begins: all activations, and the gradients being computed."""
         model = self.model
         counts = self.counts
         block = model.size.block
@@ -312,9 +312,9 @@ class _Process:
             communication=communication,
         )
 
-    def plan_blocks_end(self) -> Memory:
-        """Memory with gradients of all blocks, and activations of the first block and the part
-        before it.
+    def at_blocks_end(self) -> Memory:
+        """Memory when the backward pass has reached the first block: gradients of all blocks, and
+        activations of the first block and the part before it.
         """
         model = self.model
         size = model.size
@@ -338,7 +338,7 @@ class _Process:
             communication=FLOAT32 * block.trained,
         )
 
-    def plan_last_reduction(self) -> Memory:
+    def at_last_reduction(self) -> Memory:
         """Memory with the last gradients of a sharded model to be reduced: those of a pipeline
         stage, or of the root.
         """
@@ -387,12 +387,15 @@ class _Process:
             "full": size.width,
         }
         per_block = kept_by_checkpointing[self.parallel.activation_checkpointing]
-        passes = [1]  # micro-batches in flight, for each stage of the rank
-        if self.parallel.pp > 1:
-            passes = [self.in_flight]
-        if self.parallel.pp > 1 and len(stages) > 1:  # split over two stages, the first gets more
-            passes = [-(-self.in_flight // 2), self.in_flight // 2]
-        kept = sum(number * stage.activations(per_block) for number, stage in zip(passes, stages))
+        if self.parallel.pp == 1:
+            in_flight_by_stage = [1]
+        elif len(stages) == 1:
+            in_flight_by_stage = [self.in_flight]
+        else:  # the first of two stages gets more
+            in_flight_by_stage = [-(-self.in_flight // 2), self.in_flight // 2]
+        kept = 0.0
+        for n_micro_batches, stage in zip(in_flight_by_stage, stages):
+            kept += n_micro_batches * stage.activations(per_block)
         workspace = size.working_per_token + size.block.activations_per_token - per_block
         # the part after the blocks has freed its activations when a block's backward pass begins
         freed = int(any(stage.last for stage in stages)) * size.finish.activations_per_token
