@@ -17,12 +17,12 @@ CELL_TOKENS = 128  # tokens of each measured cell, or fewer
 META = torch.device("meta")
 
 
-class Passes:
+class MeasuredPasses:
     """Measurements of a forward and a backward pass of about `tokens` tokens.
 
-    Cells have 1 / `halves` of the usual length. `begin` and `block` are windows of the forward pass,
-    `finish` is one of both passes. Numbers are in elements per token, `kept_by_finish` and `peak` of
-    the whole batch:
+    Cells have 1 / `length_divisor` of the usual length. `begin` and `block` are windows of the
+    forward pass, `finish` is one of both passes. Numbers are in elements per token,
+    `kept_by_finish` and `peak` of the whole batch:
 
     - `kept_by_begin`, `kept_by_block`, `kept_by_finish`: kept for the backward pass; the latter two
       with the input
@@ -32,9 +32,11 @@ class Passes:
     """
 
     def __init__(
-        self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, halves: int = 1
+        self, model: Model, spec: ModelSpec, tokens: int, multiple: int = 1, length_divisor: int = 1
     ) -> None:
-        cell_tokens = max(1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // halves)
+        cell_tokens = max(
+            1, min(spec.tokens.max_tokens, spec.n_genes, CELL_TOKENS) // length_divisor
+        )
         batch = _draw_cells(spec, cell_tokens, tokens)
         lengths = np.diff(batch.cu_seqlens)  # `(cells,)`: tokens of each cell
         self.tokens = int(batch.cu_seqlens[-1])

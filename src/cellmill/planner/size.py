@@ -27,14 +27,15 @@ from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore
 from cellmill.planner.meter import Window
-from cellmill.planner.passes import FLOAT32, Passes, local_tensor
+from cellmill.planner.passes import FLOAT32, MeasuredPasses, local_tensor
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
 # a part has FLOPs per cell if cells of half the length need more FLOPs per token by this fraction
 PER_CELL_FRAC = 0.05
-PASSES = 3  # one forward, and twice as much backward: gradients of inputs and of weights
+# a forward pass, and twice as much backward: gradients of inputs and of weights
+FORWARD_UNITS = 3
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
 
@@ -150,8 +151,8 @@ def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     with _prepare(spec, finetune) as (spec, method):
         model = _build(spec, method, one_block=True)
         blocks = _count_blocks(build(spec, method.transform))
-        long = Passes(model, spec, SAMPLE_TOKENS)
-        short = Passes(model, spec, SAMPLE_TOKENS, halves=2)
+        long = MeasuredPasses(model, spec, SAMPLE_TOKENS)
+        short = MeasuredPasses(model, spec, SAMPLE_TOKENS, length_divisor=2)
         return _count_flops(model, blocks, long, short)
 
 
@@ -188,17 +189,19 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     multiple = tp if sequence_parallel else 1  # the trainer pads a batch to a multiple of tokens
     # warm up: more is kept alive when DTensor sees an operation and its shapes for the first time,
     # or when a pass imports a module
-    Passes(model, spec, SAMPLE_TOKENS, multiple)
-    long = Passes(model, spec, SAMPLE_TOKENS, multiple)
-    short = Passes(model, spec, SAMPLE_TOKENS, multiple, halves=2)
+    MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple)
+    long = MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple)
+    short = MeasuredPasses(model, spec, SAMPLE_TOKENS, multiple, length_divisor=2)
     # reductions are measured without sequence parallelism; the planner derives its collectives from
     # them
     reduced = long
     if tp > 1:
-        reduced = Passes(_build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS)
+        reduced = MeasuredPasses(
+            _build(spec, method, tp, one_block=True), spec, SMALL_SAMPLE_TOKENS
+        )
     selective = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(selective, selective.plan.blocks, "selective")
-    passes_by_tokens = {n: Passes(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
+    passes_by_tokens = {n: MeasuredPasses(model, spec, n, multiple) for n in WORKSPACE_TOKENS}
     kept_by_finish, workspace = _separate_workspace(passes_by_tokens)
     full = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in full.named_parameters()))
@@ -220,14 +223,16 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         buffers=sum(buffer.numel() for buffer in full.buffers()),
         flops=_count_flops(model, blocks, long, short),
         width=long.width,
-        selective_per_token=Passes(selective, spec, SMALL_SAMPLE_TOKENS, multiple).kept_by_block,
+        selective_per_token=MeasuredPasses(
+            selective, spec, SMALL_SAMPLE_TOKENS, multiple
+        ).kept_by_block,
         working_per_token=long.working,
         workspace=workspace,
     )
 
 
 def _separate_workspace(
-    passes_by_tokens: Mapping[int, Passes],
+    passes_by_tokens: Mapping[int, MeasuredPasses],
 ) -> tuple[float, Workspace]:
     """Elements that `finish` keeps per token, and its workspace by tokens of a micro-batch.
 
@@ -243,7 +248,7 @@ def _separate_workspace(
     return kept, tuple(workspace)
 
 
-def _count_flops(model: Model, blocks: int, long: Passes, short: Passes) -> Flops:
+def _count_flops(model: Model, blocks: int, long: MeasuredPasses, short: MeasuredPasses) -> Flops:
     """FLOPs from passes over cells of two lengths, `long` and half of it."""
     block, block_by_cell = _separate_cells(long, short, long.block.flops, short.block.flops)
     # finish has both passes in its window: a chunked loss has all FLOPs in its forward pass
@@ -255,20 +260,20 @@ def _count_flops(model: Model, blocks: int, long: Passes, short: Passes) -> Flop
         pair = max(0.0, difference / (long.pairs_per_token - short.pairs_per_token))
         block -= pair * long.pairs_per_token
     # rows of the global batch take a forward pass of their own, without heads
-    passes = PASSES + int(bool(model.objective.row_widths))
+    units = FORWARD_UNITS + int(bool(model.objective.row_widths))
     return Flops(
         blocks=blocks,
-        begin=passes * long.begin.flops / long.tokens,
-        block=passes * block,
+        begin=units * long.begin.flops / long.tokens,
+        block=units * block,
         finish=finish,
-        block_by_cell=passes * block_by_cell,
+        block_by_cell=units * block_by_cell,
         finish_by_cell=finish_by_cell,
-        pair=passes * pair,
+        pair=units * pair,
     )
 
 
 def _separate_cells(
-    long: Passes, short: Passes, long_flops: int, short_flops: int
+    long: MeasuredPasses, short: MeasuredPasses, long_flops: int, short_flops: int
 ) -> tuple[float, float]:
     """FLOPs of a part per token, and per cell."""
     per_token = long_flops / long.tokens

@@ -114,11 +114,12 @@ def _data_parallel(
     modules = root + counts.blocks
     # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for
     # a whole step
-    passes = 2 if parallel.reshards_after_forward else 1
-    weights = counts.outside + (counts.parameters - counts.outside) * passes
-    gathers = 1 if parallel.pp > 1 else micro_batches
-    gathered = model.element_bytes * weights * gathers
-    yield Collectives("all-gather", "dp_shard", gathered, (root + counts.blocks * passes) * gathers)
+    gathers_per_micro_batch = 2 if parallel.reshards_after_forward else 1
+    weights = counts.outside + (counts.parameters - counts.outside) * gathers_per_micro_batch
+    gathered_modules = root + counts.blocks * gathers_per_micro_batch
+    repetitions = 1 if parallel.pp > 1 else micro_batches
+    gathered_bytes = model.element_bytes * weights * repetitions
+    yield Collectives("all-gather", "dp_shard", gathered_bytes, gathered_modules * repetitions)
     reductions = micro_batches if parallel.reduces_each_micro_batch else 1
     yield Collectives("reduce-scatter", "dp_shard", gradients * reductions, modules * reductions)
     yield Collectives("all-reduce", "dp_replicate", gradients / model.layout.dp_shard, modules)
