@@ -145,9 +145,9 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
     stages = [*chain.from_iterable(map(model.stages, range(3)))]
-    assert sum(stage.blocks for stage in stages) == SIZE.blocks
+    assert sum(stage.n_blocks for stage in stages) == SIZE.blocks
     tied = SIZE.tied.parameters
-    assert sum(model.counts(rank).parameters for rank in range(3)) == SIZE.parameters + tied
+    assert sum(model.totals(rank).parameters for rank in range(3)) == SIZE.parameters + tied
     load = Load(10, 100, 2)
     assert sum(stage.flops(load) for stage in stages) == pytest.approx(SIZE.flops.count(load))
     numbers = [*list_stages(0, parallel), *list_stages(1, parallel), *list_stages(2, parallel)]
@@ -191,7 +191,7 @@ def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
 def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) -> None:
     without = _model(4, sharding_strategy="FULL_SHARD", cpu_offload=how)
     model = replace(without, keeps_average=True)
-    share = 4 * -(-without.counts(0).trained // 4)
+    share = 4 * -(-without.totals(0).trained // 4)
     device, host = (0, share) if how == "full" else (share, 0)
     memory = peak_memory(model, SHORT, 1)
     assert (memory.average, memory.total - peak_memory(without, SHORT, 1).total) == (device, device)

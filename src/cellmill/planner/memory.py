@@ -29,12 +29,12 @@ inputs of norms stay float32. 2.3 were measured, on a CPU.
 """
 
 
-class Counts(NamedTuple):
-    """Counts over the stages of one pipeline rank."""
+class RankTotals(NamedTuple):
+    """Totals over the stages of one pipeline rank."""
 
-    blocks: int
-    first: int  # 1 with the part before the blocks, else 0
-    last: int  # 1 with the part after the blocks, else 0
+    n_blocks: int
+    n_begin: int  # 1 with the part before the blocks, else 0
+    n_finish: int  # 1 with the part after the blocks, else 0
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
     # parameters outside the blocks; tied parameters are in both the first and the last stage
@@ -47,19 +47,19 @@ class Stage:
     """One pipeline stage; the whole model without a pipeline."""
 
     size: ModelSize
-    blocks: int
-    first: bool  # True with the part before the blocks
-    last: bool  # True with the part after the blocks
+    n_blocks: int
+    has_begin: bool  # True with the part before the blocks
+    has_finish: bool  # True with the part after the blocks
 
     def flops(self, load: Load) -> float:
         """FLOPs of the stage for `load`."""
-        return self.size.flops.count(load, self.blocks, self.first, self.last)
+        return self.size.flops.count(load, self.n_blocks, self.has_begin, self.has_finish)
 
     def activations(self, per_block: float) -> float:
         """Elements kept per token for the backward pass, with `per_block` in each block."""
-        begin = int(self.first) * self.size.begin.activations_per_token
-        finish = int(self.last) * self.size.finish.activations_per_token
-        return self.blocks * per_block + (begin + finish)
+        begin = int(self.has_begin) * self.size.begin.activations_per_token
+        finish = int(self.has_finish) * self.size.finish.activations_per_token
+        return self.n_blocks * per_block + (begin + finish)
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,24 @@ class PlannedModel:
             stages.append(Stage(self.size, blocks, stage == 0, stage == n_stages - 1))
         return stages
 
-    def counts(self, rank: int) -> Counts:
-        """Counts over the stages of pipeline rank `rank`."""
+    def totals(self, rank: int) -> RankTotals:
+        """Totals over the stages of pipeline rank `rank`."""
         size = self.size
         stages = self.stages(rank)
-        blocks = sum(stage.blocks for stage in stages)
-        first = sum(int(stage.first) for stage in stages)
-        last = sum(int(stage.last) for stage in stages)
+        n_blocks = sum(stage.n_blocks for stage in stages)
+        n_begin = sum(int(stage.has_begin) for stage in stages)
+        n_finish = sum(int(stage.has_finish) for stage in stages)
         tied = int(self.parallel.stages == 1)  # a single stage has tied parameters once, not twice
-        outside = first * size.begin.parameters + last * size.finish.parameters
+        outside = n_begin * size.begin.parameters + n_finish * size.finish.parameters
         outside -= tied * size.tied.parameters
-        outside_trained = first * size.begin.trained + last * size.finish.trained
+        outside_trained = n_begin * size.begin.trained + n_finish * size.finish.trained
         outside_trained -= tied * size.tied.trained
-        return Counts(
-            blocks=blocks,
-            first=first,
-            last=last,
-            parameters=blocks * size.block.parameters + outside,
-            trained=blocks * size.block.trained + outside_trained,
+        return RankTotals(
+            n_blocks=n_blocks,
+            n_begin=n_begin,
+            n_finish=n_finish,
+            parameters=n_blocks * size.block.parameters + outside,
+            trained=n_blocks * size.block.trained + outside_trained,
             outside=outside,
             outside_trained=outside_trained,
         )
@@ -214,8 +214,8 @@ def host_bytes(model: PlannedModel) -> tuple[int, int]:
         """Bytes of this rank's weights and of `n_tensors` further tensors of each trained one."""
         elements = 0
         for rank in range(model.layout.pp):
-            counts = model.counts(rank)
-            elements = max(elements, counts.parameters + n_tensors * counts.trained)
+            totals = model.totals(rank)
+            elements = max(elements, totals.parameters + n_tensors * totals.trained)
         return FLOAT32 * -(-elements // model.shards)
 
     return copy_bytes(offloaded) if offload else 0, copy_bytes(model.states + average)
@@ -245,35 +245,37 @@ class _RankMemory:
     def __init__(self, model: PlannedModel, rank: int, tokens: int, micro_batches: int) -> None:
         self.model = model
         self.parallel = model.parallel
-        self.counts = model.counts(rank)
+        self.totals = model.totals(rank)
         self.stages = model.stages(rank)
         self.tokens = tokens  # tokens of a micro-batch
         self.micro_batches = micro_batches
         self.in_flight = kept_micro_batches(self.parallel, rank, micro_batches)
         offload = self.parallel.cpu_offload
-        trained_shard = -(-self.counts.trained // model.shards)
+        trained_shard = -(-self.totals.trained // model.shards)
         self.shard_gradients = 0 if offload == "full" else FLOAT32 * trained_shard
         self.accumulated = 0  # gradients kept from one micro-batch of a sharded model to the next
         if micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             self.accumulated = self.shard_gradients
         elif micro_batches > 1:
-            self.accumulated = FLOAT32 * self.counts.trained
+            self.accumulated = FLOAT32 * self.totals.trained
         self.constant = self._plan_constant(trained_shard)
 
     def _plan_constant(self, trained_shard: int) -> Memory:
         """Memory that stays allocated for the whole step."""
         model = self.model
         size = model.size
-        counts = self.counts
+        totals = self.totals
         offload = self.parallel.cpu_offload
-        weights = 0 if offload == "full" else -(-counts.parameters // model.shards)
+        weights = 0 if offload == "full" else -(-totals.parameters // model.shards)
         average = 0
         if model.keeps_average and offload != "full":
             average = FLOAT32 * trained_shard
         pipeline = 0
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
-            messages = (2 * len(self.stages) - counts.first - counts.last) * self.micro_batches
+            messages = (
+                2 * len(self.stages) - totals.n_begin - totals.n_finish
+            ) * self.micro_batches
             pipeline = round(model.element_bytes * (messages * size.width * self.tokens))
         return Memory(
             parameters=FLOAT32 * (size.buffers + weights),
@@ -285,10 +287,10 @@ class _RankMemory:
     def at_backward_start(self) -> Memory:
         """Memory when the backward pass begins: all activations, and the gradients being computed."""
         model = self.model
-        counts = self.counts
+        totals = self.totals
         block = model.size.block
         logits = 0
-        if counts.last:  # float32 in every precision
+        if totals.n_finish:  # float32 in every precision
             logits = round(FLOAT32 * model.size.finish_workspace(self.tokens))
         memory = replace(
             self.constant,
@@ -300,7 +302,7 @@ class _RankMemory:
             # DistributedDataParallel's buckets persist and are sent as they are; accumulated
             # gradients are a further copy
             copies = int(model.layout.dp > 1) + int(self.micro_batches > 1)
-            elements = copies * counts.trained or block.trained
+            elements = copies * totals.trained or block.trained
             return replace(memory, gradients=FLOAT32 * elements)
         communication = 0
         if self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
@@ -319,7 +321,7 @@ class _RankMemory:
         model = self.model
         size = model.size
         block = size.block
-        counts = self.counts
+        totals = self.totals
         kept = (
             block.activations_per_token + size.begin.activations_per_token + size.working_per_token
         )
@@ -327,14 +329,14 @@ class _RankMemory:
             self.constant, activations=round(self._activation_bytes * kept * self.tokens)
         )
         if not model.is_sharded:
-            gradients = FLOAT32 * counts.trained
+            gradients = FLOAT32 * totals.trained
             return replace(memory, gradients=gradients, gathered=self._gathered)
         # one block is reduced, in float32, while gradients of the part before it are computed
-        computed = counts.outside_trained + block.trained
+        computed = totals.outside_trained + block.trained
         return replace(
             memory,
             gradients=self.shard_gradients + model.element_bytes * computed,
-            gathered=model.element_bytes * (counts.outside + block.parameters),
+            gathered=model.element_bytes * (totals.outside + block.parameters),
             communication=FLOAT32 * block.trained,
         )
 
@@ -342,20 +344,20 @@ class _RankMemory:
         """Memory with the last gradients of a sharded model to be reduced: those of a pipeline
         stage, or of the root.
         """
-        counts = self.counts
+        totals = self.totals
         if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
             return replace(
                 self.constant,
                 gradients=self.accumulated + self.shard_gradients,
                 gathered=self._gathered,
-                communication=FLOAT32 * max(self.model.size.block.trained, counts.outside_trained),
+                communication=FLOAT32 * max(self.model.size.block.trained, totals.outside_trained),
             )
         element_bytes = self.model.element_bytes
         return replace(
             self.constant,
-            gradients=self.shard_gradients + element_bytes * counts.outside_trained,
-            gathered=element_bytes * counts.outside,
-            communication=FLOAT32 * counts.outside_trained,
+            gradients=self.shard_gradients + element_bytes * totals.outside_trained,
+            gathered=element_bytes * totals.outside,
+            communication=FLOAT32 * totals.outside_trained,
         )
 
     @property
@@ -368,13 +370,13 @@ class _RankMemory:
     @property
     def _gathered(self) -> int:
         """Bytes of full weights in a forward pass, or of autocast's casts until the backward pass."""
-        counts = self.counts
+        totals = self.totals
         size = self.model.size
         if not self.model.is_sharded:
-            return 2 * counts.parameters if self.parallel.half_precision else 0
-        weights = counts.parameters
+            return 2 * totals.parameters if self.parallel.half_precision else 0
+        weights = totals.parameters
         if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
-            weights = counts.outside + min(2, size.blocks) * size.block.parameters
+            weights = totals.outside + min(2, size.blocks) * size.block.parameters
         return self.model.element_bytes * weights
 
     def _kept_per_token(self) -> float:
@@ -398,5 +400,5 @@ class _RankMemory:
             kept += n_micro_batches * stage.activations(per_block)
         workspace = size.working_per_token + size.block.activations_per_token - per_block
         # the part after the blocks has freed its activations when a block's backward pass begins
-        freed = int(any(stage.last for stage in stages)) * size.finish.activations_per_token
+        freed = int(any(stage.has_finish for stage in stages)) * size.finish.activations_per_token
         return kept + max(workspace - freed, 0)

@@ -78,17 +78,21 @@ class Flops:
     pair: float  # one block's attention, per (query, key) pair of a cell
 
     def count(
-        self, load: Load, blocks: int | None = None, first: bool = True, last: bool = True
+        self,
+        load: Load,
+        n_blocks: int | None = None,
+        has_begin: bool = True,
+        has_finish: bool = True,
     ) -> float:
         """FLOPs for `load` of a part of the model, by default the whole.
 
-        A part has `blocks` blocks; the first part has `begin`, the last one `finish`.
+        A part has `n_blocks` blocks, and the parts before and after all blocks if it has them.
         """
-        blocks = self.blocks if blocks is None else blocks
-        ends = int(first) * self.begin + int(last) * self.finish
-        per_token = blocks * self.block + ends
-        per_cell = blocks * self.block_by_cell + int(last) * self.finish_by_cell
-        return per_token * load.tokens + blocks * self.pair * load.pairs + per_cell * load.cells
+        n_blocks = self.blocks if n_blocks is None else n_blocks
+        ends = int(has_begin) * self.begin + int(has_finish) * self.finish
+        per_token = n_blocks * self.block + ends
+        per_cell = n_blocks * self.block_by_cell + int(has_finish) * self.finish_by_cell
+        return per_token * load.tokens + n_blocks * self.pair * load.pairs + per_cell * load.cells
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,12 @@ def _estimate_compute(model: PlannedModel, load: Load, flops_per_s: float) -> fl
     """Seconds of computation of the pipeline rank that computes the most."""
     recomputed = 0.0  # FLOPs of a block whose activations are not kept
     if model.parallel.activation_checkpointing is not None:
-        recomputed = model.size.flops.count(load, blocks=1, first=False, last=False)
+        recomputed = model.size.flops.count(load, n_blocks=1, has_begin=False, has_finish=False)
     forward_frac = 1 - BACKWARD_FRAC
     most_s = 0.0
     for rank in range(model.layout.pp):
         flops = 0.0
         for stage in model.stages(rank):
-            flops += stage.flops(load) + forward_frac * stage.blocks * recomputed
+            flops += stage.flops(load) + forward_frac * stage.n_blocks * recomputed
         most_s = max(most_s, flops / flops_per_s)
     return most_s

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from cellmill.parallel.mesh import list_stages
-from cellmill.planner.memory import Counts, PlannedModel
+from cellmill.planner.memory import PlannedModel, RankTotals
 from cellmill.planner.passes import FLOAT32
 
 BUCKET_BYTES = 25 << 20  # default of DistributedDataParallel
@@ -73,12 +73,12 @@ def list_traffic(
     model: PlannedModel, rank: int, tokens: float, micro_batches: float
 ) -> list[Traffic]:
     """Traffic of pipeline rank `rank` in a step of `tokens` tokens, in all its micro-batches."""
-    counts = model.counts(rank)
+    totals = model.totals(rank)
     payloads = defaultdict[tuple[Kind, str], float](float)
     calls = defaultdict[tuple[Kind, str], float](float)
     for sent in chain(
-        _data_parallel(model, counts, micro_batches),
-        _tensor_parallel(model, counts, tokens, micro_batches),
+        _data_parallel(model, totals, micro_batches),
+        _tensor_parallel(model, totals, tokens, micro_batches),
         _pipeline(model, rank, tokens, micro_batches),
     ):
         payloads[sent.kind, sent.axis] += sent.payload_bytes
@@ -102,21 +102,21 @@ def list_traffic(
 
 
 def _data_parallel(
-    model: PlannedModel, counts: Counts, micro_batches: float
+    model: PlannedModel, totals: RankTotals, micro_batches: float
 ) -> Iterator[Collectives]:
     """Weights that are gathered, and gradients that are reduced."""
     parallel = model.parallel
-    gradients = FLOAT32 * counts.trained
+    gradients = FLOAT32 * totals.trained
     if not model.is_sharded:
         yield Collectives("all-reduce", "dp_replicate", gradients, 1 + gradients // BUCKET_BYTES)
         return
-    root = int(counts.outside > 0)
-    modules = root + counts.blocks
+    root = int(totals.outside > 0)
+    modules = root + totals.n_blocks
     # the root's weights are gathered once and kept for the backward pass; a pipeline keeps all for
     # a whole step
     gathers_per_micro_batch = 2 if parallel.reshards_after_forward else 1
-    weights = counts.outside + (counts.parameters - counts.outside) * gathers_per_micro_batch
-    gathered_modules = root + counts.blocks * gathers_per_micro_batch
+    weights = totals.outside + (totals.parameters - totals.outside) * gathers_per_micro_batch
+    gathered_modules = root + totals.n_blocks * gathers_per_micro_batch
     repetitions = 1 if parallel.pp > 1 else micro_batches
     gathered_bytes = model.element_bytes * weights * repetitions
     yield Collectives("all-gather", "dp_shard", gathered_bytes, gathered_modules * repetitions)
@@ -126,7 +126,7 @@ def _data_parallel(
 
 
 def _tensor_parallel(
-    model: PlannedModel, counts: Counts, tokens: float, micro_batches: float
+    model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
 ) -> Iterator[Collectives]:
     """Sums of activations and of their gradients over tensor-parallel ranks."""
     size = model.size
@@ -135,22 +135,22 @@ def _tensor_parallel(
     begin = size.begin.sums_per_token
     finish = size.finish.sums_per_token
     # sums outside the blocks, one at each end of the model that has any
-    ends = counts.first * int(begin > 0) + counts.last * int(finish > 0)
-    outside = counts.first * begin + counts.last * finish
+    ends = totals.n_begin * int(begin > 0) + totals.n_finish * int(finish > 0)
+    outside = totals.n_begin * begin + totals.n_finish * finish
     yield Collectives("all-reduce", "tp", n_bytes * outside, ends * micro_batches)
     # a block sums over tp twice in its forward pass (`sums` in all) and twice in its backward pass
     sums = size.block.sums_per_token
     recomputed = int(parallel.activation_checkpointing == "full")
     # recomputation stops before the block's last sum, which the backward pass does not need
-    payload = n_bytes * counts.blocks * (2 * sums + recomputed * sums / 2)
+    payload = n_bytes * totals.n_blocks * (2 * sums + recomputed * sums / 2)
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    yield Collectives(kind, "tp", payload, counts.blocks * (4 + recomputed) * micro_batches)
+    yield Collectives(kind, "tp", payload, totals.n_blocks * (4 + recomputed) * micro_batches)
     # then each sum is a reduce-scatter paired with an all-gather; at both ends of the model, the
     # gradients of the blocks' input and the blocks' output are gathered too
     if parallel.sequence_parallel:
-        ends = counts.first + counts.last
-        elements = counts.blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
-        calls = (counts.blocks * (4 + 2 * recomputed) + ends) * micro_batches
+        ends = totals.n_begin + totals.n_finish
+        elements = totals.n_blocks * (2 + recomputed) * sums + size.width * model.layout.tp * ends
+        calls = (totals.n_blocks * (4 + 2 * recomputed) + ends) * micro_batches
         yield Collectives("all-gather", "tp", n_bytes * elements, calls)
 
 
