@@ -323,7 +323,9 @@ class _RankMemory:
         block = size.block
         totals = self.totals
         kept = (
-            block.activations_per_token + size.begin.activations_per_token + size.working_per_token
+            block.activations_per_token
+            + size.begin.activations_per_token
+            + size.block_workspace_per_token
         )
         memory = replace(
             self.constant, activations=round(self._activation_bytes * kept * self.tokens)
@@ -398,7 +400,7 @@ class _RankMemory:
         kept = 0.0
         for n_micro_batches, stage in zip(in_flight_by_stage, stages):
             kept += n_micro_batches * stage.activations(per_block)
-        workspace = size.working_per_token + size.block.activations_per_token - per_block
+        workspace = size.block_workspace_per_token + size.block.activations_per_token - per_block
         # the part after the blocks has freed its activations when a block's backward pass begins
         freed = int(any(stage.has_finish for stage in stages)) * size.finish.activations_per_token
         return kept + max(workspace - freed, 0)

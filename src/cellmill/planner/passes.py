@@ -22,12 +22,12 @@ class MeasuredPasses:
 
     Cells have 1 / `length_divisor` of the usual length. `begin` and `block` are windows of the
     forward pass, `finish` is one of both passes. Numbers are in elements per token,
-    `kept_by_finish` and `peak` of the whole batch:
+    `kept_by_finish` and `finish_peak` of the whole batch:
 
     - `kept_by_begin`, `kept_by_block`, `kept_by_finish`: kept for the backward pass; the latter two
       with the input
-    - `working`: peak of a block's backward pass above its kept elements
-    - `peak`: peak of `finish`
+    - `block_workspace`: peak of a block's backward pass above its kept elements
+    - `finish_peak`: peak of `finish`
     - `width`: passed from block to block; no integer if a view hides tokens
     """
 
@@ -64,7 +64,7 @@ class MeasuredPasses:
             self.kept_by_block = self._per_token(kept_bytes)
             with meter.window() as backward:
                 passed.backward(torch.empty_like(passed))
-            self.working = self._per_token(_peak_bytes(model, backward))
+            self.block_workspace = self._per_token(_peak_bytes(model, backward))
         return passed
 
     def _measure_finish(self, model: Model, prepared: Any, passed: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class MeasuredPasses:
         live_bytes = forward.live_bytes()
         peak_bytes = max(forward.peak_bytes(), live_bytes + _peak_bytes(model, backward))
         self.kept_by_finish = (live_bytes + x.nbytes) / FLOAT32
-        self.peak = (peak_bytes + x.nbytes) / FLOAT32
+        self.finish_peak = (peak_bytes + x.nbytes) / FLOAT32
 
     def _per_token(self, n_bytes: int) -> float:
         return n_bytes / FLOAT32 / self.tokens

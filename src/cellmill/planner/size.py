@@ -109,8 +109,8 @@ class ModelSize:
     width: float  # elements per token that pass from block to block
     # `block.activations_per_token` with selective activation checkpointing
     selective_per_token: float
-    working_per_token: float  # peak of a block's backward pass above its kept activations
-    workspace: Workspace
+    block_workspace_per_token: float  # peak of a block's backward pass above its kept activations
+    finish_workspace_by_tokens: Workspace
     """(tokens of a micro-batch, peak elements of `finish` above `finish.activations_per_token`),
     mostly logits.
     """
@@ -122,7 +122,7 @@ class ModelSize:
 
     def finish_workspace(self, tokens: float) -> float:
         """Peak elements of `finish` above its kept activations, for a micro-batch of `tokens`."""
-        sizes, elements = zip((0, 0.0), *self.workspace)
+        sizes, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
         if tokens >= sizes[-1]:  # extrapolate
             slope = (elements[-1] - elements[-2]) / (sizes[-1] - sizes[-2])
             return float(elements[-1] + slope * (tokens - sizes[-1]))
@@ -230,8 +230,8 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
         selective_per_token=MeasuredPasses(
             selective, spec, SMALL_SAMPLE_TOKENS, multiple
         ).kept_by_block,
-        working_per_token=long.working,
-        workspace=workspace,
+        block_workspace_per_token=long.block_workspace,
+        finish_workspace_by_tokens=workspace,
     )
 
 
@@ -248,7 +248,7 @@ def _separate_workspace(
     kept /= larger.tokens - smaller.tokens
     workspace = []
     for tokens, passes in passes_by_tokens.items():
-        workspace.append((tokens, max(0.0, passes.peak - kept * passes.tokens)))
+        workspace.append((tokens, max(0.0, passes.finish_peak - kept * passes.tokens)))
     return kept, tuple(workspace)
 
 
