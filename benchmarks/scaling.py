@@ -37,7 +37,7 @@ from cellmill.planner.remedies import plan_memory
 from cellmill.planner.size import Load
 from cellmill.planner.size import measure as measure_sizes
 from cellmill.planner.step_time import NETWORK_FRAC
-from cellmill.planner.work import Cells
+from cellmill.planner.work import CorpusSize
 from cellmill.train.optimizer import build_optimizer
 
 LENGTH = 1024  # tokens of each cell: work that differs would hide what is measured
@@ -141,7 +141,7 @@ def planned(
     chosen: PlanOptions, world: int, nproc: int, length: int, device: Device, name: str
 ) -> Cost:
     """The plan's cost of `world` processes, `nproc` of them on each node."""
-    cells = Cells(np.full(4 * chosen.train.global_batch, length), GENES)
+    cells = CorpusSize(np.full(4 * chosen.train.global_batch, length), GENES)
     hardware = Hardware(-(-world // nproc), min(world, nproc), name, 1 << 60, 1 << 60)
     return estimate_cost(chosen, cells, hardware, device, plan_memory(chosen, cells, hardware))
 

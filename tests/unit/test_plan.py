@@ -25,7 +25,7 @@ from cellmill.planner.memory import format_bytes
 from cellmill.planner.remedies import find_remedy, plan_memory
 from cellmill.planner.size import Load, measure
 from cellmill.planner.suggest import Suggestions, format_sections, format_suggestions, suggest
-from cellmill.planner.work import Cells, detected_genes
+from cellmill.planner.work import CorpusSize, detected_genes
 from cellmill.stages import plan
 
 N_CELLS = 250
@@ -351,7 +351,7 @@ def test_the_remedy_is_the_first_change_that_fits(
     options = _options(
         parallel={"strategy": "ddp"}, **BIG | {"train": BIG["train"] | {"optimizer": optimizer}}
     )
-    cells = Cells(np.full(4096, 16), 40)
+    cells = CorpusSize(np.full(4096, 16), 40)
     limit = int(memory_gb * 1e9)
     hardware = Hardware(nodes, nproc, "h100", limit, limit)
     assert plan_memory(options, cells, hardware).total > limit
@@ -369,7 +369,7 @@ def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path
     changes: dict[str, Any] = {"parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 2.0}, **BIG}
     planned = _plan(corpus, tmp_path, nproc=4, **changes)
     options = _options(**changes)
-    cells = Cells(np.minimum(detected_genes(corpus), 16), 40)
+    cells = CorpusSize(np.minimum(detected_genes(corpus), 16), 40)
     hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=4), "cpu")
     largest = planned["largest_micro_batch"]
     assert plan_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
@@ -392,7 +392,7 @@ def _suggest(
     nodes: int = 4, device: str = "h100", **changes: dict[str, Any]
 ) -> tuple[Suggestions, PlanOptions]:
     options = _options(LARGE, **changes)
-    cells = Cells(np.full(10_000, 2048), 20_000)
+    cells = CorpusSize(np.full(10_000, 2048), 20_000)
     return suggest(options, cells, Machine(nodes=str(nodes), nproc_per_node=8), device), options
 
 
@@ -404,7 +404,7 @@ def test_a_suggested_layout_is_planned_with_the_same_numbers(tmp_path: Path) -> 
         "train": {"epochs": None, "steps": 20, "global_batch": 64, "token_budget": 64},
     }
     options = _options(LARGE, **base, model={"hidden": 64, "layers": 4, "heads": 4})
-    cells = Cells(np.minimum(detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
+    cells = CorpusSize(np.minimum(detected_genes(corpus), 16), 40, corpus.splits["val"].n_obs)
     machine = Machine(nodes="2", nproc_per_node=4)
     suggestions = suggest(options, cells, machine, "h100")
     assert len(suggestions.fitting) > 10

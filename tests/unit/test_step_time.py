@@ -17,7 +17,7 @@ from cellmill.planner.corpus_cost import SHARD_BYTES, estimate_corpus
 from cellmill.planner.step_time import NETWORK_FRAC, Network, latency
 from cellmill.planner.traffic import Kind, Traffic
 from cellmill.planner.work import (
-    Cells,
+    CorpusSize,
     count_micro_batches,
     detected_genes,
     measure_work,
@@ -83,10 +83,10 @@ def test_the_plan_counts_what_a_pipeline_pads(tmp_path: Path, tp: int, budget: i
     # of the cells in the order of the stream exactly its own, of those in the order of the shards
     # an estimate
     counted = count_micro_batches(
-        Cells(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp
+        CorpusSize(in_order.ravel(), manifest.n_genes), 100, budget, 2, least, 2, tp
     )
     assert counted.padding == pytest.approx(padded / in_order.sum() - 1)
-    cells = Cells(np.minimum(detected, 60), manifest.n_genes)
+    cells = CorpusSize(np.minimum(detected, 60), manifest.n_genes)
     work = measure_work(options, cells, layout(options.parallel, 4 * tp, 4 * tp))
     assert work.padding == pytest.approx(counted.padding, abs=0.06)
     assert work.padding > 0.1

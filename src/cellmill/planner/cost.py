@@ -10,7 +10,7 @@ from cellmill.planner.memory import Memory, PlannedModel
 from cellmill.planner.size import Load, ModelSize, measure
 from cellmill.planner.step_time import Network, StepTime, estimate_step
 from cellmill.planner.traffic import Traffic, list_traffic
-from cellmill.planner.work import Cells, Work, measure_work
+from cellmill.planner.work import CorpusSize, Work, measure_work
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Cost:
 
 
 def estimate_cost(
-    options: PlanOptions, cells: Cells, hardware: Hardware, device: Device, memory: Memory
+    options: PlanOptions, corpus: CorpusSize, hardware: Hardware, device: Device, memory: Memory
 ) -> Cost:
     """Estimates of a run that needs `memory`."""
     model = PlannedModel.measure(
-        options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
+        options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
-    work = measure_work(options, cells, model.layout)
-    whole = measure(ModelSpec.of(options, cells.n_genes, cells.levels), finetune=options.finetune)
-    mean_cell = Load(cells.tokens_per_cell, cells.pairs_per_cell, cells=1)
+    work = measure_work(options, corpus, model.layout)
+    whole = measure(ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune)
+    mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
     flops_per_step = whole.flops.count(mean_cell) * work.cells_per_step
-    load = _load_of_rank(cells, work, model.layout.dp)
+    load = _load_of_rank(corpus, work, model.layout.dp)
     traffics = [
         list_traffic(model, rank, load.tokens, work.micro_batches_per_step)
         for rank in range(model.layout.pp)
@@ -69,17 +69,17 @@ def estimate_cost(
     )
 
 
-def _load_of_rank(cells: Cells, work: Work, dp: int) -> Load:
+def _load_of_rank(corpus: CorpusSize, work: Work, dp: int) -> Load:
     """Load of one of `dp` data-parallel ranks in a step.
 
     A pipeline computes its padding like any other tokens, in cells of PAD_CELL.
     """
     n_cells = work.cells_per_step / dp
-    tokens = n_cells * cells.tokens_per_cell
+    tokens = n_cells * corpus.tokens_per_cell
     padding = work.padding * tokens
     return Load(
         tokens=tokens + padding,
-        pairs=n_cells * cells.pairs_per_cell + PAD_CELL * padding,
+        pairs=n_cells * corpus.pairs_per_cell + PAD_CELL * padding,
         cells=n_cells + padding / PAD_CELL,
     )
 

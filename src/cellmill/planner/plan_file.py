@@ -10,7 +10,7 @@ from cellmill.planner.cost import Cost
 from cellmill.planner.devices import GB, Hardware, describe_assumption, find_device
 from cellmill.planner.memory import format_bytes, host_bytes, idle_frac
 from cellmill.planner.traffic import link_bytes
-from cellmill.planner.work import Cells
+from cellmill.planner.work import CorpusSize
 
 LARGE_FRAC = 0.2  # validation above this fraction of the hours gets a hint
 UNKNOWN = "unknown: no speed is known for this device"
@@ -25,7 +25,7 @@ Line = tuple[str, str]
 
 def describe_plan(
     cost: Cost,
-    cells: Cells,
+    corpus: CorpusSize,
     hardware: Hardware,
     *,
     largest_micro_batch: int,
@@ -63,11 +63,11 @@ def describe_plan(
         },
         "communication": {"link_bytes": link_bytes(cost.traffic), "collectives": collectives},
         "flops_per_step": cost.flops_per_step,
-        "tokens_per_step": cells.tokens_per_cell * work.cells_per_step,
-        "tokens_per_cell": cells.tokens_per_cell,
-        "tokens": cells.tokens_per_cell * work.cells_seen,
-        "cells": cells.n,
-        "n_genes": cells.n_genes,
+        "tokens_per_step": corpus.tokens_per_cell * work.cells_per_step,
+        "tokens_per_cell": corpus.tokens_per_cell,
+        "tokens": corpus.tokens_per_cell * work.cells_seen,
+        "cells": corpus.n_cells,
+        "n_genes": corpus.n_genes,
         "steps": work.steps,
         "steps_per_epoch": work.steps_per_epoch,
         "cells_seen": work.cells_seen,

@@ -27,7 +27,7 @@ from cellmill.errors import ConfigError
 from cellmill.files import read_json
 from cellmill.planner.devices import Hardware
 from cellmill.planner.memory import Memory, PlannedModel, format_bytes, peak_memory
-from cellmill.planner.work import Cells, detected_genes, measure_work
+from cellmill.planner.work import CorpusSize, detected_genes, measure_work
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
@@ -43,46 +43,46 @@ OUT_OF_MEMORY = re.compile(
 
 
 def plan_memory(
-    options: PlanOptions, cells: Cells, hardware: Hardware, micro_tokens: int | None = None
+    options: PlanOptions, corpus: CorpusSize, hardware: Hardware, micro_tokens: int | None = None
 ) -> Memory:
     """Memory of the rank that needs most, optionally with micro-batches of `micro_tokens` tokens."""
     if hardware.device == "cpu":  # there is no other memory to offload to
         options = with_parallel(options, cpu_offload=None)
     model = PlannedModel.measure(
-        options, cells.n_genes, hardware.world, hardware.nproc_per_node, cells.levels
+        options, corpus.n_genes, hardware.world, hardware.nproc_per_node, corpus.levels
     )
-    work = measure_work(options, cells, model.layout)
+    work = measure_work(options, corpus, model.layout)
     if micro_tokens is None:
         micro_tokens = work.micro_tokens
     return peak_memory(model, micro_tokens, work.most_micro_batches)
 
 
-def check_memory(options: PlanOptions, cells: Cells, hardware: Hardware) -> Memory:
+def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
     """Memory of a run. Raise ConfigError with the first change that helps if it does not fit."""
-    memory = plan_memory(options, cells, hardware)
+    memory = plan_memory(options, corpus, hardware)
     if memory.total <= hardware.usable_bytes:
         return memory
     part, n_bytes = max(asdict(memory).items(), key=lambda item: item[1])
     raise ConfigError(
         f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {part}, but "
         f"{hardware.device} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
-        f"{format_bytes(hardware.device_bytes)}): {find_remedy(options, cells, hardware)}"
+        f"{format_bytes(hardware.device_bytes)}): {find_remedy(options, corpus, hardware)}"
     )
 
 
-def find_largest_micro_batch(options: PlanOptions, cells: Cells, hardware: Hardware) -> int:
+def find_largest_micro_batch(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> int:
     """Most tokens of a micro-batch that fit, with the same number of micro-batches; 0 if none."""
 
     def needed(tokens: int) -> int:
-        return plan_memory(options, cells, hardware, tokens).total
+        return plan_memory(options, corpus, hardware, tokens).total
 
     return bisect_right(range(1, MAX_TOKENS + 1), hardware.usable_bytes, key=needed)
 
 
-def find_remedy(options: PlanOptions, cells: Cells, hardware: Hardware) -> str:
+def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """The first change, or combination of changes, that makes the run fit, in words."""
     for change in _list_changes(options, hardware):
-        needed = plan_memory(change.options, cells, change.hardware)
+        needed = plan_memory(change.options, corpus, change.hardware)
         if needed.total <= change.hardware.usable_bytes:
             return " and ".join(change.words)
     return "use a device with more memory (the profile) or a smaller model"
@@ -208,15 +208,17 @@ def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu")
     options = PlanOptions.model_validate(stored | {"plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
     kept, zeros = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes)
-    cells = Cells(kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns()))
+    corpus = CorpusSize(
+        kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
+    )
     hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
-    memory = plan_memory(options, cells, hardware)
+    memory = plan_memory(options, corpus, hardware)
     parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
     less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
     return (
         f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{find_remedy(options, cells, less)}"
+        f"{find_remedy(options, corpus, less)}"
     )
 
 

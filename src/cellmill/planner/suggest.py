@@ -26,7 +26,7 @@ from cellmill.planner.memory import format_bytes
 from cellmill.planner.plan_file import describe_layout
 from cellmill.planner.remedies import plan_memory
 from cellmill.planner.traffic import link_bytes
-from cellmill.planner.work import Cells
+from cellmill.planner.work import CorpusSize
 
 SHOWN = 10  # layouts in the table
 MAX_PIPELINE = 16  # most pipeline ranks that are tried
@@ -45,7 +45,7 @@ class Suggestions:
     refused: Counter[str]
 
 
-def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -> Suggestions:
+def suggest(options: PlanOptions, corpus: CorpusSize, machine: Machine, device: str) -> Suggestions:
     """Rank the layouts for all processes of `machine`, with the fewest of a range of nodes."""
     hardware = find_hardware(options, machine, device)
     rates = find_device(device)
@@ -60,17 +60,17 @@ def suggest(options: PlanOptions, cells: Cells, machine: Machine, device: str) -
             stream = options.stream.model_copy(update={"lanes": lanes})
             changed = options.model_copy(update={"parallel": parallel, "stream": stream})
             check_precision(parallel, device, rates)
-            check_nodes(changed, nodes, hardware.nproc_per_node, cells.n)
+            check_nodes(changed, nodes, hardware.nproc_per_node, corpus.n_cells)
         except ConfigError as error:
             without_numbers = re.sub(r"\d+", "", str(error))
             reason = first_reasons.setdefault(without_numbers, str(error))
             refused[reason] += 1
             continue
-        memory = plan_memory(changed, cells, hardware)
+        memory = plan_memory(changed, corpus, hardware)
         if memory.total > hardware.usable_bytes:
             too_large.append(memory.total)
         else:
-            fitting.append(estimate_cost(changed, cells, hardware, rates, memory))
+            fitting.append(estimate_cost(changed, corpus, hardware, rates, memory))
     return Suggestions(sorted(fitting, key=_sort_key), too_large, refused)
 
 

@@ -24,28 +24,30 @@ SAMPLED_EVENLY = 4  # most steps that are cut evenly, and ranks of each: such cu
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """What a plan needs to know of the training cells."""
+class CorpusSize:
+    """Sizes of a corpus that a plan depends on."""
 
-    lengths: np.ndarray  # `(cells,)` int64: tokens of each cell, in the order of the shards
+    # `(cells,)` int64: tokens of each training cell, in the order of the shards
+    token_lengths: np.ndarray
     n_genes: int  # genes of the vocabulary
-    validation: int = 0  # number of validation cells
-    number: int | None = None  # number of cells if `lengths` has only some of them
+    n_validation: int = 0  # validation cells
+    n_training: int | None = None  # training cells if `token_lengths` has only some of them
     # levels of the obs columns that the run reads
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
-    def n(self) -> int:
-        return len(self.lengths) if self.number is None else self.number
+    def n_cells(self) -> int:
+        """Training cells."""
+        return len(self.token_lengths) if self.n_training is None else self.n_training
 
     @cached_property
     def tokens_per_cell(self) -> float:
-        return float(self.lengths.mean())
+        return float(self.token_lengths.mean())
 
     @cached_property
     def pairs_per_cell(self) -> float:
         """Mean number of (query, key) pairs of attention."""
-        return float(np.square(self.lengths.astype(np.float64)).mean())
+        return float(np.square(self.token_lengths.astype(np.float64)).mean())
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,17 @@ def detected_genes(manifest: Manifest) -> np.ndarray:
     )
 
 
-def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
+def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Work:
     """Count the steps of a run, and the micro-batches of the first of them."""
     train = options.train
     parallel = options.parallel
-    n_cells = cells.n
+    n_cells = corpus.n_cells
     epoch = EpochLayout.of_run(options, n_cells)
     steps = train.total_steps(epoch.steps_per_epoch)
     epochs, rest = divmod(steps, epoch.steps_per_epoch)
     multiple = parallel.tp if parallel.sequence_parallel else 1
     micro_batches = count_micro_batches(
-        cells,
+        corpus,
         global_batch=epoch.most_cells,
         token_budget=train.token_budget,
         dp=sizes.dp,
@@ -92,15 +94,15 @@ def measure_work(options: PlanOptions, cells: Cells, sizes: Layout) -> Work:
     micro_tokens = micro_batches.most_tokens
     if parallel.pp > 1:
         micro_tokens = pipeline_tokens(micro_tokens, multiple)
-    val_cells = cells.validation
+    val_cells = corpus.n_validation
     if train.val_cells is not None:
-        val_cells = min(train.val_cells, cells.validation)
+        val_cells = min(train.val_cells, corpus.n_validation)
     return Work(
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
         cells_per_step=epoch.most_cells,
         cells_seen=epochs * n_cells + int(epoch.lanes_before(rest).sum()),
-        validations=-(-steps // train.val_every_steps) if cells.validation else 0,
+        validations=-(-steps // train.val_every_steps) if corpus.n_validation else 0,
         val_cells=val_cells,
         micro_batches_per_step=float(np.mean(micro_batches.counts)),
         most_micro_batches=max(micro_batches.counts),
@@ -119,7 +121,7 @@ class MicroBatches(NamedTuple):
 
 @cache  # many layouts have the same micro-batches
 def count_micro_batches(
-    cells: Cells,
+    corpus: CorpusSize,
     global_batch: int,
     token_budget: int,
     dp: int,
@@ -133,7 +135,7 @@ def count_micro_batches(
     evenly and pads all micro-batches of a rank's step to the longest, in one of few lengths
     (`pipeline_tokens`).
     """
-    lengths = cells.lengths
+    lengths = corpus.token_lengths
     cells_per_rank = -(-min(global_batch, len(lengths)) // dp)
     n_steps = max(1, min(SAMPLED_STEPS, SAMPLED_BATCHES // dp))
     counts = []

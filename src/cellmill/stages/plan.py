@@ -23,7 +23,7 @@ from cellmill.planner.plan_file import describe_plan, format_plan
 from cellmill.planner.remedies import check_memory, find_largest_micro_batch
 from cellmill.planner.suggest import format_suggestions
 from cellmill.planner.suggest import suggest as suggest_layouts
-from cellmill.planner.work import Cells, detected_genes
+from cellmill.planner.work import CorpusSize, detected_genes
 
 SAMPLED_CELLS = 1 << 22  # all assumed cells have the same length
 MB = 1 << 20  # SLURM's
@@ -57,7 +57,7 @@ def plan(
         )
         levels = dict.fromkeys(options.obs_columns(), tuple(map(str, range(ASSUMED_LEVELS))))
         detected = kept = np.full(min(cells, SAMPLED_CELLS), longest)
-        corpus = Cells(kept, genes, val, number=cells, levels=levels)
+        corpus = CorpusSize(kept, genes, val, n_training=cells, levels=levels)
     else:
         shards, n_cells, fingerprint = open_corpus(options, manifest)
         detected = detected_genes(shards)[:n_cells]
@@ -68,8 +68,8 @@ def plan(
             detected = detected.repeat(counts)
         kept, zeros = token_numbers(options.tokens, detected, shards.n_genes)
         levels = shards.levels(options.obs_columns())
-        corpus = Cells(
-            kept + zeros, shards.n_genes, validation=shards.splits["val"].n_obs, levels=levels
+        corpus = CorpusSize(
+            kept + zeros, shards.n_genes, n_validation=shards.splits["val"].n_obs, levels=levels
         )
     if suggest:
         suggestions = suggest_layouts(options, corpus, machine, device)
@@ -79,7 +79,7 @@ def plan(
         return
     rates = find_device(device)
     check_precision(options.parallel, device, rates)
-    check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n)
+    check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device)
     memory = check_memory(options, corpus, hardware)
     cost = estimate_cost(options, corpus, hardware, rates, memory)
