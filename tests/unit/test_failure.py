@@ -20,7 +20,7 @@ from small_corpus import write_corpus
 from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
-from cellmill.planner.remedies import advise, is_out_of_memory
+from cellmill.planner.out_of_memory import advise, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train.failure import error_line, leave_reason
 from cellmill.train.hang_watch import HangWatch, Position, hang_line

@@ -1,45 +1,26 @@
 """Check that a run fits in memory, or find the first change that makes it fit.
 
-A plan that does not fit, and a process that ran out of memory, get the first change that helps from
-the same list (`_list_changes`).
+A plan that does not fit, and a process that ran out of memory (`planner.out_of_memory`), get the
+first change that helps from the same list (`_list_changes`).
 """
 
-import errno
 import math
-import re
-import subprocess
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Parallel, divisors
-from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.tokenizers import token_numbers
 from cellmill.errors import ConfigError
-from cellmill.files import read_json
 from cellmill.planner.devices import Hardware
 from cellmill.planner.memory import Memory, PlannedModel, format_bytes, peak_memory
-from cellmill.planner.work import CorpusSize, detected_genes, measure_work
+from cellmill.planner.work import CorpusSize, measure_work
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
 MOST_DOUBLINGS = 7  # of the number of nodes
-TIMEOUT_S = 120  # seconds that advice may take
-LESS_FRAC = 0.8  # share of the planned memory that is left after a remedy for running out of it
-OUT_OF_MEMORY = re.compile(
-    # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
-    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
-    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
-    re.IGNORECASE,
-)
 
 
 def plan_memory(
@@ -84,21 +65,22 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
     for change in _list_changes(options, hardware):
         needed = plan_memory(change.options, corpus, change.hardware)
         if needed.total <= change.hardware.usable_bytes:
-            return " and ".join(change.words)
+            return " and ".join(change.instructions)
     return "use a device with more memory (the profile) or a smaller model"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Instructions for the user, and the options and hardware after them."""
+    """Instructions for the user, and the options and hardware that follow from them."""
 
-    words: list[str]
+    instructions: list[str]
     options: PlanOptions
     hardware: Hardware
 
-    def then(self, words: str, **parallel: Any) -> "Change":
+    def then(self, instruction: str, **parallel: Any) -> "Change":
         """This change followed by one of section `parallel`."""
-        return Change([*self.words, words], with_parallel(self.options, **parallel), self.hardware)
+        options = with_parallel(self.options, **parallel)
+        return Change([*self.instructions, instruction], options, self.hardware)
 
 
 def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
@@ -106,18 +88,22 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
     change = Change([], options, hardware)
     yield from islice(_smaller_budgets(change), FREE_HALVINGS)
     if options.parallel.activation_checkpointing is None:
-        words = "set parallel.activation_checkpointing to full"
-        change = change.then(words, activation_checkpointing="full")
+        instruction = "set parallel.activation_checkpointing to full"
+        change = change.then(instruction, activation_checkpointing="full")
         yield change
     yield from _smaller_budgets(change)
     if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
-        words = "set parallel.gradient_reduction to micro_batch"
-        reduced = change.then(words, gradient_reduction="micro_batch")
+        instruction = "set parallel.gradient_reduction to micro_batch"
+        reduced = change.then(instruction, gradient_reduction="micro_batch")
         yield reduced
         yield from _smaller_budgets(reduced)
-    words = "use fsdp with parallel.sharding_strategy FULL_SHARD"
-    sharded = change.then(words, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
+    instruction = "use fsdp with parallel.sharding_strategy FULL_SHARD"
+    sharded = change.then(
+        instruction, strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None
+    )
     if hardware.layout(sharded.options.parallel) == hardware.layout(options.parallel):
+        # sharding alone divides nothing further on the same mesh, so it is no suggestion; later
+        # changes enlarge the mesh and are tried with it
         change = replace(change, options=sharded.options)
     else:
         change = sharded
@@ -142,8 +128,8 @@ def _larger_layouts(change: Change) -> Iterator[Change]:
         most_tp = math.gcd(hardware.nproc_per_node, hardware.world // parallel.pp, *tp_sizes)
     for tp in divisors(most_tp):
         if tp > parallel.tp:
-            words = f"set parallel.tp to {tp} with parallel.sequence_parallel"
-            yield change.then(words, tp=tp, sequence_parallel=True)
+            instruction = f"set parallel.tp to {tp} with parallel.sequence_parallel"
+            yield change.then(instruction, tp=tp, sequence_parallel=True)
     # at least one block per stage
     most_pp = min(model.pp_sizes().values(), default=1) // (parallel.stages // parallel.pp)
     for pp in divisors(hardware.world // parallel.tp):
@@ -165,8 +151,8 @@ def _smaller_budgets(change: Change) -> Iterator[Change]:
     while budget >= max(1, change.options.tokens.max_tokens):
         smaller = train.model_copy(update={"token_budget": budget})
         options = change.options.model_copy(update={"train": smaller})
-        words = f"lower train.token_budget to {budget}"
-        yield Change([*change.words, words], options, change.hardware)
+        instruction = f"lower train.token_budget to {budget}"
+        yield Change([*change.instructions, instruction], options, change.hardware)
         budget //= 2
 
 
@@ -174,53 +160,3 @@ def with_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
     """The options with changes in section `parallel`."""
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for out-of-memory errors of Python, a device, its libraries, or torch's CPU allocator."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
-
-
-def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
-    """Return the answer of `advise` from a new process, since sizes are measured without a process group.
-
-    Return None if that process fails.
-    """
-    arguments = [str(run_json), str(world), str(nproc_per_node), device]
-    command = [sys.executable, "-m", "cellmill.planner.remedies", *arguments]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
-    """The planned memory of a process, and the first change with which it needs a fifth less."""
-    record = read_json(run_json)
-    stored = dict(stored_options(record["options"], "run.json"))
-    options = PlanOptions.model_validate(stored | {"plan": {}})
-    manifest = Manifest.read(Path(record["manifest"]))
-    kept, zeros = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes)
-    corpus = CorpusSize(
-        kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
-    )
-    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
-    memory = plan_memory(options, corpus, hardware)
-    parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
-    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
-    return (
-        f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
-        f"{find_remedy(options, corpus, less)}"
-    )
-
-
-if __name__ == "__main__":
-    print(advise(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

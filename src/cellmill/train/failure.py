@@ -17,7 +17,7 @@ from cellmill.errors import UserError
 from cellmill.files import write_text
 from cellmill.launch.job import NODE_LOG
 from cellmill.launch.rendezvous import node_name
-from cellmill.planner.remedies import ask_for_advice, is_out_of_memory
+from cellmill.planner.out_of_memory import ask_for_advice, is_out_of_memory
 from cellmill.runs.jobs import CONNECTION
 
 PROGRAM_ERROR = re.compile(

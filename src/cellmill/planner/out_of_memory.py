@@ -1,0 +1,79 @@
+"""Advice for a training process that ran out of memory."""
+
+import errno
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from cellmill.config.load import stored_options
+from cellmill.config.options import PlanOptions
+from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.tokenizers import token_numbers
+from cellmill.files import read_json
+from cellmill.planner.devices import Hardware
+from cellmill.planner.memory import format_bytes
+from cellmill.planner.remedies import find_remedy, plan_memory
+from cellmill.planner.work import CorpusSize, detected_genes
+
+TIMEOUT_S = 120  # seconds that advice may take
+LESS_FRAC = 0.8  # share of the planned memory that is left after a remedy for running out of it
+OUT_OF_MEMORY = re.compile(
+    # torch on a CPU; pinned host memory; cuBLAS and cuDNN; NCCL
+    r"can't allocate memory|not enough memory|Cannot allocate memory|CUDA error: out of memory|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'?out of memory",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for out-of-memory errors of Python, a device, its libraries, or torch's CPU allocator."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def ask_for_advice(run_json: Path, world: int, nproc_per_node: int, device: str) -> str | None:
+    """Return the answer of `advise` from a new process, since sizes are measured without a process group.
+
+    Return None if that process fails.
+    """
+    arguments = [str(run_json), str(world), str(nproc_per_node), device]
+    command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def advise(run_json: Path, world: int, nproc_per_node: int, device: str = "cpu") -> str:
+    """The planned memory of a process, and the first change with which it needs a fifth less."""
+    record = read_json(run_json)
+    stored = dict(stored_options(record["options"], "run.json"))
+    options = PlanOptions.model_validate(stored | {"plan": {}})
+    manifest = Manifest.read(Path(record["manifest"]))
+    kept, zeros = token_numbers(options.tokens, detected_genes(manifest), manifest.n_genes)
+    corpus = CorpusSize(
+        kept + zeros, manifest.n_genes, levels=manifest.levels(options.obs_columns())
+    )
+    hardware = Hardware(world // nproc_per_node, nproc_per_node, device, 0, 0)
+    memory = plan_memory(options, corpus, hardware)
+    parts = sorted(asdict(memory).items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
+    less = replace(hardware, usable_bytes=int(LESS_FRAC * memory.total))
+    return (
+        f"the plan was {format_bytes(memory.total)} per process, most of it {parts[0][0]} ({listed}): "
+        f"{find_remedy(options, corpus, less)}"
+    )
+
+
+if __name__ == "__main__":
+    print(advise(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
