@@ -95,13 +95,13 @@ def estimate_step(
     if model.layout.pp > 1:
         communication_s = communication_s + gathers_s + reductions_s
     else:
-        # nothing overlaps the first weights and the last gradients; gradients are sent in the last
-        # backward pass only
+        # nothing overlaps the first weights and the last gradients
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.blocks + 1)
+        beyond_compute_s = gathers_s + reductions_s - compute_s
+        # gradients are sent in the last backward pass only
         last_backward_s = BACKWARD_FRAC * compute_s / micro_batches
-        communication_s += max(
-            first_and_last_s, gathers_s + reductions_s - compute_s, reductions_s - last_backward_s
-        )
+        beyond_last_backward_s = reductions_s - last_backward_s
+        communication_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle = idle_frac(model.parallel, max(1, round(micro_batches)))
     idle_s = (compute_s + communication_s) * idle / (1 - idle)
     return StepTime(compute_s, communication_s, idle_s)
