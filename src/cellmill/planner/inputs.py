@@ -84,7 +84,7 @@ class CorpusFacts:
         # imported by name: tables of genes need pandas, which other launchers do without
         names = importlib.import_module("cellmill.data.genes.names")
         levels = self.shards.levels({column: "objective"})[column]
-        named = [level for level in levels if level != MISSING]
+        named = _exclude_missing(levels)
         rows_by_level = names.perturbed_genes(named, Vocabulary.read(self.vocabulary))
         tokens = {}
         for level, rows in rows_by_level.items():
@@ -144,32 +144,47 @@ def check_levels(
     name must exist. Print a warning for labels that may mean no label.
     """
     for name, option in options.read_columns().items():
-        is_label = name in options.objective.supervised_by
-        named = [level for level in levels[name] if level != MISSING]
-        n_levels = len(named) if is_label else len(levels[name])
-        if n_levels < 2:
+        if name in options.objective.supervised_by:
+            _check_labels(f"{option} {name}", name, _exclude_missing(levels[name]), train_cells)
+        elif len(levels[name]) < 2:
             raise ConfigError(
-                f"{option} {name}: all {'labelled ' if is_label else ''}cells of the corpus have the same value; "
-                "choose another column, or do without"
-            )
-        if is_label and 2 * n_levels > train_cells:
-            raise ConfigError(
-                f"{option} {name}: {n_levels:,} values for {train_cells:,} training cells, so most cells have no "
-                "other of their value; choose a column of labels"
-            )
-        empty = [level for level in named if NO_COLUMNS.means_no_label(level)]
-        if is_label and empty:
-            print(
-                f"warning: {option} {name}: {', '.join(map(repr, empty))} of {n_levels:,} classes may mean no label; "
-                f"name {name} as a label in the table of datasets, and these cells get none",
-                flush=True,
+                f"{option} {name}: all cells of the corpus have the same value; choose another "
+                "column, or do without"
             )
     for option, name, wanted_levels in options.objective.columns().named:
-        named = [level for level in levels[name] if level != MISSING]
+        named = _exclude_missing(levels[name])
         for level in wanted_levels:
             if level not in named:
                 hint = did_you_mean(level, named)
                 raise ConfigError(f"{option}: no cell of the corpus has {name} {level!r}; {hint}")
+
+
+def _exclude_missing(levels: Sequence[str]) -> list[str]:
+    return [level for level in levels if level != MISSING]
+
+
+def _check_labels(option: str, name: str, labels: Sequence[str], train_cells: int) -> None:
+    """Raise ConfigError unless there are several labels, shared by cells.
+
+    Print a warning for labels that may mean no label.
+    """
+    if len(labels) < 2:
+        raise ConfigError(
+            f"{option}: all labelled cells of the corpus have the same value; choose another column, "
+            "or do without"
+        )
+    if 2 * len(labels) > train_cells:
+        raise ConfigError(
+            f"{option}: {len(labels):,} values for {train_cells:,} training cells, so most cells have no other of "
+            "their value; choose a column of labels"
+        )
+    empty = [label for label in labels if NO_COLUMNS.means_no_label(label)]
+    if empty:
+        print(
+            f"warning: {option}: {', '.join(map(repr, empty))} of {len(labels):,} classes may mean no label; name "
+            f"{name} as a label in the table of datasets, and these cells get none",
+            flush=True,
+        )
 
 
 def check_genes(options: TrainOptions, init_from: Path, vocabulary: Path) -> None:

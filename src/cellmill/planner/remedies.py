@@ -20,7 +20,7 @@ from cellmill.planner.work import CorpusSize, measure_work
 
 FREE_HALVINGS = 2  # halvings of a micro-batch that cost less than recomputing a forward pass
 MAX_TOKENS = 1 << 24  # largest micro-batch that is tried
-MOST_DOUBLINGS = 7  # of the number of nodes
+MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
 
 
 def plan_memory(
@@ -109,7 +109,7 @@ def _list_changes(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
         change = sharded
         yield change
     yield from _larger_layouts(change)
-    for power in range(1, MOST_DOUBLINGS + 1):
+    for power in range(1, MAX_DOUBLINGS + 1):
         nodes = hardware.nodes * 2**power
         larger = replace(hardware, nodes=nodes)
         yield replace(change.then(f"use {nodes} nodes (the profile)"), hardware=larger)

@@ -28,7 +28,7 @@ from cellmill.planner.remedies import plan_memory
 from cellmill.planner.traffic import link_bytes
 from cellmill.planner.work import CorpusSize
 
-SHOWN = 10  # layouts in the table
+MAX_SHOWN = 10  # layouts in the table
 MAX_PIPELINE = 16  # most pipeline ranks that are tried
 SCHEDULES = ("1F1B", "Interleaved1F1B")  # schedules of a pipeline
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
@@ -159,7 +159,7 @@ def format_suggestions(
     ]
     if fitting:
         lines[-1] = ROW.format("memory", "hours", "MFU", "intra-node", "inter-node", "layout")
-    lines += [_format_row(suggestion) for suggestion in fitting[:SHOWN]]
+    lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
     lines += ["", f"{len(fitting)} layouts fit"]
     if too_large:
         lines[-1] += f", {len(too_large)} do not: the smallest needs {format_bytes(min(too_large))}"
