@@ -9,7 +9,7 @@ import pytest
 from reported import make_dataset, make_method, write
 
 from cellmill.cli import main
-from cellmill.report.scaling_law import fit_law
+from cellmill.report.scaling_law import Law, NoLaw, fit_law
 from cellmill.runs import results
 from cellmill.runs.results import Evaluation, Row, Score, TaskResult
 
@@ -78,13 +78,13 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
 def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     sizes = np.repeat([100, 300, 1000, 3000, 10_000], 2)
     noise = np.random.default_rng(0).normal(0, 0.003, 10)
-    law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))["law"]
-    assert law["low"] <= 0.45 + 0.005
-    assert law["high"] >= 0.45 - 0.005
-    assert law["floor"] == pytest.approx(1.2, abs=0.03)
-    assert (
-        "the exponent is not determined: 95 % interval 0.00 to"
-        in fit_law(sizes, 2 + noise)["no_law"]
-    )
-    assert fit_law(sizes[:6], 2 + noise[:6]) == {"no_law": "3 sizes; a law with a floor needs 4"}
-    assert fit_law(sizes, noise) == {"no_law": "losses or sizes that are not positive"}
+    law = fit_law(sizes, (1.2 + 30 * sizes**-0.45) * np.exp(noise))
+    assert isinstance(law, Law)
+    assert law.low <= 0.45 + 0.005
+    assert law.high >= 0.45 - 0.005
+    assert law.floor == pytest.approx(1.2, abs=0.03)
+    flat = fit_law(sizes, 2 + noise)
+    assert isinstance(flat, NoLaw)
+    assert flat.reason.startswith("the exponent is not determined: 95 % interval 0.00 to")
+    assert fit_law(sizes[:6], 2 + noise[:6]) == NoLaw("3 sizes; a law with a floor needs 4")
+    assert fit_law(sizes, noise) == NoLaw("losses or sizes that are not positive")

@@ -2,38 +2,53 @@
 
 It is fitted to losses of runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal
 large language models, section 3.3): the Huber loss of log residuals, minimised by L-BFGS from a
-grid of starts. The interval of the exponent comes from bootstraps over the runs.
+grid of starts. The exponent's interval is bootstrapped over runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
-from typing import Any
 
 import numpy as np
 
-FEWEST_SIZES = 4  # for three parameters
+MIN_SIZES = 4  # for three parameters
 DELTA = 1e-3  # log units; the Huber loss is quadratic below it
 DRAWS = 200  # bootstraps
-STEEPEST = 3.0  # larger exponents fit noise
+MAX_EXPONENT = 3.0  # larger exponents fit noise
 FLOORS = (0.3, 0.7, 0.98)
 """Floors at which fits start, as shares of the lowest loss."""
 EXPONENTS = (0.1, 0.3, 0.7, 1.2)
 """Exponents at which fits start."""
 
 
-def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
-    """The `law` of losses `y` of runs of sizes `x`, or as `no_law` the reason why there is none.
+@dataclass(frozen=True)
+class Law:
+    """A power law, with the 95 % interval of its exponent."""
 
-    A law has floor, factor, exponent, and low and high, the 95 % interval of the exponent.
-    """
+    floor: float
+    factor: float
+    exponent: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class NoLaw:
+    """Why data support no law."""
+
+    reason: str
+
+
+def fit_law(x: Sequence[float], y: Sequence[float]) -> Law | NoLaw:
+    """The law of losses `y` of runs of sizes `x`."""
     sizes = np.asarray(x, np.float64)
     losses = np.asarray(y, np.float64)
     n_sizes = len(np.unique(sizes))
-    if n_sizes < FEWEST_SIZES:
-        return {"no_law": f"{n_sizes} sizes; a law with a floor needs {FEWEST_SIZES}"}
+    if n_sizes < MIN_SIZES:
+        return NoLaw(f"{n_sizes} sizes; a law with a floor needs {MIN_SIZES}")
     if not (np.isfinite(losses).all() and losses.min() > 0 and sizes.min() > 0):
-        return {"no_law": "losses or sizes that are not positive"}
+        return NoLaw("losses or sizes that are not positive")
     # sizes relative to their geometric mean: at size 1 the factor would move with the exponent
     scale = float(np.exp(np.log(sizes).mean()))
     log_span = np.log(np.ptp(losses) + 1e-9)
@@ -42,25 +57,27 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
         log_floor = np.log(losses.min() * floor_frac)
         starts.append(np.array([log_span, log_floor, exponent]))
     best = _fit(sizes / scale, losses, starts)
+    low, high = _bootstrap_interval(sizes / scale, losses, best)
+    if low <= 0.01 or high >= 0.99 * MAX_EXPONENT:
+        return NoLaw(f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}")
+    log_factor, log_floor, exponent = best.tolist()
+    factor = float(np.exp(log_factor) * scale**exponent)
+    return Law(float(np.exp(log_floor)), factor, exponent, low, high)
+
+
+def _bootstrap_interval(
+    sizes: np.ndarray, losses: np.ndarray, best: np.ndarray
+) -> tuple[float, float]:
+    """The 95 % interval of the exponent over draws of runs; fits start from `best`."""
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
     while len(exponents) < DRAWS:
         runs = generator.integers(len(sizes), size=len(sizes))
-        if len(np.unique(sizes[runs])) >= FEWEST_SIZES - 1:
-            _, _, drawn_exponent = _fit(sizes[runs] / scale, losses[runs], [best])
-            exponents.append(float(drawn_exponent))
+        if len(np.unique(sizes[runs])) >= MIN_SIZES - 1:
+            _, _, exponent = _fit(sizes[runs], losses[runs], [best])
+            exponents.append(float(exponent))
     low, high = np.quantile(exponents, [0.025, 0.975]).tolist()
-    if low <= 0.01 or high >= 0.99 * STEEPEST:
-        return {"no_law": f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}"}
-    log_factor, log_floor, exponent = best.tolist()
-    law = {
-        "floor": float(np.exp(log_floor)),
-        "factor": float(np.exp(log_factor) * scale**exponent),
-        "exponent": exponent,
-        "low": low,
-        "high": high,
-    }
-    return {"law": law}
+    return low, high
 
 
 def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
@@ -86,7 +103,7 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         ]
         return float(loss), np.array(gradient)
 
-    bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, STEEPEST)]
+    bounds = [(-50, 50), (-50, float(log_y.min())), (0.0, MAX_EXPONENT)]
     minimize = import_module("scipy.optimize").minimize  # a fifth of a second, for few reports
     fits = [
         minimize(objective, start, method="L-BFGS-B", jac=True, bounds=bounds) for start in starts

@@ -1,12 +1,13 @@
 """Results of the runs of a sweep side by side: tidy rows, and curves over an axis of sizes."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cellmill.report.collect import Object, ReportedRun
-from cellmill.report.scaling_law import fit_law
+from cellmill.report.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.tables import select_numbers
 
 SEED = "train.seed"
@@ -28,59 +29,124 @@ class Measure(NamedTuple):
 
 
 LOSS = Measure("", "validation", NO_ROW, "val_loss")  # the best validation loss
-SweepRow = Object
-"""Line of results.csv: the run with its axes and sizes, a measure, and its value."""
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """A value that a run was judged by."""
+
+    run: Object  # columns that are equal in all rows of the run: its name, axes and sizes
+    measure: Measure
+    kind: str  # model, baseline or external
+    value: float | None
+    sd: float | None = None
+
+    def columns(self) -> Object:
+        """The row of results.csv."""
+        measure = self.measure
+        return self.run | {
+            "dataset": measure.dataset,
+            "task": measure.task,
+            "name": measure.name,
+            "kind": self.kind,
+            "metric": measure.metric,
+            "value": self.value,
+            "sd": self.sd,
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """Mean and standard deviation over seeds of the runs of one size."""
+
+    size: float
+    mean: float
+    sd: float | None  # None for a single run
+    n: int
+
+
+@dataclass(frozen=True)
+class CurveLine:
+    """Runs with the same values on all axes other than the curve's."""
+
+    name: str  # these values
+    points: list[Point]  # by size
+    law: Law | NoLaw | None  # None unless the curve is of the validation loss
+
+    def to_json(self) -> Object:
+        line: Object = {"name": self.name, "points": [asdict(point) for point in self.points]}
+        if isinstance(self.law, Law):
+            line["law"] = asdict(self.law)
+        elif isinstance(self.law, NoLaw):
+            line["no_law"] = self.law.reason
+        return line
+
+
+class BestBaseline(NamedTuple):
+    """The highest baseline of a task."""
+
+    name: str
+    value: float  # mean over the runs
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measure over the sizes of an axis."""
+
+    axis: str
+    quantity: str  # column with the sizes
+    measure: Measure
+    lines: list[CurveLine]
+    baseline: BestBaseline | None
+
+    def to_json(self) -> Object:
+        """The curve in curves.json."""
+        return {
+            "axis": self.axis,
+            "quantity": self.quantity,
+            **self.measure._asdict(),
+            "lines": [line.to_json() for line in self.lines],
+            "baseline": self.baseline and self.baseline._asdict(),
+        }
 
 
 def list_rows(run: ReportedRun, axes: Mapping[str, Any]) -> list[SweepRow]:
     """One row for each value that the run was judged by; `axes` are its values on the sweep's axes."""
     plan = run.plan or {}
     totals = (run.cost or {}).get("totals", {})
-    shared = {"run": run.name, **axes}  # columns that are equal in all rows
+    shared = {"run": run.name, **axes}
     shared |= {key: plan.get(key) for key in ("parameters", "cells", "steps", "cells_seen")}
     shared |= {key: totals.get(key) for key in ("gpu_hours", "cpu_core_hours")}
-    return [shared | row for row in _list_scores(run)]
+    return list(_list_scores(run, shared))
 
 
-def _list_scores(run: ReportedRun) -> Iterator[SweepRow]:
+def _list_scores(run: ReportedRun, shared: Object) -> Iterator[SweepRow]:
     """The validation loss, then the ranked rows or the single numbers of each task."""
     loss = (run.status or {}).get("best_val_loss")
     if loss is not None:
-        yield _make_row(LOSS, "model", loss)
+        yield SweepRow(shared, LOSS, "model", loss)
     if run.evaluation is None:
         return
     for dataset, task, result in run.evaluation.results():
         if result.metric is None:
             for key, number in select_numbers(result).items():
-                yield _make_row(Measure(dataset, task, NO_ROW, key), "model", number)
+                yield SweepRow(shared, Measure(dataset, task, NO_ROW, key), "model", number)
             continue
         for row in result.ranked_rows:
             measure = Measure(dataset, task, row.method.name, result.metric)
             sd = row.sd(result.metric)
-            yield _make_row(measure, row.method.kind, result.rank_value(row), sd)
+            yield SweepRow(shared, measure, row.method.kind, result.rank_value(row), sd)
 
 
-def _make_row(measure: Measure, kind: str, value: float, sd: float | None = None) -> SweepRow:
-    return {
-        "dataset": measure.dataset,
-        "task": measure.task,
-        "name": measure.name,
-        "kind": kind,
-        "metric": measure.metric,
-        "value": value,
-        "sd": sd,
-    }
-
-
-def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Object]:
+def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Curve]:
     """A curve for each axis of sizes and each task, of the measure in which models are best.
 
     A curve has a line for each combination of values of the other axes, and the best baseline. A
     line has the mean and sd over seeds by size, and for the validation loss the law or why there is
     none.
     """
-    valued = [row for row in rows if row["value"] is not None]
-    by_measure = _group(valued, _find_measure)
+    valued = [row for row in rows if row.value is not None]
+    by_measure = _group(valued, lambda row: row.measure)
     measures = _best_measures(valued)
     baselines = _best_baselines(valued)
     curves = []
@@ -91,53 +157,38 @@ def make_curves(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Object]:
         other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
             lines = _make_lines(by_measure[measure], other_axes, quantity, measure == LOSS)
-            curve = {
-                "axis": axis,
-                "quantity": quantity,
-                "dataset": measure.dataset,
-                "task": measure.task,
-                "name": measure.name,
-                "metric": measure.metric,
-                "lines": lines,
-                "baseline": baselines.get(measure.column),
-            }
-            curves.append(curve)
+            baseline = baselines.get(measure.column)
+            curves.append(Curve(axis, quantity, measure, lines, baseline))
     return curves
 
 
 def _make_lines(
     rows: Sequence[SweepRow], axes: Sequence[str], quantity: str, is_loss: bool
-) -> list[Object]:
+) -> list[CurveLine]:
     """A line for each combination of values on `axes`."""
     lines = []
-    groups = _group(rows, lambda row: tuple(row[axis] for axis in axes))
+    groups = _group(rows, lambda row: tuple(row.run[axis] for axis in axes))
     for values, group in groups.items():
-        line = {"name": ", ".join(map(str, values)), "points": _average_seeds(group, quantity)}
+        law = None
         if is_loss:
-            sizes = [row[quantity] for row in group]
-            losses = [row["value"] for row in group]
-            line |= fit_law(sizes, losses)
-        lines.append(line)
+            law = fit_law([row.run[quantity] for row in group], _list_values(group))
+        name = ", ".join(map(str, values))
+        lines.append(CurveLine(name, _average_seeds(group, quantity), law))
     return lines
 
 
-def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Object]:
+def _average_seeds(rows: Sequence[SweepRow], quantity: str) -> list[Point]:
     """Mean and standard deviation over seeds, by size."""
     points = []
-    for size, group in sorted(_group(rows, lambda row: row[quantity]).items()):
-        values = np.array([row["value"] for row in group], np.float64)
-        point = {
-            "size": size,
-            "mean": float(values.mean()),
-            "sd": float(values.std(ddof=1)) if len(values) > 1 else None,
-            "n": len(values),
-        }
-        points.append(point)
+    for size, group in sorted(_group(rows, lambda row: row.run[quantity]).items()):
+        values = np.array(_list_values(group), np.float64)
+        sd = float(values.std(ddof=1)) if len(values) > 1 else None
+        points.append(Point(size, float(values.mean()), sd, len(values)))
     return points
 
 
-def _find_measure(row: SweepRow) -> Measure:
-    return Measure(row["dataset"], row["task"], row["name"], row["metric"])
+def _list_values(rows: Sequence[SweepRow]) -> list[float]:
+    return [row.value for row in rows if row.value is not None]
 
 
 def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any, list[SweepRow]]:
@@ -148,15 +199,15 @@ def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Any]) -> dict[Any
     return groups
 
 
-def _best_baselines(valued: Sequence[SweepRow]) -> dict[Measure, Object]:
-    """Name and value, a mean over the runs, of the highest baseline of each column."""
-    best: dict[Measure, Object] = {}
-    baselines = [row for row in valued if row["kind"] == "baseline"]
-    for measure, group in _group(baselines, _find_measure).items():
-        mean = float(np.mean([row["value"] for row in group]))
+def _best_baselines(valued: Sequence[SweepRow]) -> dict[Measure, BestBaseline]:
+    """The highest baseline of each column."""
+    best: dict[Measure, BestBaseline] = {}
+    baselines = [row for row in valued if row.kind == "baseline"]
+    for measure, group in _group(baselines, lambda row: row.measure).items():
+        mean = float(np.mean(_list_values(group)))
         highest = best.get(measure.column)
-        if highest is None or mean > highest["value"]:
-            best[measure.column] = {"name": measure.name, "value": mean}
+        if highest is None or mean > highest.value:
+            best[measure.column] = BestBaseline(measure.name, mean)
     return best
 
 
@@ -166,10 +217,10 @@ def _best_measures(valued: Sequence[SweepRow]) -> list[Measure]:
     The loss comes first, then task probe, other tasks, and numbers of tasks without rows. Numbers
     that are equal in all runs are left out.
     """
-    models = [row for row in valued if row["kind"] == "model"]
+    models = [row for row in valued if row.kind == "model"]
     values = {}
-    for measure, group in _group(models, _find_measure).items():
-        values[measure] = [row["value"] for row in group]
+    for measure, group in _group(models, lambda row: row.measure).items():
+        values[measure] = _list_values(group)
     highest_first = sorted(values, key=lambda measure: -float(np.mean(values[measure])))
     best: dict[Measure, Measure] = {}
     for measure in highest_first:
@@ -189,15 +240,15 @@ def _find_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
     It is `cells` for fractions of the corpus, and `parameters` if they differ between the values of
     the axis. Otherwise it is the axis itself if its values are numbers.
     """
-    values = [row[axis] for row in rows]
+    values = [row.run[axis] for row in rows]
     if axis == SEED or len({*map(str, values)}) < 2:
         return None
     if axis == "stream.train_frac":
         return "cells"
-    by_value = _group(rows, lambda row: str(row[axis]))
+    by_value = _group(rows, lambda row: str(row.run[axis]))
     sizes = set()
     for group in by_value.values():
-        sizes.add(frozenset(row["parameters"] for row in group))
+        sizes.add(frozenset(row.run["parameters"] for row in group))
     are_known = not any(None in parameters for parameters in sizes)
     if are_known and len(sizes) == len(by_value):
         return "parameters"

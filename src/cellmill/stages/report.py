@@ -68,11 +68,11 @@ def sweep(*, values: Path, runs: Path, out: Path) -> None:
         "name": out.parent.name,
         "axes": axes,
         "n_runs": len(values_by_run),
-        "curves": make_curves(rows, axes),
+        "curves": [curve.to_json() for curve in make_curves(rows, axes)],
     }
     write_json(out.parent / "curves.json", about)
     with atomic_path(out) as path, open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0].columns()), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(row.columns() for row in rows)
     print(f"{len(values_by_run)} runs, {len(rows):,} values -> {out}")
