@@ -11,7 +11,7 @@ from scipy.stats import ttest_rel
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.page import render
-from cellmill.report.ranking import TaskScore, find_difference, rank, score_tasks
+from cellmill.report.ranking import TaskScore, rank, score_tasks, significant_difference
 from cellmill.report.standings import list_standings
 from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult
 
@@ -49,7 +49,7 @@ def test_runs_with_different_left_out_batches_are_not_tied() -> None:
         run("first", probe=probe, leave_out=result("accuracy, new batch", [0.87, 0.88, 0.88])),
         run("second", probe=probe, leave_out=result("accuracy, new batch", [0.93, 0.94, 0.94])),
     ]
-    assert [one.best for one in list_standings(runs)] == [False, True]
+    assert [one.is_best for one in list_standings(runs)] == [False, True]
     assert first_line(runs).startswith(
         "second is best on d over the tasks that all have (probe, leave out): probe acc"
     )
@@ -60,7 +60,7 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
         run("first", probe=result("f", [0.80, 0.82, 0.81]), few_shot=result("5", [0.7, 0.8])),
         run("second", probe=result("f", [0.81, 0.80, 0.81]), few_shot=result("5", [0.72, 0.79])),
     ]
-    assert [one.best for one in list_standings(runs)] == [True, True]
+    assert [one.is_best for one in list_standings(runs)] == [True, True]
     shared = "over the tasks that all have (probe, few shot)"
     assert first_line(runs).startswith(
         f"first and second are tied for best on d {shared}: first has probe f 0.810"
@@ -73,7 +73,7 @@ def test_runs_are_compared_over_their_shared_tasks() -> None:
         run("second", probe=result("f", [0.9, 0.9]), few_shot=result("5", [0.1, 0.1])),
     ]
     found = list_standings(runs)
-    assert [(one.best, one.ranking.tasks) for one in found] == [
+    assert [(one.is_best, one.ranking.tasks) for one in found] == [
         (False, ["probe"]),
         (True, ["probe"]),
     ]
@@ -87,7 +87,7 @@ def test_no_run_is_best_without_a_task_that_all_have() -> None:
         run("first", probe=result("f", [0.8, 0.8])),
         run("second", few_shot=result("5", [0.9, 0.9])),
     ]
-    assert not any(one.best for one in list_standings(runs))
+    assert not any(one.is_best for one in list_standings(runs))
     assert (
         first_line(runs)
         == "The runs on d have no task in common that ranks rows: none is called best."
@@ -99,7 +99,7 @@ def test_the_task_where_another_run_is_better_is_named() -> None:
         run("first", probe=result("f", [0.80, 0.80]), leave_out=result("g", [0.5, 0.5])),
         run("second", probe=result("f", [0.83, 0.83]), leave_out=result("g", [0.2, 0.2])),
     ]
-    assert [one.best for one in list_standings(runs)] == [True, False]
+    assert [one.is_best for one in list_standings(runs)] == [True, False]
     assert first_line(runs).endswith(
         "Better than it, beyond the interval between runs: second in probe (+0.030)."
     )
@@ -110,7 +110,7 @@ def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> N
     generator = np.random.default_rng(0)
     a = generator.normal(0.8, 0.05, 8)
     b = a + generator.normal(shift, 0.01, 8)
-    found = find_difference(
+    found = significant_difference(
         TaskScore(a.mean(), a.tolist(), 0.0), TaskScore(b.mean(), b.tolist(), 0.0)
     )
     assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cellmill.runs.results import TaskResult
 
 LEVEL = 0.95  # confidence level of intervals
-SHOWN = 5e-4  # scores that differ by less have the same digits on the page
+MIN_SHOWN = 5e-4  # scores that differ by less have the same digits on the page
 CELLS_FREEDOM = 1e6  # degrees of freedom of the variance over cells: as good as infinite
 
 
@@ -90,7 +90,7 @@ def rank(runs: Mapping[str, Scores]) -> Ranking:
         differences = {}
         for task, metric in shared:
             score = scores[task, metric]
-            differences[task] = find_difference(score, runs[best][task, metric])
+            differences[task] = significant_difference(score, runs[best][task, metric])
         if name != best and all(difference is None for difference in differences.values()):
             tied.append(name)
         for task, difference in differences.items():
@@ -99,19 +99,25 @@ def rank(runs: Mapping[str, Scores]) -> Ranking:
     return Ranking([task for task, _ in shared], tied, leads)
 
 
-def find_difference(score: TaskScore, other: TaskScore) -> float | None:
+def significant_difference(score: TaskScore, other: TaskScore) -> float | None:
     """Difference of two runs in a task if 0 is outside its interval, else None."""
     difference = score.value - other.value
-    half_width = SHOWN
-    n = len(score.repetitions)
-    if n > 1 and n == len(other.repetitions):
-        pairs = zip(score.repetitions, other.repetitions)
-        over_repetitions = statistics.variance(a - b for a, b in pairs) / n
-        over_cells = max(score.cells_se, other.cells_se) ** 2
-        variance = over_repetitions + over_cells
-        if variance > 0:
-            # Satterthwaite's degrees of freedom
-            freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / CELLS_FREEDOM)
-            quantile = float(import_module("scipy.special").stdtrit(freedom, (1 + LEVEL) / 2))
-            half_width = max(half_width, quantile * variance**0.5)
+    half_width = max(MIN_SHOWN, _half_width(score, other))
     return difference if abs(difference) >= half_width else None
+
+
+def _half_width(score: TaskScore, other: TaskScore) -> float:
+    """Half the width of the interval of a difference; 0 if repetitions are missing or all equal."""
+    n = len(score.repetitions)
+    if n < 2 or n != len(other.repetitions):
+        return 0.0
+    pairs = zip(score.repetitions, other.repetitions)
+    over_repetitions = statistics.variance(a - b for a, b in pairs) / n
+    over_cells = max(score.cells_se, other.cells_se) ** 2
+    variance = over_repetitions + over_cells
+    if variance == 0:
+        return 0.0
+    # Satterthwaite's degrees of freedom
+    freedom = variance**2 / (over_repetitions**2 / (n - 1) + over_cells**2 / CELLS_FREEDOM)
+    quantile = float(import_module("scipy.special").stdtrit(freedom, (1 + LEVEL) / 2))
+    return quantile * variance**0.5

@@ -37,28 +37,28 @@ class Standing:
     n_runs: int  # runs of the dataset
 
     @property
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         """True if the run is the best on the dataset, or tied with it."""
         return self.run in self.ranking.best
 
     @property
-    def compared(self) -> str:
+    def comparison_phrase(self) -> str:
         """The tasks that the dataset's runs are compared over, in words; empty for a single run."""
         if self.n_runs == 1 or not self.ranking.tasks:
             return ""
         tasks = ", ".join(map(to_words, self.ranking.tasks))
         noun = "task" if len(self.ranking.tasks) == 1 else "tasks"
-        return f" over the {noun} that all have ({tasks})"
+        return f"over the {noun} that all have ({tasks})"
 
     @property
-    def exceptions(self) -> str:
+    def leads_sentence(self) -> str:
         """Tasks in which another run is better than the best run, in words; empty without any."""
         parts = []
         for lead in self.ranking.ahead:
             parts.append(f"{lead.run} in {to_words(lead.task)} (+{lead.difference:.3f})")
         if not parts:
             return ""
-        return f" Better than it, beyond the interval between runs: {', '.join(parts)}."
+        return f"Better than it, beyond the interval between runs: {', '.join(parts)}."
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -105,15 +105,11 @@ def _find_standing(evaluated: EvaluatedDataset, ranking: Ranking, n_runs: int) -
     row = rows[task]
     assert row is not None
     verdicts = _list_verdicts(tasks)
+    difference = _find_verdict(verdicts, task, row, result.metric)
     baseline = result.best_row("baseline")
-    difference = None
-    for line in verdicts:
-        is_of_row = (line.task, line.verdict.compared) == (task, row.method.name)
-        if is_of_row and result.metric in {line.verdict.metric, *line.columns}:
-            difference = line.verdict
-            rows_by_name = {ranked.method.name: ranked for ranked in result.ranked_rows}
-            baseline = rows_by_name[difference.against]
-            break
+    if difference is not None:
+        rows_by_name = {ranked.method.name: ranked for ranked in result.ranked_rows}
+        baseline = rows_by_name[difference.against]
     return Standing(
         run=evaluated.run.name,
         dataset=evaluated.name,
@@ -126,6 +122,17 @@ def _find_standing(evaluated: EvaluatedDataset, ranking: Ranking, n_runs: int) -
         ranking=ranking,
         n_runs=n_runs,
     )
+
+
+def _find_verdict(
+    verdicts: Sequence[TaskVerdict], task: str, row: Row, metric: str | None
+) -> Verdict | None:
+    """The first verdict on a row of a task in `metric`."""
+    for line in verdicts:
+        is_of_row = (line.task, line.verdict.compared) == (task, row.method.name)
+        if is_of_row and metric in {line.verdict.metric, *line.columns}:
+            return line.verdict
+    return None
 
 
 def _list_verdicts(tasks: Mapping[str, TaskResult]) -> list[TaskVerdict]:
