@@ -25,7 +25,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
     }
     given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
     return list(
-        advise(ReportedRun("run", record={"options": OPTIONS | options}, **given), outcomes)
+        advise(ReportedRun("run", run_record={"options": OPTIONS | options}, **given), outcomes)
     )
 
 
@@ -35,7 +35,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {}, None),
         (
             {},
-            {"lines": [{"effective_rank": 9.0}, {"effective_rank": 1.2}]},
+            {"metric_lines": [{"effective_rank": 9.0}, {"effective_rank": 1.2}]},
             "lower train.lr: the embedding has coll",
         ),
         (
@@ -72,7 +72,11 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
             None,
         ),
         # two labels need no second direction
-        ({}, {"model": {"supervised_by": ["cell_type"]}, "lines": [{"effective_rank": 1.2}]}, None),
+        (
+            {},
+            {"model": {"supervised_by": ["cell_type"]}, "metric_lines": [{"effective_rank": 1.2}]},
+            None,
+        ),
     ],
 )
 def test_each_rule_has_one_sentence(
@@ -84,5 +88,7 @@ def test_each_rule_has_one_sentence(
 
 
 def test_more_steps_are_advised_before_another_rate() -> None:
-    few = advised({}, lines=[{"effective_rank": 1.2}], plan={"steps": 60, "steps_per_epoch": 400})
+    few = advised(
+        {}, metric_lines=[{"effective_rank": 1.2}], plan={"steps": 60, "steps_per_epoch": 400}
+    )
     assert [sentence.split(":")[0] for sentence in few] == ["set train.steps", "lower train.lr"]

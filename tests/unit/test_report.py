@@ -493,7 +493,7 @@ def test_each_objective_has_a_figure_of_its_losses() -> None:
         for name in ("cell_decoding", "classification", "cell_decoding")
     ]
     runs = [
-        ReportedRun(name, None, None, {"options": of}, None, None, lines=lines)
+        ReportedRun(name, None, None, {"options": of}, None, None, metric_lines=lines)
         for name, of in zip("abc", options)
     ]
     first, second = draw_training(runs)
@@ -562,14 +562,20 @@ def chunks(png: bytes) -> tuple[list[bytes], bytes]:
 def test_planned_tensors_stand_next_to_measured_tensors() -> None:
     plan = {"memory": {"total_bytes": 46_000_000}}
     on_cpu = ReportedRun(
-        "r", plan, None, None, None, None, lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}]
+        "r",
+        plan,
+        None,
+        None,
+        None,
+        None,
+        metric_lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}],
     )
     line = {"step": 1, "peak_allocated_gb": [0.0512, 0.05], "peak_resident_gb": [2.1, 2.0]}
     tensors = "largest memory of tensors of a rank, GB"
     process = "largest memory of a process with its libraries, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
-        (replace(on_cpu, lines=[line, {"step": 2}]), 0.051, 0),
+        (replace(on_cpu, metric_lines=[line, {"step": 2}]), 0.051, 0),
     ):
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         assert rows[tensors] == (0.046, measured)

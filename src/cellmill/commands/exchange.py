@@ -79,7 +79,7 @@ def hub_card(model: Path, licence: str) -> str:
     if not (folder / "train" / "run.json").is_file():
         return card
     run = read_run(folder)
-    record = run.record or {}
+    record = run.run_record or {}
     data = Path(record["manifest"]).parent.parent
     corpus = read_corpus(data) if (data / "cells").is_dir() else None  # it may be gone
     options = {"corpus": corpus.name if corpus else "CORPUS"}

@@ -23,7 +23,7 @@ def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     `outcomes` (ahead, level or behind) are those from comparisons with the best baselines, over all
     datasets and tasks.
     """
-    options = (run.record or {}).get("options", {})
+    options = (run.run_record or {}).get("options", {})
     objective = options.get("objective", {}).get("name")
     if objective in WEAK:
         yield f"set objective: cell_decoding; {objective} alone was behind the baselines almost everywhere"
@@ -34,7 +34,9 @@ def advise(run: ReportedRun, outcomes: Sequence[str]) -> Iterator[str]:
     if not run.supervised_by:
         yield from _advise_steps(run)
         ranks = [
-            line["effective_rank"] for line in run.lines if line.get("effective_rank") is not None
+            line["effective_rank"]
+            for line in run.metric_lines
+            if line.get("effective_rank") is not None
         ]
         # not for models trained with labels: two labels need no second direction
         if ranks and ranks[-1] < COLLAPSED:

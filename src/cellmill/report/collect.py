@@ -44,10 +44,15 @@ Object = dict[str, Any]
 # A form lists the keys that the page reads from a file. Keys with a default may be absent.
 
 
-class ProgressForm(BaseModel):
-    """plan.json, and train/status.json."""
+class PlanForm(BaseModel):
+    """plan.json."""
 
     memory: Object = {}
+
+
+class StatusForm(BaseModel):
+    """train/status.json, and train/state.json."""
+
     wall_s: float | None = None
     best_val_loss: float | None = None
 
@@ -69,7 +74,7 @@ class CostForm(BaseModel):
     unknown: dict[str, str]
 
 
-class LineForm(BaseModel):
+class MetricsLineForm(BaseModel):
     """A line of metrics.jsonl."""
 
     peak_allocated_gb: list[float] = []
@@ -108,7 +113,7 @@ class SweepForm(BaseModel):
     curves: list[Object]
 
 
-def remake_commands(kind: str, folder: Path) -> dict[str, str]:
+def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
     """Commands by file of `folder`, each of which makes the file again. The folder is one of
     results/<kind>.
 
@@ -137,23 +142,23 @@ class ReportedRun:
     name: str
     plan: Object | None  # plan.json
     status: Object | None  # train/status.json, or train/state.json of a running training
-    record: Object | None  # train/run.json: resolved options, digests, environment
+    run_record: Object | None  # train/run.json: resolved options, digests, environment
     model: Object | None  # config.json of the exported model
     evaluation: Evaluation | None
     cost: Object | None = None  # train/cost.json; None before a training has ended
     # metrics.jsonl, without an incomplete last line
-    lines: list[Object] = field(default_factory=list)
+    metric_lines: list[Object] = field(default_factory=list)
     # rows of umap.tsv by dataset
     umap: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     # metrics.json of kept checkpoints by step
-    kept: dict[int, Evaluation] = field(default_factory=dict)
-    commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
+    checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    remake_commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
 
     @property
     def supervised_by(self) -> list[str]:
         """obs columns whose labels the run was trained with."""
         evaluated_model = self.evaluation and self.evaluation.model
-        for source in (evaluated_model, self.model, self.record):
+        for source in (evaluated_model, self.model, self.run_record):
             if source and "supervised_by" in source:
                 columns: list[str] = source["supervised_by"]
                 return columns
@@ -170,7 +175,7 @@ class ReportedCorpus:
     n_genes: int | None  # genes of the vocabulary
     # in words, the cells that the vocabulary's genes and medians were computed from
     vocabulary_cells: str | None = None
-    commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
+    remake_commands: dict[str, str] = field(default_factory=dict)  # commands that make files again
 
 
 def read_run(folder: Path) -> ReportedRun:
@@ -180,31 +185,30 @@ def read_run(folder: Path) -> ReportedRun:
     umap = defaultdict(list)
     for row in read_umap(folder / "evaluate" / "umap.tsv"):
         umap[row["dataset"]].append(row)
-    lines = read_lines(train / "metrics.jsonl")
-    for line in lines:
-        _check(train / "metrics.jsonl", LineForm, line)
+    metric_lines = read_lines(train / "metrics.jsonl")
+    for line in metric_lines:
+        _check(train / "metrics.jsonl", MetricsLineForm, line)
     model = _read(folder / "model" / "config.json", RecordForm)
-    kept = {}
+    checkpoint_evaluations = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
         checkpoint = _read(path.parents[1] / "model" / "config.json", RecordForm) or {}
         evaluation = results.read(path)
         # keep only checkpoints of the training that made the export
         if checkpoint.get("fingerprint") == (model or {}).get("fingerprint"):
-            kept[evaluation.model["step"]] = evaluation
+            checkpoint_evaluations[evaluation.model["step"]] = evaluation
     metrics = folder / "evaluate" / "metrics.json"
     return ReportedRun(
         name=folder.resolve().name,
-        plan=_read(folder / "plan.json", ProgressForm),
-        status=_read(train / "status.json", ProgressForm)
-        or _read(train / "state.json", ProgressForm),
-        record=_read(train / "run.json", RecordForm),
+        plan=_read(folder / "plan.json", PlanForm),
+        status=_read(train / "status.json", StatusForm) or _read(train / "state.json", StatusForm),
+        run_record=_read(train / "run.json", RecordForm),
         model=model,
         cost=_read(train / "cost.json", CostForm),
         evaluation=results.read(metrics) if metrics.exists() else None,
-        lines=lines,
+        metric_lines=metric_lines,
         umap=umap,
-        kept=dict(sorted(kept.items())),
-        commands=remake_commands("runs", folder),
+        checkpoint_evaluations=dict(sorted(checkpoint_evaluations.items())),
+        remake_commands=list_remake_commands("runs", folder),
     )
 
 
@@ -223,7 +227,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
         manifest=_read(folder / "shards" / "manifest.json", ManifestForm),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
-        commands=remake_commands("corpora", folder),
+        remake_commands=list_remake_commands("corpora", folder),
     )
 
 

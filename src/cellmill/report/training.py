@@ -39,7 +39,7 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Figure of the loss of each objective, then of each quantity that any run logged."""
     objectives = {}
     for run in runs:
-        options = (run.record or {}).get("options", {})
+        options = (run.run_record or {}).get("options", {})
         objectives[run.name] = (options.get("objective") or {}).get("name")
     for objective in dict.fromkeys(objectives.values()):
         # runs of other objectives stay, without points, so that every run keeps its colour
@@ -47,15 +47,15 @@ def draw_training(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
         for run in runs:
             if objectives[run.name] == objective:
                 losses[run.name] = {
-                    "training": figures.points(run.lines, "loss"),
-                    "validation": figures.points(run.lines, "val_loss"),
+                    "training": figures.points(run.metric_lines, "loss"),
+                    "validation": figures.points(run.metric_lines, "val_loss"),
                 }
         if any(any(points_by_kind.values()) for points_by_kind in losses.values()):
             has_several = len({*objectives.values()}) > 1
             title = to_words(f"Loss: {objective}") if has_several else "Loss"
             yield figures.losses(title, losses)
     for key, name in CURVES.items():
-        series = {run.name: figures.points(run.lines, key) for run in runs}
+        series = {run.name: figures.points(run.metric_lines, key) for run in runs}
         if any(series.values()):
             yield figures.curves(name[0].upper() + name[1:], series, name)
 
@@ -83,7 +83,7 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
         Quantity("steps skipped as not finite", None, status.get("skipped_steps")),
         Quantity("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
         Quantity("processes", plan.get("world_size"), status.get("world_size")),
-        *_logged_quantities(run.lines),
+        *_logged_quantities(run.metric_lines),
     ]
     rounded = []
     for name, planned, measured in quantities:
@@ -118,7 +118,7 @@ def _logged_quantities(lines: Sequence[Mapping[str, Any]]) -> list[Quantity]:
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
     """Largest value of a list over ranks, in all lines of metrics.jsonl, and its rank."""
     peaks: list[tuple[float, int]] = []
-    for line in run.lines:
+    for line in run.metric_lines:
         peaks += [(gb, rank) for rank, gb in enumerate(line.get(key, []))]
     return max(peaks, default=(None, None))
 
@@ -132,7 +132,7 @@ def measure_energy(run: ReportedRun) -> float | None:
 
     It is the mean power of all GPUs together, times the time spent in training steps.
     """
-    watts = [sum(line["gpu_power_w"]) for line in run.lines if line.get("gpu_power_w")]
+    watts = [sum(line["gpu_power_w"]) for line in run.metric_lines if line.get("gpu_power_w")]
     seconds = ((run.cost or {}).get("totals") or {}).get("training_s")
     if not watts or not seconds:
         return None
@@ -155,9 +155,13 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Figure]:
 
     The last point is the export's. The baseline, a line, is the best one in the export's table.
     """
-    if not run.kept or run.evaluation is None or run.evaluation.model.get("step") is None:
+    if (
+        not run.checkpoint_evaluations
+        or run.evaluation is None
+        or run.evaluation.model.get("step") is None
+    ):
         return
-    by_step = {**run.kept, run.evaluation.model["step"]: run.evaluation}
+    by_step = {**run.checkpoint_evaluations, run.evaluation.model["step"]: run.evaluation}
     evaluations = dict(sorted(by_step.items()))
     for task, final in run.evaluation.datasets[dataset].tasks.items():
         if final.metric is None:
