@@ -34,9 +34,9 @@ PALETTE = (
 """Twenty colours, distinguishable on light and dark background. They repeat after the twentieth
 class.
 """
-MOST_STILL_POINTS = 200  # points in all curves of a static figure; with more, it has only lines
+MAX_STATIC_POINTS = 200  # points in all curves of a static picture; with more, it has only lines
 FORMULA = ("=", "+", "@", "\t")  # beginnings of a text that a spreadsheet computes
-WIDTH = 500  # width of a static figure, in pixels; a live one takes the width of its card
+WIDTH = 500  # width of a static picture, in pixels; a live one takes the width of its card
 
 CONFIG: dict[str, Any] = {
     "background": None,
@@ -88,8 +88,8 @@ class Figure:
 
 
 class Drawings:
-    """Figures of one page in their order: a picture of each for print and without scripts, and its
-    specification.
+    """Figures of one page in their order: a static picture of each, for print and without scripts,
+    and its specification.
     """
 
     def __init__(self) -> None:
@@ -102,30 +102,14 @@ class Drawings:
         spec = figure.complete | {"data": {"values": figure.rows}, "width": WIDTH}
         # the figure has a label; labels of single marks would be half of the bytes
         spec["config"] = CONFIG | {"aria": False}
-        if len(figure.rows) > MOST_STILL_POINTS and "point" in spec.get("mark", {}):
+        if len(figure.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
             spec["mark"] = spec["mark"] | {"point": False}
-        svg = vl_convert.vegalite_to_svg(spec)
-        # number the ids within this figure: vl-convert counts them over the whole process
-        old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-        new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
-        svg = re.sub(
-            r'(id="|url\(#|href="#)([\w-]+)',
-            lambda match: match[1] + new_ids.get(match[2], match[2]),
-            svg,
-        )
+        svg = _render_svg(spec, number)
         self.figures.append(figure)
         self.pictures.append(svg)
-        title = escape(figure.title)
-        if figure.canvas:  # thousands of circles as text are larger than as a bitmap
-            bitmap = compress_png(vl_convert.vegalite_to_png(spec, scale=1.5))
-            png = base64.b64encode(bitmap).decode()
-            still = f'<img src="data:image/png;base64,{png}" alt="{title}">'
-        else:
-            inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
-            still = inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
         return Markup(
-            f'<figure class="chart" data-chart="{number}" aria-label="{title}">'
-            f'<div class="still">{still}</div></figure>'
+            f'<figure class="chart" data-chart="{number}" aria-label="{escape(figure.title)}">'
+            f'<div class="static">{_static_element(figure, svg, spec)}</div></figure>'
         )
 
     def save(self, folder: Path) -> None:
@@ -164,6 +148,30 @@ class Drawings:
         return htmlsafe_json_dumps(
             charts, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         )
+
+
+def _render_svg(spec: dict[str, Any], number: int) -> str:
+    """The static picture of figure `number` as a standalone SVG."""
+    svg = vl_convert.vegalite_to_svg(spec)
+    # number the ids within this figure: vl-convert counts them over the whole process
+    old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
+    new_ids = {old: f"f{number}-{order}" for order, old in enumerate(old_ids)}
+    return re.sub(
+        r'(id="|url\(#|href="#)([\w-]+)',
+        lambda match: match[1] + new_ids.get(match[2], match[2]),
+        svg,
+    )
+
+
+def _static_element(figure: Figure, svg: str, spec: dict[str, Any]) -> str:
+    """The static picture inside the page."""
+    title = escape(figure.title)
+    if figure.canvas:  # thousands of circles as text are larger than as a bitmap
+        bitmap = compress_png(vl_convert.vegalite_to_png(spec, scale=1.5))
+        png = base64.b64encode(bitmap).decode()
+        return f'<img src="data:image/png;base64,{png}" alt="{title}">'
+    inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    return inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
 
 
 def compress_png(png: bytes) -> bytes:

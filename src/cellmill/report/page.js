@@ -1,5 +1,5 @@
 "use strict";
-// Live figures, sorting, theme and search. Without it the page shows the same tables and static figures.
+// Live figures, sorting, theme and search. Without it the page shows the same tables and static pictures.
 (() => {
   const root = document.documentElement;
   const charts = JSON.parse(document.getElementById("charts").textContent);
