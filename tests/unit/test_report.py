@@ -571,8 +571,8 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         metric_lines=[{"step": 1, "peak_resident_gb": [1.9, 2.13]}],
     )
     line = {"step": 1, "peak_allocated_gb": [0.0512, 0.05], "peak_resident_gb": [2.1, 2.0]}
-    tensors = "largest memory of tensors of a rank, GB"
-    process = "largest memory of a process with its libraries, GB"
+    tensors = "peak tensor memory per rank, GB"
+    process = "peak process memory, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
         (replace(on_cpu, metric_lines=[line, {"step": 2}]), 0.051, 0),
@@ -580,7 +580,7 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         assert rows[tensors] == (0.046, measured)
         assert rows[process] == (None, 2.1)
-        assert rows["rank with the largest memory"] == (None, rank)
+        assert rows["rank with the peak memory"] == (None, rank)
 
 
 def test_each_file_has_the_command_that_makes_it_again(page: str) -> None:

@@ -17,10 +17,10 @@ from cellmill.report.advice import advise
 from cellmill.report.collect import ReportedCorpus, ReportedRun
 from cellmill.report.standings import Standing, list_comparisons, list_standings, list_unscored
 from cellmill.report.tables import (
+    bar_half_width,
     compare_runs,
     find_best_baselines,
     find_gap,
-    find_reach,
     flatten,
     list_columns,
     make_grid,
@@ -115,7 +115,7 @@ def _make_environment() -> Environment:
         "best_baselines": find_best_baselines,
         "grid": make_grid,
         "gap": find_gap,
-        "reach": find_reach,
+        "bar_half_width": bar_half_width,
         "highest": lambda rows, result: max(rows, key=result.rank_value),
         "short": lambda digest: str(digest)[:12],
         "brief": lambda name: name.replace("logistic regression", "LR"),

@@ -70,10 +70,9 @@ def find_gap(result: TaskResult) -> Gap | None:
     return next((gap for gap in result.gaps if gap.column == result.metric), None)
 
 
-def find_reach(verdicts: Sequence[Verdict]) -> float:
-    """Largest distance from 0 of the differences and the ends of their intervals.
-
-    It is half the width of the task's bars.
+def bar_half_width(verdicts: Sequence[Verdict]) -> float:
+    """Half the width of a task's bars: the largest distance from 0 of the differences and the ends of
+    their intervals.
     """
     ends = [0.0]
     for verdict in verdicts:
