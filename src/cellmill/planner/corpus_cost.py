@@ -15,8 +15,8 @@ from cellmill.config.corpus import Shard
 NS_PER_HOUR = 3.6e12
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
 """CPU time of one process, by stage; inputs without compression."""
-CELL_BYTES_PER_VALUE = 1.2  # of preprocessed cells
-SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # by shard.order
+CELL_BYTES_PER_VALUE = 1.2  # preprocessed cells
+SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # keys are values of shard.order
 SHARD_BYTES = 1.9e6  # further bytes of each file: obs of 1,024 cells, var of 20,000 genes
 INDEX_BYTES_PER_CELL = 28  # offsets, borders and hashes, next to the manifest
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split

@@ -195,10 +195,10 @@ def _format_time(plan: Plan) -> Iterator[Line]:
 def _format_hints(plan: Plan) -> Iterator[Line]:
     if plan["validations"]:
         text = f"{plan['validations']:,} times {plan['val_cells']:,} cells"
-        share = plan["validation_frac"]
-        if share is not None:
-            text += f", {share:.0%} of the hours"
-        if share is not None and share > LARGE_FRAC:
+        validation_frac = plan["validation_frac"]
+        if validation_frac is not None:
+            text += f", {validation_frac:.0%} of the hours"
+        if validation_frac is not None and validation_frac > LARGE_FRAC:
             text += ": lower train.val_cells or raise train.val_every_steps"
         yield "validation", text
     for warning in plan["warnings"]:

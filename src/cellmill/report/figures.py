@@ -17,9 +17,9 @@ Points = list[tuple[float, float]]
 """(step, value) of a curve."""
 GREY = PALETTE[7]
 LIGHT_GREY = "#9aa0a6"
-MOST_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
-MOST_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
-MOST_POINTS = 400  # points of a curve
+MAX_CELLS = 4_000  # cells in a UMAP: more make the page slow and show no more
+MAX_CELLS_BY_BATCH = 1_500  # cells in the same UMAP by batch
+MAX_POINTS = 400  # points of a curve
 LAW_POINTS = 40  # points of the curve of a law
 TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
 PICK = {"name": "pick", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
@@ -177,9 +177,9 @@ def umap(
     cells: Sequence[Mapping[str, str]],
     labels: Sequence[str],
     column: str = "label",
-    n_most: int = MOST_CELLS,
+    max_cells: int = MAX_CELLS,
 ) -> Figure:
-    """Cells at UMAP coordinates, at most `n_most` of them, coloured by a column; held-out cells are
+    """Cells at UMAP coordinates, at most `max_cells` of them, coloured by a column; held-out cells are
     circles.
 
     To keep the page small, rows have codes; the browser looks the texts up.
@@ -187,7 +187,7 @@ def umap(
     codes = {label: code for code, label in enumerate(labels)}
     # shuffle cells by a fixed seed, or the class drawn last would cover the others
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(cells))
-    rows = [_umap_row(cells[index], column, codes) for index in order[:n_most]]
+    rows = [_umap_row(cells[index], column, codes) for index in order[:max_cells]]
     names_by_code = [{"c": code, "name": label} for label, code in codes.items()]
     names_by_code.append({"c": -1, "name": f"no {column}"})
     colours = {
@@ -325,8 +325,8 @@ def _lines(
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> Points:
-    """Every n-th point, about MOST_POINTS of them, and the last one."""
-    step = max(1, math.ceil(len(points) / MOST_POINTS))
+    """Every n-th point, about MAX_POINTS of them, and the last one."""
+    step = max(1, math.ceil(len(points) / MAX_POINTS))
     return [*points[:-1:step], *points[-1:]]
 
 

@@ -94,8 +94,8 @@ def _fit(sizes: np.ndarray, losses: np.ndarray, starts: Sequence[np.ndarray]) ->
         distance = np.abs(residual)
         quadratic = residual**2 / (2 * DELTA)
         loss = np.where(distance <= DELTA, quadratic, distance - DELTA / 2).sum()
-        slope = np.clip(residual / DELTA, -1, 1)  # of the loss over each residual
-        power_share = np.exp(log_power - predicted)  # of the prediction
+        slope = np.clip(residual / DELTA, -1, 1)  # gradient of the loss by residual
+        power_share = np.exp(log_power - predicted)  # share of the power in the prediction
         gradient = [
             slope @ power_share,
             slope @ (1 - power_share),

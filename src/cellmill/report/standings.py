@@ -32,7 +32,7 @@ class Standing:
     row: Row
     baseline: Row | None  # the best baseline of the task
     difference: Verdict | None  # verdict of the row against the baseline; None if there is none
-    verdicts: Sequence[TaskVerdict]  # of all tasks
+    verdicts: Sequence[TaskVerdict]  # verdicts of all tasks
     ranking: Ranking  # runs of the dataset
     n_runs: int  # runs of the dataset
 

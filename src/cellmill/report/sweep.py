@@ -70,7 +70,7 @@ class CurveLine:
     """Runs with the same values on all axes other than the curve's."""
 
     name: str  # these values
-    points: list[Point]  # by size
+    points: list[Point]  # sorted by size
     law: Law | NoLaw | None  # None unless the curve is of the validation loss
 
     def to_json(self) -> Object:
