@@ -101,7 +101,7 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     assert planned.files == pytest.approx(len(written), abs=6)  # empty splits and levels
     n_bytes = sum(path.stat().st_size for path in written)
     # of var, here 4,000 genes
-    assert planned.gigabytes * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
+    assert planned.disk_gb * 1e9 - 3 * SHARD_BYTES == pytest.approx(n_bytes, rel=0.2)
 
 
 def test_more_jobs_leave_the_total_work_unchanged(

@@ -88,10 +88,10 @@ def plan_corpus(*, config: Path, corpus: str, cells: int | None, genes_per_cell:
     for cost in costs:
         print(
             f"{cost.stage:<12}{cost.jobs:>7,}{cost.hours:>10,.2f}{cost.cpu_hours:>10,.2f}{cost.rss_gb:>10,.1f}"
-            f"{cost.files:>9,}{cost.gigabytes:>11,.1f}"
+            f"{cost.files:>9,}{cost.disk_gb:>11,.1f}"
         )
     print(
         f"in turn {sum(cost.hours for cost in costs):,.2f} h, {sum(cost.cpu_hours for cost in costs):,.2f} CPU h, "
-        f"{sum(cost.files for cost in costs):,} files, {sum(cost.gigabytes for cost in costs):,.1f} GB; training and "
+        f"{sum(cost.files for cost in costs):,} files, {sum(cost.disk_gb for cost in costs):,.1f} GB; training and "
         "embedding: `cellmill plan`"
     )

@@ -37,7 +37,7 @@ class StageCost:
     further_mb: float = 0.0  # memory of a job that grows with the corpus
     jobs: int = 1
     files: int = 0  # written and kept
-    gigabytes: float = 0.0
+    disk_gb: float = 0.0
 
     @property
     def rss_gb(self) -> float:
@@ -58,7 +58,7 @@ def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> li
             cpu_hours=cpu_hours["preprocess"],
             further_mb=obs_mb,
             files=2 * len(cells),
-            gigabytes=n_values * CELL_BYTES_PER_VALUE / 1e9,
+            disk_gb=n_values * CELL_BYTES_PER_VALUE / 1e9,
         ),
         StageCost(
             stage="vocabulary",
@@ -66,7 +66,7 @@ def estimate_corpus(cells: list[int], genes_per_cell: float, shard: Shard) -> li
             cpu_hours=cpu_hours["vocabulary"],
             further_mb=obs_mb,
             files=1,
-            gigabytes=0.002,
+            disk_gb=0.002,
         ),
         *_estimate_shards(cells, genes_per_cell, shard, cpu_hours),
     ]
@@ -92,7 +92,7 @@ def _estimate_shards(
             cpu_hours=divide_hours + write_hours,
             further_mb=write_mb + divide_mb,
             files=n_shards + N_INDEX_FILES,
-            gigabytes=n_bytes / 1e9,
+            disk_gb=n_bytes / 1e9,
         )
         return [whole]
     jobs = min(shard.jobs, n_shards)
@@ -109,7 +109,7 @@ def _estimate_shards(
         cpu_hours=write_hours,
         further_mb=write_mb,
         files=n_shards,
-        gigabytes=n_bytes / 1e9,
+        disk_gb=n_bytes / 1e9,
     )
     join = StageCost(
         stage="shard",

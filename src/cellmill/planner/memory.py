@@ -322,13 +322,13 @@ class _RankMemory:
         size = model.size
         block = size.block
         totals = self.totals
-        kept = (
+        kept_per_token = (
             block.activations_per_token
             + size.begin.activations_per_token
             + size.block_workspace_per_token
         )
         memory = replace(
-            self.constant, activations=round(self._activation_bytes * kept * self.tokens)
+            self.constant, activations=round(self._activation_bytes * kept_per_token * self.tokens)
         )
         if not model.is_sharded:
             gradients = FLOAT32 * totals.trained

@@ -214,9 +214,9 @@ def _measure(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) 
     parameters["blocks"] //= max(blocks, 1)
     trained["blocks"] //= max(blocks, 1)
 
-    def make_part(name: str, kept: float, window: Window) -> PartSize:
+    def make_part(name: str, activations_per_token: float, window: Window) -> PartSize:
         sums_per_token = window.reduced_bytes / FLOAT32 / reduced.tokens
-        return PartSize(parameters[name], trained[name], kept, sums_per_token)
+        return PartSize(parameters[name], trained[name], activations_per_token, sums_per_token)
 
     return ModelSize(
         blocks=blocks,
@@ -244,12 +244,12 @@ def _separate_workspace(
     in its forward pass, belong to the workspace.
     """
     *_, smaller, larger = passes_by_tokens.values()
-    kept = larger.kept_by_finish - smaller.kept_by_finish
-    kept /= larger.tokens - smaller.tokens
+    kept_per_token = larger.kept_by_finish - smaller.kept_by_finish
+    kept_per_token /= larger.tokens - smaller.tokens
     workspace = []
     for tokens, passes in passes_by_tokens.items():
-        workspace.append((tokens, max(0.0, passes.finish_peak - kept * passes.tokens)))
-    return kept, tuple(workspace)
+        workspace.append((tokens, max(0.0, passes.finish_peak - kept_per_token * passes.tokens)))
+    return kept_per_token, tuple(workspace)
 
 
 def _count_flops(model: Model, blocks: int, long: MeasuredPasses, short: MeasuredPasses) -> Flops:
