@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,8 @@ SEED = "train.seed"
 NO_ROW = "model"  # name of measures that are no row of a table, but a single number
 
 
-class Measure(NamedTuple):
+@dataclass(frozen=True)
+class Measure:
     """Source of a value: a row of a task on a dataset, and a metric of it."""
 
     dataset: str
@@ -82,7 +83,8 @@ class CurveLine:
         return line
 
 
-class BestBaseline(NamedTuple):
+@dataclass(frozen=True)
+class BestBaseline:
     """The highest baseline of a task."""
 
     name: str
@@ -104,9 +106,9 @@ class Curve:
         return {
             "axis": self.axis,
             "quantity": self.quantity,
-            **self.measure._asdict(),
+            **asdict(self.measure),
             "lines": [line.to_json() for line in self.lines],
-            "baseline": self.baseline and self.baseline._asdict(),
+            "baseline": self.baseline and asdict(self.baseline),
         }
 
 
