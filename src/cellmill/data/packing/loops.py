@@ -125,6 +125,93 @@ def _read_headers(
     return n_patches if size == (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT else -1
 
 
+@compiled("void(uint64[::1], int64, int64, int64, uint64[::1], uint64[::1])")
+def _unpack_group(
+    words: Any, start: int, n_values: int, width: int, low_64: Any, high_64: Any
+) -> None:
+    """Fill the lower 16 bits of a group's values, and those above if it has them."""
+    n_rows = (n_values + LANES - 1) // LANES
+    low_width = np.uint64(min(width, PLANE_BITS))
+    _unpack_plane(words, np.uint64(start), np.uint64(n_rows), low_width, low_64)
+    if width > PLANE_BITS:
+        second = start + n_rows * _QUAD
+        high_width = np.uint64(width - PLANE_BITS)
+        _unpack_plane(words, np.uint64(second), np.uint64(n_rows), high_width, high_64)
+
+
+@compiled(
+    "int64(uint8[::1], uint16[::1], int64, int64, int64, int64, int64, uint16[::1], uint16[::1])"
+)
+def _apply_patches(
+    memory: Any,
+    memory_16: Any,
+    first_high: int,
+    first_position: int,
+    n_patches: int,
+    n_values: int,
+    width: int,
+    low: Any,
+    high: Any,
+) -> int:
+    """Add the bits above the width to patched values of a group; 1 if some have more than 16 bits,
+    0 if none has, -1 if a patch is outside the group.
+    """
+    is_wide = 0
+    for patch in range(n_patches):
+        position = np.int64(memory[first_position + patch])
+        if position >= n_values:
+            return -1
+        above = np.int64(memory_16[first_high + patch]) << width
+        if above >> PLANE_BITS:
+            if not is_wide:
+                high[:] = 0
+                is_wide = 1
+            high[position] |= above >> PLANE_BITS
+        low[position] |= above & 0xFFFF
+    return is_wide
+
+
+@compiled(
+    *(
+        f"int64(uint16[::1], uint16[::1], bool, int64, {out}[::1])"
+        for out in ("int32", "uint16", "uint32")
+    )
+)
+def _write_ascending(low: Any, high: Any, is_wide: bool, last: Any, filled: Any) -> int:
+    """Fill values from differences less one, after the value `last`; the new last value."""
+    for i in range(np.uint64(len(filled))):
+        last += np.int64(low[i]) + np.int64(1)
+        if is_wide:
+            last += np.int64(high[i]) << PLANE_BITS
+        filled[i] = last
+    return last
+
+
+@compiled(
+    *(
+        f"int64(uint16[::1], uint16[::1], bool, uint32, {out}[::1])"
+        for out in ("int32", "uint16", "uint32")
+    )
+)
+def _write_plain(low: Any, high: Any, is_wide: bool, added: Any, filled: Any) -> Any:
+    """Fill values, each increased by `added`; the largest one."""
+    size = np.uint64(len(filled))
+    if is_wide:
+        largest = np.int64(0)
+        for i in range(size):
+            value = np.int64(low[i]) | (np.int64(high[i]) << PLANE_BITS)
+            value += np.int64(added)
+            largest = max(largest, value)
+            filled[i] = value
+        return largest
+    largest_low = np.uint16(0)
+    for i in range(size):
+        largest_low = max(largest_low, low[i])
+    for i in range(size):
+        filled[i] = np.uint32(low[i]) + added
+    return np.int64(largest_low) + np.int64(added) if size else np.int64(0)
+
+
 _ARGUMENTS = ", ".join(["int64[::1]"] * 5 + ["bool", "uint32", "int64"])
 
 
@@ -163,78 +250,68 @@ def unpack_parts(
     high = high_64.view(np.uint16)
     for part in range(len(begins)):
         begin = begins[part]
-        size = sizes[part]
         n_in_part = n_values[part]
-        n_patches = _read_headers(memory, begin, size, n_in_part, first_word, first_patch)
+        n_patches = _read_headers(memory, begin, sizes[part], n_in_part, first_word, first_patch)
         if n_patches < 0 or kept[part] > n_in_part:
             return part
         n_groups = (n_in_part + GROUP - 1) // GROUP
-        widths = begin + size - n_groups
+        widths = begin + sizes[part] - n_groups
         highs = begin + 8 * first_word[n_groups]
         positions = highs + 2 * n_patches
         last_value = np.int64(-1)
         for group in range((kept[part] + GROUP - 1) // GROUP):
             n_in_group = min(n_in_part - group * GROUP, GROUP)
-            n_rows = (n_in_group + LANES - 1) // LANES
-            width: Any = np.int64(memory[widths + group])
+            width = np.int64(memory[widths + group])
             word = begin // 8 + first_word[group]
-            _unpack_plane(
-                memory_64,
-                np.uint64(word),
-                np.uint64(n_rows),
-                np.uint64(min(width, PLANE_BITS)),
-                low_64,
+            _unpack_group(memory_64, word, n_in_group, width, low_64, high_64)
+            patched = _apply_patches(
+                memory,
+                memory_16,
+                highs // 2 + first_patch[group],
+                positions + first_patch[group],
+                first_patch[group + 1] - first_patch[group],
+                n_in_group,
+                width,
+                low,
+                high,
             )
-            is_wide: Any = width > PLANE_BITS  # some value has more than 16 bits
-            if is_wide:
-                _unpack_plane(
-                    memory_64,
-                    np.uint64(word + n_rows * _QUAD),
-                    np.uint64(n_rows),
-                    np.uint64(width - PLANE_BITS),
-                    high_64,
-                )
-            first_high = highs // 2 + first_patch[group]
-            first_position = positions + first_patch[group]
-            for patch in range(first_patch[group + 1] - first_patch[group]):
-                position = np.int64(memory[first_position + patch])
-                if position >= n_in_group:
-                    return part
-                above = np.int64(memory_16[first_high + patch]) << width
-                if above >> PLANE_BITS:
-                    if not is_wide:
-                        high_64[:] = 0
-                        is_wide = True
-                    high[position] |= above >> PLANE_BITS
-                low[position] |= above & 0xFFFF
-            n_kept: Any = min(kept[part] - group * GROUP, GROUP)
-            n_kept_unsigned = np.uint64(n_kept)
+            if patched < 0:
+                return part
+            is_wide = width > PLANE_BITS or patched > 0
+            n_kept = min(kept[part] - group * GROUP, GROUP)
             to = targets[part] + group * GROUP
             filled = out[to : to + n_kept]
             if ascending:
-                for i in range(n_kept_unsigned):
-                    last_value += np.int64(low[i]) + np.int64(1)
-                    if is_wide:
-                        last_value += np.int64(high[i]) << PLANE_BITS
-                    filled[i] = last_value
-                if last_value > limit:
-                    return part
-            elif is_wide:
-                for i in range(n_kept_unsigned):
-                    value = np.int64(low[i]) | (np.int64(high[i]) << PLANE_BITS)
-                    value += np.int64(added)
-                    if value > limit:
-                        return part
-                    filled[i] = value
+                last_value = _write_ascending(low, high, is_wide, last_value, filled)
+                largest = last_value
             else:
-                largest = np.uint16(0)
-                for i in range(n_kept_unsigned):
-                    largest = max(largest, low[i])
-                if np.int64(largest) + np.int64(added) > limit:
-                    return part
-                for i in range(n_kept_unsigned):
-                    filled[i] = np.uint32(low[i]) + added
+                largest = _write_plain(low, high, is_wide, added, filled)
+            if largest > limit:
+                return part
     return -1
+
+
+@compiled("int64(int64[::1], int64)")
+def _choose_width(with_bits: Any, n_rows: int) -> int:
+    """Width of a group that takes the fewest bytes; of equal ones the largest.
+
+    `with_bits` is its number of values of each number of bits.
+    """
+    most_bits = MAX_WIDTH
+    while most_bits and not with_bits[most_bits]:
+        most_bits -= 1
+    best = MAX_WIDTH
+    fewest = _plane_words(n_rows, MAX_WIDTH) * 8
+    n_larger = 0  # values of more than `width` bits
+    for step in range(MAX_WIDTH):
+        width = MAX_WIDTH - 1 - step
+        n_larger += with_bits[width + 1]
+        may_patch = width <= PLANE_BITS and most_bits <= width + PATCH_BITS and n_larger < GROUP
+        n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * n_larger
+        if n_bytes < fewest and (may_patch or n_larger == 0):
+            best = width
+            fewest = n_bytes
+    return best
 
 
 @compiled("int64(uint32[::1], uint8[::1], uint8[::1], uint16[::1], uint64[::1], int64)")
@@ -265,21 +342,8 @@ def _pack_part(
                 with_bits[np.int64(bits[above]) + PLANE_BITS] += 1
             else:
                 with_bits[bits[value]] += 1
-        most_bits = MAX_WIDTH
-        while most_bits and not with_bits[most_bits]:
-            most_bits -= 1
-        best = MAX_WIDTH
-        fewest = _plane_words(n_rows, MAX_WIDTH) * 8
-        larger = 0  # values of more than `width` bits
-        for step in range(MAX_WIDTH):
-            width = MAX_WIDTH - 1 - step
-            larger += with_bits[width + 1]
-            may_patch = width <= PLANE_BITS and most_bits <= width + PATCH_BITS and larger < GROUP
-            n_bytes = _plane_words(n_rows, width) * 8 + PATCH_BYTES * larger
-            if n_bytes < fewest and (may_patch or larger == 0):
-                best = width
-                fewest = n_bytes
-                n_patches[group] = larger
+        best = _choose_width(with_bits, n_rows)
+        n_patches[group] = with_bits[best + 1 :].sum()
         widths[group] = best
         total_patches += n_patches[group]
         mask = np.uint32((np.int64(1) << min(best, PLANE_BITS)) - 1)
