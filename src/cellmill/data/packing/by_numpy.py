@@ -73,23 +73,22 @@ def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
     high = padded >> PLANE_BITS
     low = padded & 0xFFFF
     bits = np.where(high, BITS[high] + PLANE_BITS, BITS[low])
-    most_bits = bits.max(axis=1, initial=0)
     n_groups = len(sizes)
-    best = Groups(sizes, np.full(n_groups, MAX_WIDTH), np.zeros(n_groups, np.int64))
-    fewest = best.plane_bytes()
-    for width in reversed(range(MAX_WIDTH)):
-        n_patches = (bits > width).sum(axis=1)
-        candidate = Groups(sizes, np.full(n_groups, width), n_patches)
-        n_bytes = candidate.plane_bytes() + PATCH_BYTES * n_patches
-        fits_patches = (most_bits <= width + PATCH_BITS) & (n_patches < GROUP)
-        is_possible = n_patches == 0
-        if width <= PLANE_BITS:
-            is_possible |= fits_patches
-        is_better = is_possible & (n_bytes < fewest)
-        best.widths[is_better] = width
-        best.n_patches[is_better] = n_patches[is_better]
-        fewest[is_better] = n_bytes[is_better]
-    return best
+    # values of each number of bits, `(groups, widths)`, and those of more bits than each width
+    widths = np.arange(MAX_WIDTH + 1)
+    group = np.arange(n_groups)[:, None]
+    entry = group * len(widths) + bits
+    with_bits = np.bincount(entry.ravel(), minlength=n_groups * len(widths))
+    n_larger = GROUP - np.cumsum(with_bits.reshape(n_groups, -1), axis=1)
+    most_bits = bits.max(axis=1, initial=0)[:, None]
+    may_patch = (widths <= PLANE_BITS) & (most_bits <= widths + PATCH_BITS) & (n_larger < GROUP)
+    is_possible = may_patch | (n_larger == 0)
+    planes = Groups(sizes[:, None], widths, n_larger).plane_bytes()
+    n_bytes = planes + PATCH_BYTES * n_larger
+    n_bytes[~is_possible] = np.iinfo(n_bytes.dtype).max
+    # of equal ones the last
+    best = MAX_WIDTH - n_bytes[:, ::-1].argmin(axis=1)
+    return Groups(sizes, best, n_larger[np.arange(n_groups), best])
 
 
 def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:

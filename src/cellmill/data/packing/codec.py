@@ -15,7 +15,7 @@ from cellmill.data.packing.layout import BITS, most_bytes
 from cellmill.data.rows import positions_in_rows, row_offsets
 
 # values that a process packs or unpacks before the loops are worth numba's second and 100 MB
-WORTH_COMPILING = 1 << 24
+WORTH_COMPILING = 1 << 23
 
 
 class Parts(NamedTuple):

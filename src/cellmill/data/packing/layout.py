@@ -59,11 +59,10 @@ class Groups(NamedTuple):
     def plane_bytes(self) -> np.ndarray:
         """Bytes of the planes of each group."""
         n_rows = self.rows()
-        n_words = np.zeros_like(n_rows)
-        for first_bit in range(0, MAX_WIDTH, PLANE_BITS):
-            width = np.clip(self.widths - first_bit, 0, PLANE_BITS)
-            n_words += -(-n_rows * width // PLANE_BITS)
-        return n_words * WORD_BYTES
+        low_width = np.minimum(self.widths, PLANE_BITS)
+        high_width = np.maximum(self.widths - PLANE_BITS, 0)
+        n_words = -(-n_rows * low_width // PLANE_BITS) + -(-n_rows * high_width // PLANE_BITS)
+        return np.asarray(n_words * WORD_BYTES)
 
 
 def group_sizes(n_values: int) -> np.ndarray:
