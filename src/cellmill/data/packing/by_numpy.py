@@ -79,16 +79,21 @@ def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
     group = np.arange(n_groups)[:, None]
     entry = group * len(widths) + bits
     with_bits = np.bincount(entry.ravel(), minlength=n_groups * len(widths))
-    n_larger = GROUP - np.cumsum(with_bits.reshape(n_groups, -1), axis=1)
+    with_bits = with_bits.reshape(n_groups, len(widths))
+    n_up_to = np.cumsum(with_bits, axis=1)
+    n_larger = GROUP - n_up_to
     most_bits = bits.max(axis=1, initial=0)[:, None]
-    may_patch = (widths <= PLANE_BITS) & (most_bits <= widths + PATCH_BITS) & (n_larger < GROUP)
-    is_possible = may_patch | (n_larger == 0)
+    is_in_one_plane = widths <= PLANE_BITS
+    fits_patches = (most_bits <= widths + PATCH_BITS) & (n_larger < GROUP)
+    is_possible = (n_larger == 0) | (is_in_one_plane & fits_patches)
     planes = Groups(sizes[:, None], widths, n_larger).plane_bytes()
     n_bytes = planes + PATCH_BYTES * n_larger
     n_bytes[~is_possible] = np.iinfo(n_bytes.dtype).max
     # of equal ones the last
-    best = MAX_WIDTH - n_bytes[:, ::-1].argmin(axis=1)
-    return Groups(sizes, best, n_larger[np.arange(n_groups), best])
+    from_last = n_bytes[:, ::-1]
+    best = MAX_WIDTH - from_last.argmin(axis=1)
+    n_patches = n_larger[group[:, 0], best]
+    return Groups(sizes, best, n_patches)
 
 
 def _pack_planes(padded: np.ndarray, groups: Groups) -> np.ndarray:
