@@ -204,8 +204,8 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
             nnz=int(starts[-1]),
             kind=CellKind("genes" if order == "genes" else "rank", n_vars, dtype),
             packed=locate(group["bytes"]),
-            starts=starts,
-            borders=group["borders"][:],
+            unchecked_indptr=starts,
+            unchecked_borders=group["borders"][:],
             files=files,
             remedy=REMEDY,
         )

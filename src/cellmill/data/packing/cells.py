@@ -36,8 +36,8 @@ class PackedCells:
     """Packed cells in one memory. Arrays are `(cells,)` int64."""
 
     memory: np.ndarray  # uint8
-    begins: np.ndarray  # first byte of the genes
-    middles: np.ndarray  # first byte of the counts, which end the genes
+    gene_starts: np.ndarray  # first byte of the genes
+    count_starts: np.ndarray  # first byte of the counts, which is the end of the genes
     ends: np.ndarray
     n_genes: np.ndarray
 
@@ -45,8 +45,8 @@ class PackedCells:
         """Some of the cells, in the same memory."""
         return PackedCells(
             self.memory,
-            self.begins[chosen],
-            self.middles[chosen],
+            self.gene_starts[chosen],
+            self.count_starts[chosen],
             self.ends[chosen],
             self.n_genes[chosen],
         )
@@ -77,13 +77,15 @@ class PackedCells:
 
         Raises codec.DamagedPart.
         """
-        middles = self.middles
-        parts = Parts(self.memory, self.begins, middles - self.begins, self.n_genes, kept, targets)
+        count_starts = self.count_starts
+        gene_bytes = count_starts - self.gene_starts
+        parts = Parts(self.memory, self.gene_starts, gene_bytes, self.n_genes, kept, targets)
         ascending = kind.order == "genes"
         unpack_parts(parts, ValueCoding(ascending, added=0, limit=kind.n_genes - 1), genes)
         if counts is not None:
             limit = int(np.iinfo(kind.dtype).max)
-            parts = Parts(self.memory, middles, self.ends - middles, self.n_genes, kept, targets)
+            count_bytes = self.ends - count_starts
+            parts = Parts(self.memory, count_starts, count_bytes, self.n_genes, kept, targets)
             unpack_parts(parts, ValueCoding(ascending=False, added=1, limit=limit), counts)
 
 
@@ -91,10 +93,11 @@ def join_cells(parts: list[PackedCells]) -> PackedCells:
     """Cells of several memories in one of their own, one after the other."""
     pieces = [np.empty(0, np.uint8)]
     for part in parts:
-        for begin, end in zip(part.begins.tolist(), part.ends.tolist()):
+        for begin, end in zip(part.gene_starts.tolist(), part.ends.tolist()):
             pieces.append(part.memory[begin:end])
     n_genes = np.concatenate([part.n_genes for part in parts])
-    gene_bytes = np.concatenate([part.middles - part.begins for part in parts])
-    begins = row_offsets([len(piece) for piece in pieces[1:]])
+    gene_bytes = np.concatenate([part.count_starts - part.gene_starts for part in parts])
+    offsets = row_offsets([len(piece) for piece in pieces[1:]])
+    starts = offsets[:-1]
     memory = np.concatenate(pieces)
-    return PackedCells(memory, begins[:-1], begins[:-1] + gene_bytes, begins[1:], n_genes)
+    return PackedCells(memory, starts, starts + gene_bytes, offsets[1:], n_genes)

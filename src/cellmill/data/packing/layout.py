@@ -31,7 +31,7 @@ PATCH_BITS = 16  # most bits of a value above the width of its group
 PATCH_BYTES = 3
 PLANE_BITS = 16
 WORD_BYTES = 2 * LANES  # one 16-bit word of every lane
-TABLE = 64  # counts below it have their token values in a table of each cell
+TABLED_COUNTS = 64  # counts below it have their token values in a table of each cell
 ALIGNMENT = 8  # bytes; parts begin at multiples of it
 BITS = np.array([number.bit_length() for number in range(1 << PLANE_BITS)], np.uint8)
 """Number of bits of each value of 16 bits."""

@@ -19,7 +19,7 @@ from cellmill.data.packing.layout import (
     PATCH_BYTES,
     PLANE_BITS,
     ROWS,
-    TABLE,
+    TABLED_COUNTS,
 )
 
 _QUAD = LANES // 4  # 64-bit words in a row of lanes
@@ -498,7 +498,7 @@ def fill_tokens(
             cell_ids[i] = cell_genes[i] + first_id
         for i in range(n):
             count = np.uint64(cell_counts[i])
-            if count < np.uint64(TABLE):
+            if count < np.uint64(TABLED_COUNTS):
                 cell_values[i] = value_of_count[count]
             else:
                 cell_values[i] = np.float32(cell_counts[i]) * scale[cell]

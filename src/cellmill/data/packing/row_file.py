@@ -85,39 +85,39 @@ class RowFile:
     nnz: int
     kind: CellKind
     packed: Place
-    starts: np.ndarray  # `(cells + 1,)`, indptr, not checked yet
-    # `(2 * cells + 1,)`, not checked yet: where the genes and the counts of each cell begin
-    # in `packed`, and the end, in units of 8 bytes
-    borders: np.ndarray
+    unchecked_indptr: np.ndarray  # `(cells + 1,)`
+    # `(2 * cells + 1,)`: where the genes and the counts of each cell begin in `packed`, and the
+    # end, in units of 8 bytes
+    unchecked_borders: np.ndarray
     files: OpenFiles
     remedy: str
     _is_checked: bool = field(default=False, init=False)
 
     @property
     def n_obs(self) -> int:
-        return len(self.starts) - 1
+        return len(self.unchecked_indptr) - 1
 
     @cached_property
     def indptr(self) -> np.ndarray:
         """First nonzero of each row, and the end. Raises DataError unless they ascend from 0 to
         `nnz`.
         """
-        starts = self.starts
+        indptr = self.unchecked_indptr
         # before memory is taken for them: a group of 256 values has a header of two bytes
-        is_possible = starts[-1] == self.nnz <= GROUP // 2 * self.packed.n_bytes
-        if starts[0] or not is_possible or (starts[1:] < starts[:-1]).any():
+        is_possible = indptr[-1] == self.nnz <= GROUP // 2 * self.packed.n_bytes
+        if indptr[0] or not is_possible or (indptr[1:] < indptr[:-1]).any():
             raise self._damaged(f"its offsets of rows are not of {self.nnz:,} nonzeros")
-        return starts
+        return indptr
 
     @cached_property
-    def units(self) -> np.ndarray:
-        """`borders`. Raises DataError unless they ascend from 0 to the number of bytes."""
-        units = self.borders
+    def borders(self) -> np.ndarray:
+        """`unchecked_borders`. Raises DataError unless they ascend from 0 to the number of bytes."""
+        borders = self.unchecked_borders
         n_units, rest = divmod(self.packed.n_bytes, ALIGNMENT)
-        is_whole = len(units) == 2 * self.n_obs + 1 and units[-1] == n_units and not rest
-        if not is_whole or units[0] or (units[1:] < units[:-1]).any():
+        is_whole = len(borders) == 2 * self.n_obs + 1 and borders[-1] == n_units and not rest
+        if not is_whole or borders[0] or (borders[1:] < borders[:-1]).any():
             raise self._damaged(f"its offsets of cells are not of {self.packed.n_bytes:,} bytes")
-        return units
+        return borders
 
     def close(self) -> None:
         """Close all files of `files`, while no thread reads them; a later read opens them again."""
@@ -140,17 +140,19 @@ class RowFile:
         """
         if not len(rows):
             return
-        begins, middles, ends = (self.byte_of(2 * rows + i) for i in range(3))
-        gaps = begins[1:] - ends[:-1]
+        gene_starts, count_starts, ends = (self.byte_of(2 * rows + i) for i in range(3))
+        gaps = gene_starts[1:] - ends[:-1]
         is_far = (gaps < 0) | (gaps > _MOST_GAP)
         first_row = np.concatenate([[0], np.flatnonzero(is_far) + 1])  # of each read
         last_row = np.append(first_row[1:], len(rows)) - 1
-        offsets = row_offsets(ends[last_row] - begins[first_row])
+        offsets = row_offsets(ends[last_row] - gene_starts[first_row])
         memory = recycled_empty(offsets[-1], np.uint8)
-        self.read_bytes(begins[first_row], ends[last_row], offsets, memory)
-        moved = np.repeat(offsets[:-1] - begins[first_row], last_row - first_row + 1)
+        self.read_bytes(gene_starts[first_row], ends[last_row], offsets, memory)
+        moved = np.repeat(offsets[:-1] - gene_starts[first_row], last_row - first_row + 1)
         n_genes = (self.indptr[rows + 1] - self.indptr[rows]).astype(np.int64)
-        cells = PackedCells(memory, begins + moved, middles + moved, ends + moved, n_genes)
+        cells = PackedCells(
+            memory, gene_starts + moved, count_starts + moved, ends + moved, n_genes
+        )
         try:
             cells.unpack_into(self.kind, n_genes, targets, genes, counts)
         except DamagedPart as error:
@@ -158,7 +160,7 @@ class RowFile:
 
     def byte_of(self, border: np.ndarray) -> np.ndarray:
         """Byte, int64, of each of these borders."""
-        return self.units[border].astype(np.int64) * ALIGNMENT
+        return self.borders[border].astype(np.int64) * ALIGNMENT
 
     def read_bytes(
         self, begins: np.ndarray, ends: np.ndarray, targets: np.ndarray, memory: np.ndarray

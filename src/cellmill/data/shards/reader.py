@@ -39,8 +39,8 @@ def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = Non
                 nnz=shard.nnz,
                 kind=kind,
                 packed=Place(shard.bytes_at, shard.n_bytes),
-                starts=starts[first_start[number] : first_start[number + 1]],
-                borders=units[first_unit[number] : first_unit[number + 1]],
+                unchecked_indptr=starts[first_start[number] : first_start[number + 1]],
+                unchecked_borders=units[first_unit[number] : first_unit[number + 1]],
                 files=files,
                 remedy=REMEDY,
             )

@@ -11,7 +11,7 @@ import numpy as np
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.data.arrays import scale_of_totals
 from cellmill.data.packing import codec
-from cellmill.data.packing.layout import TABLE
+from cellmill.data.packing.layout import TABLED_COUNTS
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
 from cellmill.data.stream.batch import Prefixes
@@ -55,8 +55,8 @@ def _tokens_by_loops(
     totals = np.empty(len(starts) - 1, np.int64)
     loops.sum_cells(counts, starts, totals)
     scale = scale_of_totals(totals, np.float32)
-    # value of each small count of each cell, (cells, TABLE)
-    table = np.multiply.outer(scale, np.arange(TABLE, dtype=np.float32))
+    # value of each small count of each cell, (cells, TABLED_COUNTS)
+    table = np.multiply.outer(scale, np.arange(TABLED_COUNTS, dtype=np.float32))
     np.log1p(table, out=table)
     ids = recycled_empty(n_tokens, np.int32)
     values = recycled_empty(n_tokens, np.float32)

@@ -376,7 +376,7 @@ class Prefetch:
         """
         units = []
         for shard, first, n in runs.tolist():
-            units.append(self._shards[shard].units[2 * first : 2 * (first + n) + 1])
+            units.append(self._shards[shard].borders[2 * first : 2 * (first + n) + 1])
         n_units = 2 * runs[:, 2] + 1
         last = np.cumsum(n_units) - 1  # last border of each run
         borders = np.concatenate(units).astype(np.int64) * ALIGNMENT
