@@ -23,7 +23,7 @@ from cellmill.data.rows import positions_in_rows, row_offsets
 def pack_parts(values: np.ndarray, borders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts, uint8 one after the other, of `values`, uint32, and the bytes of each, int64.
 
-    Values `borders[i]` to `borders[i + 1]` are those of part i.
+    Part i has values `borders[i]` to `borders[i + 1]`.
     """
     groups_of_parts = [group_sizes(n) for n in np.diff(borders).tolist()]
     lengths = [len(sizes) for sizes in groups_of_parts]
@@ -74,7 +74,7 @@ def _choose_widths(padded: np.ndarray, sizes: np.ndarray) -> Groups:
     low = padded & 0xFFFF
     bits = np.where(high, BITS[high] + PLANE_BITS, BITS[low])
     n_groups = len(sizes)
-    # values of each number of bits, `(groups, widths)`, and those of more bits than each width
+    # values of each number of bits, `(groups, widths)`, and of more bits than each width
     widths = np.arange(MAX_WIDTH + 1)
     group = np.arange(n_groups)[:, None]
     entry = group * len(widths) + bits
@@ -158,7 +158,7 @@ def unpack_parts(
     patches_of_part = np.diff(patches[first_group])
     needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != aligned(needed)).any():
-        raise ValueError("the bytes of a block are not those of its groups")
+        raise ValueError("a block has other bytes than its groups say")
     in_part = plane_bytes[:-1] - plane_bytes[first_group][part]
     first_word = (starts[part] + in_part) // 2
     words = memory.view("<u2")

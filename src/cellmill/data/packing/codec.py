@@ -6,6 +6,7 @@ Until then, and where numba is not installed, numpy does the work.
 
 import importlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from cellmill.data.rows import positions_in_rows, row_offsets
 
 # values that a process packs or unpacks before the loops are worth numba's second and 100 MB
 WORTH_COMPILING = 1 << 23
+LOOPS = ("loops", "cell_loops")  # modules that numba compiles
 
 
 class Parts(NamedTuple):
@@ -46,15 +48,15 @@ class DamagedPart(ValueError):
 
 
 class CompiledLoops:
-    """The module `loops` of this process, compiled once it is worth it."""
+    """The loops of this process, compiled once they are worth it."""
 
     def __init__(self, worth: int = WORTH_COMPILING) -> None:
         self._n_left = worth
         self._loading: Future[Any] | None = None
 
     def get(self, n_values: int) -> Any:
-        """Count values to be packed or unpacked, and return the module; None without numba, and as
-        long as it is not compiled.
+        """Count values to be packed or unpacked, and return the loops; None without numba, and as
+        long as they are not compiled.
         """
         self._n_left -= n_values
         if self._n_left > 0:
@@ -68,13 +70,14 @@ class CompiledLoops:
 
 
 def load_loops() -> Any:
-    """Import the loops, which compiles them for some seconds if they are not in numba's cache; None
-    without numba.
+    """Import the modules of loops as one, which compiles them for some seconds if they are not in
+    numba's cache; None without numba.
     """
     try:
-        return importlib.import_module("cellmill.data.packing.loops")
+        modules = [importlib.import_module(f"cellmill.data.packing.{name}") for name in LOOPS]
     except ImportError:
         return None
+    return SimpleNamespace(**vars(modules[0]) | vars(modules[1]))
 
 
 COMPILED = CompiledLoops()
