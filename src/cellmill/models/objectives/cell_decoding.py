@@ -153,7 +153,7 @@ class CellDecoding(Objective):
         return not self._is_nb and self.config.weights == "log1p"
 
     def loss(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Return the summed loss, a float32 scalar; in training with VICReg and the adversary."""
+        """Float32 scalar: summed loss; in training with VICReg and the adversary."""
         vectors = self._target_vectors(model, states, prepared)
         loss = profile_loss(
             self.decode(model, vectors, prepared),
@@ -175,7 +175,7 @@ class CellDecoding(Objective):
         return loss + adversary_weight * model.batch_adversary(vectors, self._batches(prepared))
 
     def rows(self, model: Any, states: Tensor, prepared: DecodingBatch) -> Tensors:
-        """`(pairs, 1 + 2 H)`: 1, and the vectors of the shown and of the hidden part."""
+        """`(pairs, 1 + 2 H)` float32: 1, and the vectors of the shown and of the hidden part."""
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
         hidden = vectors[prepared.pairs[1]]
@@ -197,7 +197,7 @@ class CellDecoding(Objective):
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _batches(self, prepared: DecodingBatch) -> Tensor:
-        """`(C,)` int64: number of each cell's batch."""
+        """`(C,)` int64: level number of each cell's batch."""
         return self.level_numbers(prepared, self.config.batch_column or "")[prepared.target_cells]
 
     def observe(self, model: Any, prepared: DecodingBatch) -> ProfileObservations:

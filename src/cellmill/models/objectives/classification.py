@@ -26,17 +26,17 @@ BINS = 15  # of the calibration error
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """`(cells, labels)` logits -> probabilities. scipy.special takes a sixth of a second to import."""
+    """`(cells, labels)` logits -> probabilities, without scipy.special: its import takes 0.17 s."""
     largest = logits.max(axis=1, keepdims=True)
     powers = np.exp(logits - largest)
     return powers / powers.sum(axis=1, keepdims=True)
 
 
 def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
-    """Return the expected calibration error of cells, in bins of equal width.
+    """`(cells,)` and `(cells,)` -> expected calibration error, in bins of equal width.
 
-    `highest` is each cell's highest probability, `right` 1 if it is the probability of the cell's
-    label, otherwise 0, `(cells,)` each.
+    `highest` is each cell's highest probability; `right` is 1 if it is the probability of the
+    cell's label, otherwise 0.
     """
     bins = np.minimum((highest * BINS).astype(np.int64), BINS - 1)
     # `(BINS,)`: number of cells predicted right, minus the number expected
@@ -45,12 +45,12 @@ def calibration_error(highest: np.ndarray, right: np.ndarray) -> float:
 
 
 def measure_error(logits: np.ndarray, labels: np.ndarray, temperature: float = 1.0) -> float:
-    """Return the calibration error of `(cells, labels)` logits divided by a temperature."""
+    """`(cells, labels)` and `(cells,)` -> calibration error of logits divided by a temperature."""
     return calibration_error(*find_highest(logits / temperature, labels))
 
 
 def find_highest(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each cell's highest probability, and whether its label is right, 0 or 1."""
+    """`(cells,)` float64 each: highest probability, and 1 if it is that of the label, otherwise 0."""
     probabilities = softmax(logits)
     highest = probabilities.max(axis=1)
     is_right = probabilities.argmax(axis=1) == labels

@@ -1,11 +1,10 @@
 """supervised_contrastive: cells of one label have similar vectors.
 
-The loss of a cell is the mean, over the other cells p of its label in the global batch, of the
-cross-entropy of p among all other cells of the global batch, whose logits are cosines of vectors
-over a temperature (Khosla et al. 2020, equation 2, L_out). It is 0 for a cell whose
-label no other cell has. There is no projection head. The published loss has two augmented views of
-each image; here a cell is encoded once. In a `sum` with cell_decoding this is its shown part, which
-changes from step to step.
+For each cell and each other cell p of its label: the cross-entropy of p among all other cells of the
+global batch, whose logits are cosines of vectors over a temperature. The loss of a cell is the mean
+over p, or 0 if its label is unique (Khosla et al. 2020, equation 2, L_out). There is no projection
+head. The published loss has two augmented views of each image; here a cell is encoded once. In a
+`sum` with cell_decoding the vector is that of the shown part, which changes from step to step.
 
 Legend: C cells with a target, H width of a cell's vector, S slots of a global batch, A anchors.
 """
@@ -39,7 +38,7 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """`(C, 1 + H)`: label from 1, and vector of length 1."""
+        """`(C, 1 + H)` float32: label from 1, and vector of length 1."""
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
         labels = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([labels, F.normalize(vectors, dim=1)], dim=1),)
@@ -48,7 +47,7 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrast(table, self.config.temperature) for table in tables)
 
     def observe(self, model: Any, prepared: TargetBatch) -> Tensors:
-        """Return the label, from 1, and the vector of each cell."""
+        """`(C,)` int64 labels from 1, and `(C, H)` float32 vectors of length 1."""
         (rows,) = self.rows(model, model.states(prepared), prepared)
         return prepared.targets + 1, rows[:, 1:]
 
@@ -72,7 +71,7 @@ class SupervisedContrastive(LabelObjective):
 
 
 def contrast(table: Tensor, temperature: float) -> Tensor:
-    """Return the summed loss, a float64 scalar, of rows `(S, 1 + H)`.
+    """`(S, 1 + H)` -> float64 scalar: summed loss.
 
     A row is a label, 0 for an empty slot, and a vector of length 1.
     """
@@ -97,7 +96,7 @@ def contrast(table: Tensor, temperature: float) -> Tensor:
 def _contrast_anchors(
     labels: Tensor, vectors: Tensor, anchors: Tensor, temperature: float
 ) -> Tensor:
-    """Return the summed loss of the cells in slots `anchors`, `(A,)` int64."""
+    """`(S,)` labels and `(S, H)` vectors -> float64 scalar: summed loss of slots `anchors` `(A,)`."""
     anchor_labels = labels[anchors, None]  # `(A, 1)`
     slots = torch.arange(len(labels), device=labels.device)
     # `(A, S)`: the other cells, and those with the anchor's label

@@ -59,7 +59,7 @@ class MaskedBatch(EncoderBatch):
     n_targets: Tensor
 
     def hide_targets(self, hides_gene: bool) -> Self:
-        """Return the batch with the gene, or the value, of every target hidden."""
+        """Hide the gene, or the value, of every target; return a new batch."""
         if hides_gene:
             return replace(self, genes=self.genes.index_fill(0, self.targets, MASK_TOKEN))
         return replace(
@@ -160,7 +160,7 @@ class MaskedObjective(Objective):
         return masked & is_gene
 
     def _draw_fates(self, keys: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """Masked tokens that are hidden, and those that show their own content, `(T,)` bool each."""
+        """`(T,)` bool each: masked tokens that are hidden, and those that show their own content."""
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
         fates = keyed_bits(keys, DrawKey.FATE)
@@ -170,7 +170,7 @@ class MaskedObjective(Objective):
         return hidden, kept
 
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Return the fields with the content of hidden tokens hidden, of random tokens replaced."""
+        """Hide the content of hidden tokens and replace that of random ones; return the new fields."""
         raise NotImplementedError
 
     def loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
@@ -194,12 +194,12 @@ class MaskedObjective(Objective):
         return self.config.random_frac + self.config.keep_frac > 0
 
     def head_loss(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """Return the summed loss of predictions from the states `(N, H)` of a head."""
+        """`(N, H)` states of a head -> float32 scalar: summed loss of their predictions."""
         raise NotImplementedError
 
 
 def _make_head(model: Any, width: int) -> nn.Module:
-    """Make a layer from `width` to the width of the model."""
+    """A layer from `width` to the width of the model, with activation and norm."""
     layer = nn.Linear(width, model.width)
     norm = nn.LayerNorm(model.width, eps=model.head_norm_eps)
     return nn.Sequential(layer, model.head_activation(), norm)
@@ -252,7 +252,7 @@ class MaskedValue(MaskedObjective):
         return value_loss(self.predict(model, states, prepared), prepared.answers, self._first_bin)
 
     def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """`(N, H)` -> float32 values `(N,)`, or logits of bins `(N, bins)`."""
+        """`(N, H)` -> `(N,)` float32 values, or `(N, bins)` logits of bins."""
         out: Tensor = model.value_out(states).float()
         if self._is_class:
             return out
@@ -300,7 +300,7 @@ class MaskedValue(MaskedObjective):
 
 
 def _correlate(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Pearson's r; None if one of both is constant."""
+    """`(N,)` and `(N,)` -> Pearson's r; None if either is constant."""
     x = x - x.mean()
     y = y - y.mean()
     scale = math.sqrt(float(x @ x) * float(y @ y))
@@ -332,7 +332,7 @@ class MaskedGene(MaskedObjective):
         return token_loss(states, model.gene_embedding.weight, model.gene_bias, prepared.answers)
 
     def predict(self, model: Any, states: Tensor, prepared: MaskedBatch) -> Tensor:
-        """`(N, H)` -> float32 logits of genes `(N, V)`."""
+        """`(N, H)` -> `(N, V)` float32: logits of genes."""
         return token_logits(states, model.gene_embedding.weight, model.gene_bias)
 
     def observe(self, model: Any, prepared: MaskedBatch) -> GeneObservations:

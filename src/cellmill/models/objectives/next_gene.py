@@ -135,7 +135,7 @@ class NextGene(Objective):
         return model.end(before).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(self, model: Any, before: Tensor, genes: Tensor) -> Tensor:
-        """`(N, H)` states and `(N,)` next genes -> float32 values `(N,)`, or logits of bins `(N, bins)`."""
+        """`(N, H)` states and `(N,)` next genes -> `(N,)` float32 values, or `(N, bins)` logits."""
         embedded = embed_tokens(genes, model.gene_embedding.weight).to(before.dtype)
         queries = torch.cat([before, embedded], dim=-1)
         out: Tensor = model.value_out(model.value_head(queries)).float()
@@ -221,7 +221,7 @@ class NextGene(Objective):
 def _judge_rank_baseline(
     genes: np.ndarray, position: np.ndarray, by_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return correctness and cross-entropy, `(N,)`, of predictions by smoothed frequency at the rank.
+    """`(N,)` each: correctness and cross-entropy of predictions by smoothed frequency at the rank.
 
     Candidates are genes that are not in the cell yet. `by_rank` `(buckets, genes)` counts training
     cells.
@@ -254,7 +254,7 @@ def _judge_rank_baseline(
 
 
 def _find_candidates(by_frequency: np.ndarray, cell: np.ndarray, judged: np.ndarray) -> np.ndarray:
-    """Return the most frequent candidate at each position in `judged`.
+    """`(judged,)` int64: most frequent candidate at each position in `judged`.
 
     `by_frequency` are all genes, the most frequent first, and `cell` the genes of a cell in order.
     """

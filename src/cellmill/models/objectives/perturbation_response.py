@@ -84,7 +84,7 @@ class PerturbationResponse(CellDecoding):
         )
 
     def decode(self, model: Any, vectors: Tensor, prepared: DecodingBatch) -> Tensor:
-        """`(C, H)` -> `(C, D)`, with the response of each cell to its perturbation."""
+        """`(C, H)` -> `(C, D)`: last layer of the decoder, with each cell's response."""
         assert isinstance(prepared, ResponseBatch), "expected a batch with perturbations"
         response = _respond(model, prepared.perturbation, prepared.perturbed)
         is_perturbed = (prepared.perturbation > 0)[:, None]
@@ -94,7 +94,7 @@ class PerturbationResponse(CellDecoding):
     def log_profile(
         self, model: Any, vectors: Tensor, perturbation: str | None, genes: list[int]
     ) -> Tensor:
-        """`(C, H)` -> `(C, V - special)` float32: log share of each gene in a cell, in an average batch.
+        """`(C, H)` -> `(C, V - special)` float32: log fraction of each gene in a cell of an average batch.
 
         `perturbation` is a level, or another name, which has no learned vector; None for the cells
         as they are. `genes` are token ids of its genes, maybe none.
@@ -111,7 +111,7 @@ class PerturbationResponse(CellDecoding):
 
 
 def _find_number(level: str, levels: Sequence[str]) -> int:
-    """Return the number of a level, 0 if it is unknown."""
+    """Number of a level, from 1; 0 if it is unknown."""
     return 1 + levels.index(level) if level in levels else 0
 
 
@@ -128,7 +128,7 @@ def _respond(model: Any, perturbation: Tensor, perturbed: Tensor) -> Tensor:
 
 
 def _pad_genes(genes: list[Sequence[int]]) -> Tensor:
-    """Return token ids by cell, `(C, M)` int64, with M at least 1."""
+    """`(C, M)` int64: token ids by cell, then `<pad>`; M is at least 1."""
     width = max([1, *map(len, genes)])
     rows = [[*cell_genes, *[PAD_TOKEN] * (width - len(cell_genes))] for cell_genes in genes]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(genes), width)

@@ -69,7 +69,7 @@ class QueryObservations(NamedTuple):
 
 
 def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
-    """Number the items of each cell from 0; return `(items,)` int64.
+    """`(items,)` int64: number of each item in its cell, from 0.
 
     `n_items` `(C,)` is the number of items of each cell; `cell` `(items,)` is each item's cell, ascending.
     """
@@ -78,7 +78,7 @@ def _number_in_cell(n_items: Tensor, cell: Tensor) -> Tensor:
 
 
 def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, n_most: int) -> Tensor:
-    """Return the `n_most` hidden tokens of each cell with the lowest keys, or all, ascending."""
+    """`(tokens,)` int64, ascending: the `n_most` hidden tokens of each cell with the lowest keys."""
     tokens = is_hidden.nonzero().flatten()
     n_hidden = torch.bincount(cell[tokens])
     # hidden tokens, cell after cell, the lowest key of each cell first
@@ -91,7 +91,7 @@ def _pick_lowest(keys: Tensor, is_hidden: Tensor, cell: Tensor, n_most: int) -> 
 def _draw_undetected(
     batch: Batch, n_drawn: Tensor, n_lacking: Tensor, n_genes: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw genes that cells lack, with replacement; return the cell and token id of each draw.
+    """`(draws,)` int64 each: cell and token id of genes that cells lack, drawn with replacement.
 
     Each cell has `n_drawn` draws from the `n_lacking` genes that it lacks, `(C,)` int64 each. The
     k-th lacking gene (from 0) has vocabulary row k + number of detected genes before it.
@@ -151,7 +151,7 @@ class QueryDecoding(Objective):
         )
 
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
-        """Return the shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
+        """Shown tokens of each cell of a batch with counts, on the CPU, and its queries."""
         assert batch.counts is not None, "the batch has no counts"
         n_cells = len(batch.lengths)
         cell, position = positions(batch)
@@ -206,12 +206,12 @@ class QueryDecoding(Objective):
         return (prepared.query_weights * errors.square()).sum()
 
     def predict(self, model: Any, states: Tensor, prepared: QueryBatch) -> Tensor:
-        """Return the predicted value of each query, `(N,)` float32."""
+        """`(T, H)` -> `(N,)` float32: predicted value of each query."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         return self.predict_queries(model, vectors, prepared.query_cell, prepared.query_genes)
 
     def predict_queries(self, model: Any, vectors: Tensor, cell: Tensor, genes: Tensor) -> Tensor:
-        """Return predicted values, `(N,)` float32, from vectors `(C, H)`.
+        """`(C, H)` -> `(N,)` float32: predicted value of each query.
 
         `cell` are indices of vectors and `genes` token ids, `(N,)` int64 each.
         """

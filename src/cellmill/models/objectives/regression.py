@@ -72,7 +72,7 @@ class Regression(CellObjective):
         return F.mse_loss(predicted, targets, reduction="sum")
 
     def rows(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """`(C, 3)`: 1, prediction and number."""
+        """`(C, 3)` float32: 1, prediction and number."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
@@ -124,9 +124,9 @@ def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
 
 
 def anticorrelation(table: Tensor) -> Tensor:
-    """Return S (1 - r), a float64 scalar, from rows `(S, 3)`: 1, prediction and number.
+    """`(S, 3)` -> float64 scalar: n (1 - r), for n cells with correlation r.
 
-    Rows of zeros are empty slots.
+    A row is 1, prediction and number; rows of zeros are empty slots.
     """
     filled, predicted, targets = table.double().unbind(1)
     n_cells = filled.detach().sum()
@@ -147,7 +147,7 @@ def _correlate(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    """Return ranks, the mean rank for equal numbers. Not by scipy.stats: its import takes a second."""
+    """`(n,)` -> `(n,)` ranks, the mean for equal numbers, without scipy.stats: its import takes 1 s."""
     # a group is all values that are equal; its last rank is the number of values up to it
     _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = group_size.cumsum()

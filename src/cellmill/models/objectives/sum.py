@@ -157,7 +157,7 @@ class Sum(Objective):
         return losses
 
     def observe(self, model: Any, prepared: SumBatch) -> Tensors:
-        """Return the number of tensors of each part, `(parts,)` int64, and then the tensors."""
+        """`(parts,)` int64: number of tensors of each part; then these tensors."""
         sizes = []
         observed: Tensors = ()
         for part, batch in zip(self.objectives.values(), prepared.parts):
@@ -202,7 +202,7 @@ def _share_tokens(prepared: list[Any], shown: Any) -> tuple[Any, ...]:
 
 
 def _add_second_views(first_views: Any, all_views: Any) -> Any:
-    """Return `first_views` followed by the second views, the rest of `all_views`."""
+    """`first_views`, followed by the second views: the rest of `all_views`."""
     joined = {}
     for name in SHARED:
         first = getattr(first_views, name)

@@ -68,7 +68,7 @@ class CellObjective(Objective):
     """Attribute of the model that has the head; set by `attach`."""
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the target of each cell, `(cells, …)`, and which cells have one, `(cells,)` bool."""
+        """`(cells, …)` targets, and `(cells,)` bool: the cells that have one."""
         raise NotImplementedError
 
     def predict(self, model: Any, vectors: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ class CellObjective(Objective):
         )
 
     def predict_targets(self, model: Any, states: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return `predict` for the cells with a target."""
+        """`(T, H)` -> `(C, L)` or `(C,)` float32: `predict` for the cells with a target."""
         cells = prepared.target_cells
         vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
         return self.predict(model, vectors, prepared.cell_keys[cells])
@@ -96,11 +96,11 @@ class CellObjective(Objective):
         return self.target_loss(self.predict_targets(model, states, prepared), prepared)
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the summed loss of predictions of the targets."""
+        """`(C, L)` or `(C,)` predictions -> float32 scalar: summed loss."""
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
-        """Return the share of these rows in the loss of the global batch, a float32 scalar."""
+        """`(C, width)` -> float32 scalar: share of these rows in the loss of the global batch."""
         if prepared.shares is None:
             return self.loss_of_rows(rows)[0].float()
         return prepared.shares[0].loss(rows)

@@ -20,10 +20,11 @@ VARIANCE_EPS = 1e-4
 
 
 def vicreg(table: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """Return n times the loss, a float64 scalar. Rows of `table`, `(S, 1 + 2 H)`, are 1, z and z'.
+    """`(S, 1 + 2 H)` -> float64 scalar: n times the loss.
 
-    Rows of zeros are empty slots. z and z' are the vectors of the n cells of a global batch, C and
-    C' their covariances, divided by n - 1. The loss is the sum of three terms, times `weights`:
+    Rows of `table` are 1, z and z'; rows of zeros are empty slots. z and z' are the vectors of the n
+    cells of a global batch, C and C' their covariances, divided by n - 1. The loss is the sum of
+    three terms, times `weights`:
 
     - invariance: the mean over cells and directions of (z - z')^2
     - variance: the mean over directions of max(0, 1 - sqrt(C_jj + 1e-4)), for both views
@@ -68,7 +69,7 @@ class LevelTerms(nn.Module):
         return zeros
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """`(C,)` int64 -> `(C, width)`."""
+        """`(C,)` int64 -> `(C, width)`: term of each cell."""
         terms: Tensor = self.weight
         if self.centered:
             terms = terms - terms.mean(0)

@@ -62,7 +62,7 @@ class ViewBatch(Batch):
 def draw_view(
     batch: Batch, tokenizer: Tokenizer, config: ViewConfig, *, seed: int, step: int
 ) -> ViewBatch:
-    """Return the view of each cell of a batch with counts, on the CPU."""
+    """View of each cell of a batch with counts, on the CPU."""
     assert batch.counts is not None, "the batch has no counts"
     genes = batch.genes.numpy()
     counts = batch.counts.numpy()
@@ -97,7 +97,7 @@ def draw_view(
 def _draw_shown(
     counts: np.ndarray, cell: np.ndarray, ends: np.ndarray, state: np.ndarray, config: ViewConfig
 ) -> np.ndarray:
-    """Return the part of each count in the view, `(tokens,)` int64.
+    """`(tokens,)` int64: part of each count in the view.
 
     `cell` is the index of each token's cell, `state` the state of each cell.
     """
@@ -124,7 +124,7 @@ def _draw_shown(
 def draw_hidden_frac(
     state: np.ndarray, config: HiddenFracConfig, key: DrawKey = DrawKey.HIDDEN_FRAC
 ) -> np.ndarray:
-    """Hidden fraction of each cell, `(cells,)` float64, from its state after seed and step."""
+    """`(cells,)` float64: hidden fraction of each cell, from its state after seed and step."""
     low = config.min_hidden_frac
     high = config.max_hidden_frac
     return low + (high - low) * uniform(host_state(key, state=state))
@@ -133,7 +133,7 @@ def draw_hidden_frac(
 def make_tokens(
     genes: np.ndarray, counts: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return fields per token and lengths of a batch of cells.
+    """Fields per token and lengths of a batch of cells.
 
     `genes` and `counts`, `(n,)` int64, are cut into cells by `ends`, `(cells + 1,)`. Values are made
     from these counts only; a count of 0 is no token.
@@ -156,14 +156,14 @@ def make_tokens(
 
 
 def uniform(state: np.ndarray) -> np.ndarray:
-    """Return float64 in [0, 1) from the upper 53 bits of each uint64."""
+    """Float64 in [0, 1) from the upper 53 bits of each uint64."""
     return (state >> np.uint64(11)).view(np.int64) * 2.0**-53
 
 
 def _draw_binomials(
     counts: np.ndarray, ends: np.ndarray, probability: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """Return a binomial draw from each count, `(tokens,)` int64.
+    """`(tokens,)` int64: binomial draw from each count.
 
     `counts` are cut into cells by `ends`, `(cells + 1,)`. Each cell has a `probability`, and a `state`
     that keys its draws.
