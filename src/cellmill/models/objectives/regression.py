@@ -7,7 +7,7 @@ Legend: C cells with a target, H width of a cell's vector, S slots of a global b
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,17 @@ EPS = 1e-8
 """Added to variances of standardised numbers: equal predictions have correlation 0 and a finite
 gradient.
 """
+
+
+class MomentSums(NamedTuple):
+    """Sums over cells of predictions x and numbers y: tensors in `loss`, floats in validation."""
+
+    n: Any
+    x: Any
+    y: Any
+    xx: Any
+    yy: Any
+    xy: Any
 
 
 class Regression(CellObjective):
@@ -60,9 +71,14 @@ class Regression(CellObjective):
         if self.kept_sums is not None:
             x = predicted.double()
             y = targets.double()
-            n = torch.ones_like(x).sum()
-            # in the order that `validation_figures` expects
-            sums = [n, x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]
+            sums = MomentSums(
+                n=torch.ones_like(x).sum(),
+                x=x.sum(),
+                y=y.sum(),
+                xx=(x * x).sum(),
+                yy=(y * y).sum(),
+                xy=(x * y).sum(),
+            )
             self.kept_sums.append(torch.stack(sums))
         if self.config.loss == "pearson":
             return self.coupled_loss(_stack_rows(predicted, targets), prepared)
@@ -80,7 +96,7 @@ class Regression(CellObjective):
         return tuple(anticorrelation(table) for table in tables)
 
     def validation_figures(self, sums: Sequence[float]) -> dict[str, float]:
-        n, x, y, xx, yy, xy = sums
+        n, x, y, xx, yy, xy = MomentSums(*sums)
         covariance = n * xy - x * y
         variances = (n * xx - x * x) * (n * yy - y * y)
         if variances <= 0:
