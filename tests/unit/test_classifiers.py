@@ -20,7 +20,7 @@ from cellmill.evaluate.classifiers.fitted import fit_all, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.components import pca
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
-from cellmill.evaluate.tasks.classify import _components
+from cellmill.evaluate.tasks.classify import _fit_components
 from cellmill.runs.results import ScoredMethod
 from tests.unit.evaluated import regression
 
@@ -173,16 +173,16 @@ def test_components_are_stored_by_their_training_cells(tmp_path: Path) -> None:
     genes = sp.csr_matrix(np.maximum(DENSE, 0))
     train = np.arange(0, 30, 2)
     first = BaselineCache(file)
-    expected = _components(genes, train, 3, first)[ScoredMethod("PCA3")]
+    expected = _fit_components(genes, train, 3, first)[ScoredMethod("PCA3")]
     first.save()
     again = BaselineCache(file)
     np.testing.assert_array_equal(
-        _components(genes, train, 3, again)[ScoredMethod("PCA3")], expected
+        _fit_components(genes, train, 3, again)[ScoredMethod("PCA3")], expected
     )
     assert len(again.predictions) == 1
     others = [(genes, train + 1, 3), (genes, train, 2), (genes * 2, train, 3)]
     for other in others:
-        assert len(_components(*other, again)) == 1
+        assert len(_fit_components(*other, again)) == 1
     assert len(again.predictions) == 1 + len(others)
     wide = again.features("zeros", genes, lambda: np.zeros((30, MAX_BYTES)))
     assert wide.shape == (30, MAX_BYTES)

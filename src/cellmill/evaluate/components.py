@@ -53,12 +53,12 @@ class PrincipalComponents(BaseEstimator):
         n, width = cells.shape
         # eigenvectors of the smaller of X X' and X' X, then the exact SVD inside their span
         if n < width:
-            basis = self._basis(n, multiply_transposed, multiply, cells.dtype)
+            basis = self._find_basis(n, multiply_transposed, multiply, cells.dtype)
             loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
             left = basis @ rotation.T
             right = loadings.T
         else:
-            basis = self._basis(width, multiply, multiply_transposed, cells.dtype)
+            basis = self._find_basis(width, multiply, multiply_transposed, cells.dtype)
             left, lengths, rotation = svd(multiply(basis), full_matrices=False)
             right = rotation @ basis.T
         left, right = svd_flip(left, right, u_based_decision=False)
@@ -70,7 +70,7 @@ class PrincipalComponents(BaseEstimator):
         self._center = mean @ self.components_.T
         return np.asarray(left[:, :rank] * lengths)
 
-    def _basis(self, size: int, project: Any, combine: Any, dtype: Any) -> np.ndarray:
+    def _find_basis(self, size: int, project: Any, combine: Any, dtype: Any) -> np.ndarray:
         """Orthonormal eigenvectors of combine(project(x)), `(size, components)`."""
 
         def multiply_gram(x: np.ndarray) -> np.ndarray:

@@ -202,7 +202,7 @@ def read_gene_statistics(manifest: Manifest, tokens: Tokens) -> GeneStatistics:
     total = np.zeros(n_genes)
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
     tokenizer = CellTokenizer(tokens, n_genes, variability=manifest.variability)
-    for block in _training_blocks(manifest, MAX_TRAIN_CELLS):
+    for block in _read_training_blocks(manifest, MAX_TRAIN_CELLS):
         cells = np.arange(block.n_cells)
         batch = tokenizer.batch(block.genes, block.counts, block.starts, cells)
         genes = batch.genes - len(SPECIAL)
@@ -228,12 +228,12 @@ def read_training_counts(manifest: Manifest, max_cells: int) -> sp.csr_matrix:
             (block.counts.astype(np.uint32), block.genes, block.starts),
             shape=(block.n_cells, manifest.n_genes),
         )
-        for block in _training_blocks(manifest, max_cells)
+        for block in _read_training_blocks(manifest, max_cells)
     ]
     return sp.vstack(blocks, format="csr")
 
 
-def _training_blocks(manifest: Manifest, max_cells: int) -> Iterator[CellBlock]:
+def _read_training_blocks(manifest: Manifest, max_cells: int) -> Iterator[CellBlock]:
     """Blocks of training cells, until `max_cells`."""
     n_cells = 0
     for block in read_blocks(manifest, "train"):

@@ -49,8 +49,8 @@ def _compare(gate: BaselineGate, where: str, result: TaskResult) -> str | None:
         raise ConfigError(
             f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}"
         )
-    name, value = _best(gate, where, models, column)
-    other, other_value = _best(gate, where, baselines, column)
+    name, value = _find_best(gate, where, models, column)
+    other, other_value = _find_best(gate, where, baselines, column)
     advantage = other_value - value if gate.lower_is_better else value - other_value
     if advantage >= gate.margin:
         return None
@@ -60,7 +60,7 @@ def _compare(gate: BaselineGate, where: str, result: TaskResult) -> str | None:
     return f"{expected} and {gate.margin:g} {'less' if gate.lower_is_better else 'more'}"
 
 
-def _best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:
+def _find_best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:
     """Name and value of the best row in a column."""
     values = [(row.method.name, row.value(column)) for row in rows]
     finite = [

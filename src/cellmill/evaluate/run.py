@@ -60,7 +60,9 @@ class _Work:
         return result, added
 
 
-def _works(tasks: dict[str, Task], context: Context, finished: FinishedTasks) -> Iterator[_Work]:
+def _list_works(
+    tasks: dict[str, Task], context: Context, finished: FinishedTasks
+) -> Iterator[_Work]:
     """Each task, then for each further label the tasks that read a label."""
     for name, task in tasks.items():
         yield _Work(name, name, task, context, finished.path(name, task, context))
@@ -81,7 +83,7 @@ def _run_inherited(number: int) -> WorkOutput:
     return _inherited[number].run()
 
 
-def _on_one_thread() -> None:
+def _limit_threads() -> None:
     """Initialize a forked process, which has none of its parent's threads.
 
     Results do not depend on the number of threads.
@@ -91,10 +93,10 @@ def _on_one_thread() -> None:
 
 
 @contextmanager
-def _processes(n: int) -> Iterator[ProcessPoolExecutor]:
+def _open_processes(n: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that are forked at the first call, and ended if an error ends the evaluation."""
     others = active_children()
-    with ProcessPoolExecutor(n, get_context("fork"), _on_one_thread) as pool:
+    with ProcessPoolExecutor(n, get_context("fork"), _limit_threads) as pool:
         try:
             yield pool
         except BaseException:
@@ -123,7 +125,7 @@ def run_tasks(
 
     A task that fails is named in the last line, below its traceback.
     """
-    works = [*_works(tasks, context, finished)]
+    works = [*_list_works(tasks, context, finished)]
     dataset = context.dataset
     n_scored = int(context.scored.sum())
     print(
@@ -171,9 +173,9 @@ def _submit(
         return ((work, work.run) for work in works)
     _inherited[:] = works
     stack.callback(_inherited.clear)
-    pool = stack.enter_context(_processes(n_processes))
+    pool = stack.enter_context(_open_processes(n_processes))
     with warnings.catch_warnings(), interrupted_later():
-        # Python 3.12 warns of threads, see _on_one_thread
+        # Python 3.12 warns of threads, see _limit_threads
         warnings.simplefilter("ignore", DeprecationWarning)
         futures = {pool.submit(_run_inherited, number): work for number, work in enumerate(works)}
     return ((futures[future], future.result) for future in as_completed(futures))

@@ -92,11 +92,11 @@ def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.nd
         if metric == "accuracy":
             row[is_tested] = true == guessed
         else:
-            row[is_tested] = _f1_terms(true, guessed, is_weighted=metric == "weighted_f1")
+            row[is_tested] = _compute_f1_terms(true, guessed, is_weighted=metric == "weighted_f1")
     return scores
 
 
-def _f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
+def _compute_f1_terms(true: np.ndarray, guessed: np.ndarray, is_weighted: bool) -> np.ndarray:
     """Linear terms of F1: `F1 + n * dF1/dw_i`, whose mean over cells is F1.
 
     `n` is the number of cells, `w_i` the weight of cell i in F1.
@@ -200,7 +200,7 @@ class ScoreColumn:
             estimate.mean,
             (estimate.low, estimate.high),
             self.lower_is_better,
-            self._units(scores - other_scores),
+            self._count_units(scores - other_scores),
         )
 
     def compare_best(self) -> Verdict:
@@ -221,7 +221,7 @@ class ScoreColumn:
         others = [method for method in self.scores if method.network != "trained"]
         return [self.difference(*pair) for pair in product(trained, others)]
 
-    def _units(self, scores: np.ndarray) -> int:
+    def _count_units(self, scores: np.ndarray) -> int:
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
@@ -246,7 +246,7 @@ class ScoreColumn:
         closed = []
         for method in (self.best_model(), self.best(self.select_kind("baseline"))):
             scores = self.scores[method]
-            if self._units(scores + zero + ceiling) < FEWEST:
+            if self._count_units(scores + zero + ceiling) < FEWEST:
                 return gap
             share = share_closed(sign * scores, sign * zero, sign * ceiling)
             if share is None:

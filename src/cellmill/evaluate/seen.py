@@ -72,7 +72,7 @@ class HashedCorpus(NamedTuple):
         """
         gene_hashes = hash_genes(self.genes.gene_ids)
         parts = [np.zeros((0, 2), np.uint64)]
-        for split in _filled_splits(self.manifest):
+        for split in _list_filled_splits(self.manifest):
             for block in read_blocks(self.manifest, split):
                 is_shared = shared.take(block.genes)
                 n_shared_before = np.concatenate([[0], np.cumsum(is_shared)])
@@ -84,13 +84,13 @@ class HashedCorpus(NamedTuple):
         return [hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))].T]
 
 
-def _filled_splits(manifest: Manifest) -> list[str]:
+def _list_filled_splits(manifest: Manifest) -> list[str]:
     return [split for split in READ if manifest.splits[split].n_obs]
 
 
 def read_hashes(manifest: Manifest) -> HashedCorpus:
     """Genes and cells of the shards that a training reads."""
-    splits = _filled_splits(manifest)
+    splits = _list_filled_splits(manifest)
     first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
     ids = read_names(first_shard, "var").tolist()
     genes = Vocabulary(ids, ids, np.ones(len(ids), np.int64), np.ones(len(ids), np.float32))
@@ -148,7 +148,7 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     if not record.exists():
         return None, f"{record} is missing, which names the shards"
     path = Path(read_json(record)["manifest"])
-    candidates = _existing(path, train)
+    candidates = _find_existing(path, train)
     for candidate in candidates:
         with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
             shards = Manifest.read(candidate)
@@ -160,7 +160,7 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     return None, f"{path} {'is of other shards by now' if candidates else 'was not found'}"
 
 
-def _existing(path: Path, start: Path) -> list[Path]:
+def _find_existing(path: Path, start: Path) -> list[Path]:
     """Files or folders called `path` in the working directory and in each folder above `start`."""
     candidates = [path] + [above / path for above in start.resolve().parents]
     return [candidate for candidate in candidates if candidate.exists()]
@@ -176,7 +176,7 @@ class Training(NamedTuple):
 
 def find_training(model: Path) -> Training:
     """The shards of the exported model in the folder `model`, and of the models that it came from."""
-    manifests, problem, ancestors = _own_training(model)
+    manifests, problem, ancestors = _find_own_training(model)
     if problem:
         return Training([], problem, [])
     missing: list[str] = []
@@ -186,14 +186,14 @@ def find_training(model: Path) -> Training:
             missing.append(name)
         elif folder.resolve() not in visited:
             visited.add(folder.resolve())
-            found, problem, earlier = _own_training(folder)
+            found, problem, earlier = _find_own_training(folder)
             manifests += found
             ancestors += earlier
             missing += [name] if problem else []
     return Training(manifests, "", missing)
 
 
-def _own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
+def _find_own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
     """Shards of one export, why they were not found, and the models that its run came from."""
     # an export is results/runs/RUN/model, or results/runs/RUN/steps/STEP/model
     run = model.resolve().parent
@@ -210,18 +210,20 @@ def _own_training(model: Path) -> tuple[list[Manifest], str, list[Ancestor]]:
         manifests = []
         if path is not None:
             manifests = [Manifest.read(path)]
-            splits = _filled_splits(manifests[0])
+            splits = _list_filled_splits(manifests[0])
             verify(manifests[0], [manifests[0].splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
         return [], in_one_line(error), []
-    return manifests, problem, [*_ancestors(record, options, train)]
+    return manifests, problem, [*_find_ancestors(record, options, train)]
 
 
-def _ancestors(record: dict[str, Any], options: TrainOptions, train: Path) -> Iterator[Ancestor]:
+def _find_ancestors(
+    record: dict[str, Any], options: TrainOptions, train: Path
+) -> Iterator[Ancestor]:
     """Models that a run started from or learnt from."""
     parent = record.get("init_from")
     if parent is not None:
-        yield parent, next(iter(_existing(Path(parent), train)), None)
+        yield parent, next(iter(_find_existing(Path(parent), train)), None)
     for part in options.objective.each():
         teacher = getattr(part, "teacher", None)
         if teacher is not None:

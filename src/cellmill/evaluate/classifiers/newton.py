@@ -138,7 +138,7 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
     n_classes, n = targets.shape
     n_coefficients = n_classes * whitening.features.shape[1]
     current = CellWeights(np.zeros((2, n_classes, n)))
-    value, probabilities = _loss(current, targets)
+    value, probabilities = _compute_loss(current, targets)
     for _ in range(MAX_STEPS):
         gradient = CellWeights(np.empty_like(current.stacked))
         gradient.weights[:] = (probabilities - targets) / n - CURVATURE / n * current.logits
@@ -156,7 +156,7 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
         length = 1.0
         while True:
             moved = CellWeights(current.stacked + length * step.stacked)
-            new_value, probabilities = _loss(moved, targets)
+            new_value, probabilities = _compute_loss(moved, targets)
             # rounding may hide the descent of the last steps
             if new_value <= value + 1e-4 * length * slope + 1e-12:
                 break
@@ -168,7 +168,7 @@ def minimise(whitening: Whitening, targets: np.ndarray) -> np.ndarray:
     return current.weights
 
 
-def _loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]:
+def _compute_loss(current: CellWeights, targets: np.ndarray) -> tuple[float, np.ndarray]:
     """Objective, and probabilities `(classes, cells)`."""
     n = targets.shape[1]
     shifted = current.logits - current.logits.max(0)

@@ -139,7 +139,7 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
 
 def read_costs(path: Path) -> dict[str, float]:
     """`seconds`, `peak_gb` and `coverage_frac` of the stage `embed` that wrote an embedding."""
-    with open_h5(path, AGAIN) as file, _readable(f"{path}: uns[{ABOUT!r}]", f"; {AGAIN}"):
+    with open_h5(path, AGAIN) as file, _explain_damage(f"{path}: uns[{ABOUT!r}]", f"; {AGAIN}"):
         return {
             name: float(read_elem(file["uns"][ABOUT][name]))
             for name in ("seconds", "peak_gb", "coverage_frac")
@@ -195,7 +195,7 @@ def _read(
     remedy: str = "",
 ) -> _Stored:
     """The first array of `wanted` that the file has; its obs names must be `names`."""
-    with _readable(f"{source}: obs, obsm or uns", remedy):
+    with _explain_damage(f"{source}: obs, obsm or uns", remedy):
         stored_names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
         place = next((name for name in wanted if PATHS[name] in file), wanted[-1])
         stored = file.get(PATHS[place])
@@ -224,12 +224,12 @@ def _read(
         raise DataError(
             f"{source}: expected {len(stored_names):,} rows in {place}, got shape {stored.shape}{remedy}"
         )
-    with _readable(f"{source}: {place}", remedy):
+    with _explain_damage(f"{source}: {place}", remedy):
         return _Stored(stored_names, place, np.asarray(stored[:], np.float32), about)
 
 
 @contextmanager
-def _readable(what: str, remedy: str = "") -> Iterator[None]:
+def _explain_damage(what: str, remedy: str = "") -> Iterator[None]:
     """Turn any error of reading a damaged file into one line."""
     try:
         yield
@@ -248,10 +248,10 @@ def write_scores(path: Path, datasets: Mapping[str, DatasetResult]) -> None:
             for task, result in dataset.tasks.items():
                 for row in result.rows:
                     about = name, task, row.method.name, row.method.kind
-                    writer.writerows((*about, *line) for line in _numbers(row))
+                    writer.writerows((*about, *line) for line in _list_numbers(row))
 
 
-def _numbers(row: Row) -> Iterator[tuple[str, str, int | str, float]]:
+def _list_numbers(row: Row) -> Iterator[tuple[str, str, int | str, float]]:
     """Column, statistic (mean, sd, repetition or value), number of the repetition, and value."""
     for column, score in row.scores.items():
         if score.mean is not None:

@@ -266,13 +266,13 @@ class LoadedModel:
         few of its genes.
         """
         section = check_options(Embed, options, "options of embed")
-        with self._reader(adata, counts, dataset) as reader:
+        with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, section)
         _warn(dataset, embedding)
         return embedding.vectors
 
     @contextmanager
-    def _reader(self, adata: Any, counts: str, dataset: str) -> Iterator[CountsReader]:
+    def _open_reader(self, adata: Any, counts: str, dataset: str) -> Iterator[CountsReader]:
         with CountsReader(open_memory(adata, counts, dataset)) as reader:
             reader.dataset = dataset
             yield reader
@@ -299,7 +299,7 @@ class LoadedModel:
         section = check_options(Predict, given, "options of predict")
         thresholds = choose_thresholds(self._model, self.config, section, str(self.folder))
         embed = check_options(Embed, options, "options of embed")
-        with self._reader(adata, counts, dataset) as reader:
+        with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._model, self.vocabulary, self._tokens, embed)
             seen = mark_seen_cells(reader, self.folder)
             predicted = predict_heads(

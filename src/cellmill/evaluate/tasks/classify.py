@@ -117,7 +117,7 @@ def _features_of_split(features: Features, train: np.ndarray, cache: BaselineCac
     """Features of all cells that are fitted on the cells `train`: principal components, and the
     embedding joined to the components of the model's training cells.
     """
-    fitted: Features = {**_components(features[ALL_GENES], train, COMPONENTS, cache)}
+    fitted: Features = {**_fit_components(features[ALL_GENES], train, COMPONENTS, cache)}
     if TRAINING_COMPONENTS in features:
         scaler = StandardScaler().fit(features[EMBEDDING][train])
         scaled = scaler.transform(features[EMBEDDING])
@@ -131,7 +131,7 @@ def majority(labels: np.ndarray, n: int) -> np.ndarray:
     return np.full(n, classes[sizes.argmax()])
 
 
-def _components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> Arrays:
+def _fit_components(genes: Any, train: np.ndarray, components: int, cache: BaselineCache) -> Arrays:
     """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """

@@ -34,7 +34,7 @@ def nmi_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Scores, float64 `(cells,)`, whose mean is 2 I / (H + H'), scikit-learn's
     `normalized_mutual_info_score`.
     """
-    in_both, in_class, in_cluster = _sizes(classes, clusters)
+    in_both, in_class, in_cluster = _count_cells(classes, clusters)
     n = len(classes)
     # (cells,): surprise of a cell's class and cluster, and the information that they share
     surprise = -np.log(in_class / n) - np.log(in_cluster / n)
@@ -54,7 +54,7 @@ def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Scores, float64 `(cells,)`, whose mean is scikit-learn's `adjusted_rand_score` (Hubert &
     Arabie 1985).
     """
-    in_both, in_class, in_cluster = _sizes(classes, clusters)
+    in_both, in_class, in_cluster = _count_cells(classes, clusters)
     n = len(classes)
     pairs = n * (n - 1) / 2
     # numbers of pairs of cells that share both, a class, a cluster; the sum of sizes over cells is
@@ -79,7 +79,9 @@ def ari_scores(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     return ari + n * (slope - slope.mean())
 
 
-def _sizes(classes: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _count_cells(
+    classes: np.ndarray, clusters: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Numbers of cells in both the class and the cluster of each cell, in its class, in its
     cluster; float64 `(cells,)`.
     """
@@ -130,8 +132,8 @@ class Clustering(Task):
         rows = table_rows(columns)
         for row in rows:
             row.numbers["best resolution"], (at_best, at_fixed) = clusters[row.method]
-            row.numbers["clusters there"] = _mean_number(at_best)
-            row.numbers["clusters, fixed"] = _mean_number(at_fixed)
+            row.numbers["clusters there"] = _average_number(at_best)
+            row.numbers["clusters, fixed"] = _average_number(at_fixed)
         numbers = chosen.numbers | {"neighbors": config.neighbors, "seeds": config.seeds}
         # against the best baseline in each column, then against all baselines by ARI at the best
         # resolution
@@ -176,7 +178,7 @@ class Clustering(Task):
         return config.resolutions[rows[0, 0]], (at_best, at_fixed)
 
 
-def _mean_number(clusters: np.ndarray) -> float:
+def _average_number(clusters: np.ndarray) -> float:
     """Mean over seeds of the number of clusters."""
     return float(np.mean([len(np.unique(found)) for found in clusters]))
 

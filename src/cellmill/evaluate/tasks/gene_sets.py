@@ -69,14 +69,16 @@ class GeneEmbedding(GeneTask):
                 genes_of_sets = {
                     path.stem: [*dict.fromkeys(fields[0] for _, fields in lines if fields[0])]
                 }
-            members[heading], found = _members(context, path, genes_of_sets, expressed, min_genes)
+            members[heading], found = _find_members(
+                context, path, genes_of_sets, expressed, min_genes
+            )
             prefix = "" if heading == SETS else f"{FACTORS}: "
             numbers |= {f"{prefix}{key}": value for key, value in found.items()}
         columns = []
         by_set: Arrays = {}  # (sets, repetitions)
         for heading, sets in members.items():
             if sets:
-                terms = self._terms(context, features, sets, expressed)
+                terms = self._compute_terms(context, features, sets, expressed)
                 means = {name: np.mean(values, axis=0) for name, values in terms.items()}
                 columns.append(ScoreColumn(f"AUROC, {heading}", f"AUROC of {heading}", means))
                 if heading == SETS:
@@ -91,7 +93,7 @@ class GeneEmbedding(GeneTask):
                 row.scores[f"AUROC of {name}"] = Score(None, None, repetitions)
         return tabulate(columns, numbers, rows=rows)
 
-    def _terms(
+    def _compute_terms(
         self,
         context: Context,
         features: Arrays,
@@ -129,7 +131,7 @@ class GeneEmbedding(GeneTask):
         return terms
 
 
-def _members(
+def _find_members(
     context: Context,
     path: Path,
     sets: Mapping[str, list[str]],

@@ -229,7 +229,7 @@ class Transfer(Task):
             reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
             raise Skipped(reason, numbers)
         predictions = self._predict(context, compared)
-        return _result(predictions, numbers, ids)
+        return _tabulate_predictions(predictions, numbers, ids)
 
     def _read_cells(self, context: Context) -> ComparedCells:
         """Fitted cells, and tested cells without copies of them."""
@@ -315,7 +315,9 @@ def _are_ids(groups: list[CellGroup]) -> bool:
     return True
 
 
-def _result(predictions: ClassPredictions, numbers: dict[str, Any], ids: bool) -> TaskResult:
+def _tabulate_predictions(
+    predictions: ClassPredictions, numbers: dict[str, Any], ids: bool
+) -> TaskResult:
     columns: list[ScoreColumn] = []
     steps: list[ScoreColumn] = []
     confusion = None

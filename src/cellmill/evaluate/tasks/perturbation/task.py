@@ -145,7 +145,7 @@ class Perturbation(Task):
             except Skipped:
                 continue
             folds = list(held.folds())
-            numbers |= self._numbers(held, folds)
+            numbers |= self._describe_units(held, folds)
             if not folds:
                 continue
             for metric, scores in self._score(held, folds).items():
@@ -177,10 +177,10 @@ class Perturbation(Task):
         )
 
     def _compare_informed(self, columns: list[ScoreColumn]) -> tuple[list[Difference], list[str]]:
-        """Differences of `_informed` methods to the mean, and a sentence on the best method of each
-        source.
+        """Differences of methods with informed sources to the mean, and a sentence on the best
+        method of each source.
         """
-        informed = [method.features for method in self._informed()]
+        informed = [method.features for method in self._list_informed()]
         differences = []
         notes = []
         for column in columns:
@@ -192,11 +192,11 @@ class Perturbation(Task):
                 notes.append(column.compare(column.best(methods), MEAN).sentence)
         return differences, notes
 
-    def _informed(self) -> list[ScoredMethod]:
+    def _list_informed(self) -> list[ScoredMethod]:
         """Sources of gene vectors that are compared with the mean: controls and files."""
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
-    def _numbers(self, held: HeldOut, folds: list[Split]) -> dict[str, Any]:
+    def _describe_units(self, held: HeldOut, folds: list[Split]) -> dict[str, Any]:
         role = held.role
         tested = np.unique(np.concatenate([np.array([], np.int64), *(fold.test for fold in folds)]))
         genes = dict(zip(held.perturbation, held.genes))
@@ -214,7 +214,7 @@ class Perturbation(Task):
             reason = seen if not held.unseen.any() and len(held.group) else few
             numbers[f"{role}_no_folds"] = f"held out {role}: {reason}"
         if role == "perturbation":
-            for source in self._informed():
+            for source in self._list_informed():
                 has_vector = np.isfinite(held.features[source]).all(1)
                 n = np.unique(held.perturbation[has_vector]).size
                 numbers[f"perturbation_perturbations_with_{source.name}"] = n
