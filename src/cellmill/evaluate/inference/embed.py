@@ -115,35 +115,33 @@ def tokenize_blocks(
     tokens: Tokens,
     chosen: np.ndarray | None = None,
     totals: np.ndarray | None = None,
-    counted: bool = False,
+    with_counts: bool = False,
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> Iterator[Batch]:
     """Tokens of the cells where `chosen` (bool, `(n_obs,)`; None takes all) is True, one block of
     `rows` at a time.
 
     `Batch.cells` are indices of rows. Cells without a known gene are left out. `totals` (two int64)
-    gains the chosen cells' counts on known genes, and all their counts. `counted` batches have the
-    counts of their tokens; `per_cell` has further fields, such as levels, for all cells of the file.
+    gains the chosen cells' counts on known genes, and all their counts. With `with_counts`, batches
+    have the counts of their tokens; `per_cell` has further fields, such as levels, for all cells of
+    the file.
     """
     inverse = inverse_medians(vocabulary.medians)
-    first = 0
+    block_start = 0
     tokenizer = CellTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     for raw in rows:
         n = raw.shape[0]
-        kept = np.arange(n) if chosen is None else np.flatnonzero(chosen[first : first + n])
-        cells = kept + first
-        first = first + n
+        kept = np.arange(n)
+        if chosen is not None:
+            kept = np.flatnonzero(chosen[block_start : block_start + n])
+        cells = kept + block_start
+        block_start = block_start + n
         if not len(kept):
             continue
         raw = raw[kept] if len(kept) < n else raw
         block = raw if columns.ordered else select_columns(raw, columns.target, vocabulary.n_genes)
-        if totals is not None and columns.ordered:
-            totals += raw.nnz
-        elif totals is not None:
-            measured = (
-                raw.data if columns.measured.all() else raw.data[columns.measured[raw.indices]]
-            )
-            totals += block.data.sum(dtype=np.int64), measured.sum(dtype=np.int64)
+        if totals is not None:
+            totals += _sum_counts(raw, block, columns)
         nonempty = np.diff(block.indptr) > 0
         block = select_rows(block, nonempty)
         cells = cells[nonempty].astype(np.int64)
@@ -153,7 +151,21 @@ def tokenize_blocks(
             counts = block.data
         else:
             genes, counts = rank_order_rows(starts, block.indices, block.data, inverse)
-        yield tokenizer.batch(genes, counts, starts, cells, counted).with_rows(per_cell)
+        yield tokenizer.batch(genes, counts, starts, cells, with_counts).with_rows(per_cell)
+
+
+def _sum_counts(raw: sp.csr_matrix, block: sp.csr_matrix, columns: GeneColumns) -> np.ndarray:
+    """Sums of the cells' counts on known genes, and of all their counts, (2,) int64; numbers of
+    genes if these are ordered.
+
+    `raw` has the columns of the file, `block` those of the vocabulary.
+    """
+    if columns.ordered:
+        return np.full(2, raw.nnz, np.int64)
+    measured = raw.data
+    if not columns.measured.all():
+        measured = raw.data[columns.measured[raw.indices]]
+    return np.array([block.data.sum(dtype=np.int64), measured.sum(dtype=np.int64)])
 
 
 def embed_cells(

@@ -107,10 +107,9 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
             context.columns,
             model.vocabulary,
             model.tokens,
-            np.isin(np.arange(reader.n_obs), cells),
-            None,
-            objective.config.needs_counts,
-            per_cell,
+            chosen=np.isin(np.arange(reader.n_obs), cells),
+            with_counts=objective.config.needs_counts,
+            per_cell=per_cell,
         )
         for block in blocks:
             for batch in split_batch(block, TOKEN_BUDGET):
