@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from pydantic import ValidationError
 from sklearn.metrics import f1_score
 
+from cellmill import open_cells
 from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import log_normalise
 from cellmill.data.genes.tables import cell_ontology
@@ -36,7 +37,7 @@ class Datasets:
 
     def __init__(self, corpus: dict[str, Path]) -> None:
         self.files = corpus
-        cells = ad.read_h5ad(self.files["cells"])
+        cells = open_cells(self.files["cells"])
         cells.obs["type_id"] = np.array(IDS)[cells.obs["cell_type"].cat.codes]
         self.cells = {"one": cells[:200].copy(), "two": cells[200:400].copy()}
 
