@@ -23,7 +23,7 @@ MAX_CELLS = 10_000
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledCells:
     """Labelled cells that are used, and the numbers of the others."""
 
     cells: np.ndarray  # indices of the cells, ascending; int64
@@ -46,7 +46,7 @@ class Labelled:
 
 def labelled_cells(
     context: Context, task: str, min_cells: int, needed_by: str, max_cells: int = MAX_CELLS
-) -> Labelled:
+) -> LabelledCells:
     """Evaluated cells of classes with at least `min_cells` cells, which are printed.
 
     `needed_by` is the option that needs so many cells. Raises Skipped for fewer than two such
@@ -92,7 +92,7 @@ def _list_first(classes: dict[str, int]) -> str:
 
 def choose_cells(
     labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_CELLS
-) -> Labelled:
+) -> LabelledCells:
     """The labelled cells of classes with at least `min_cells` cells."""
     text = text_values(labels)
     missing = labels.isna().to_numpy()
@@ -100,7 +100,7 @@ def choose_cells(
     drawn = draw_cells(known, max_cells, seed, 0)
     counts = tally(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= min_cells], dtype=np.int64)
-    return Labelled(
+    return LabelledCells(
         cells=kept,
         labels=text[kept].astype(str),
         classes={name: n for name, n in counts.items() if n >= min_cells},

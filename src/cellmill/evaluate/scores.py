@@ -167,7 +167,7 @@ class ScoreColumn:
     """Scores of all methods by one metric under one condition."""
 
     heading: str
-    metric: str  # in words, as verdicts name it
+    metric_name: str  # in words, as verdicts have it
     scores: Arrays  # as `cell_scores` returns them
     lower_is_better: bool = False
     n_units: int | None = None  # independent units, unless these are the columns of `scores`
@@ -196,7 +196,7 @@ class ScoreColumn:
         return compare(
             method.name,
             other.name,
-            self.metric,
+            self.metric_name,
             estimate.mean,
             (estimate.low, estimate.high),
             self.lower_is_better,
@@ -287,13 +287,13 @@ class ClassPredictions:
         """Class number of each cell."""
         return np.searchsorted(self.classes, self.labels)
 
-    def column(self, condition: str, metric: str, heading: str, words: str) -> ScoreColumn:
-        """Scores by `metric`: accuracy, macro_f1 or weighted_f1."""
+    def column(self, condition: str, metric: str, heading: str, metric_name: str) -> ScoreColumn:
+        """Scores by `metric`: accuracy, macro_f1 or weighted_f1; verdicts call it `metric_name`."""
         methods = self.by_condition[condition]
         scores = {
             method: cell_scores(metric, self.truth, numbers) for method, numbers in methods.items()
         }
-        return self._with_gap(ScoreColumn(heading, words, scores), metric, methods)
+        return self._with_gap(ScoreColumn(heading, metric_name, scores), metric, methods)
 
     def _with_gap(self, column: ScoreColumn, metric: str, methods: Arrays) -> ScoreColumn:
         """The column with the trivial methods and the ceiling; without these if there is no ceiling

@@ -271,7 +271,7 @@ class Agreement(NamedTuple):
             n_rejected=int((among & pd.isna(predicted)).sum()),
         )
 
-    def words(self) -> str:
+    def describe(self) -> str:
         rejected = f", {self.n_rejected:,} rejected" if self.n_rejected else ""
         return f"{self.n_right:,} of {self.n_cells:,} ({self.n_right / self.n_cells:.3f}{rejected})"
 
@@ -290,7 +290,10 @@ def compare_labels(
         return {}, []
     if seen.cells is None:
         every = Agreement.tally(given, predicted, compared)
-        line = f"{column}: {every.words()} as in the file, no accuracy: unknown whether the model was trained on them"
+        line = (
+            f"{column}: {every.describe()} as in the file, no accuracy: unknown whether the model was "
+            "trained on them"
+        )
         return {}, [f"{line} ({seen.unknown})"]
     unseen = Agreement.tally(given, predicted, compared & ~seen.cells)
     trained = Agreement.tally(given, predicted, compared & seen.cells)
@@ -303,10 +306,10 @@ def compare_labels(
         numbers["accuracy"] = unseen.n_right / unseen.n_cells
         note = f"; {seen.unknown}" if seen.unknown else ""
         lines.append(
-            f"{column}: accuracy on cells that the model was not trained on: {unseen.words()}{note}"
+            f"{column}: accuracy on cells that the model was not trained on: {unseen.describe()}{note}"
         )
     if trained.n_cells:
         lines.append(
-            f"{column}: no accuracy, cells of its training or validation: {trained.words()} as in the file"
+            f"{column}: no accuracy, cells of its training or validation: {trained.describe()} as in the file"
         )
     return numbers, lines

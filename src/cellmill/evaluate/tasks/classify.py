@@ -72,7 +72,8 @@ class Probe(Task):
             predictions, features, splits, config.neighbors, context, with_baselines=True
         )
         columns = [
-            predictions.column("", metric, metric, words) for metric, words in METRICS.items()
+            predictions.column("", metric, metric, metric_name)
+            for metric, metric_name in METRICS.items()
         ]
         numbers = chosen.numbers | {
             "folds": options.folds,

@@ -323,13 +323,13 @@ class Imputation(Task):
                 total[0, prediction.repetition, units] += np.nan_to_num(unit_scores)
                 total[1, prediction.repetition, units] += np.isfinite(unit_scores)
         columns = []
-        for metric, words in METRICS.items():
+        for metric, metric_name in METRICS.items():
             means = {}
             for method, (sums, n_scores) in totals[metric].items():
                 if n_scores.any():
                     means[method] = divide(sums, n_scores)
             if means:
-                columns.append(ScoreColumn(metric, words, means))
+                columns.append(ScoreColumn(metric, metric_name, means))
         return columns
 
     def _predict(

@@ -323,7 +323,8 @@ def _tabulate_predictions(
     confusion = None
     if KNOWN in predictions.by_condition:
         columns += [
-            predictions.column(KNOWN, metric, metric, words) for metric, words in METRICS.items()
+            predictions.column(KNOWN, metric, metric, metric_name)
+            for metric, metric_name in METRICS.items()
         ]
         confusion = predictions.confusion(KNOWN, columns[0].best_model())
     if ids:

@@ -158,7 +158,7 @@ class Perturbation(Task):
                     for method, values in scores.items()
                     if method.kind == "ceiling" and np.isfinite(values).any()
                 }
-                ceilings.append(ScoreColumn(column.heading, column.metric, ceiling_scores))
+                ceilings.append(ScoreColumn(column.heading, column.metric_name, ceiling_scores))
         if not columns:
             reasons = [str(value) for key, value in numbers.items() if key.endswith("no_folds")]
             raise Skipped("; ".join(reasons) or "no stratum has enough controls", numbers)
