@@ -10,6 +10,8 @@ from cellmill.report.tables import to_words
 from cellmill.runs.folder import COLLAPSED
 from cellmill.runs.results import Evaluation, TaskResult
 
+TENSOR_MEMORY = "peak tensor memory per rank, GB"
+PROCESS_MEMORY = "peak process memory, libraries included, GB"
 CURVES = {
     "effective_rank": "effective rank of the embedding",
     "lr": "learning rate",
@@ -17,8 +19,8 @@ CURVES = {
     "cells_per_s": "cells per second",
     "data_wait_frac": "fraction of time waiting for data",
     "mfu": "model FLOPs utilisation",
-    "peak_allocated_gb": "peak tensor memory per rank, GB",
-    "peak_resident_gb": "peak process memory, libraries included, GB",
+    "peak_allocated_gb": TENSOR_MEMORY,
+    "peak_resident_gb": PROCESS_MEMORY,
     "gpu_busy_frac": "use of the busiest GPU",
     "depth_r2": "R² of log depth from the embedding",
     "batch_r2": "share of the embedding explained by the batch",
@@ -77,8 +79,8 @@ def compare_with_plan(run: ReportedRun) -> list[Quantity]:
     quantities = [
         Quantity("steps", plan.get("steps"), status.get("step")),
         Quantity("hours", plan.get("hours"), None if wall_s is None else wall_s / 3600),
-        Quantity("peak tensor memory per rank, GB", planned_gb, tensors_gb),
-        Quantity("peak process memory, libraries included, GB", None, process_gb),
+        Quantity(TENSOR_MEMORY, planned_gb, tensors_gb),
+        Quantity(PROCESS_MEMORY, None, process_gb),
         Quantity("rank with the peak memory", None, fullest_rank),
         Quantity("steps skipped as not finite", None, status.get("skipped_steps")),
         Quantity("cells, all epochs", plan.get("cells_seen"), status.get("cells")),
@@ -155,15 +157,15 @@ def draw_checkpoints(run: ReportedRun, dataset: str) -> Iterator[Figure]:
 
     The last point is the export's. The baseline, a line, is the best one in the export's table.
     """
-    if (
-        not run.checkpoint_evaluations
-        or run.evaluation is None
-        or run.evaluation.model.get("step") is None
-    ):
+    exported = run.evaluation
+    if exported is None or not run.checkpoint_evaluations:
         return
-    by_step = {**run.checkpoint_evaluations, run.evaluation.model["step"]: run.evaluation}
+    exported_step = exported.model.get("step")
+    if exported_step is None:
+        return
+    by_step = {**run.checkpoint_evaluations, exported_step: exported}
     evaluations = dict(sorted(by_step.items()))
-    for task, final in run.evaluation.datasets[dataset].tasks.items():
+    for task, final in exported.datasets[dataset].tasks.items():
         if final.metric is None:
             continue
         series = _scores_by_method(evaluations, dataset, task, final)
