@@ -223,19 +223,13 @@ class MaskedValue(MaskedObjective):
         values = batch.values
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
-        donors = mask.visible.nonzero().flatten()  # `(donors,)`: tokens, cell after cell
-        n_donors = torch.bincount(mask.cell[donors], minlength=len(batch.lengths))  # `(C,)`
-        first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
+        n_donors = torch.bincount(mask.cell[mask.visible], minlength=len(batch.lengths))  # `(C,)`
         # a cell without a visible token has its random tokens hidden
         has_donor = (n_donors > 0)[mask.cell]
         hidden = mask.hidden | (mask.random & ~has_donor)
         random = mask.random & has_donor
-        # donor of each random token: a random visible token of its cell
-        cell = mask.cell[random]
-        draws = keyed_bits(mask.keys[random], DrawKey.CONTENT)
-        chosen = donors[first_donor[cell] + draws % n_donors[cell]]
         shown = values.masked_fill(hidden, 0)
-        shown[random] = values[chosen]
+        shown[random] = values[_choose_donors(mask, random, n_donors)]
         return {"values": shown, "value_hidden": hidden}
 
     def _renormalize(self, batch: Batch, visible: Tensor) -> Tensor:
@@ -297,6 +291,18 @@ class MaskedValue(MaskedObjective):
     @property
     def _is_class(self) -> bool:
         return self.tokens.value_kind == "class"
+
+
+def _choose_donors(mask: Mask, random: Tensor, n_donors: Tensor) -> Tensor:
+    """`(random,)` int64: a random visible token of the cell of each token that is `random`.
+
+    `n_donors` `(C,)` is the number of visible tokens of each cell.
+    """
+    donors = mask.visible.nonzero().flatten()  # tokens, cell after cell
+    first_donor = n_donors.cumsum(0) - n_donors  # `(C,)`: index in `donors`
+    cell = mask.cell[random]
+    draws = keyed_bits(mask.keys[random], DrawKey.CONTENT)
+    return donors[first_donor[cell] + draws % n_donors[cell]]
 
 
 def _correlate(x: np.ndarray, y: np.ndarray) -> float | None:
