@@ -21,7 +21,7 @@ from cellmill.data.inputs import anndata_files, fasta, mtx, soma, tenx_loom
 from cellmill.data.inputs.containers import split_part
 from cellmill.data.inputs.derived.grouped import MODES, choose_mode, group_probes, is_split
 from cellmill.data.inputs.h5 import open_h5, reading
-from cellmill.data.inputs.h5_walk import check_walk, is_hdf5
+from cellmill.data.inputs.h5_walk import check_walk, is_hdf5, open_without_locks
 from cellmill.data.inputs.matrices import size_problem
 from cellmill.data.inputs.reader import CountsReader, keep_apart
 from cellmill.data.inputs.source import CountSource, DeclaredNames, Format
@@ -201,9 +201,7 @@ def declared_names(path: Path) -> Iterator[DeclaredNames | None]:
     """
     with ExitStack() as stack:
         try:
-            file = (
-                stack.enter_context(h5py.File(path, "r", locking=False)) if is_hdf5(path) else None
-            )
+            file = stack.enter_context(open_without_locks(path)) if is_hdf5(path) else None
             names = _format_of(path, file).names(path, file) if path.exists() else None
         except Exception:  # the stage reports a damaged file
             names = None

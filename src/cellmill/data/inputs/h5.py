@@ -22,6 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from cellmill.data.arrays import plain_text
+from cellmill.data.inputs.h5_walk import open_without_locks
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path, named_errors, require_file
 
@@ -40,8 +41,7 @@ def open_h5(path: Path, remedy: str = "") -> h5py.File:
     then = f"; {remedy}" if remedy else ""
     try:
         require_file(path)
-        # only read: a lock is not needed, and some file systems have none
-        return h5py.File(path, "r", locking=False)
+        return open_without_locks(path)
     except DataError as error:
         fault = str(error)
     except OSError as error:

@@ -6,6 +6,7 @@ opening reads, attributes, sizes and text, no counts. The limit is on its CPU ti
 not taken for a damaged file.
 """
 
+import errno
 import os
 import resource
 import signal
@@ -21,6 +22,8 @@ import h5py
 
 from cellmill.errors import DataError
 
+# errors of flock where a file system has none; 524 is ENOTSUPP of the kernel, as NFS returns it
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, 524)
 LIMIT_S = 8  # of CPU time for one file; 10,000 objects take 1 s
 _MOST_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
 _known: set[tuple[str, int, int]] = set()  # files that this process has had walked
@@ -95,8 +98,22 @@ def _walk(path: bytes) -> None:
                         seen.add(address)
                         visit(item[name])
 
-    with suppress(Exception), h5py.File(path, "r", locking=False) as file:
+    with suppress(Exception), open_without_locks(path) as file:
         visit(file)
+
+
+def open_without_locks(path: Path | bytes) -> h5py.File:
+    """Open a file for reading, without a lock if its file system has none.
+
+    Where there are locks HDF5 takes one, as other programs do: it refuses a file that one process
+    opens in both ways. Raises OSError.
+    """
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return h5py.File(path, "r", locking=False)
 
 
 def main() -> None:
