@@ -68,6 +68,14 @@ class CompiledLoops:
             pool.shutdown(wait=False)
         return loading.result() if loading.done() else None
 
+    def expect(self, n_values: int) -> None:
+        """Announce values that will be packed or unpacked, and wait for the loops if these are
+        worth it: numpy would take longer.
+        """
+        self.get(n_values)
+        if self._loading is not None:
+            self._loading.result()
+
 
 def load_loops() -> Any:
     """Import the modules of loops as one, which compiles them for some seconds if they are not in

@@ -25,6 +25,7 @@ from cellmill.data.arrays import inverse_medians
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.inputs.h5 import count_dtype, open_h5
 from cellmill.data.inputs.packed_cells import PACKED, locate, open_packed, write_packed
+from cellmill.data.packing import codec
 from cellmill.data.packing.rank_order import RankOrder
 from cellmill.data.packing.row_file import OpenFiles, RowFile
 from cellmill.data.rows import row_offsets
@@ -149,6 +150,8 @@ def write_part(
         files = OpenFiles()
         sources = [open_packed(paths[name], files) for name in plan.datasets]
         writer = _Writer(plan, sources, vocabulary, folder)
+        n_values = sum(int(plan.cells(place)["nnz"].sum(dtype=np.int64)) for place in missing)
+        codec.COMPILED.expect(n_values)
         n_cells = sum(place.n_obs for place in missing)
         for place in progress(missing, "shard", n_cells, size=attrgetter("n_obs")):
             writer.write(place)
