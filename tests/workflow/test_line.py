@@ -356,11 +356,12 @@ def test_a_run_may_start_from_a_model_folder(
 def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> None:
     for package in ("scib-metrics", "cz-benchmarks"):
         target = f"results/runs/tiny/bridges/sim.{package}.json"
-        assert project.jobs(target) == dict.fromkeys([*CORPUS, *RUN, package.replace("-", "_")], 1)
+        stages = [*CORPUS, *RUN, "unpack", package.replace("-", "_")]
+        assert project.jobs(target) == dict.fromkeys(stages, 1)
     target = "results/runs/tiny/bridges/sim.scib-metrics.json"
     shown = project.snakemake("-n", "-p", target).stdout
     assert re.search(
-        r"Shell command: python \S+/workflow/bridges/scib_bridge\.py --cells results/corpora/sim/cells/sim\.h5ad "
+        r"Shell command: python \S+/workflow/bridges/scib_bridge\.py --cells results/corpora/sim/unpacked/sim\.h5ad "
         r"--embedding results/runs/tiny/embeddings/sim\.h5ad --metrics results/runs/tiny/evaluate/metrics\.json "
         r"--umap results/runs/tiny/evaluate/umap\.tsv --label cell_type --out " + re.escape(target),
         shown,
