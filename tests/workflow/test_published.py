@@ -221,7 +221,7 @@ def check_run(folder: Path, kind: str) -> None:
     assert (rows < 0).sum() == 5
     np.testing.assert_array_equal(ours.medians[rows >= 0], theirs.medians[rows[rows >= 0]])
     found = ad.read_h5ad(run / "predictions" / "query.h5ad")
-    query = ad.read_h5ad(folder / "results" / "corpora" / kind / "cells" / "query.h5ad")
+    query = cellmill.open_cells(folder / "results" / "corpora" / kind / "cells" / "query.h5ad")
     predicted = cellmill.load(run / "model").predict(query)
     np.testing.assert_array_equal(found.obs["cellmill_label"], predicted.labels)
     rows = json.loads((run / "evaluate" / "metrics.json").read_text())["datasets"]["labelled"][
@@ -233,7 +233,9 @@ def check_run(folder: Path, kind: str) -> None:
     [made] = (folder / "results" / "corpora" / kind / "external" / "as-published").glob(
         "labelled-*.h5ad"
     )
-    labelled = ad.read_h5ad(folder / "results" / "corpora" / kind / "cells" / "labelled.h5ad")
+    labelled = cellmill.open_cells(
+        folder / "results" / "corpora" / kind / "cells" / "labelled.h5ad"
+    )
     as_published = cellmill.load(folder / "by hand" / kind).embed(labelled)
     np.testing.assert_allclose(
         ad.read_h5ad(made).obsm["X_cellmill"], as_published, rtol=0, atol=1e-5
