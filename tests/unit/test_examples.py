@@ -215,20 +215,18 @@ def test_the_example_predicts_with_a_trained_model(
     path: Path, run: str, runs: Runs, tmp_path: Path
 ) -> None:
     trained = runs.train(path, run)
-    losses = [line["loss"] for line in trained.metric_lines if "loss" in line]
+    losses = [line["loss"] for line in trained.lines if "loss" in line]
     assert len(losses) >= 2
     assert losses[0] != losses[1]
     assert all(
         math.isfinite(value)
-        for line in trained.metric_lines
+        for line in trained.lines
         for key, value in line.items()
         if "loss" in key
     )
-    assert any("val_loss" in line for line in trained.metric_lines)
+    assert any("val_loss" in line for line in trained.lines)
     if trained.options["stream"]["weight_by"] == "cell_type":
-        shares = [
-            line["labelled_frac_classification"] for line in trained.metric_lines if "loss" in line
-        ]
+        shares = [line["labelled_frac_classification"] for line in trained.lines if "loss" in line]
         assert shares == pytest.approx(len(shares) * [0.5], abs=0.25)
     if trained.init_from is not None:
         theirs = load_file(trained.init_from / "model.safetensors")

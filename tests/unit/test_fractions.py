@@ -188,7 +188,7 @@ def test_the_rule_is_recorded_with_the_cells(
         printed = capsys.readouterr().out
         if rule == "round":  # nothing was rounded
             assert "counts_rule" not in source
-            assert made.uns == {"cellmill": {}} or made.uns == {}
+            assert "cellmill" not in made.uns
             assert "rounded" not in printed
             continue
         assert (source["counts_rule"], source["n_rounded"]) == ("stochastic", n_rounded)
