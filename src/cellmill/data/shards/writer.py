@@ -150,8 +150,6 @@ def write_part(
         files = OpenFiles()
         sources = [open_packed(paths[name], files) for name in plan.datasets]
         writer = _Writer(plan, sources, vocabulary, folder)
-        n_values = sum(int(plan.cells(place)["nnz"].sum(dtype=np.int64)) for place in missing)
-        codec.COMPILED.expect(n_values)
         n_cells = sum(place.n_obs for place in missing)
         for place in progress(missing, "shard", n_cells, size=attrgetter("n_obs")):
             writer.write(place)
@@ -209,6 +207,7 @@ class _Writer:
         remove_incomplete(path)
         obs = plan.obs.frame(cells["dataset"], cells["row"])
         nnz = int(cells["nnz"].sum(dtype=np.int64))
+        codec.COMPILED.expect(nnz)
         dtype = count_dtype(int(cells["largest"].max()))
         content = hashlib.sha256("\n".join(obs.index).encode())
         with atomic_path(path) as temporary:
