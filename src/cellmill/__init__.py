@@ -45,7 +45,7 @@ def open_cells(path: Path | str, rows: Any = None) -> Any:
 
     >>> cellmill.open_cells("results/corpora/pbmc/shards/train-00000.h5ad", rows=[5, 3])
 
-    `rows` are row numbers, `(cells,)`; all without it. Only the blocks of these rows are read. Genes
+    `rows` are row numbers, `(cells,)`; all without it. Only the bytes of these rows are read. Genes
     ascend within a cell. Raises errors.DataError when the file is damaged or has no such row.
     """
     return importlib.import_module("cellmill.data.prepare.unpack").read_cells(Path(path), rows)

@@ -29,6 +29,8 @@ from cellmill.files import atomic_path, named_errors, require_file
 if TYPE_CHECKING:
     import pandas as pd
 
+UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
+"""Errors that libraries raise for a damaged header."""
 _GZIP = b"\x1f\x8b"  # first bytes of a gzip file
 ALIGNMENT = 4096  # bytes; for direct I/O and page-aligned preads
 _MAPPINGS = ("layers", "obsm", "obsp", "varm", "varp", "uns")

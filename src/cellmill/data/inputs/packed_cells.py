@@ -30,7 +30,15 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.data.inputs.h5 import create_h5, decode, one_line, open_h5, write_frames
+from cellmill.data.inputs.h5 import (
+    UNREADABLE,
+    create_h5,
+    decode,
+    one_line,
+    open_h5,
+    write_frames,
+)
+from cellmill.data.inputs.h5_walk import is_hdf5
 from cellmill.data.inputs.matrices import StoredMatrix
 from cellmill.data.packing.cells import CellKind, Order
 from cellmill.data.packing.codec import pack_parts
@@ -46,8 +54,6 @@ if TYPE_CHECKING:
 PACKED = "uns/packed"
 REMEDY = "run preprocess again"
 _COPIED = 8 << 20  # bytes copied at a time
-# raised by libraries for a damaged header
-_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
 @dataclass
@@ -174,7 +180,7 @@ def open_packed(path: Path, files: OpenFiles) -> RowFile:
 
 def is_packed(path: Path) -> bool:
     """True for an HDF5 file of packed cells."""
-    if not h5py.is_hdf5(path):
+    if not is_hdf5(path):
         return False
     with open_h5(path) as file:
         return PACKED in file
@@ -209,7 +215,7 @@ def find_packed(path: Path, file: h5py.File, files: OpenFiles) -> RowFile:
             files=files,
             remedy=REMEDY,
         )
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise DataError(
             f"{path}: not cells that preprocess wrote: {one_line(error)}; {REMEDY}"
         ) from None

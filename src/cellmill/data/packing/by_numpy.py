@@ -137,7 +137,7 @@ def unpack_parts(
     """
     n_groups = -(-n_values // GROUP)
     if (sizes < 2 * n_groups).any():
-        raise ValueError("a block has too few bytes for its cells")
+        raise ValueError("a part has too few bytes for its groups")
     # part of each group, its number in the part, and its values
     first_group = row_offsets(n_groups)
     part = np.repeat(np.arange(len(starts)), n_groups)
@@ -158,7 +158,7 @@ def unpack_parts(
     patches_of_part = np.diff(patches[first_group])
     needed = bytes_of_part + PATCH_BYTES * patches_of_part + 2 * n_groups
     if not is_possible.all() or (sizes != aligned(needed)).any():
-        raise ValueError("a block has other bytes than its groups say")
+        raise ValueError("a part has other bytes than its groups say")
     in_part = plane_bytes[:-1] - plane_bytes[first_group][part]
     first_word = (starts[part] + in_part) // 2
     words = memory.view("<u2")

@@ -1,4 +1,4 @@
-"""Layout of a part: the genes, or the counts, of a block of cells in few bits.
+"""Layout of a part: the genes, or the counts, of a cell in few bits.
 
 Values are packed in groups of 256. A group has a width of bits; its few larger values are patched:
 the packed value has their lower bits, a patch the bits above. This is PFOR (Zukowski et al., ICDE

@@ -18,7 +18,7 @@ from cellmill.errors import DataError
 def read_cells(path: Path, rows: Sequence[int] | np.ndarray | None = None) -> ad.AnnData:
     """Cells of a shard, or of a file that preprocess wrote, with counts as CSR; all without `rows`.
 
-    Only the blocks of these rows are read. Genes ascend in a row; sequences keep their order.
+    Only the bytes of these rows are read. Genes ascend in a row; sequences keep their order.
     Raises DataError when the file is damaged, or for a row that it does not have.
     """
     packed = open_packed(path, OpenFiles())
@@ -31,7 +31,7 @@ def read_cells(path: Path, rows: Sequence[int] | np.ndarray | None = None) -> ad
     starts = row_offsets(lengths)
     genes = np.empty(starts[-1], np.int32)
     counts = np.empty(starts[-1], packed.kind.dtype)
-    ascending = np.argsort(chosen, kind="stable")  # so that no block is read twice
+    ascending = np.argsort(chosen, kind="stable")  # rows that stand together are read at once
     packed.read_rows(chosen[ascending], starts[:-1][ascending], genes, counts)
     packed.close()
     x = sp.csr_matrix((counts, genes, starts), shape=(len(chosen), packed.kind.n_genes))

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from cellmill.data.inputs.h5 import one_line, open_h5, read_texts
+from cellmill.data.inputs.h5 import UNREADABLE, one_line, open_h5, read_texts
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.row_file import OpenFiles, Place, RowFile
 from cellmill.data.rows import row_offsets
@@ -13,9 +13,6 @@ from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
 from cellmill.data.shards.manifest import REMEDY, Manifest
 from cellmill.errors import DataError
-
-# raised by libraries for a damaged header
-_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
 def open_shards(manifest: Manifest, split: str, copies: LocalCopies | None = None) -> list[RowFile]:
@@ -67,5 +64,5 @@ def _read_frame(path: Path, axis: Literal["obs", "var"], column: str | None) -> 
             if column is not None:
                 return np.asarray(file[axis][column][:])
             return read_texts(file[axis][file[axis].attrs["_index"]])
-    except (*_UNREADABLE, OSError) as error:
+    except (*UNREADABLE, OSError) as error:
         raise DataError(f"{path}: its {axis} cannot be read: {one_line(error)}; {REMEDY}") from None
