@@ -522,6 +522,7 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     whole = Imputation(named).run(replace(context, roles={"batch": batch}))
     assert whole.figures["hidden_genes"] == 6
     assert (whole.figures["folds_of"], whole.figures["folds"]) == ("batch", 3)
+    assert whole.lower_is_better == ["MSE"]
     assert len(whole.rows[0].scores["MSE"].repetitions) == 3
     assert "not hidden, unknown or too rare: NOTHING" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"imputation\.genes: 0 of 1 are genes of the model"):

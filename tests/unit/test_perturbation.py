@@ -205,6 +205,7 @@ def test_only_what_the_model_has_not_seen_is_tested(screen: Context) -> None:
         if row.method.kind == "baseline":
             errors[row.method.name] = row.scores["MAE, new perturbation"].mean
     assert errors[error.against] == min(errors.values())
+    assert result.lower_is_better == ["MAE, new perturbation"]
     # two perturbations are tested
     assert {verdict.outcome for verdict in result.verdicts} <= {"undecided", "level"}
     json.dumps(result.to_json(), allow_nan=False)

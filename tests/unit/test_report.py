@@ -30,6 +30,7 @@ from reported import (
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
+from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.report import drawing, figures
 from cellmill.report.collect import ReportedRun, read_corpus, read_run
 from cellmill.report.page import render
@@ -284,6 +285,19 @@ def test_wide_tables_mark_the_best_baseline() -> None:
     [comparison] = compare_runs([run])
     assert comparison.lines == [("run", "d", {"embedding": 0.9, "PCA": 0.7, "genes": 0.6})]
     assert "own is level." in page
+
+
+def test_the_baseline_with_the_lowest_error_is_underlined() -> None:
+    draws = np.random.Generator(np.random.Philox(key=2)).normal(0, 0.01, (2, 30))
+    columns = []
+    for heading, means in {"Pearson": (0.6, 0.5, 0.2), "MAE": (0.3, 0.1, 0.4)}.items():
+        scores = dict(zip((OWN, GENES, UNSCALED), [mean + draws for mean in means]))
+        columns.append(ScoreColumn(heading, heading, scores, lower_is_better=heading == "MAE"))
+    run = of_tasks("run", perturbation=tabulate(columns, {}))
+    page = render("r", [run], [])
+    table = page[page.index('id="evaluation"') :]
+    shown = re.findall(r'<td class="n top">([^<]*) <', table)
+    assert shown == [f"{0.5 + draws.mean():.3f}", f"{0.1 + draws.mean():.3f}"]
 
 
 def test_a_figure_uses_the_colours_of_the_page(tmp_path: Path) -> None:

@@ -373,4 +373,9 @@ def tabulate(
         f"{metric} ranks rows by the highest"
     )
     gaps = [column.gap() for column in judged]
-    return TaskResult(figures=numbers, gaps=[gap for gap in gaps if gap is not None], **fields)
+    return TaskResult(
+        figures=numbers,
+        gaps=[gap for gap in gaps if gap is not None],
+        lower_is_better=[column.heading for column in columns if column.lower_is_better],
+        **fields,
+    )

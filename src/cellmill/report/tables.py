@@ -54,14 +54,16 @@ def make_grid(result: TaskResult) -> dict[str, dict[str, Row]]:
 
 
 def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
-    """(name of the row, heading) of the highest baseline of each column of means."""
+    """(name of the row, heading) of the best baseline of each column of means: the lowest in a
+    column of errors, else the highest.
+    """
     baselines = [row for row in result.rows if row.method.kind == "baseline"]
     best = set()
     for column in list_columns(result.rows):
         scored = [row for row in baselines if column.score(row)]
         if scored:
-            highest = max(scored, key=column.value)
-            best.add((highest.method.name, column.heading))
+            choose = min if column.heading in result.lower_is_better else max
+            best.add((choose(scored, key=column.value).method.name, column.heading))
     return best
 
 

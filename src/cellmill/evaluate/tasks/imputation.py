@@ -329,7 +329,8 @@ class Imputation(Task):
                 if n_scores.any():
                     means[method] = divide(sums, n_scores)
             if means:
-                columns.append(ScoreColumn(metric, metric_name, means))
+                is_error = metric == "MSE"
+                columns.append(ScoreColumn(metric, metric_name, means, lower_is_better=is_error))
         return columns
 
     def _predict(
