@@ -29,6 +29,8 @@ from cellmill.data.prepare.obs import choose_obs
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import write_json
+from cellmill.launch.bad_nodes import HOW_TO_LIFT, BadNodes
+from cellmill.launch.queue import Queue
 from cellmill.planner.devices import find_device
 from cellmill.preflight.checks import (
     TRAIN,
@@ -54,8 +56,20 @@ from cellmill.preflight.site import ask_slurm
 CORPORA = Path("results/corpora")
 
 
-def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: float) -> None:
-    """Print the checks and `go`, and write them to `out`/NAME.json. Raise UserError if it is no go."""
+def preflight(
+    *,
+    profile: str,
+    config: Path,
+    out: Path,
+    no_job: bool,
+    wait_min: float,
+    node: str,
+    results: Path,
+) -> None:
+    """Print the checks and `go`, and write them to `out`/NAME.json. Raise UserError if it is no go.
+
+    With `node`, only test that node.
+    """
     if not wait_min > 0:
         raise UserError(f"--wait-min: expected a number of minutes above 0, got {wait_min:g}")
     shown: list[Check] = []
@@ -83,10 +97,15 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     except ConfigError as error:
         problem = str(error)
     runs = pipeline.runs if pipeline else {}
+    names = sorted({run.machine or "" for run in runs.values()} or {""})
+    if node:
+        test_node(node, parsed, names, out, 60 * wait_min, BadNodes(results))
+        return
+    bad_nodes = BadNodes(results)
     facts: dict[str, dict[str, Any]] = {}
     jobs: dict[str, Iterable[Check]] = {}
     # "" for runs that name none
-    for name in sorted({run.machine or "" for run in runs.values()} or {""}):
+    for name in names:
         try:
             machine = parsed.machine(name)
             find_device(parsed.device(name))
@@ -110,7 +129,10 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
             jobs[name] = [doubt("job", "not tried: the profile has to change first")]
         else:  # begins when its checks are shown
             folder = out / name_entry(parsed.name, name)
-            jobs[name] = check_job(machine, parsed.device(name), folder, 60 * wait_min, facts[name])
+            excluded = bad_nodes.excluded(partial(node_states, machine), machine.node_counts[0])
+            jobs[name] = check_job(
+                machine, parsed.device(name), folder, 60 * wait_min, facts[name], excluded
+            )
     if facts:
         if parsed.options.get("executor") == "slurm":
             unused = _unused_stages(pipeline)
@@ -122,7 +144,15 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
                 show([no("stages' Python", str(error))])
         show(check_genes(pipeline) if pipeline else [no("configuration", problem)])
     for name, job in jobs.items():
+        begin = len(shown)
         show(job, name)
+        machine = parsed.machine(name)
+        for check in shown[begin:]:
+            # if more are bad, the cause is elsewhere
+            if machine.launcher == "slurm" and 2 * len(check.nodes) <= machine.node_counts[-1]:
+                for bad in check.nodes:
+                    bad_nodes.add(bad, f"preflight: {check.found}")
+                    print(f"excluding {bad} from new jobs; {HOW_TO_LIFT}", flush=True)
     reasons = len([check for check in shown if check.verdict == "no"])
     answer = {
         "profile": parsed.name,
@@ -137,6 +167,42 @@ def preflight(*, profile: str, config: Path, out: Path, no_job: bool, wait_min: 
     if reasons:
         raise UserError(f"no go: {reasons} {'reason' if reasons == 1 else 'reasons'}")
     print("go", flush=True)
+
+
+def node_states(machine: Machine) -> dict[str, str]:
+    """SLURM's states of the nodes of the machine's partition."""
+    return Queue(machine.poll_s, machine.slurm_cluster).node_states(machine.slurm_partition)
+
+
+def test_node(
+    node: str, profile: Profile, names: list[str], out: Path, wait_s: float, bad_nodes: BadNodes
+) -> None:
+    """Test a node by a job of the first of the profile's machines `names` whose partition has it.
+
+    A node that passes is removed from `bad_nodes`. One that fails is added, and raises UserError.
+    """
+    for name in names:
+        machine = profile.machine(name)
+        if machine.launcher != "slurm" or node not in node_states(machine):
+            continue
+        words = f"{machine.sbatch_options} nodelist={node}"
+        single = machine.model_copy(update={"nodes": "1", "sbatch_options": words})
+        record: dict[str, Any] = {}
+        folder = out / name_entry(profile.name, name)
+        failed = ""
+        for check in check_job(single, profile.device(name), folder, wait_s, record):
+            print(check, flush=True)
+            if check.verdict == "no":
+                failed = failed or check.found
+        if not failed:
+            bad_nodes.lift(node)
+            print(f"{node} passes: new jobs may use it", flush=True)
+            return
+        if "job" not in record:
+            raise UserError(f"{node} was not tested: {failed}")
+        bad_nodes.add(node, f"preflight: {failed}")
+        raise UserError(f"{node} fails: excluded from new jobs")
+    raise UserError(f"--node {node}: profile {profile.name} has no partition with this node")
 
 
 def _unused_stages(pipeline: Workflow | None) -> set[str]:

@@ -11,6 +11,7 @@ from cellmill.commands.run_state import POLL_S, RunState, run_names, train_folde
 from cellmill.config.plugin import in_one_line
 from cellmill.errors import UserError
 from cellmill.files import PROGRESS, read_json, span
+from cellmill.launch.bad_nodes import BadNodes
 from cellmill.launch.follow import how_to_end
 from cellmill.launch.queue import Queue, QueuedJob, explained
 from cellmill.launch.stage_jobs import stage_jobs, stage_lines
@@ -52,6 +53,8 @@ def status(*, runs: list[str], results: Path) -> None:
                 note = f"{name}: unexpected content in a file of {train} ({in_one_line(error)})"
         rows.append(cells)
         notes.append(note)
+    for node in BadNodes(results).all():
+        notes.append(f"excluded from new jobs: {node.text}")
     print(table(rows), *filter(None, notes), *stages, sep="\n")
 
 

@@ -51,6 +51,7 @@ class Tail:
     KILLED = r"^(rank \d+ on \S+ ended with signal \S+)$"  # the message of the agent that saw it
     # SLURM announced the end of the job, as it does before the time limit
     TO_SAVE = "^(SIGUSR2: saving)$"
+    FAILED_LAUNCH = r"^(srun: error: [Tt]ask launch for \S+ failed on node \S+: .*)$"
 
     def __init__(self, path: Path, echo: bool = True) -> None:
         self.path = path

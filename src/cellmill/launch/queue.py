@@ -160,6 +160,16 @@ class Queue:
             return min((start for start in starts if start > time.time()), default=0)
         return 0
 
+    def node_states(self, partition: str) -> dict[str, str]:
+        """States of a partition's nodes by name, as sinfo writes them; empty without an answer."""
+        options = ["-p", partition] if partition else []
+        with suppress(CommandError):
+            answer = ask(self._command("sinfo", "-a", "-h", "-N", *options, "-o", "%N|%T|%P"))
+            rows = re.findall(r"^([^|\n]+)\|(\S+)\|(\S+)\s*$", answer, re.MULTILINE)
+            # the default partition ends with *
+            return {name: state for name, state, its in rows if partition or its.endswith("*")}
+        return {}
+
     def _command(self, program: str, *arguments: str) -> list[str]:
         return [program, *on_cluster(self.cluster, *arguments)]
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from cellmill.config.machine import Machine
 from cellmill.errors import DataError, Stopped, UserError
+from cellmill.files import span
+from cellmill.launch.bad_nodes import HOW_TO_LIFT, KEPT_S, BadNodes, blamed
 from cellmill.launch.follow import (
     TICK_S,
     JobFollower,
@@ -119,6 +121,7 @@ class SlurmLauncher:
         self.folder = folder
         self.machine = machine
         self.watch = FolderWatch(folder.path)
+        self.bad_nodes = BadNodes.of_run(folder.path)
         self.slurm = SlurmJobs(
             Jobs(folder.path), Queue(machine.poll_s, machine.slurm_cluster), machine
         )
@@ -143,7 +146,7 @@ class SlurmLauncher:
             if state.may_be_alive or state.name == NOT_LISTED:
                 return newest
             name = NOT_LISTED if state.name == OTHER_JOB else state.name
-            newest.write_state(name, state.reason, ended=True)
+            self._note_bad_nodes(newest.write_state(name, state.reason, ended=True))
         return self.slurm.find()
 
     def is_gone(self, record: JobRecord) -> bool:
@@ -180,10 +183,12 @@ class SlurmLauncher:
                     )
             for _ in range(self.machine.max_jobs):
                 saved_before = self.folder.saved_step()
-                ended = self._follow(record or self.slurm.submit(job), self.slurm.requests)
+                ended = self._follow(record or self._submit(job), self.slurm.requests)
                 if self.folder.state() == "done":
                     return
-                why = self._why_another(ended)
+                # a second error in a row is not the node's
+                may_move = self._note_bad_nodes(ended) and not fruitless
+                why = self._why_another(ended, may_move)
                 log = Tail(ended.log)
                 if log.last(Tail.REFUSED):
                     record = self._after_claim()
@@ -220,6 +225,30 @@ class SlurmLauncher:
             f"not done after {self.machine.max_jobs} jobs; run the same command to resume, or raise max_jobs "
             "in the profile"
         )
+
+    def _submit(self, job: Callable[[Path], Job]) -> JobRecord:
+        """Submit a job that excludes nodes that have failed. Print which."""
+        self.slurm.excluded = self._excluded()
+        if self.slurm.excluded:
+            nodes = ", ".join(self.slurm.excluded)
+            say(f"excluding {nodes}: failed in the last {span(KEPT_S)} (see status); {HOW_TO_LIFT}")
+        return self.slurm.submit(job)
+
+    def _excluded(self) -> list[str]:
+        return self.bad_nodes.excluded(self._node_states, self.machine.node_counts[0])
+
+    def _node_states(self) -> dict[str, str]:
+        return self.slurm.queue.node_states(self.machine.slurm_partition)
+
+    def _note_bad_nodes(self, ended: JobRecord) -> bool:
+        """Note the nodes that caused the end of a job.
+
+        True if there are any and the next job excludes them.
+        """
+        nodes = blamed(ended, self._node_states)
+        for name, why in nodes.items():
+            self.bad_nodes.add(name, why)
+        return bool(nodes) and nodes.keys() <= {*self._excluded()}
 
     def _after_claim(self) -> JobRecord | None:
         """Wait until no job claims the run, or SLURM has one of its jobs; return that job's record."""
@@ -283,14 +312,19 @@ class SlurmLauncher:
             f"cancelled job {job_id}; saved at step {self.folder.saved_step()}; run the same command to resume"
         )
 
-    def _why_another(self, ended: JobRecord) -> str:
-        """The reason for submitting another job. Raise UserError or Stopped if there is none."""
-        outcome = next(outcome for applies, outcome in self._outcomes(ended) if applies)
+    def _why_another(self, ended: JobRecord, may_move: bool) -> str:
+        """The reason for submitting another job. Raise UserError or Stopped if there is none.
+
+        `may_move`: the next job excludes the nodes that caused the end of this one.
+        """
+        outcome = next(outcome for applies, outcome in self._outcomes(ended, may_move) if applies)
         if isinstance(outcome, UserError):
             raise outcome
         return outcome
 
-    def _outcomes(self, ended: JobRecord) -> Iterator[tuple[object, str | UserError]]:
+    def _outcomes(
+        self, ended: JobRecord, may_move: bool
+    ) -> Iterator[tuple[object, str | UserError]]:
         """Pairs of a test and its outcome, of which the first that applies counts.
 
         The outcome is the reason for another job, or the error that ends the training.
@@ -299,6 +333,7 @@ class SlurmLauncher:
         job = f"job {ended.job_id}"
         source = f"(job {ended.job_id}, log: {ended.log})"
         again = "run the same command to resume"
+        yield may_move and ended.error, f"{job} ended with {ended.state}: {ended.error}"
         yield ended.error, UserError(f"{ended.error} {source}")
         saved = f"saved at step {self.folder.saved_step()}"
         stopped = Stopped(f"{job} was cancelled by `cellmill cancel`; {saved}; {again}")

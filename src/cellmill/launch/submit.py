@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,8 +81,11 @@ def submitting(machine: Machine) -> Iterator[None]:
         yield
 
 
-def sbatch_options(machine: Machine) -> dict[str, str | bool]:
-    """Options of sbatch that request `machine`; True for those without a value."""
+def sbatch_options(machine: Machine, excluded: Sequence[str] = ()) -> dict[str, str | bool]:
+    """Options of sbatch that request `machine`; True for those without a value.
+
+    `excluded` are names of nodes, in addition to those that the profile excludes.
+    """
     options = {key.removeprefix("slurm_"): getattr(machine, key) for key in _SAME_NAME}
     options |= {
         "clusters": machine.slurm_cluster,
@@ -91,6 +94,9 @@ def sbatch_options(machine: Machine) -> dict[str, str | bool]:
         "time": str(machine.runtime),
     }
     more = options_in(machine.sbatch_options)
+    if excluded:
+        theirs = [str(more["exclude"])] if "exclude" in more else []
+        more["exclude"] = ",".join([*theirs, *excluded])
     if not more.keys() & _MEMORY:  # sbatch refuses two
         option = machine.memory_key.replace("_mb", "").replace("_", "-")
         options[option] = f"{machine.memory_mb}M" if machine.memory_mb else "0"
@@ -117,7 +123,7 @@ class _Executor(SlurmExecutor):
         return str(job_id)
 
 
-def _executor(machine: Machine, folder: Path, name: str) -> _Executor:
+def _executor(machine: Machine, folder: Path, name: str, excluded: Sequence[str] = ()) -> _Executor:
     image = shlex.quote(str(Path(machine.container).resolve()))
     python = f"apptainer exec --nv {image} python3" if machine.container else None
     # lines of the batch script before srun: a command that fails ends the job with one line in its
@@ -146,7 +152,7 @@ def _executor(machine: Machine, folder: Path, name: str) -> _Executor:
         stderr_to_stdout=True,
         setup=setup,
         srun_args=[*task, *machine.srun_flags],
-        additional_parameters={"requeue": True, **sbatch_options(machine)},
+        additional_parameters={"requeue": True, **sbatch_options(machine, excluded)},
     )
     return executor
 
@@ -167,6 +173,7 @@ class SlurmJobs:
     machine: Machine
     requests: Requests = field(default_factory=Requests)  # any request ends a wait with Interrupted
     patience_s: float = PATIENCE_S  # longest time without an answer from SLURM
+    excluded: list[str] = field(default_factory=list)  # nodes that new jobs exclude
 
     def alive(self) -> list[QueuedJob]:
         """Jobs of this folder that SLURM has. Waits for an answer; raises UserError if none comes."""
@@ -241,6 +248,12 @@ class SlurmJobs:
             elif quota:
                 deadline = time.monotonic() + self.patience_s
                 line = f"sbatch: {quota[0]}: SLURM accepts no further job of yours until others have ended; waiting"
+            elif self.excluded:
+                say(
+                    f"sbatch: {complaint}; trying again without excluding {', '.join(self.excluded)}"
+                )
+                self.excluded = []
+                continue
             else:
                 raise UserError(
                     f"sbatch refused the job: {complaint}; the request is in the profile, set-resources: train"
@@ -258,7 +271,7 @@ class SlurmJobs:
             # submitted and recorded, or neither; submitit would print errors at each try, `submit`
             # prints them once
             with blocked(), submitting(self.machine), redirect_stderr(io.StringIO()):
-                executor = _executor(self.machine, folder, name)
+                executor = _executor(self.machine, folder, name, self.excluded)
                 job_id = str(executor.submit(run_task, str(task)).job_id)
                 record = JobRecord.of(self.machine, folder, job_id, name, executor.cluster)
                 record.write()
@@ -309,9 +322,16 @@ class End:
 
 
 def run_once(
-    job: Callable[[Path], Job], machine: Machine, folder: Path, keep_open: int, wait_s: float
+    job: Callable[[Path], Job],
+    machine: Machine,
+    folder: Path,
+    keep_open: int,
+    wait_s: float,
+    excluded: Sequence[str] = (),
 ) -> End:
     """Run the job that `job` returns for a folder under `folder`/jobs, by the machine's launcher.
+
+    A submitted job excludes nodes called `excluded`.
 
     Raise UserError if SLURM refuses the job or gives no answer, StillQueued if it waits for more
     than `wait_s`, KeyboardInterrupt if a signal ended it. The caller holds a lock, whose descriptor
@@ -323,7 +343,7 @@ def run_once(
             return End(path, "COMPLETED" if code == 0 else "FAILED")
         with requests() as received:
             queue = Queue(min(machine.poll_s, POLL_S), machine.slurm_cluster)
-            slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S)
+            slurm = SlurmJobs(Jobs(folder), queue, machine, received, ONCE_PATIENCE_S, [*excluded])
             for left in slurm.alive():
                 say(f"cancelling job {left.job_id}, left by an earlier process")
                 cancel_job(left)

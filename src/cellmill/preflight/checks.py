@@ -63,6 +63,7 @@ class Check:
     what: str
     found: str
     remedy: str = ""
+    nodes: tuple[str, ...] = ()  # nodes that a `no` is about
 
     def __str__(self) -> str:
         line = f"{self.verdict:<3} {self.what}: {self.found}"

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from platform import python_version
@@ -63,7 +63,7 @@ def judge_end(end: End, hosts: list[str], complete: bool) -> Check:
         remedy = (
             f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={names}"
         )
-        return no("shared folder", f"{names} {problem}{log}", remedy)
+        return no("shared folder", f"{names} {problem}{log}", remedy, nodes=(*silent,))
     # without SLURM, a profile has no module, container or network that could be wrong
     if end.error:
         remedy = f"{TRAIN} interface, modules or container may be wrong" if end.job_id else ""
@@ -102,6 +102,7 @@ def judge_nodes(machine: Machine, device: str, nodes: Reports, token: str) -> It
             "shared folder",
             f"{', '.join(blind)} did not see a file that this machine had written and fsynced",
             f"work in a folder that every node mounts, or {TRAIN} sbatch_options: exclude={','.join(blind)}",
+            nodes=(*blind,),
         )
     else:  # this machine has read the reports, which shows the other direction
         yield ok("shared folder", f"{_names(nodes)} and this machine read each other's files")
@@ -144,8 +145,9 @@ def judge_version(what: str, nodes: Reports, here: str | None) -> Iterator[Check
         for version, hosts in hosts_by_version.items():
             texts.append(f"{version or 'none'} on {', '.join(hosts)}")
         odd = min(hosts_by_version.values(), key=len)
+        is_minority = 2 * len(odd) < len(nodes)
         remedy = f"{TRAIN} modules or container, or sbatch_options: exclude={','.join(odd)}"
-        yield no(label, "; ".join(texts), remedy)
+        yield no(label, "; ".join(texts), remedy, nodes=(*odd,) if is_minority else ())
         return
     version = nodes[0][what]
     if version is None:
@@ -176,7 +178,8 @@ def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
         if visible < wanted:
             fewer = f"nproc_per_node: {visible}, " if visible else ""
             remedy = f"{TRAIN} gpus_per_node: {wanted}, {fewer}or device: cpu"
-            return no("GPUs", f"{host} shows {visible} to {wanted} processes", remedy)
+            shows = f"{host} shows {visible} to {wanted} processes"
+            return no("GPUs", shows, remedy, nodes=(host,))
     products = sorted(set().union(*(node["gpus"] for node in nodes)))
     fewest = min(len(node["gpus"]) for node in nodes)
     text = f"{fewest} x {' and '.join(products)} on {_names(nodes)}"
@@ -261,7 +264,12 @@ def _names(nodes: Reports) -> str:
 
 
 def check_job(
-    machine: Machine, device: str, folder: Path, wait_s: float, record: dict[str, Any]
+    machine: Machine,
+    device: str,
+    folder: Path,
+    wait_s: float,
+    record: dict[str, Any],
+    excluded: Sequence[str] = (),
 ) -> Iterator[Check]:
     """Run the job of a preflight, then judge. Add the job's end and the nodes' reports to `record`.
 
@@ -306,7 +314,7 @@ def check_job(
         with locked(
             folder, "another preflight of this profile is running ({holder})", wait_s=0
         ) as lock:
-            end = run_once(job, short, folder, lock, wait_s)
+            end = run_once(job, short, folder, lock, wait_s, excluded)
         if end.state in ("COMPLETED", NOT_LISTED):
             settle((end.path / ALLREDUCE).exists, end.path, SETTLE_S, time.sleep)
         look(end.path)
