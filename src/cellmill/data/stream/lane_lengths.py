@@ -13,9 +13,10 @@ import numpy as np
 class LaneLengths:
     """Lengths of the cells of some lanes, from the lengths of each lane's windows, `(cells,)` each.
 
-    `skipped` is the number of cells that each lane leaves out of its first window. Windows of all
-    lanes end at the same step, and looking up 1,024 of them at once took more than a second. So
-    lanes get their next window early and in turn: each step looks up as many cells as it consumes.
+    `skipped` is the number of cells that each lane leaves out of its first window.
+
+    All lanes end their windows at the same step. Looking up the next windows of 1,024 lanes at that
+    step took over a second, so each step looks up about as many cells as it takes, lane after lane.
     """
 
     def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
@@ -29,20 +30,22 @@ class LaneLengths:
         for lane in range(len(windows)):
             self._look_up(lane)
         self._start += np.minimum(np.array(skipped, np.int64), self._stop)
-        self._widen(2 * self._table.shape[1])  # at once: a step would wait for the copy
+        # room for a second window; widened later, a step would wait for the copy
+        self._widen(2 * self._table.shape[1])
 
     def take(self, n: np.ndarray) -> np.ndarray:
         """Lengths of the next `n` cells, `(lanes,)` int64, lane by lane: `(n.sum(),)` int32."""
         self._n_due += int(n.sum())
         while self._n_due > 0:
             n_cells = self._look_up(self._next_lane)
+            # at the end of a lane, look no further ahead
             self._n_due = self._n_due - n_cells if n_cells else 0
             self._next_lane = (self._next_lane + 1) % len(n)
         while (self._stop - self._start < n).any():
             lane = int((self._stop - self._start < n).argmax())
             if not self._look_up(lane):
                 raise IndexError(f"lane {lane} has fewer than {n[lane]} cells left")
-        # lane and column, counted from the lane's start, of each cell taken
+        # for each cell taken: its lane, and its column counted from the lane's start
         columns = np.arange(n.max())
         lanes, column = np.nonzero(columns < n[:, None])
         lengths = self._table[lanes, self._start[lanes] + column]

@@ -3,9 +3,13 @@
 An epoch with repeats has N cells, as any other, but reads some of them several times and others not
 at all. A cell of a level with n cells has the weight `min(max_repeats, s * n ** -exponent)`, with s
 such that all weights add up to N: exponent 0 reads every cell once, 1 every level equally often.
-With `labelled_frac` the L cells with a level have such weights that add up to L, times
-`labelled_frac * N / L`, and the other cells share the rest. Each cell is read the whole part of its
-weight or once more. Which cells are read once more is drawn anew each epoch.
+
+With `labelled_frac` the L cells with a level make up that fraction of the N reads: their weights,
+with L in place of N, are multiplied by `labelled_frac * N / L`. Cells without a level share the
+other reads equally.
+
+A cell of weight w is read floor(w) times or once more. Which cells are read once more is drawn anew
+each epoch.
 """
 
 from dataclasses import dataclass
