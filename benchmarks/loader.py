@@ -357,12 +357,12 @@ def rows_of_steps(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Cells of each step, where their genes start, and their genes and counts."""
     for steps in prefetched:
-        starts, genes, counts = steps.taken.packed.unpack(kind)
+        starts, genes, counts = steps.local.packed.unpack(kind)
         assert counts is not None
         for first, last in pairwise([0, *steps.n_cells[:, 0].cumsum().tolist()]):
             own = slice(starts[first], starts[last])
             own_starts = starts[first : last + 1] - starts[first]
-            yield steps.taken.cells[first:last], own_starts, genes[own], counts[own]
+            yield steps.local.ids[first:last], own_starts, genes[own], counts[own]
 
 
 def open_stream(

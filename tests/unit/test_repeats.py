@@ -16,7 +16,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
+from cellmill.data.stream.order import EpochLayout, epoch_order
 from cellmill.data.stream.repeats import Repeats
 from cellmill.errors import ConfigError, DataError
 
@@ -227,9 +227,9 @@ def test_without_weights_the_order_matches_earlier_versions() -> None:
         stream = StreamOptions(lanes=lanes, block_cells=8, window_blocks=3, equal_steps=equal)
         layout = EpochLayout(shards, stream, 16, seed=5, shuffle=True)
         for epoch in (0, 3):
-            order = Epoch(layout, epoch)
+            order = epoch_order(layout, epoch)
             for lane in range(lanes):
-                for window in range(len(order.borders[lane]) - 1):
+                for window in range(len(order.window_starts[lane]) - 1):
                     runs = order.window_runs(lane, window)
                     for part in (*runs.T, order.window_order(lane, window)):
                         digest.update(part.astype("<i8").tobytes())

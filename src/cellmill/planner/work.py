@@ -84,7 +84,7 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
     multiple = parallel.tp if parallel.sequence_parallel else 1
     micro_batches = count_micro_batches(
         corpus,
-        global_batch=epoch.most_cells,
+        global_batch=epoch.max_step_cells,
         token_budget=train.token_budget,
         dp=sizes.dp,
         min_microbatches=min_microbatches(parallel),
@@ -100,8 +100,8 @@ def measure_work(options: PlanOptions, corpus: CorpusSize, sizes: Layout) -> Wor
     return Work(
         steps=steps,
         steps_per_epoch=epoch.steps_per_epoch,
-        cells_per_step=epoch.most_cells,
-        cells_seen=epochs * n_cells + int(epoch.lanes_before(rest).sum()),
+        cells_per_step=epoch.max_step_cells,
+        cells_seen=epochs * n_cells + int(epoch.cells_before(rest).sum()),
         validations=-(-steps // train.val_every_steps) if corpus.n_validation else 0,
         val_cells=val_cells,
         micro_batches_per_step=float(np.mean(micro_batches.counts)),

@@ -36,8 +36,8 @@ from cellmill.data.stream.batch import (
     empty_batch,
     micro_batches_of_ranks,
 )
-from cellmill.data.stream.order import EpochLayout, epoch_order
-from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, WindowCells
+from cellmill.data.stream.order import Epoch, EpochLayout, epoch_order
+from cellmill.data.stream.prefetch import Prefetch, PrefetchedSteps, StreamCells
 from cellmill.data.stream.repeats import Repeats
 from cellmill.data.stream.tokenizers import CellTokenizer
 from cellmill.errors import ConfigError, DataError
@@ -70,6 +70,19 @@ def read_repeats(
     if stream.labelled_frac is not None and MISSING in names:
         levels = np.where(levels == names.index(MISSING) + 1, 0, levels)
     return Repeats(levels, stream)
+
+
+def _windows_read(
+    order: Epoch, lanes: list[int], first: np.ndarray, last: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """Lane and number of each window of `lanes` with cells from `first` up to `last` of its lane.
+
+    `first` and `last` are `(lanes,)` int64, of all lanes.
+    """
+    for lane in lanes:
+        for window, (start, stop) in enumerate(pairwise(order.window_starts[lane].tolist())):
+            if stop > first[lane] and start < last[lane]:
+                yield lane, window
 
 
 class CellStream:
@@ -278,12 +291,10 @@ class CellStream:
         for epoch in range(step // per_epoch, -(-stop // per_epoch)):
             order = epoch_order(layout, epoch)
             # cells of each lane before the first of these steps in the epoch, and after the last
-            first = layout.lanes_before(max(step - epoch * per_epoch, 0))
-            last = layout.lanes_before(min(stop - epoch * per_epoch, per_epoch))
-            for lane in lanes:
-                for window, (low, high) in enumerate(pairwise(order.borders[lane].tolist())):
-                    if high > first[lane] and low < last[lane]:
-                        shard_numbers.update(order.window_runs(lane, window)[:, 0].tolist())
+            first = layout.cells_before(max(step - epoch * per_epoch, 0))
+            last = layout.cells_before(min(stop - epoch * per_epoch, per_epoch))
+            for lane, window in _windows_read(order, lanes, first, last):
+                shard_numbers.update(order.window_runs(lane, window)[:, 0].tolist())
             if len(shard_numbers) == len(self._sha256):
                 break
         shards = enumerate(self._sha256.items())
@@ -314,12 +325,12 @@ class CellStream:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
-    def _unpack(self, taken: WindowCells) -> Unpacked:
+    def _unpack(self, cells: StreamCells) -> Unpacked:
         """Genes and counts of cells, in rank order where their tokens depend on it."""
         try:
-            unpacked = taken.packed.unpack(self._kind, self._max_genes)
+            unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:
-            [name] = self.names(taken.cells[error.part : error.part + 1])
+            [name] = self.names(cells.ids[error.part : error.part + 1])
             raise DataError(f"{self._manifest}: {name}: damaged: {error}; {REMEDY}") from None
         starts, genes, counts = unpacked
         if self._rank_order is not None and counts is not None:
@@ -356,13 +367,13 @@ class CellStream:
             n_filled.append(len(borders_in_step) - 1)
         # tokenize several micro-batches at once, then cut them apart
         filled: list[Batch] = []
-        genes_of_batches = np.diff(row_offsets(steps.taken.packed.n_genes)[borders])
+        genes_of_batches = np.diff(row_offsets(steps.local.packed.n_genes)[borders])
         for first, last in pairwise(cut_batch(genes_of_batches, _TOKENS_TOGETHER)):
             start = borders[first]
-            part = steps.taken.slice(start, borders[last])
+            part = steps.local.select(slice(start, borders[last]))
             starts, genes, counts = self._unpack(part)
             batch = self._tokenizer.batch(
-                genes, counts, starts, part.cells, self._counted, steps.epoch
+                genes, counts, starts, part.ids, self._counted, steps.epoch
             ).with_rows(self._per_cell)
             for low, high in pairwise(borders[first : last + 1]):
                 filled.append(batch.cut(low - start, high - start))

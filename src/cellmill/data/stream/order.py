@@ -1,13 +1,13 @@
 """Order of the cells in an epoch, as pure arithmetic: nothing is read.
 
-A block is a run of contiguous cells of a shard; a lane is a share of the blocks, read by one rank;
-a window is the blocks of a lane that are shuffled together. The order is a function of (seed,
-epoch, lane, window) only, so any step is reached without replaying earlier ones. Blocks of
-contiguous cells are permuted and dealt to `lanes`; within a lane, cells are permuted in windows of
-blocks. Blocks that do not fill a round of lanes are cut by cell, so lanes differ by at most one
-cell. A global batch takes `per_lane` cells of each lane, or with `equal_steps` an even part of the
-epoch: the same set of cells for any number of ranks. With cells preshuffled on disk, a batch has
-the donor entropy of a true shuffle (3.26 of 3.27 bits).
+- block: `block_cells` contiguous cells of a shard; its last block may be shorter
+- lane: a share of the blocks, read by one rank; lanes differ by at most one cell
+- window: `window_blocks` blocks of a lane, whose cells are shuffled together
+
+Blocks are permuted and dealt to the lanes in turn; those that do not fill a round are cut by cell.
+A step takes `per_lane` cells of each lane, or with `equal_steps` an equal share of the epoch: the
+same cells for any number of ranks. All of it is a function of (seed, epoch, lane, window), so any
+step is reached without replaying earlier ones.
 
 With `Repeats` some cells are read several times. A block then occurs as often as its most repeated
 cell: copy k has the cells that are read at least k times, so copies of a cell are apart. The copies
@@ -29,7 +29,7 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import row_offsets
 from cellmill.data.stream.repeats import Repeats
 
-# last word of the key of a permutation of blocks
+# last word of the key of a permutation: of full blocks, of shorter blocks, of copies of blocks
 FULL = 0
 SHORT = 1
 COPIES = 2
@@ -69,13 +69,13 @@ class EpochLayout:
         return -(-longest // self.per_lane)
 
     @property
-    def most_cells(self) -> int:
+    def max_step_cells(self) -> int:
         """Cells of the largest step."""
         if self.stream.equal_steps:
             return -(-self.n_cells // self.steps_per_epoch)
         return min(self.global_batch, self.n_cells)
 
-    def lanes_before(self, step: int | np.ndarray) -> np.ndarray:
+    def cells_before(self, step: int | np.ndarray) -> np.ndarray:
         """Cells of each lane before step `step` of an epoch, `(lanes,)` int64.
 
         Step `steps_per_epoch` has all cells before it. Steps `(n, 1)` give `(n, lanes)`.
@@ -100,24 +100,46 @@ class EpochLayout:
 
 
 class Epoch:
-    """Order of one epoch.
+    """Order of one epoch, with the rules that hold with and without repeats.
 
-    Attributes: `lane_cells`, the number of cells in each lane; `borders`, for each lane the first cell of each of its
-    windows, followed by the lane's number of cells.
-
-    Runs of contiguous cells are `(runs, 3)` int64: number of the shard, first cell in it and number
-    of cells.
+    Attributes: `window_starts`, for each lane the first cell of each of its windows, followed by
+    the lane's number of cells; `lane_cells`, the number of cells in each lane.
     """
 
-    def __init__(self, layout: EpochLayout, epoch: int):
+    def __init__(self, layout: EpochLayout, epoch: int, window_starts: list[np.ndarray]):
         self.layout = layout
         self.epoch = epoch
-        self.lane_cells: list[int] = []
-        self.borders: list[np.ndarray] = []
-        self._lanes: list[np.ndarray] = []  # runs of each lane
+        self.window_starts = window_starts
+        self.lane_cells = [int(starts[-1]) for starts in window_starts]
+
+    def n_windows(self, lane: int) -> int:
+        return len(self.window_starts[lane]) - 1
+
+    def window_with(self, lane: int, cell: int) -> int:
+        """Number of the window with cell `cell` of a lane."""
+        return int(np.searchsorted(self.window_starts[lane], cell, side="right")) - 1
+
+    def window_runs(self, lane: int, window: int) -> np.ndarray:
+        """Runs of contiguous cells in window `window` of `lane`.
+
+        `(runs, 3)` int64: number of the shard, first cell in it and number of cells.
+        """
+        raise NotImplementedError
+
+    def window_order(self, lane: int, window: int) -> np.ndarray:
+        """Permutation of the cells of the window's concatenated runs."""
+        start, stop = self.window_starts[lane][window : window + 2].tolist()
+        if not self.layout.shuffle:
+            return np.arange(stop - start)
+        return permutation(stop - start, self.layout.seed, WINDOW, window, lane, self.epoch)
+
+
+class PlainEpoch(Epoch):
+    """Order of one epoch that reads each cell once."""
+
+    def __init__(self, layout: EpochLayout, epoch: int):
         lanes = layout.stream.lanes
-        window_blocks = layout.stream.window_blocks
-        blocks = _blocks_of(layout)
+        blocks = _list_blocks(layout)
         is_full = blocks[:, 2] == layout.stream.block_cells
         full = blocks[is_full]
         short = blocks[~is_full]
@@ -129,37 +151,24 @@ class Epoch:
         rest = np.concatenate([full[n_dealt:], short])
         n_rest = int(rest[:, 2].sum())
         cuts = row_offsets(layout.deal(n_rest)).tolist()
+        self._runs: list[np.ndarray] = []  # blocks of each lane, the last of them cut
+        window_starts = []
         for lane, (start, stop) in enumerate(pairwise(cuts)):
             dealt = full[lane:n_dealt:lanes]
             runs = np.concatenate([dealt, _cut_runs(rest, start, stop)])
-            ends = row_offsets(runs[:, 2])
-            borders = np.append(ends[:-1:window_blocks], ends[-1])
-            self._lanes.append(runs)
-            self.borders.append(borders)
-            self.lane_cells.append(int(borders[-1]))
-
-    def n_windows(self, lane: int) -> int:
-        return len(self.borders[lane]) - 1
-
-    def window_with(self, lane: int, cell: int) -> int:
-        """Number of the window with cell `cell` of a lane."""
-        return int(np.searchsorted(self.borders[lane], cell, side="right")) - 1
+            offsets = row_offsets(runs[:, 2])
+            self._runs.append(runs)
+            window_starts.append(
+                np.append(offsets[: -1 : layout.stream.window_blocks], offsets[-1])
+            )
+        super().__init__(layout, epoch, window_starts)
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
-        """Runs of cells in window `window` of `lane`."""
         size = self.layout.stream.window_blocks
-        return self._lanes[lane][window * size : (window + 1) * size]
-
-    def window_order(self, lane: int, window: int) -> np.ndarray:
-        """Permutation of the cells of the window's concatenated runs."""
-        borders = self.borders[lane]
-        n_cells = int(borders[window + 1] - borders[window])
-        if not self.layout.shuffle:
-            return np.arange(n_cells)
-        return permutation(n_cells, self.layout.seed, WINDOW, window, lane, self.epoch)
+        return self._runs[lane][window * size : (window + 1) * size]
 
 
-def _blocks_of(layout: EpochLayout) -> np.ndarray:
+def _list_blocks(layout: EpochLayout) -> np.ndarray:
     """Runs of the blocks of all shards; the last block of a shard may be shorter."""
     size = layout.stream.block_cells
     n_left = layout.n_cells
@@ -193,43 +202,21 @@ class RepeatedEpoch(Epoch):
 
     def __init__(self, layout: EpochLayout, epoch: int):
         assert layout.repeats is not None
-        self.layout = layout
-        self.epoch = epoch
-        size = layout.stream.block_cells
         self._shard_start = row_offsets(layout.shard_cells)
         n_cells = int(self._shard_start[-1])
         counts = layout.repeats.counts(layout.seed, epoch, epoch * layout.steps_per_epoch)
         self._counts = np.pad(counts, (0, n_cells - len(counts)))
-        # first cell of each block, and the cell after its last
-        shards = zip(self._shard_start, layout.shard_cells)
-        starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
-        stops = np.append(starts[1:], n_cells)
-        # each copy is a row: first cell and end of its block, its number from 1, cells in it
-        copies: list[np.ndarray] = []
-        # cells with a further copy: fewer each round, because few cells have many copies
-        left = np.flatnonzero(self._counts)
-        while len(left):
-            number = len(copies) + 1
-            block_of_cell = np.searchsorted(starts, left, side="right") - 1
-            # the first of these cells in each block
-            begins = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
-            block = block_of_cell[begins]
-            n_copied = np.diff(begins, append=len(left))
-            numbers = np.full_like(block, number)
-            copies.append(_stack_runs(starts[block], stops[block], numbers, n_copied))
-            left = left[self._counts[left] > number]
-        shuffled = np.concatenate(copies)
-        shuffled = shuffled[permutation(len(shuffled), layout.seed, BLOCKS, epoch, COPIES)]
+        copies = _list_copies(layout, self._counts)
+        shuffled = copies[permutation(len(copies), layout.seed, BLOCKS, epoch, COPIES)]
         self._copies = shuffled[:, :3]
         self._copy_start = row_offsets(shuffled[:, 3])
-        self.lane_cells = layout.deal(layout.n_cells).tolist()
-        self._lane_start = row_offsets(self.lane_cells)
-        window = layout.stream.window_blocks * size
-        self.borders = [np.append(np.arange(0, n, window), n) for n in self.lane_cells]
+        lane_cells = layout.deal(layout.n_cells).tolist()
+        self._lane_start = row_offsets(lane_cells)
+        size = layout.stream.window_blocks * layout.stream.block_cells
+        super().__init__(layout, epoch, [np.append(np.arange(0, n, size), n) for n in lane_cells])
 
     def window_runs(self, lane: int, window: int) -> np.ndarray:
-        """Runs of cells in window `window` of `lane`."""
-        span = self._lane_start[lane] + self.borders[lane][window : window + 2]
+        span = self._lane_start[lane] + self.window_starts[lane][window : window + 2]
         low, high = span.tolist()
         # the copies that hold the window's cells, and the cells in them
         first_last = np.searchsorted(self._copy_start, [low, high - 1], side="right") - 1
@@ -249,7 +236,33 @@ class RepeatedEpoch(Epoch):
         return _stack_runs(shard, first_cell, np.diff(begins, append=len(cells)))
 
 
+def _list_copies(layout: EpochLayout, counts: np.ndarray) -> np.ndarray:
+    """Copies of blocks, each as often as `counts`, `(cells,)`, has its most repeated cell.
+
+    `(copies, 4)` int64: first cell of the block, the cell after its last, number of the copy from
+    1, and cells in the copy.
+    """
+    size = layout.stream.block_cells
+    shards = zip(row_offsets(layout.shard_cells), layout.shard_cells)
+    starts = np.concatenate([first + np.arange(0, n, size) for first, n in shards])
+    stops = np.append(starts[1:], len(counts))
+    copies: list[np.ndarray] = []
+    # cells with a further copy: fewer each round, because few cells have many copies
+    left = np.flatnonzero(counts)
+    while len(left):
+        number = len(copies) + 1
+        block_of_cell = np.searchsorted(starts, left, side="right") - 1
+        # the first of these cells in each block
+        begins = np.flatnonzero(np.diff(block_of_cell, prepend=-1))
+        block = block_of_cell[begins]
+        n_copied = np.diff(begins, append=len(left))
+        numbers = np.full_like(block, number)
+        copies.append(_stack_runs(starts[block], stops[block], numbers, n_copied))
+        left = left[counts[left] > number]
+    return np.concatenate(copies)
+
+
 def epoch_order(layout: EpochLayout, epoch: int) -> Epoch:
     """Return the order of an epoch of `layout`."""
-    kind = Epoch if layout.repeats is None else RepeatedEpoch
+    kind = PlainEpoch if layout.repeats is None else RepeatedEpoch
     return kind(layout, epoch)
